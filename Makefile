@@ -1,0 +1,39 @@
+# Every target sets up .venv by itself; only Python >= 3.11 and make must be there.
+#   make demo [BACKEND=zarr] [STEPS=40]   make test [ARGS='-k tree']   make lint   make bench   make clean
+PYTHON ?= python3
+BACKEND ?=
+STEPS ?=
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := test
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python >= 3.11 is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/reshard_gpt.py $(if $(BACKEND),--backend $(BACKEND)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+bench: $(READY)
+	$(BIN)/python benchmarks/save_load.py $(ARGS)
+
+clean:
+	rm -rf .venv demo-output build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
