@@ -1,0 +1,57 @@
+"""Distributed checkpoints: saved by any set of ranks, loaded by any other."""
+
+from dist_checkpointing.commit import check_is_distributed_checkpoint
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidShardingError,
+    RankFailedError,
+    StateMismatchError,
+    StrategyNotFoundError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from dist_checkpointing.serialization import (
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_tensors_metadata,
+    remove_sharded_tensors,
+    save,
+)
+from dist_checkpointing.validation import StrictHandling
+
+__all__ = [
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CheckpointingException",
+    "CorruptCheckpointError",
+    "InvalidShardingError",
+    "LocalNonpersistentObject",
+    "RankFailedError",
+    "ShardedObject",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StateMismatchError",
+    "StrategyNotFoundError",
+    "StrictHandling",
+    "UnsupportedFormatError",
+    "check_is_distributed_checkpoint",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "remove_sharded_tensors",
+    "save",
+]

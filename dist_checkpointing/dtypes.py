@@ -1,0 +1,148 @@
+"""Every dtype a checkpoint may hold, in one table: torch, numpy and zarr names side by side.
+
+Bits travel through views: no value is ever converted on its way to or from a file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dist_checkpointing.errors import Finding, InvalidShardingError, UnsupportedFormatError
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One storable element type.
+
+    ``name`` is the zarr v3 name (also used in our index), ``zarr_v2`` the v2 one as Megatron and
+    TensorStore spell it.
+    """
+
+    name: str
+    torch: torch.dtype
+    numpy: np.dtype[Any]
+    zarr_v2: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.numpy.itemsize
+
+
+def _table() -> tuple[DType, ...]:
+    plain = (
+        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+        "float16 float32 float64 complex64 complex128"
+    )
+    rows = [
+        DType(name, getattr(torch, name), np.dtype(name), np.dtype(name).newbyteorder("<").str)
+        for name in plain.split()
+    ]
+    extended = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+    rows += [
+        DType(name, getattr(torch, name), np.dtype(getattr(ml_dtypes, name)), name)
+        for name in extended.split()
+        if hasattr(torch, name)  # float8_e8m0fnu came with torch 2.7
+    ]
+    return tuple(rows)
+
+
+DTYPES = _table()
+_BY_NAME = {row.name: row for row in DTYPES}
+_BY_TORCH = {row.torch: row for row in DTYPES}
+_BY_ZARR_V2 = {row.zarr_v2: row for row in DTYPES}
+
+
+def from_name(name: str) -> DType:
+    """The dtype with this zarr v3 name.
+
+    Raises:
+        UnsupportedFormatError: if we do not store it.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise _unsupported(name, _BY_NAME) from None
+
+
+def from_zarr_v2(name: str) -> DType:
+    """The dtype with this zarr v2 name.
+
+    Raises:
+        UnsupportedFormatError: if we do not store it, big-endian ones included.
+    """
+    try:
+        return _BY_ZARR_V2[name]
+    except KeyError:
+        raise _unsupported(name, _BY_ZARR_V2) from None
+
+
+def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
+    """The dtype for a torch dtype.
+
+    Raises:
+        InvalidShardingError: if no checkpoint format of ours can hold it.
+    """
+    try:
+        return _BY_TORCH[dtype]
+    except KeyError:
+        finding = Finding(
+            problem="this dtype cannot be stored",
+            key=key,
+            expected=", ".join(_BY_NAME),
+            found=str(dtype),
+            remedy="Convert the tensor, or wrap it in a ShardedObject.",
+        )
+        raise InvalidShardingError("unsupported dtype", [finding]) from None
+
+
+def _unsupported(name: str, known: dict[str, DType]) -> UnsupportedFormatError:
+    finding = Finding(problem="unknown stored dtype", expected=", ".join(known), found=repr(name))
+    return UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])
+
+
+def is_lossless(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether every value of ``stored`` exists in ``wanted``.
+
+    numpy's "safe" casting rules, plus the 8-bit floats into bfloat16, which numpy does not know.
+    """
+    if stored == wanted:
+        return True
+    source, target = from_torch(stored), from_torch(wanted)
+    if source.name.startswith("float8") and target.name == "bfloat16":
+        return True
+    return bool(np.can_cast(source.numpy, target.numpy, "safe"))
+
+
+_BITS_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A numpy array over the memory of a CPU tensor: same shape, same strides, same bits.
+
+    Conjugate or negative views have no such memory and are materialised first.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    dtype = from_torch(tensor.dtype)
+    if dtype.numpy.isbuiltin == 1:
+        return tensor.numpy()
+    bits = tensor.view(_BITS_BY_ITEMSIZE[dtype.itemsize])
+    array: npt.NDArray[Any] = bits.numpy().view(dtype.numpy)
+    return array
+
+
+def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor over the memory of a numpy array whose elements have the bits of ``dtype``."""
+    known = from_torch(dtype)
+    if known.numpy.isbuiltin == 1:
+        return torch.from_numpy(array.view(known.numpy))
+    bits = _BITS_BY_ITEMSIZE[known.itemsize]
+    return torch.from_numpy(array.view(f"i{known.itemsize}" if bits != torch.uint8 else "u1")).view(
+        dtype
+    )

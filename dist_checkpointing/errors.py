@@ -1,0 +1,141 @@
+"""The error tree: one root, one class for each thing a handler would do about it.
+
+::
+
+    CheckpointingException
+    ├── InvalidShardingError (ValueError)        the state dict is wrapped wrongly: fix the call
+    ├── StateMismatchError                       template and checkpoint differ: fix the template
+    ├── CheckpointNotFoundError (FileNotFoundError)   nothing committed here
+    ├── CheckpointExistsError (FileExistsError)  something is here already: nothing was touched
+    ├── CorruptCheckpointError                   committed, but damaged: restore or use another
+    ├── UnsupportedFormatError                   valid, but not readable or writable by us
+    ├── StrategyNotFoundError (LookupError)      unknown backend or version
+    └── RankFailedError                          an I/O error, a bug or a dead process on some rank
+
+Every error carries ``findings``: what is wrong, where, on which ranks and what to do, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+_MAX_PRINTED_FINDINGS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, in words a user can act on."""
+
+    problem: str
+    key: str | None = None
+    expected: object = None
+    found: object = None
+    ranks: tuple[int, ...] = ()
+    path: str | None = None
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{self.key!r}: {self.problem}" if self.key is not None else self.problem]
+        if self.expected is not None:
+            parts.append(f"expected {self.expected}")
+        if self.found is not None:
+            parts.append(f"found {self.found}")
+        if self.path is not None:
+            parts.append(f"file {self.path}")
+        if self.ranks:
+            word = "rank" if len(self.ranks) == 1 else "ranks"
+            parts.append(f"{word} {', '.join(map(str, self.ranks))}")
+        text = "; ".join(parts)
+        return f"{text}. {self.remedy}" if self.remedy is not None else text
+
+
+class CheckpointingException(Exception):
+    """Root of all errors raised on purpose by this library.
+
+    Args:
+        message: what failed, as one sentence.
+        findings: every single thing that is wrong; printed below the message.
+    """
+
+    def __init__(self, message: str = "", findings: Iterable[Finding] = ()) -> None:
+        self.message = message
+        self.findings = tuple(findings)
+        super().__init__(message, self.findings)
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        lines += [f"  - {finding}" for finding in self.findings[:_MAX_PRINTED_FINDINGS]]
+        hidden = len(self.findings) - _MAX_PRINTED_FINDINGS
+        if hidden > 0:
+            lines.append(f"  - and {hidden} more (see the error's .findings)")
+        return "\n".join(lines)
+
+
+class InvalidShardingError(CheckpointingException, ValueError):
+    """The sharded state dict is wrong by itself: shapes, offsets, gaps, overlaps, names."""
+
+
+class StateMismatchError(CheckpointingException):
+    """What the template asks for is not what the checkpoint holds."""
+
+
+class CheckpointNotFoundError(CheckpointingException, FileNotFoundError):
+    """There is no committed checkpoint at the given place."""
+
+
+class CheckpointExistsError(CheckpointingException, FileExistsError):
+    """The place is taken: a committed checkpoint, a live save or files of somebody else."""
+
+
+class CorruptCheckpointError(CheckpointingException):
+    """A committed checkpoint lacks or contradicts something it says it holds."""
+
+
+class UnsupportedFormatError(CheckpointingException):
+    """A format, codec, dtype or pickled class that this library does not (or will not) handle."""
+
+
+class StrategyNotFoundError(CheckpointingException, LookupError):
+    """No strategy is registered for an (action, backend, version)."""
+
+
+class RankFailedError(CheckpointingException):
+    """A step failed on some ranks; every rank raises this same error.
+
+    Args:
+        message: the step that failed.
+        findings: one finding a failed rank.
+        tracebacks: rank -> the traceback on that rank, as text.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        findings: Iterable[Finding] = (),
+        tracebacks: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(message, findings)
+        self.tracebacks = dict(tracebacks or {})
+        self.args = (message, self.findings, self.tracebacks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that failed."""
+        return tuple(sorted({rank for finding in self.findings for rank in finding.ranks}))
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        for rank, traceback in sorted(self.tracebacks.items())[:3]:
+            text += f"\n\nTraceback on rank {rank}:\n{traceback.rstrip()}"
+        return text
+
+
+def merge_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The same findings, those that differ only in their ranks united."""
+    ranks_of: dict[Finding, set[int]] = {}
+    for finding in findings:
+        ranks_of.setdefault(replace(finding, ranks=()), set()).update(finding.ranks)
+    return tuple(
+        replace(finding, ranks=tuple(sorted(ranks))) for finding, ranks in ranks_of.items()
+    )

@@ -1,0 +1,38 @@
+"""The four leaves with which a state dict says which part of which global tensor it holds."""
+
+from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.mapping.base import (
+    CommonStateDict,
+    ReplicaId,
+    ShardedBase,
+    ShardedStateDict,
+    StateDict,
+    is_main_replica,
+)
+from dist_checkpointing.mapping.factory import (
+    FactoryBuildFn,
+    FactoryMergeFn,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+)
+from dist_checkpointing.mapping.objects import LocalNonpersistentObject, ShardedObject
+from dist_checkpointing.mapping.tensor import ShardedTensor
+
+__all__ = [
+    "CheckpointingException",
+    "CommonStateDict",
+    "FactoryBuildFn",
+    "FactoryMergeFn",
+    "LocalNonpersistentObject",
+    "ReplicaId",
+    "ShardedBase",
+    "ShardedObject",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StateDict",
+    "apply_factories",
+    "apply_factory_merges",
+    "is_main_replica",
+]

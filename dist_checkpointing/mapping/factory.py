@@ -1,0 +1,93 @@
+"""ShardedTensorFactory: values that are saved in another form than they are used in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dist_checkpointing.mapping.base import ReplicaId, ShardedBase, ShardedStateDict
+
+FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], Any]
+FactoryMergeFn = Callable[[Any], Any]
+
+
+@dataclass
+class ShardedTensorFactory(ShardedBase):
+    """Something that is saved in another form than it is used in.
+
+    Attributes:
+        key: passed to ``build_fn``.
+        data: passed to ``build_fn``.
+        build_fn: ``(key, data, replica_id, flattened_range)`` -> a sharded leaf or a nest of them.
+        merge_fn: the loaded nest -> the value to put back.
+        replica_id: passed to ``build_fn``.
+        flattened_range: passed to ``build_fn``.
+    """
+
+    key: str
+    data: torch.Tensor
+    build_fn: FactoryBuildFn
+    merge_fn: FactoryMergeFn
+    replica_id: ReplicaId = 0
+    flattened_range: slice | None = None
+
+    def build(self) -> Any:
+        """The sharded leaf or nest of leaves that stands for this in the checkpoint."""
+        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+
+    def validate_metadata_integrity(self) -> None:
+        """Nothing to check before the factory is built."""
+
+    def without_data(self) -> ShardedTensorFactory:
+        return replace(self, data=None)  # type: ignore[arg-type]
+
+
+def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
+    """Replace every factory in the (nested) dict by what it builds, in place.
+
+    ``save`` and ``load`` do this by themselves on a copy; this is for code that does it by hand.
+    """
+
+    def visit(container: Any) -> None:
+        steps = container.items() if isinstance(container, dict) else enumerate(container)
+        for step, value in list(steps):
+            if isinstance(value, ShardedTensorFactory):
+                container[step] = value.build()
+            elif isinstance(value, dict | list):
+                visit(value)
+
+    visit(sharded_state_dict)
+
+
+def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
+    """``x1`` with what stands at the places of the factories in ``x2`` merged, in place.
+
+    Args:
+        x1: loaded values, nested like ``x2`` (a list in ``x1`` may meet a dict with integer keys).
+        x2: factories only, at their places.
+        key: the place reached so far, for messages.
+
+    Raises:
+        ValueError: if a place of ``x2`` does not exist in ``x1``.
+    """
+    if isinstance(x2, ShardedTensorFactory):
+        return x2.merge_fn(x1)
+    if isinstance(x1, list) and isinstance(x2, list) and len(x1) != len(x2):
+        raise ValueError(f"cannot merge lists of {len(x1)} and {len(x2)} entries at {key}")
+    if isinstance(x1, dict) and isinstance(x2, dict):
+        steps, known = list(x2.items()), list(x1)
+    elif isinstance(x1, list) and isinstance(x2, list | dict):
+        steps = list(x2.items()) if isinstance(x2, dict) else list(enumerate(x2))
+        known = list(range(len(x1)))
+    else:
+        raise ValueError(  # noqa: TRY004 - what Megatron raises
+            f"cannot merge {type(x2).__name__} into {type(x1).__name__} at {key}"
+        )
+    for step, below in steps:
+        if step not in known:
+            raise ValueError(f"{step!r} at {key} is not among the loaded values {known}")
+        x1[step] = apply_factory_merges(x1[step], below, (*key, step))
+    return x1

@@ -1,0 +1,87 @@
+"""Leaves that are not tensors: objects that are saved, and objects that never are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dist_checkpointing.mapping.base import ReplicaId, ShardedBase
+from dist_checkpointing.mapping.base import invalid_sharding as _invalid
+
+
+@dataclass
+class ShardedObject(ShardedBase):
+    """A Python object that is one cell of a grid of such objects.
+
+    Attributes:
+        key: name of the global object.
+        data: any object that ``torch.load(weights_only=True)`` can read back.
+        global_shape: number of cells along each axis.
+        global_offset: which cell this is.
+        replica_id: all zeros on exactly one of the ranks that hold the same cell.
+    """
+
+    key: str
+    data: object
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        if len(self.global_shape) != len(self.global_offset):
+            raise _invalid(
+                self.key,
+                "global_offset must have as many entries as global_shape",
+                expected=len(self.global_shape),
+                found=self.global_offset,
+            )
+
+    def without_data(self) -> ShardedObject:
+        return replace(self, data=None)
+
+    @property
+    def unique_key(self) -> str:
+        """``key/shard_<offset>_<shape>``, the name of this cell on disk."""
+        offset = ".".join(map(str, self.global_offset))
+        shape = ".".join(map(str, self.global_shape))
+        return f"{self.key}/shard_{offset}_{shape}"
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}(key={self.key!r})"
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """The cell that ``unique_key`` names, without data.
+
+        Raises:
+            InvalidShardingError: if the name has another form.
+        """
+        key, _, name = unique_key.rpartition("/")
+        parts = name.split("_")
+        try:
+            if not key or len(parts) != 3 or parts[0] != "shard":
+                raise ValueError(name)
+            offset, shape = (
+                tuple(int(number) for number in part.split(".") if part) for part in parts[1:]
+            )
+        except ValueError:
+            raise _invalid(
+                unique_key, "not the name of a sharded object", expected="key/shard_0.1_2.2"
+            ) from None
+        if len(shape) + 1 == len(offset):
+            shape = (*shape, -1)  # writers of old lost the last extent as if it were a file suffix
+        return cls(key, None, shape, offset, replica_id)
+
+
+@dataclass
+class LocalNonpersistentObject:
+    """A value that is never saved; on load it is put back at its place in the result."""
+
+    obj: Any
+
+    def unwrap(self) -> Any:
+        """The wrapped value."""
+        return self.obj

@@ -1,0 +1,114 @@
+"""Where bytes live: names on disk, atomic and durable writes, size-checked reads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, InvalidShardingError
+
+_MAX_NAME_BYTES = 200
+_MAX_COMPONENT_BYTES = 255
+_TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
+
+
+def disk_name(key: str) -> str:
+    """The folder name of a key: one path component, the same on every file system.
+
+    UTF-8, percent-encoded outside ``[A-Za-z0-9._-]``, for a leading dot and for names that a
+    checkpoint uses itself. A name over 200 bytes is cut and ends in ``~`` and 16 hex digits; the
+    index maps it back.
+    """
+    name = quote(key, safe="").replace("~", "%7E")
+    if name.startswith(".") or name in _TAKEN_NAMES:
+        name = f"%{ord(name[0]):02X}{name[1:]}"
+    if len(name) <= _MAX_NAME_BYTES:
+        return name
+    digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    return f"{name[: _MAX_NAME_BYTES - 17]}~{digest}"
+
+
+def check_raw_key(key: str) -> None:
+    """Refuse a key that cannot be used as a relative path as it is.
+
+    Raises:
+        InvalidShardingError: for a key that would leave the folder or clash with other files.
+    """
+    parts = key.split("/")
+    problem = None
+    if any(part in ("", ".", "..") for part in parts) or "\0" in key:
+        problem = "as a path this key has an empty, '.' or '..' component"
+    elif any(len(part.encode()) > _MAX_COMPONENT_BYTES for part in parts):
+        problem = f"a component of this key is longer than {_MAX_COMPONENT_BYTES} bytes"
+    elif parts[0] in (*_TAKEN_NAMES, ".dckpt") or parts[0].endswith(".sync"):
+        problem = "the checkpoint itself uses this name"
+    if problem is not None:
+        finding = Finding(problem, key, remedy="Rename the key, or use a backend that encodes it.")
+        raise InvalidShardingError("a key cannot be a file name", [finding])
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The content of a file that must not be larger than ``max_bytes``."""
+    size = path.stat().st_size
+    if size > max_bytes:
+        finding = Finding(
+            "file is far too large",
+            expected=f"at most {max_bytes} bytes",
+            found=size,
+            path=str(path),
+        )
+        raise CorruptCheckpointError("refused to read a file", [finding])
+    return path.read_bytes()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Put ``data`` at ``path`` so that a reader, or a crash, sees all of it or nothing new."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_folders(files: Iterable[Path], root: Path) -> None:
+    """Make the names of ``files`` durable: every folder between them and ``root``, once."""
+    folders: set[Path] = {root}
+    for file in files:
+        folder = file.parent
+        while folder not in folders:
+            folders.add(folder)
+            folder = folder.parent
+    for folder in sorted(folders, key=lambda f: len(f.parts), reverse=True):
+        fsync_folder(folder)
+
+
+def remove(path: Path, root: Path) -> None:
+    """Delete a file or folder below ``root`` and the parents that it leaves empty."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    parent = path.parent
+    while parent != root and parent.is_dir() and not any(parent.iterdir()):
+        parent.rmdir()
+        parent = parent.parent
