@@ -1,0 +1,228 @@
+"""The table of shards: what every rank holds, as columns, without the data.
+
+One row is one shard. A rank describes its own leaves once; the tables of all ranks together are the
+catalog, on which everything that concerns all ranks (coverage, layout, who writes what) is array
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_checkpointing import dtypes
+from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.geometry import Box, Ints
+from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+
+OBJECT = "object"
+"""Stands in the dtype column for a ShardedObject."""
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardTable:
+    """Shards as columns; row ``i`` of every array describes shard ``i``.
+
+    Shapes and offsets are padded to the largest number of axes: shapes with 1, offsets with 0.
+
+    Attributes:
+        names: the distinct keys and dtype names; ``keys`` and ``dtypes`` are positions in it.
+        keys: position of the key in ``names``.
+        dtypes: position of the dtype name in ``names`` (``"object"`` for objects).
+        ndim: number of global axes.
+        global_shapes: ``[rows, axes]``; for objects the grid of cells.
+        offsets: ``[rows, axes]``, first element of the shard's box.
+        shapes: ``[rows, axes]``, shape of the shard's box.
+        flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
+        main: whether this is the main replica.
+        sources: which leaf of its rank this is, in flattening order.
+        ranks: which rank holds it.
+    """
+
+    names: tuple[str, ...]
+    keys: Int64s
+    dtypes: Int64s
+    ndim: Int64s
+    global_shapes: Int64s
+    offsets: Int64s
+    shapes: Int64s
+    flat: Int64s
+    main: Bools
+    sources: Int64s
+    ranks: Int64s
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def max_ndim(self) -> int:
+        """Number of columns of the padded arrays."""
+        return int(self.global_shapes.shape[1])
+
+    def take(self, rows: Any) -> ShardTable:
+        """The table of some rows, by mask or positions."""
+        columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "names"}
+        return replace(self, **columns)
+
+    def key(self, row: int) -> str:
+        """Key of a row."""
+        return self.names[int(self.keys[row])]
+
+    def dtype(self, row: int) -> str:
+        """Dtype name of a row."""
+        return self.names[int(self.dtypes[row])]
+
+    def global_shape(self, row: int) -> Ints:
+        """Global shape of a row."""
+        return tuple(self.global_shapes[row, : self.ndim[row]].tolist())
+
+    def box(self, row: int) -> Box:
+        """Box of a row."""
+        ndim = self.ndim[row]
+        return Box(
+            tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
+        )
+
+    def flat_range(self, row: int) -> tuple[int, int] | None:
+        """Flattened range of a row."""
+        start, stop = self.flat[row].tolist()
+        return None if start < 0 else (start, stop)
+
+    @property
+    def is_object(self) -> Bools:
+        """Which rows are objects."""
+        if OBJECT not in self.names:
+            return np.zeros(len(self), dtype=np.bool_)
+        mask: Bools = self.dtypes == self.names.index(OBJECT)
+        return mask
+
+    @property
+    def num_elements(self) -> Int64s:
+        """Elements that each row holds (the range only, if flattened)."""
+        boxes = self.shapes.prod(axis=1)
+        return np.where(self.flat[:, 0] >= 0, self.flat[:, 1] - self.flat[:, 0], boxes)
+
+    def fingerprint(self) -> bytes:
+        """A digest that differs if any column differs."""
+        digest = hashlib.blake2b(repr(self.names).encode(), digest_size=16)
+        for field in fields(self):
+            if field.name != "names":
+                digest.update(np.ascontiguousarray(getattr(self, field.name)).tobytes())
+        return digest.digest()
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], rank: int) -> ShardTable:
+    """A table from rows given as mappings (key, dtype, global_shape, box, flat, main, source)."""
+    positions: dict[str, int] = {}
+
+    def position(name: str) -> int:
+        return positions.setdefault(name, len(positions))
+
+    count = len(rows)
+    width = max((len(row["global_shape"]) for row in rows), default=0)
+    global_shapes = np.ones((count, width), dtype=np.int64)
+    offsets = np.zeros((count, width), dtype=np.int64)
+    shapes = np.ones((count, width), dtype=np.int64)
+    for i, row in enumerate(rows):
+        ndim = len(row["global_shape"])
+        if ndim:
+            global_shapes[i, :ndim] = row["global_shape"]
+            offsets[i, :ndim] = row["box"].offset
+            shapes[i, :ndim] = row["box"].shape
+    keys = np.array([position(row["key"]) for row in rows], dtype=np.int64)
+    types = np.array([position(row["dtype"]) for row in rows], dtype=np.int64)
+    return ShardTable(
+        names=tuple(positions),
+        keys=keys,
+        dtypes=types,
+        ndim=np.array([len(row["global_shape"]) for row in rows], dtype=np.int64),
+        global_shapes=global_shapes,
+        offsets=offsets,
+        shapes=shapes,
+        flat=np.array([row["flat"] or (-1, -1) for row in rows], dtype=np.int64).reshape(count, 2),
+        main=np.array([row["main"] for row in rows], dtype=np.bool_),
+        sources=np.array([row["source"] for row in rows], dtype=np.int64),
+        ranks=np.full(count, rank, dtype=np.int64),
+    )
+
+
+def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
+    """The table of this rank's tensors and objects, in the given order.
+
+    Raises:
+        InvalidShardingError: for a leaf whose fields contradict each other (they are mutable, so
+            they are checked again here), a dtype that cannot be stored or an empty key.
+    """
+    findings: list[Finding] = []
+    rows: list[dict[str, Any]] = []
+    for source, leaf in enumerate(leaves):
+        try:
+            rows.append(_row(leaf, source))
+        except InvalidShardingError as error:
+            findings += error.findings
+    if findings:
+        raise InvalidShardingError("the sharded state dict is invalid", findings)
+    return table_of(rows, rank)
+
+
+def _row(leaf: ShardedBase, source: int) -> dict[str, Any]:
+    key: object = leaf.key
+    if not isinstance(key, str) or not key:
+        finding = Finding("a key must be a string that is not empty", found=repr(key))
+        raise InvalidShardingError("invalid key", [finding])
+    leaf.validate_metadata_integrity()
+    row: dict[str, Any] = {
+        "key": leaf.key,
+        "main": is_main_replica(leaf.replica_id),
+        "source": source,
+    }
+    if isinstance(leaf, ShardedTensor):
+        dtype = dtypes.from_torch(leaf.dtype, key=leaf.key).name
+        shape = tuple(leaf.global_shape)
+        return row | {
+            "dtype": dtype,
+            "global_shape": shape,
+            "box": leaf.box,
+            "flat": leaf.flat_range,
+        }
+    if isinstance(leaf, ShardedObject):
+        shape, offset = tuple(leaf.global_shape), tuple(leaf.global_offset)
+        cell = Box(offset, (1,) * len(shape))
+        return row | {"dtype": OBJECT, "global_shape": shape, "box": cell, "flat": None}
+    finding = Finding("cannot be described", leaf.key, found=type(leaf).__name__)
+    raise InvalidShardingError("unknown kind of sharded leaf", [finding])
+
+
+def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
+    """All rows of all tables in one, sorted by key name, then as given."""
+    names = sorted(
+        {name for table in {id(t.names): t for t in tables}.values() for name in table.names}
+    )
+    position = {name: i for i, name in enumerate(names)}
+    width = max((table.max_ndim for table in tables), default=0)
+    translation: dict[tuple[str, ...], Int64s] = {}
+    columns: dict[str, list[Any]] = {f.name: [] for f in fields(ShardTable) if f.name != "names"}
+    for table in tables:
+        if table.names not in translation:
+            moved = [position[name] for name in table.names]
+            translation[table.names] = np.array(moved, dtype=np.int64)
+        new = translation[table.names]
+        for name, parts in columns.items():
+            column = getattr(table, name)
+            if name in ("keys", "dtypes"):
+                column = new[column] if len(column) else column
+            elif name in ("global_shapes", "offsets", "shapes"):
+                fill = 0 if name == "offsets" else 1
+                pad = ((0, 0), (0, width - column.shape[1]))
+                column = np.pad(column, pad, constant_values=fill)
+            parts.append(column)
+    merged = ShardTable(tuple(names), **{n: np.concatenate(p) for n, p in columns.items()})
+    return merged.take(np.argsort(merged.keys, kind="stable"))

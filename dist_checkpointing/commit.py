@@ -1,0 +1,231 @@
+"""What turns files into a checkpoint, and what a failed save leaves behind.
+
+``metadata.json`` is the commit: written last, and without it there is no checkpoint. Before the
+first byte, ``.dckpt/attempt.json`` names what the save is about to create; a later save into the
+same folder deletes exactly that, and nothing else.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import uuid
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO
+
+from dist_checkpointing import store
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    Finding,
+)
+
+logger = logging.getLogger(__name__)
+
+CONFIG_FNAME = "metadata.json"
+ATTEMPT_NAME = ".dckpt/attempt.json"
+_MAX_CONFIG_BYTES = 1 << 20
+_MAX_ATTEMPT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointingConfig:
+    """The content of ``metadata.json``: which strategies read this checkpoint.
+
+    Megatron readers refuse a fifth field, so there will never be one.
+    """
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+
+def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
+    """The config of a committed checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: if the folder is missing or nothing was committed in it.
+        CorruptCheckpointError: if ``metadata.json`` is not what it should be.
+    """
+    folder = Path(checkpoint_dir)
+    path = folder / CONFIG_FNAME
+    if not folder.is_dir():
+        finding = Finding("no such folder", path=str(folder))
+        raise CheckpointNotFoundError(f"Checkpoint directory {folder} does not exist", [finding])
+    if not path.is_file():
+        half = (folder / ATTEMPT_NAME).exists()
+        finding = Finding(
+            "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
+            path=str(path),
+            remedy="Load an older checkpoint." if half else "Is this the right folder?",
+        )
+        raise CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
+    try:
+        content = json.loads(store.read_bytes(path, _MAX_CONFIG_BYTES))
+        known = {f.name for f in fields(CheckpointingConfig)}
+        config = CheckpointingConfig(**{k: v for k, v in content.items() if k in known})
+        for field in fields(config):
+            kind = str if field.name.endswith("backend") else int
+            if type(getattr(config, field.name)) is not kind:
+                raise ValueError(f"{field.name} is not of type {kind.__name__}")
+    except (ValueError, TypeError, AttributeError) as error:
+        finding = Finding(str(error), path=str(path), remedy="Restore the file.")
+        raise CorruptCheckpointError(f"{CONFIG_FNAME} cannot be read", [finding]) from error
+    return config
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Whether a committed checkpoint is there; an unreadable one is not (and is logged)."""
+    try:
+        read_config(checkpoint_dir)
+    except CheckpointNotFoundError:
+        return False
+    except CorruptCheckpointError as error:
+        logger.warning("%s", error)
+        return False
+    return True
+
+
+class Attempt:
+    """One try to write a checkpoint; only rank 0 has one.
+
+    The file lock on ``attempt.json`` is what tells a live save from a leftover: it goes with the
+    process, however that ends.
+    """
+
+    def __init__(self, folder: Path, file: IO[bytes], creates: tuple[str, ...]) -> None:
+        self.id = uuid.uuid4().hex
+        self._folder = folder
+        self._file = file
+        self._creates = creates
+
+    @classmethod
+    def begin(
+        cls,
+        checkpoint_dir: str | os.PathLike[str],
+        creates: Iterable[str],
+        *,
+        overwrite: bool = False,
+    ) -> Attempt:
+        """Claim the folder and clear away what an uncommitted attempt left in it.
+
+        Args:
+            checkpoint_dir: made if missing.
+            creates: relative names of all files and folders that the save will make.
+            overwrite: give up a committed checkpoint that is in the way, from here on.
+
+        Raises:
+            CheckpointExistsError: if the folder holds a committed checkpoint (without
+                ``overwrite``), a live save, or files of these names that no attempt made. Nothing
+                was touched then.
+        """
+        folder = Path(checkpoint_dir)
+        names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
+        if (folder / CONFIG_FNAME).exists() and not overwrite:
+            finding = Finding(
+                "a committed checkpoint is here",
+                path=str(folder),
+                remedy="Save into another folder, or pass overwrite=True to give this one up.",
+            )
+            raise CheckpointExistsError(f"{folder} already holds a checkpoint", [finding])
+        if (folder / CONFIG_FNAME).exists() and not (folder / ATTEMPT_NAME).exists():
+            finding = Finding(
+                "this checkpoint was written by another program, which did not note its files",
+                path=str(folder),
+                remedy="Delete it by hand, or save into another folder.",
+            )
+            raise CheckpointExistsError(f"{folder} cannot be overwritten", [finding])
+        (folder / ATTEMPT_NAME).parent.mkdir(parents=True, exist_ok=True)
+        file = (folder / ATTEMPT_NAME).open("a+b")
+        try:
+            _lock(file, folder)
+            leftovers = _named_in(file)
+            _refuse_foreign(folder, names, leftovers)
+            attempt = cls(folder, file, names)
+            # The old checkpoint ends here, before anything of it is damaged.
+            (folder / CONFIG_FNAME).unlink(missing_ok=True)
+            store.fsync_folder(folder)
+            for name in leftovers:
+                store.remove(folder / name, folder)
+            attempt._record()
+        except BaseException:
+            file.close()
+            raise
+        return attempt
+
+    def _record(self) -> None:
+        content = {"attempt": self.id, "creates": self._creates}
+        self._file.truncate(0)
+        self._file.write(json.dumps(content, separators=(",", ":")).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        store.fsync_folder(self._folder / ".dckpt")
+        store.fsync_folder(self._folder)
+
+    def commit(self, config: CheckpointingConfig) -> None:
+        """Make the folder a checkpoint. Everything else must be durable by now."""
+        content = json.dumps(asdict(config)).encode()
+        store.write_atomic(self._folder / CONFIG_FNAME, content)
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Free what was written. What cannot be deleted now, the next attempt deletes."""
+        for name in self._creates:
+            try:
+                store.remove(self._folder / name, self._folder)
+            except OSError as error:
+                logger.warning("could not remove %s of a failed save: %s", name, error)
+        self._file.close()
+
+
+def _lock(file: IO[bytes], folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        finding = Finding(
+            "another save is writing here", path=str(folder), remedy="Wait for it to end."
+        )
+        raise CheckpointExistsError(f"{folder} is being written", [finding]) from None
+
+
+def _named_in(file: IO[bytes]) -> set[str]:
+    """What the attempt recorded in the file was about to create; none if it never got so far."""
+    file.seek(0)
+    data = file.read(_MAX_ATTEMPT_BYTES)
+    if not data:
+        return set()
+    try:
+        names = json.loads(data)["creates"]
+        safe = all(
+            isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
+            for name in names
+        )
+    except (ValueError, KeyError, TypeError):
+        # Cut off while it was written: the attempt had not created anything yet.
+        return set()
+    if not safe:
+        finding = Finding("names a path outside the checkpoint", path=file.name)
+        raise CorruptCheckpointError("a leftover attempt cannot be cleared away", [finding])
+    return set(names)
+
+
+def _refuse_foreign(folder: Path, names: Iterable[str], leftovers: set[str]) -> None:
+    foreign = [n for n in names if n not in leftovers and os.path.lexists(folder / n)]
+    if CONFIG_FNAME in foreign:
+        foreign.remove(CONFIG_FNAME)
+    if foreign:
+        findings = [
+            Finding(
+                "exists, and no unfinished save of ours made it",
+                path=str(folder / name),
+                remedy="Save into an empty folder.",
+            )
+            for name in foreign
+        ]
+        raise CheckpointExistsError(f"{folder} is not empty", findings)

@@ -1,0 +1,268 @@
+"""The index: what a checkpoint holds, and the file that says so.
+
+One small JSON file of columns, whatever the number of ranks. It is read by one rank and shared, and
+only the rows that a load asks for become objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_checkpointing import dtypes, store
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.geometry import Box, ChunkGrid, Ints
+
+INDEX_NAME = ".dckpt/index.json"
+FORMAT = "dist_checkpointing.index"
+FORMAT_MINOR = 0
+_MAX_INDEX_BYTES = 1 << 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Boxes of a tensor that are stored each on its own, because there is no chunk grid.
+
+    Attributes:
+        offsets: ``[pieces, axes]``, in elements of the global tensor.
+        shapes: ``[pieces, axes]``.
+        flat: ``[pieces, 2]``; a piece with ``start >= 0`` holds only elements ``start .. stop`` of
+            the C-order flattening of its box, as a 1-D array.
+    """
+
+    offsets: npt.NDArray[np.int64]
+    shapes: npt.NDArray[np.int64]
+    flat: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @classmethod
+    def of(cls, ndim: int, pieces: Iterable[tuple[Box, tuple[int, int] | None]]) -> Pieces:
+        """A table of the given boxes and flat ranges."""
+        rows = list(pieces)
+        return cls(
+            np.array([box.offset for box, _ in rows], dtype=np.int64).reshape(len(rows), ndim),
+            np.array([box.shape for box, _ in rows], dtype=np.int64).reshape(len(rows), ndim),
+            np.array([flat or (-1, -1) for _, flat in rows], dtype=np.int64).reshape(-1, 2),
+        )
+
+    @classmethod
+    def from_lists(cls, offsets: Any, shapes: Any, flat: Any) -> Pieces:
+        """The table from three lists as stored.
+
+        Raises:
+            ValueError: if they do not fit together.
+        """
+        table = cls(*(np.array(column, dtype=np.int64) for column in (offsets, shapes, flat)))
+        count = len(table.offsets)
+        if table.offsets.ndim != 2 or table.shapes.shape != table.offsets.shape:
+            raise ValueError("pieces of different length")
+        if table.flat.shape != (count, 2):
+            raise ValueError("pieces without flat ranges")
+        if (table.offsets < 0).any() or (table.shapes < 0).any():
+            raise ValueError("a piece with negative extents")
+        return table
+
+    def __getitem__(self, row: int) -> tuple[Box, tuple[int, int] | None]:
+        start, stop = self.flat[row].tolist()
+        box = Box(tuple(self.offsets[row].tolist()), tuple(self.shapes[row].tolist()))
+        return box, None if start < 0 else (start, stop)
+
+    def __iter__(self) -> Iterator[tuple[Box, tuple[int, int] | None]]:
+        rows = zip(self.offsets.tolist(), self.shapes.tolist(), self.flat.tolist(), strict=True)
+        for offset, shape, (start, stop) in rows:
+            yield Box(tuple(offset), tuple(shape)), None if start < 0 else (start, stop)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """One global tensor as stored: either on a chunk grid, or as pieces."""
+
+    key: str
+    dtype: dtypes.DType
+    global_shape: Ints
+    chunk_shape: Ints | None
+    pieces: Pieces | None = None
+
+    @property
+    def grid(self) -> ChunkGrid:
+        """The chunk grid; only for tensors that have one."""
+        assert self.chunk_shape is not None
+        return ChunkGrid(self.global_shape, self.chunk_shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return int(np.prod(self.global_shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Index(Mapping[str, StoredTensor]):
+    """Key -> stored tensor, plus the grids of sharded objects that the backend holds itself.
+
+    Columns of equal length, one entry a tensor; ``pieces`` only for tensors without a chunk grid.
+    ``codec`` names the compression of all chunks, if there is one.
+    """
+
+    keys_column: Sequence[str]
+    dtype_column: Sequence[str]
+    global_shape_column: Sequence[Sequence[int]]
+    chunk_shape_column: Sequence[Sequence[int] | None]
+    pieces: Mapping[str, Pieces] = field(default_factory=dict)
+    objects: Mapping[str, Ints] = field(default_factory=dict)
+    codec: str | None = None
+
+    @classmethod
+    def of(
+        cls, tensors: Iterable[StoredTensor], objects: Mapping[str, Ints] | None = None
+    ) -> Index:
+        """The index of these tensors."""
+        rows = list(tensors)
+        return cls(
+            [t.key for t in rows],
+            [t.dtype.name for t in rows],
+            [t.global_shape for t in rows],
+            [t.chunk_shape for t in rows],
+            {t.key: t.pieces for t in rows if t.pieces is not None},
+            dict(objects or {}),
+        )
+
+    @cached_property
+    def _row(self) -> dict[str, int]:
+        return {key: row for row, key in enumerate(self.keys_column)}
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        row = self._row[key]
+        chunk_shape = self.chunk_shape_column[row]
+        return StoredTensor(
+            key,
+            dtypes.from_name(self.dtype_column[row]),
+            tuple(self.global_shape_column[row]),
+            None if chunk_shape is None else tuple(chunk_shape),
+            self.pieces.get(key),
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys_column)
+
+    def __len__(self) -> int:
+        return len(self.keys_column)
+
+    def without(self, dropped: Iterable[str]) -> Index:
+        """The index with some tensors left out."""
+        gone = set(dropped)
+        kept = Index.of((self[key] for key in self if key not in gone), self.objects)
+        return replace(kept, codec=self.codec)
+
+    def to_json(self) -> bytes:
+        """The bytes of the index file."""
+        pieces = {
+            key: {
+                "offsets": table.offsets.tolist(),
+                "shapes": table.shapes.tolist(),
+                "flat": table.flat.tolist(),
+            }
+            for key, table in self.pieces.items()
+        }
+        content = {
+            "format": FORMAT,
+            "format_minor": FORMAT_MINOR,
+            "keys": list(self.keys_column),
+            "dtypes": list(self.dtype_column),
+            "global_shapes": [list(shape) for shape in self.global_shape_column],
+            "chunk_shapes": [s if s is None else list(s) for s in self.chunk_shape_column],
+            "pieces": pieces,
+            "objects": {key: list(shape) for key, shape in self.objects.items()},
+            "codec": self.codec,
+        }
+        return json.dumps(content, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, path: str = INDEX_NAME) -> Index:
+        """Read and check the bytes of an index file.
+
+        Raises:
+            CorruptCheckpointError: if they are not one.
+            UnsupportedFormatError: if they are of a future format or hold an unknown dtype.
+        """
+        try:
+            content = json.loads(data)
+        except ValueError as error:
+            raise _corrupt(f"not JSON: {error}", path) from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise _corrupt("not an index of dist_checkpointing", path)
+        try:
+            index = cls(
+                _strings(content["keys"]),
+                _strings(content["dtypes"]),
+                [_ints(shape) for shape in content["global_shapes"]],
+                [None if s is None else _ints(s) for s in content["chunk_shapes"]],
+                {
+                    key: Pieces.from_lists(table["offsets"], table["shapes"], table["flat"])
+                    for key, table in content["pieces"].items()
+                },
+                {key: tuple(_ints(shape)) for key, shape in content["objects"].items()},
+                content["codec"],
+            )
+            index._check()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _corrupt(f"{type(error).__name__}: {error}", path) from error
+        return index
+
+    def _check(self) -> None:
+        columns = (self.dtype_column, self.global_shape_column, self.chunk_shape_column)
+        if any(len(column) != len(self) for column in columns):
+            raise ValueError("columns of different length")
+        if len(self._row) != len(self):
+            raise ValueError("a key appears twice")
+        for name in set(self.dtype_column):
+            dtypes.from_name(name)
+        rows = zip(self.keys_column, self.global_shape_column, self.chunk_shape_column, strict=True)
+        for key, shape, chunk in rows:
+            if (chunk is None) == (key not in self.pieces):
+                raise ValueError(f"{key!r} needs either a chunk grid or pieces")
+            if chunk is not None and (len(chunk) != len(shape) or 0 in chunk):
+                raise ValueError(f"{key!r} has chunk shape {chunk} for shape {shape}")
+            if key in self.pieces and self.pieces[key].offsets.shape[1:] != (len(shape),):
+                raise ValueError(f"{key!r} has pieces of another number of axes")
+
+
+def _corrupt(problem: str, path: str) -> CorruptCheckpointError:
+    finding = Finding(problem, path=path, remedy="Use another checkpoint, or restore this file.")
+    return CorruptCheckpointError("the index of the checkpoint cannot be read", [finding])
+
+
+def _strings(values: Any) -> list[str]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError("expected a list of strings")
+    return values
+
+
+def _ints(values: Any) -> list[int]:
+    # type() and not isinstance(): JSON true is an int to Python.
+    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
+        raise ValueError(f"expected a list of ints >= 0, found {values!r}")
+    return values
+
+
+def write_index(index: Index, folder: Path) -> None:
+    """Write the index file of the checkpoint in ``folder``, atomically and durably."""
+    path = folder / INDEX_NAME
+    path.parent.mkdir(exist_ok=True)
+    store.write_atomic(path, index.to_json())
+
+
+def read_index(folder: Path) -> Index | None:
+    """The index file of the checkpoint in ``folder``, or None if it has none."""
+    path = folder / INDEX_NAME
+    if not path.exists():
+        return None
+    return Index.from_json(store.read_bytes(path, _MAX_INDEX_BYTES), str(path))

@@ -1,0 +1,143 @@
+"""A state dict sorted out: tensors, objects, common state, local values, and how to rebuild it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from dist_checkpointing.tree import (
+    MISSING,
+    Node,
+    Path,
+    containers_with,
+    flatten,
+    overlay,
+    path_text,
+    unflatten,
+    unflatten_part,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """What one state dict consists of. The dict itself was read once and not changed.
+
+    Attributes:
+        tensors: the ShardedTensors, those that factories built included (below their paths).
+        objects: the ShardedObjects, likewise.
+        common: everything else, nested as it was.
+        local: the values of LocalNonpersistentObjects.
+        factories: each factory, and the skeleton of what it built.
+        skeleton: of the whole dict.
+    """
+
+    tensors: Mapping[Path, ShardedTensor]
+    objects: Mapping[Path, ShardedObject]
+    common: dict[Any, Any]
+    local: Mapping[Path, Any]
+    factories: Mapping[Path, tuple[ShardedTensorFactory, Node | None]]
+    skeleton: Node | None
+
+    def rebuild(self, common: dict[Any, Any], loaded: Mapping[Path, Any]) -> Any:
+        """The state dict with loaded values: nested as the template, plus all of ``common``.
+
+        Args:
+            common: the common state of a checkpoint.
+            loaded: values for the paths in ``tensors`` and ``objects``; a path that is left out
+                is left out of the result.
+
+        Raises:
+            StateMismatchError: if template and checkpoint are nested differently.
+        """
+        values = dict(loaded)
+        for path, (factory, built) in self.factories.items():
+            below = [p for p in values if p[: len(path)] == path]
+            parts = {p: values.pop(p) for p in below}
+            if parts:
+                values[path] = factory.merge_fn(unflatten(built, parts, path))
+        return overlay(common, self.skeleton, values | dict(self.local))
+
+    def nested(self, leaves: Mapping[Path, ShardedBase]) -> dict[Any, Any]:
+        """Some of the sharded leaves as a nested dict, for strategies that want one.
+
+        What a factory built is found below the factory's place.
+        """
+        merged: dict[Path, Any] = {}
+        for path, (_, built) in self.factories.items():
+            parts = {p: leaf for p, leaf in leaves.items() if p[: len(path)] == path}
+            if parts:
+                merged[path] = unflatten_part(built, parts, path)
+        inside = {p for path in self.factories for p in leaves if p[: len(path)] == path}
+        merged |= {p: leaf for p, leaf in leaves.items() if p not in inside}
+        tree = unflatten_part(self.skeleton, merged)
+        return {} if tree is MISSING else tree
+
+
+def _is_special(value: object) -> bool:
+    return isinstance(value, ShardedBase | LocalNonpersistentObject)
+
+
+def partition(state_dict: Mapping[Any, Any]) -> Partition:
+    """Take a state dict apart and build its factories.
+
+    Raises:
+        InvalidShardingError: if it is not a dict, or holds sharded leaves of an unknown kind.
+    """
+    if not isinstance(state_dict, dict):
+        finding = Finding("not a dict", expected="dict", found=type(state_dict).__name__)
+        raise InvalidShardingError("a state dict must be a dict", [finding])
+    special = containers_with(state_dict, _is_special)
+    leaves, skeleton = flatten(state_dict, only=special)
+    tensors: dict[Path, ShardedTensor] = {}
+    objects: dict[Path, ShardedObject] = {}
+    local: dict[Path, Any] = {}
+    plain: dict[Path, Any] = {}
+    factories: dict[Path, tuple[ShardedTensorFactory, Node | None]] = {}
+
+    def sort_in(path: Path, leaf: Any, owner: ShardedTensorFactory | None) -> None:
+        if isinstance(leaf, ShardedTensor):
+            tensors[path] = leaf
+        elif isinstance(leaf, ShardedObject):
+            objects[path] = leaf
+        elif isinstance(leaf, ShardedTensorFactory) and owner is None:
+            built, built_skeleton = flatten(leaf.build(), path)
+            factories[path] = (leaf, built_skeleton)
+            for below, part in built.items():
+                sort_in(below, part, leaf)
+        elif owner is not None or isinstance(leaf, ShardedBase):
+            raise _unknown_leaf(path, leaf, owner)
+        elif isinstance(leaf, LocalNonpersistentObject):
+            local[path] = leaf.unwrap()
+        else:
+            plain[path] = leaf
+
+    for path, leaf in leaves.items():
+        sort_in(path, leaf, None)
+    common = unflatten_part(skeleton, plain)
+    return Partition(
+        tensors, objects, {} if common is MISSING else common, local, factories, skeleton
+    )
+
+
+def _unknown_leaf(
+    path: Path, leaf: object, owner: ShardedTensorFactory | None
+) -> InvalidShardingError:
+    where = path_text(path)
+    if owner is not None:
+        finding = Finding(
+            f"build_fn of the factory at {where} must return ShardedTensors and ShardedObjects",
+            owner.key,
+            found=type(leaf).__name__,
+        )
+    else:
+        finding = Finding(f"unknown kind of sharded leaf at {where}", found=type(leaf).__name__)
+    return InvalidShardingError("the sharded state dict is invalid", [finding])

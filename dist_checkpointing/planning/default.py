@@ -1,0 +1,157 @@
+"""The planners that ``save`` and ``load`` use: one writer a shard, and resharding on load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from dist_checkpointing.catalog import OBJECT, ShardTable, concatenate, describe
+from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.index import Index
+from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from dist_checkpointing.planning.items import LoadPlan, ReadItem, SavePlan, WriteItem
+from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
+from dist_checkpointing.planning.planners import Leaves, LoadPlanner, SavePlanner
+from dist_checkpointing.planning.reads import WantedShard, plan_load
+
+
+class DefaultSavePlanner(SavePlanner):
+    """Writes the main replica of every shard that has elements, on the rank that holds it."""
+
+    def __init__(self) -> None:
+        self._leaves: list[ShardedBase] = []
+        self._rank = 0
+        self._layout: Layout = RowBlockLayout()
+
+    def configure_planner(
+        self, state_dict: Leaves, *, is_coordinator: bool, rank: int, layout: Layout
+    ) -> None:
+        del is_coordinator
+        self._leaves = list(state_dict.values())
+        self._rank = rank
+        self._layout = layout
+
+    def build_local_plan(self) -> SavePlan:
+        return SavePlan(describe(self._leaves, self._rank))
+
+    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
+        catalog = concatenate([plan.table for plan in all_plans])
+        written = catalog.take(catalog.main & (catalog.num_elements > 0))
+        index = index_of(self._layout, catalog, written)
+        plans = [
+            replace(plan, table=written.take(written.ranks == rank), index=index)
+            for rank, plan in enumerate(all_plans)
+        ]
+        return plans, index
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        index, table = plan.index, plan.table
+        assert index is not None
+        rows: list[int] = []
+        parts: list[tuple[Box, tuple[int, int] | None]] = []
+        for row in range(len(table)):
+            box, flat = table.box(row), table.flat_range(row)
+            if table.dtype(row) == OBJECT:
+                stored = [(box, flat)]
+            else:
+                stored = list(self._layout.stored_parts(index[table.key(row)], box, flat))
+            rows += [row] * len(stored)
+            parts += stored
+        return replace(plan, table=_with_parts(table.take(np.array(rows, dtype=np.int64)), parts))
+
+    def get_data(self, item: WriteItem) -> torch.Tensor | object:
+        assert item.index.index is not None
+        leaf = self._leaves[item.index.index]
+        if not isinstance(leaf, ShardedTensor) or item.tensor_data is None:
+            data: object = leaf.data
+            return data
+        assert leaf.data is not None
+        part = item.tensor_data
+        if part.flat_range is not None:
+            assert leaf.flattened_range is not None
+            origin = leaf.flattened_range.start
+            return leaf.data[part.flat_range[0] - origin : part.flat_range[1] - origin]
+        whole = leaf.data[(None,) * leaf.prepend_axis_num]
+        return whole[part.chunk.relative_to(leaf.box.offset).slices()]
+
+
+def _with_parts(
+    table: ShardTable, parts: Sequence[tuple[Box, tuple[int, int] | None]]
+) -> ShardTable:
+    """The table with its boxes and flat ranges replaced, row by row."""
+    offsets, shapes = table.offsets.copy(), table.shapes.copy()
+    flat = table.flat.copy()
+    for row, (box, flat_range) in enumerate(parts):
+        offsets[row, : len(box.offset)] = box.offset
+        shapes[row, : len(box.shape)] = box.shape
+        flat[row] = flat_range or (-1, -1)
+    return replace(table, offsets=offsets, shapes=shapes, flat=flat)
+
+
+class DefaultLoadPlanner(LoadPlanner):
+    """Fills every wanted shard from the stored chunks that meet it."""
+
+    def __init__(self) -> None:
+        self._leaves: list[ShardedBase] = []
+        self._index = Index.of([])
+
+    def configure_planner(
+        self, state_dict: Leaves, metadata: Index, *, is_coordinator: bool, rank: int
+    ) -> None:
+        del is_coordinator, rank
+        self._leaves = list(state_dict.values())
+        self._index = metadata
+
+    def build_local_plan(self) -> LoadPlan:
+        wanted = [
+            WantedShard(leaf.key, leaf.box, leaf.flat_range, source)
+            for source, leaf in enumerate(self._leaves)
+            if isinstance(leaf, ShardedTensor)
+        ]
+        missing = sorted({shard.key for shard in wanted} - set(self._index))
+        findings = [Finding("not in the checkpoint", key) for key in missing]
+        items, uncovered = plan_load(
+            self._index, [shard for shard in wanted if shard.key in self._index]
+        )
+        findings += uncovered
+        if findings:
+            raise StateMismatchError("the checkpoint does not hold what is wanted", findings)
+        return LoadPlan(items)
+
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        leaf = self._leaf(item)
+        assert leaf.data is not None
+        data: torch.Tensor = leaf.data.detach()
+        if leaf.flattened_range is None:
+            whole = data[(None,) * leaf.prepend_axis_num]
+        else:
+            start = item.dest.start
+            whole = data[start : start + item.dest.array_size].view(item.dest.shape)
+        return whole[item.dest.box.slices()]
+
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        destination = self.acquire_tensor(item)
+        same = (
+            destination.device == tensor.device
+            and destination.data_ptr() == tensor.data_ptr()
+            and destination.dtype == tensor.dtype
+            and destination.stride() == tensor.stride()
+        )
+        if not same:
+            destination.copy_(tensor)
+
+    def apply_bytes(self, item: ReadItem, value: object) -> None:
+        leaf: Any = self._leaves[item.dest_index.index or 0]
+        assert isinstance(leaf, ShardedObject)
+        leaf.data = value
+
+    def _leaf(self, item: ReadItem) -> ShardedTensor:
+        assert item.dest_index.index is not None
+        leaf = self._leaves[item.dest_index.index]
+        assert isinstance(leaf, ShardedTensor)
+        return leaf

@@ -1,0 +1,204 @@
+"""What is written and read, item by item, and the plans that hold the items."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+from dist_checkpointing import dtypes
+from dist_checkpointing.catalog import OBJECT, ShardTable, table_of
+from dist_checkpointing.geometry import Box, Ints, Window
+from dist_checkpointing.index import Index
+
+
+class WriteItemType(Enum):
+    """What a WriteItem carries."""
+
+    TENSOR = "tensor"
+    BYTE_IO = "byte_io"
+
+
+class LoadItemType(Enum):
+    """What a ReadItem carries."""
+
+    TENSOR = "tensor"
+    BYTE_IO = "byte_io"
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataIndex:
+    """Names a part of a global tensor or object.
+
+    Attributes:
+        fqn: the key.
+        offset: first element of the part, in elements of the global tensor.
+        index: on the side of a rank, which of its leaves; on the side of the checkpoint, which
+            piece of a tensor without chunk grid (None on a grid).
+    """
+
+    fqn: str
+    offset: Ints | None = None
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWriteData:
+    """The tensor part of a WriteItem.
+
+    Attributes:
+        chunk: the box to write, in elements of the global tensor.
+        dtype: name of the stored dtype.
+        size: global shape.
+        flat_range: if given, only these elements of the flattened box, as a 1-D tensor.
+    """
+
+    chunk: Box
+    dtype: str
+    size: Ints
+    flat_range: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """A part of one of this rank's leaves, to be stored as one chunk (or one part of a chunk).
+
+    Attributes:
+        index: key, offset of the part, and which leaf of this rank it comes from.
+        type: tensor or bytes.
+        tensor_data: what and where, for tensors.
+        object_cell: grid shape of a sharded object, for objects; the cell is ``index.offset``.
+        is_main_replica: whether the user made this the copy to write.
+    """
+
+    index: MetadataIndex
+    type: WriteItemType
+    tensor_data: TensorWriteData | None = None
+    object_cell: Ints | None = None
+    is_main_replica: bool = True
+
+    def tensor_storage_size(self) -> int | None:
+        """Bytes to store; None for an object."""
+        if self.tensor_data is None:
+            return None
+        data = self.tensor_data
+        count = data.chunk.num_elements
+        if data.flat_range is not None:
+            count = data.flat_range[1] - data.flat_range[0]
+        return count * dtypes.from_name(data.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """A box to copy from a stored chunk into one of this rank's leaves.
+
+    Attributes:
+        type: tensor or bytes.
+        dest_index: key, offset of the destination shard, and which leaf of this rank it is.
+        dest: where the box lies in the destination's memory.
+        storage_index: key, offset of the stored chunk, and which piece it is.
+        storage: where the box lies in the stored chunk, whose elements are in C order.
+    """
+
+    type: LoadItemType
+    dest_index: MetadataIndex
+    dest: Window
+    storage_index: MetadataIndex
+    storage: Window
+
+    @property
+    def dest_offsets(self) -> Ints:
+        """Offset of the box in the destination."""
+        return self.dest.box.offset
+
+    @property
+    def storage_offsets(self) -> Ints:
+        """Offset of the box in the stored chunk."""
+        return self.storage.box.offset
+
+    @property
+    def lengths(self) -> Ints:
+        """Shape of the box."""
+        return self.dest.box.shape
+
+
+@dataclass(frozen=True, eq=False)
+class SavePlan:
+    """What one rank brings to a save (local plan), or writes (final plan).
+
+    The rows are columns of ``table``; ``items`` shows them one by one, and ``with_items`` takes
+    changed ones back, so that a planner may work on either.
+
+    Attributes:
+        table: the shards.
+        index: what the whole checkpoint will hold; set by ``build_global_plan``.
+        storage_data: for a StorageWriter's own use.
+        planner_data: for a SavePlanner's own use.
+    """
+
+    table: ShardTable
+    index: Index | None = None
+    storage_data: object = None
+    planner_data: object = None
+
+    @cached_property
+    def items(self) -> tuple[WriteItem, ...]:
+        """The rows as items."""
+        return tuple(_item(self.table, row) for row in range(len(self.table)))
+
+    def with_items(self, items: Iterable[WriteItem]) -> SavePlan:
+        """This plan with other items in place of its own."""
+        rank = int(self.table.ranks[0]) if len(self.table) else 0
+        return replace(self, table=table_of([_row(item) for item in items], rank))
+
+
+def _item(table: ShardTable, row: int) -> WriteItem:
+    box, key, main = table.box(row), table.key(row), bool(table.main[row])
+    index = MetadataIndex(key, box.offset, int(table.sources[row]))
+    dtype, shape = table.dtype(row), table.global_shape(row)
+    if dtype == OBJECT:
+        return WriteItem(index, WriteItemType.BYTE_IO, None, shape, main)
+    data = TensorWriteData(box, dtype, shape, table.flat_range(row))
+    return WriteItem(index, WriteItemType.TENSOR, data, None, main)
+
+
+def _row(item: WriteItem) -> dict[str, object]:
+    data = item.tensor_data
+    row: dict[str, object] = {
+        "key": item.index.fqn,
+        "main": item.is_main_replica,
+        "source": item.index.index,
+    }
+    if data is None:
+        assert item.object_cell is not None
+        assert item.index.offset is not None
+        cell = Box(item.index.offset, (1,) * len(item.object_cell))
+        return row | {"dtype": OBJECT, "global_shape": item.object_cell, "box": cell, "flat": None}
+    return row | {
+        "dtype": data.dtype,
+        "global_shape": data.size,
+        "box": data.chunk,
+        "flat": data.flat_range,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What one rank reads.
+
+    Attributes:
+        items: the boxes to copy.
+        storage_data: for a StorageReader's own use.
+        planner_data: for a LoadPlanner's own use.
+    """
+
+    items: Sequence[ReadItem]
+    storage_data: object = None
+    planner_data: object = None
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that are copied."""
+        return sum(math.prod(item.lengths) for item in self.items)

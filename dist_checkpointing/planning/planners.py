@@ -1,0 +1,98 @@
+"""The planner protocol: who writes and who reads what, open to users.
+
+A planner sees the leaves of its rank and answers for them; it never touches storage. Subclass the
+default planners to rename, skip or convert, and pass the planner to a strategy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dist_checkpointing.index import Index
+from dist_checkpointing.mapping import ShardedBase
+from dist_checkpointing.planning.items import LoadPlan, ReadItem, SavePlan, WriteItem
+from dist_checkpointing.planning.layout import Layout
+from dist_checkpointing.tree import Path
+
+Leaves = Mapping[Path, ShardedBase]
+"""A flattened sharded state dict: path -> ShardedTensor or ShardedObject."""
+
+
+class SavePlanner(ABC):
+    """Decides what is written, by whom, under which names.
+
+    Called in this order on every rank: ``configure_planner``, ``build_local_plan``,
+    ``build_global_plan``, ``finalize_plan``, then ``get_data`` once an item.
+    """
+
+    @abstractmethod
+    def configure_planner(
+        self, state_dict: Leaves, *, is_coordinator: bool, rank: int, layout: Layout
+    ) -> None:
+        """Take the leaves of this rank, and the layout that the storage asks for."""
+
+    @abstractmethod
+    def build_local_plan(self) -> SavePlan:
+        """What this rank holds, replicas included."""
+
+    @abstractmethod
+    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
+        """Who writes what, and what the checkpoint then holds.
+
+        Called on every rank with the same local plans (in rank order), and must give the same
+        answer everywhere. Must not depend on the leaves of this rank.
+        """
+
+    @abstractmethod
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        """This rank's plan, cut into the items that are stored."""
+
+    @abstractmethod
+    def get_data(self, item: WriteItem) -> torch.Tensor | object:
+        """The data of an item: a tensor of its shape (any device, may be a view) or an object."""
+
+
+class LoadPlanner(ABC):
+    """Decides what is read and where it goes.
+
+    Called in this order on every rank: ``configure_planner``, ``build_local_plan``,
+    ``build_global_plan``, ``finalize_plan``, then ``acquire_tensor`` and ``apply_tensor`` (or
+    ``apply_bytes``) once an item.
+    """
+
+    @abstractmethod
+    def configure_planner(
+        self, state_dict: Leaves, metadata: Index, *, is_coordinator: bool, rank: int
+    ) -> None:
+        """Take the leaves of this rank, all with memory to fill, and what the checkpoint holds."""
+
+    @abstractmethod
+    def build_local_plan(self) -> LoadPlan:
+        """What this rank needs.
+
+        Raises:
+            StateMismatchError: with every part that the checkpoint does not have.
+        """
+
+    def build_global_plan(self, all_plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+        """Change the plans of all ranks together. Only an overridden one is ever called."""
+        return list(all_plans)
+
+    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Last change to this rank's plan."""
+        return plan
+
+    @abstractmethod
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        """The destination of an item, as a writable view of its shape."""
+
+    @abstractmethod
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """Put ``tensor`` where the item belongs; nothing to do if it is that memory already."""
+
+    @abstractmethod
+    def apply_bytes(self, item: ReadItem, value: object) -> None:
+        """Put a loaded object where the item belongs."""

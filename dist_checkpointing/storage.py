@@ -1,0 +1,240 @@
+"""The storage protocol, and the one driver that calls it in order.
+
+A backend is a StorageWriter and a StorageReader: plans in, bytes out. It knows nothing of ranks'
+state dicts (the planner answers for them) nor of commits (the driver's caller makes them).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import numpy as np
+
+from dist_checkpointing.catalog import concatenate
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.index import INDEX_NAME, Index, read_index, write_index
+from dist_checkpointing.planning import (
+    LoadPlan,
+    LoadPlanner,
+    MetadataIndex,
+    SavePlan,
+    SavePlanner,
+)
+from dist_checkpointing.planning.layout import Layout, RowBlockLayout
+from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.store import disk_name
+from dist_checkpointing.validation import check_coverage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class WriteResult:
+    """What a writer did with one item.
+
+    Attributes:
+        index: of the item.
+        size_in_bytes: bytes stored.
+        storage_data: for the writer's own ``finish``.
+    """
+
+    index: MetadataIndex
+    size_in_bytes: int
+    storage_data: object = None
+
+
+class StorageWriter(ABC):
+    """Writes one checkpoint; one object a rank.
+
+    Call order: ``set_up_storage_writer``, ``prepare_local_plan``, ``prepare_global_plan`` (rank 0,
+    and only if overridden), ``write_data``, ``finish`` (rank 0). Nothing is called before the
+    folder is claimed, and ``finish`` only after every rank has written.
+
+    Attributes:
+        layout: how this format wants tensors cut up.
+        gathers_results: whether ``finish`` needs the results of all ranks; else it gets its own.
+    """
+
+    layout: Layout = RowBlockLayout()
+    gathers_results: ClassVar[bool] = False
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        self.checkpoint_dir = checkpoint_dir
+
+    def created_names(self, index: Index) -> Iterable[str]:
+        """Relative names of all files and folders that this writer will create.
+
+        Raises:
+            InvalidShardingError: if a key cannot be stored.
+        """
+        return [INDEX_NAME, *(disk_name(key) for key in index)]
+
+    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:  # noqa: B027 - a hook
+        """Get ready on every rank; rank 0 is the coordinator."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Change this rank's plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """Change the plans of all ranks, on rank 0: list in, list of the same length out."""
+        return list(plans)
+
+    @abstractmethod
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write every item of the plan, durably; ask ``planner.get_data`` for each when needed."""
+
+    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+        """Write, on rank 0, what describes the checkpoint as a whole, durably."""
+        del results
+        write_index(metadata, self.checkpoint_dir)
+
+
+class StorageReader(ABC):
+    """Reads one checkpoint; one object a rank.
+
+    Call order: ``read_metadata`` (rank 0), ``set_up_storage_reader``, ``prepare_local_plan``,
+    ``prepare_global_plan`` (rank 0, and only if overridden), ``read_data``.
+    """
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        self.checkpoint_dir = checkpoint_dir
+
+    def read_metadata(self) -> Index:
+        """What the checkpoint holds.
+
+        Raises:
+            CorruptCheckpointError: if that cannot be found out.
+        """
+        index = read_index(self.checkpoint_dir)
+        if index is None:
+            path = str(self.checkpoint_dir / INDEX_NAME)
+            raise CorruptCheckpointError(
+                "the checkpoint has no index", [Finding("missing", path=path)]
+            )
+        return index
+
+    def set_up_storage_reader(  # noqa: B027 - a hook
+        self, metadata: Index, *, rank: int, world_size: int
+    ) -> None:
+        """Get ready on every rank; rank 0 is the coordinator."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Change this rank's plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+        """Change the plans of all ranks, on rank 0: list in, list of the same length out."""
+        return list(plans)
+
+    @abstractmethod
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill every item of the plan.
+
+        For each item either write into ``planner.acquire_tensor(item)`` or hand a tensor to
+        ``planner.apply_tensor``.
+        """
+
+
+def done(value: T) -> Future[T]:
+    """A future that already has its result, for storage that works in the calling thread."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedSave:
+    """A save decided to the last chunk, before anything is written.
+
+    Attributes:
+        plan: what this rank writes.
+        index: what the checkpoint will hold.
+        planner: answers for the data of the plan's items.
+        dropped: keys in the state dict that a user's planner left out on purpose.
+    """
+
+    plan: SavePlan
+    index: Index
+    planner: SavePlanner
+    dropped: tuple[str, ...] = ()
+
+
+def plan_save(leaves: Leaves, planner: SavePlanner, layout: Layout, comm: Comm) -> PlannedSave:
+    """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
+
+    Raises:
+        InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
+            tensor exactly once.
+    """
+
+    def local_plan() -> SavePlan:
+        planner.configure_planner(
+            leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
+        )
+        return planner.build_local_plan()
+
+    local_plans = comm.exchange("planning the save", local_plan)
+    with comm.agreed("planning the save"):
+        plans, index = planner.build_global_plan(local_plans)
+        tables = [plan.table for plan in plans]
+        announced = concatenate([plan.table for plan in local_plans])
+        check_coverage(announced, concatenate(tables))
+        plan = planner.finalize_plan(plans[comm.rank])
+        asked = {leaf.key for leaf in leaves.values()}
+        dropped = tuple(sorted(asked - {announced.names[k] for k in np.unique(announced.keys)}))
+    return PlannedSave(plan, index, planner, dropped)
+
+
+def write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
+    """Drive a writer through a planned save. Collective; every rank raises alike.
+
+    Durable when it returns, but not committed.
+    """
+    with comm.agreed("preparing to write"):
+        writer.set_up_storage_writer(rank=comm.rank, world_size=comm.world_size)
+        plan = writer.prepare_local_plan(planned.plan)
+    if type(writer).prepare_global_plan is not StorageWriter.prepare_global_plan:
+        plans = comm.all_gather(plan)
+        plan = comm.from_rank0("preparing to write", lambda: writer.prepare_global_plan(plans))[
+            comm.rank
+        ]
+    with comm.agreed("writing"):
+        results = writer.write_data(plan, planned.planner).result()
+    all_results = comm.all_gather(results) if writer.gathers_results else [results]
+    with comm.agreed("finishing the write"):
+        if comm.rank == 0:
+            writer.finish(planned.index, all_results)
+
+
+def read(
+    leaves: Leaves, index: Index, planner: LoadPlanner, reader: StorageReader, comm: Comm
+) -> None:
+    """Plan a load and drive a reader through it. Collective; every rank raises alike.
+
+    All that is missing is found before the first byte is read.
+    """
+    with comm.agreed("planning the load"):
+        planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
+        plan = planner.build_local_plan()
+    if type(planner).build_global_plan is not LoadPlanner.build_global_plan:
+        plans = comm.all_gather(plan)
+        with comm.agreed("planning the load"):
+            plan = planner.build_global_plan(plans)[comm.rank]
+    with comm.agreed("preparing to read"):
+        plan = planner.finalize_plan(plan)
+        reader.set_up_storage_reader(index, rank=comm.rank, world_size=comm.world_size)
+        plan = reader.prepare_local_plan(plan)
+    if type(reader).prepare_global_plan is not StorageReader.prepare_global_plan:
+        read_plans = comm.all_gather(plan)
+        plan = comm.from_rank0("preparing to read", lambda: reader.prepare_global_plan(read_plans))[
+            comm.rank
+        ]
+    with comm.agreed("reading"):
+        reader.read_data(plan, planner).result()

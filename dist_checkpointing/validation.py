@@ -1,0 +1,336 @@
+"""Is this state dict whole, and do all ranks agree on it? Pure functions of values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import numpy as np
+
+from dist_checkpointing.catalog import OBJECT, Bools, Int64s, ShardTable
+from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.grids import KeyGroups
+
+_MAX_CELLS = 1 << 22
+_MAX_NAMED_RANKS = 16
+
+
+class StrictHandling(Enum):
+    """What ``load`` does about keys that only the template or only the checkpoint has.
+
+    "Unexpected" keys are asked for by this rank and not in the checkpoint; "missing" keys are in
+    the checkpoint and asked for by no rank.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(value: StrictHandling) -> bool:
+        """Whether unexpected keys are handled before the backend sees them."""
+        return value != StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(value: StrictHandling) -> bool:
+        """Whether the keys of all ranks are needed."""
+        return value in (
+            StrictHandling.IGNORE_ALL,
+            StrictHandling.RAISE_ALL,
+            StrictHandling.RETURN_ALL,
+            StrictHandling.LOG_ALL,
+        )
+
+    @staticmethod
+    def requires_returning_mismatch_keys(value: StrictHandling) -> bool:
+        """Whether ``load`` returns the two sets beside the state dict."""
+        return value in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+
+def parse_strict_flag(strict: StrictHandling | str) -> StrictHandling:
+    """The flag, given itself or its lower-case name.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    try:
+        return StrictHandling(strict)
+    except ValueError:
+        names = ", ".join(member.value for member in StrictHandling)
+        raise ValueError(f"Invalid strict flag: {strict!r}; expected one of {names}") from None
+
+
+def _ranks(ranks: Int64s) -> tuple[int, ...]:
+    return tuple(np.unique(ranks)[:_MAX_NAMED_RANKS].tolist())
+
+
+def check_coverage(catalog: ShardTable, written: ShardTable) -> None:
+    """Raise one error with everything ``find_coverage_problems`` finds.
+
+    Raises:
+        InvalidShardingError: if there is any finding.
+    """
+    findings = find_coverage_problems(catalog, written)
+    if findings:
+        message = (
+            "Invalid access pattern: the shards do not make up each global tensor exactly once"
+        )
+        raise InvalidShardingError(message, findings)
+
+
+def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Finding]:
+    """Whether all ranks agree on every key, and every element is written exactly once.
+
+    Args:
+        catalog: the shards of all ranks, replicas included, sorted by key.
+        written: those that are written, sorted by key.
+    """
+    groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
+    findings, broken = _find_disagreements(groups)
+    writers = KeyGroups(written, written.num_elements > 0)
+    written_keys = [written.names[k] for k in written.keys[writers.starts]]
+    covered = writers.is_covered_grid
+    suspects = [
+        (key, int(group))
+        for group, key in enumerate(written_keys)
+        if not covered[group] and key not in broken
+    ]
+    for key, group in suspects:
+        rows = writers.rows(group)
+        findings += _find_gaps_and_overlaps(key, written.take(rows[writers.counted[rows]]))
+    known = set(written_keys) | broken
+    for start in groups.starts.tolist():
+        key = catalog.key(start)
+        if key not in known and np.prod(catalog.global_shapes[start]) > 0:
+            rows = groups.rows(int(groups.of_row[start]))
+            findings.append(
+                Finding(
+                    "no rank writes it: no shard is a main replica",
+                    key,
+                    ranks=_ranks(catalog.ranks[rows]),
+                    remedy="Exactly one holder of each shard needs replica_id 0.",
+                )
+            )
+    return findings
+
+
+def _find_disagreements(groups: KeyGroups) -> tuple[list[Finding], set[str]]:
+    """Keys on whose dtype, kind or global shape the ranks differ, and shards out of bounds."""
+    table = groups.table
+    first = groups.starts[groups.of_row]
+    findings: list[Finding] = []
+    broken: set[str] = set()
+    columns: list[tuple[str, Bools]] = [
+        ("dtype", table.dtypes != table.dtypes[first]),
+        ("number of axes", table.ndim != table.ndim[first]),
+        ("global shape", (table.global_shapes != table.global_shapes[first]).any(axis=1)),
+    ]
+    for what, differs in columns:
+        for row in _first_of_each_key(table, differs):
+            key, reference = table.key(row), int(first[row])
+            if key in broken:
+                continue
+            broken.add(key)
+            texts = [_seen(table, r, what) for r in (reference, row)]
+            kinds = {table.dtype(r) == OBJECT for r in (reference, row)}
+            aspect = "kind (tensor or object)" if len(kinds) == 2 else what
+            rows = np.flatnonzero(differs & (table.keys == table.keys[row]))
+            findings.append(
+                Finding(
+                    f"the {aspect} of one key must be the same everywhere",
+                    key,
+                    expected=f"{texts[0]} as on rank {table.ranks[reference]}",
+                    found=texts[1],
+                    ranks=_ranks(table.ranks[rows]),
+                )
+            )
+    outside = np.any(table.offsets + table.shapes > table.global_shapes, axis=1)
+    for row in _first_of_each_key(table, outside):
+        key = table.key(row)
+        if key in broken:
+            continue
+        broken.add(key)
+        box = table.box(row)
+        findings.append(
+            Finding(
+                "the shard sticks out of the global tensor",
+                key,
+                expected=f"inside {table.global_shape(row)}",
+                found=f"{box.offset} .. {box.stop}",
+                ranks=(int(table.ranks[row]),),
+            )
+        )
+    return findings, broken
+
+
+def _seen(table: ShardTable, row: int, what: str) -> str:
+    if what == "dtype":
+        return "ShardedObject" if table.dtype(row) == OBJECT else table.dtype(row)
+    return str(table.global_shape(row))
+
+
+def _first_of_each_key(table: ShardTable, mask: Bools) -> list[int]:
+    rows = np.flatnonzero(mask)
+    _, first = np.unique(table.keys[rows], return_index=True)
+    chosen: list[int] = rows[first].tolist()
+    return chosen
+
+
+def _find_gaps_and_overlaps(key: str, rows: ShardTable) -> list[Finding]:
+    if not len(rows):
+        return [
+            Finding(
+                "no rank writes any of it: all main replicas are empty",
+                key,
+                remedy="Exactly one holder of each shard needs replica_id 0.",
+            )
+        ]
+    findings, boxes, ranks = _merge_flat_ranges(key, rows)
+    if findings:
+        return findings
+    shape = rows.global_shape(0)
+    what = "shard" if rows.dtype(0) != OBJECT else "ShardedObject"
+    for box, count, holders in _miscounted_cells(shape, boxes, ranks):
+        problem = f"no {what} holds this part" if count == 0 else f"{count} {what}s hold this part"
+        remedy = (
+            "Every part needs one holder with replica_id 0."
+            if count == 0
+            else "Give all but one holder a replica_id that is not 0, or mend the offsets."
+        )
+        findings.append(
+            Finding(
+                problem,
+                key,
+                expected=f"one main replica in {shape}",
+                found=f"{box.offset} .. {box.stop}",
+                ranks=tuple(holders[:_MAX_NAMED_RANKS]),
+                remedy=remedy,
+            )
+        )
+    return findings
+
+
+def _merge_flat_ranges(key: str, rows: ShardTable) -> tuple[list[Finding], list[Box], list[int]]:
+    """The boxes that the rows make up: flattened ranges of one box count as that box, once."""
+    ranges: dict[Box, list[tuple[int, int, int]]] = {}
+    boxes: list[Box] = []
+    ranks: list[int] = []
+    for row in range(len(rows)):
+        box, flat, rank = rows.box(row), rows.flat_range(row), int(rows.ranks[row])
+        if flat is None:
+            boxes.append(box)
+            ranks.append(rank)
+        else:
+            ranges.setdefault(box, []).append((*flat, rank))
+    findings = []
+    for box, parts in ranges.items():
+        boxes.append(box)
+        ranks.append(parts[0][2])
+        parts.sort()
+        edges = [(0, 0, parts[0][2]), *parts, (box.num_elements, box.num_elements, parts[-1][2])]
+        for (_, stop, rank), (start, _, other) in itertools.pairwise(edges):
+            if start == stop:
+                continue
+            gap = start > stop
+            findings.append(
+                Finding(
+                    "flattened ranges leave a gap" if gap else "flattened ranges overlap",
+                    key,
+                    expected=f"0:{box.num_elements} of the shard at {box.offset} in one chain",
+                    found=f"{stop}:{start} is in none" if gap else f"{start}:{stop} is in two",
+                    ranks=tuple(sorted({rank, other})),
+                )
+            )
+    return findings, boxes, ranks
+
+
+def _miscounted_cells(
+    shape: tuple[int, ...], boxes: Sequence[Box], ranks: Sequence[int], limit: int = 4
+) -> list[tuple[Box, int, list[int]]]:
+    """The first few parts that are not in exactly one box: (part, count, ranks that hold it)."""
+    offsets = np.array([box.offset for box in boxes], dtype=np.int64).reshape(
+        len(boxes), len(shape)
+    )
+    stops = offsets + np.array([b.shape for b in boxes], dtype=np.int64).reshape(offsets.shape)
+    cuts = [np.unique(np.r_[0, n, offsets[:, a], stops[:, a]]) for a, n in enumerate(shape)]
+    if np.prod([float(len(c) - 1) for c in cuts]) > _MAX_CELLS:
+        return _overlaps_by_sweep(boxes, offsets, stops, ranks, shape, limit)
+    counts = np.zeros([len(c) for c in cuts] or [1], dtype=np.int32)
+    corners = [
+        (np.searchsorted(c, offsets[:, a]), np.searchsorted(c, stops[:, a]))
+        for a, c in enumerate(cuts)
+    ]
+    # A box is a product of steps: +1 at its first cell, -1 behind its last, summed up over axes.
+    for choice in itertools.product((0, 1), repeat=len(shape)):
+        place = tuple(corner[c] for corner, c in zip(corners, choice, strict=True))
+        np.add.at(counts, place or (np.zeros(len(boxes), dtype=np.int64),), (-1) ** sum(choice))
+    for axis in range(len(shape)):
+        np.cumsum(counts, axis=axis, out=counts)
+    cells = counts[tuple(slice(0, len(c) - 1) for c in cuts)] if cuts else counts
+    found = []
+    for cell in np.argwhere(cells != 1)[:limit]:
+        place = tuple(cell.tolist()) if cuts else ()
+        offset = tuple(int(c[i]) for c, i in zip(cuts, place, strict=True))
+        stop = tuple(int(c[i + 1]) for c, i in zip(cuts, place, strict=True))
+        part = Box(offset, tuple(b - a for a, b in zip(offset, stop, strict=True)))
+        holders = sorted({r for b, r in zip(boxes, ranks, strict=True) if b.contains(part)})
+        found.append((part, int(cells[tuple(cell)]), holders))
+    return found
+
+
+def _overlaps_by_sweep(
+    boxes: Sequence[Box],
+    offsets: Int64s,
+    stops: Int64s,
+    ranks: Sequence[int],
+    shape: tuple[int, ...],
+    limit: int,
+) -> list[tuple[Box, int, list[int]]]:
+    """As ``_miscounted_cells``, for ragged cuts in many axes: overlaps by pairs, gaps by volume."""
+    found: list[tuple[Box, int, list[int]]] = []
+    axis = int(np.argmax([len(np.unique(offsets[:, a])) for a in range(len(shape))]))
+    order = np.argsort(offsets[:, axis], kind="stable")
+    offsets, stops = offsets[order], stops[order]
+    ends = np.searchsorted(offsets[:, axis], stops[:, axis])
+    for i, end in enumerate(ends.tolist()):
+        others = slice(i + 1, end)
+        meets = ((offsets[others] < stops[i]) & (stops[others] > offsets[i])).all(axis=1)
+        for j in np.flatnonzero(meets)[:limit].tolist():
+            first, second = int(order[i]), int(order[i + 1 + j])
+            common = boxes[first].intersect(boxes[second])
+            assert common is not None
+            found.append((common, 2, sorted({ranks[first], ranks[second]})))
+        if len(found) >= limit:
+            return found[:limit]
+    if not found and sum(box.num_elements for box in boxes) != Box.whole(shape).num_elements:
+        found.append((Box.whole(shape), 0, []))
+    return found
+
+
+def difference_of_common_state(
+    reference: Mapping[str, bytes], own: Mapping[str, bytes], rank: int
+) -> str | None:
+    """How the common state of a rank differs from rank 0's, in words; None if it does not.
+
+    Args:
+        reference: path -> digest of the leaf, on rank 0.
+        own: the same on this rank.
+        rank: this rank.
+    """
+    only_reference = reference.keys() - own.keys()
+    only_own = own.keys() - reference.keys()
+    mismatched = {path for path in reference.keys() & own.keys() if reference[path] != own[path]}
+    if not (only_reference or only_own or mismatched):
+        return None
+    return (
+        f"Rank {rank} common state dict differs from rank 0 common state dict. "
+        f"Keys only on rank 0: {only_reference or '{}'}, Keys only on {rank}: {only_own or '{}'}, "
+        f"Mismatched keys: {mismatched or '{}'}"
+    )
