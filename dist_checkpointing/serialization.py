@@ -1,0 +1,151 @@
+"""save, load and the small readers."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.commit import check_is_distributed_checkpoint
+from dist_checkpointing.loading import load, open_checkpoint
+from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
+from dist_checkpointing.saving import CONTENT_METADATA_KEY, save
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+)
+from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.selection import (
+    DEFAULT_COMMON,
+    DEFAULT_SHARDED,
+    Selection,
+    handles_objects,
+    select,
+)
+
+__all__ = [
+    "check_is_distributed_checkpoint",
+    "get_default_load_sharded_strategy",
+    "get_default_save_common_strategy",
+    "get_default_save_sharded_strategy",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "remove_sharded_tensors",
+    "save",
+]
+
+
+def load_common_state_dict(
+    checkpoint_dir: str | PathLike[str], *, trusted: bool = False
+) -> CommonStateDict:
+    """The common state of a checkpoint. Not collective.
+
+    Args:
+        checkpoint_dir: a committed checkpoint.
+        trusted: unpickle anything, see ``load``.
+    """
+    reader = open_checkpoint(checkpoint_dir).common
+    return (reader.trusting() if trusted else reader).load_common(checkpoint_dir)
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | PathLike[str], sharded_strategy: Selection[LoadShardedStrategy] = None
+) -> dict[str, ShardedTensor]:
+    """Every stored tensor by key, as one whole shard without data. Not collective.
+
+    The result is a template: ``load`` takes it.
+    """
+    return open_checkpoint(checkpoint_dir, sharded_strategy).sharded.load_tensors_metadata(
+        checkpoint_dir
+    )
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[LoadShardedStrategy] = None,
+    common_strategy: Selection[LoadCommonStrategy] = None,
+) -> ShardedStateDict:
+    """Every stored tensor by key and every stored object by unique key. Not collective."""
+    found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
+    metadata = dict(found.sharded.load_sharded_metadata(checkpoint_dir))
+    if not handles_objects(found.sharded):
+        metadata |= found.common.load_sharded_metadata(checkpoint_dir)
+    return metadata
+
+
+def load_plain_tensors(
+    checkpoint_dir: str | PathLike[str], *, comm: Comm | None = None
+) -> StateDict:
+    """Every stored tensor whole, by key, and the common state. Collective: all ranks get all."""
+    template: Any = load_tensors_metadata(checkpoint_dir)
+    state_dict = load(template, checkpoint_dir, comm=comm)
+    assert isinstance(state_dict, dict)
+    return state_dict
+
+
+def load_content_metadata(
+    checkpoint_dir: str | PathLike[str] | None = None,
+    *,
+    preloaded_state_dict: StateDict | None = None,
+) -> dict[str, Any] | None:
+    """The ``content_metadata`` that was passed to ``save``; None if there was none.
+
+    Args:
+        checkpoint_dir: where to read it.
+        preloaded_state_dict: an already loaded state dict to take it from instead.
+
+    Raises:
+        ValueError: if neither is given.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("give either checkpoint_dir or preloaded_state_dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(CONTENT_METADATA_KEY)
+
+
+def remove_sharded_tensors(
+    checkpoint_dir: str | PathLike[str], key_prefix: str, *, comm: Comm | None = None
+) -> None:
+    """Delete all tensors whose key begins with ``key_prefix``, for good. Collective.
+
+    A crash in between leaves a checkpoint with the tensors or without them, never with damaged
+    ones.
+    """
+    comm = default_comm() if comm is None else comm
+    with comm.agreed("removing tensors"):
+        if comm.rank == 0:
+            strategy = open_checkpoint(checkpoint_dir).sharded
+            strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def get_default_save_sharded_strategy(
+    backend: str = DEFAULT_SHARDED[0], version: int = DEFAULT_SHARDED[1]
+) -> SaveShardedStrategy:
+    """The save strategy of a backend and version."""
+    strategy: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, (backend, version))
+    return strategy
+
+
+def get_default_save_common_strategy(
+    backend: str = DEFAULT_COMMON[0], version: int = DEFAULT_COMMON[1]
+) -> SaveCommonStrategy:
+    """The save strategy for common state of a backend and version."""
+    strategy: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, (backend, version))
+    return strategy
+
+
+def get_default_load_sharded_strategy(
+    checkpoint_dir: str | PathLike[str] | None = None,
+) -> LoadShardedStrategy:
+    """The load strategy for a checkpoint; without one, that of the default backend."""
+    if checkpoint_dir is None:
+        strategy: LoadShardedStrategy = select(StrategyAction.LOAD_SHARDED, None)
+        return strategy
+    return open_checkpoint(checkpoint_dir).sharded

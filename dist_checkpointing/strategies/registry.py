@@ -1,0 +1,105 @@
+"""The registry: (action, backend, version) -> strategy.
+
+Backends are found lazily, through the entry-point group ``dist_checkpointing.strategies``. An entry
+is named ``<action>.<backend>.<version>``, for example ``save_sharded.zarr.2``, and refers to a
+callable without required arguments (usually the strategy class itself). The built-in backends are
+the same records in code, so that they work from an uninstalled checkout too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from enum import Enum
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from dist_checkpointing.errors import CheckpointingException, Finding, StrategyNotFoundError
+
+ENTRY_POINT_GROUP = "dist_checkpointing.strategies"
+
+
+class StrategyAction(Enum):
+    """What a strategy does."""
+
+    LOAD_COMMON = "load_common"
+    LOAD_SHARDED = "load_sharded"
+    SAVE_COMMON = "save_common"
+    SAVE_SHARDED = "save_sharded"
+
+
+_PACKAGE = "dist_checkpointing.strategies"
+_BUILT_IN = {
+    "save_common.torch.1": f"{_PACKAGE}.common:TorchCommonSaveStrategy",
+    "load_common.torch.1": f"{_PACKAGE}.common:TorchCommonLoadStrategy",
+    "save_sharded.zarr.1": f"{_PACKAGE}.zarr:ZarrSaveShardedStrategy",
+    "load_sharded.zarr.1": f"{_PACKAGE}.zarr:ZarrLoadShardedStrategy",
+    "save_sharded.zarr.2": f"{_PACKAGE}.zarr:Zarr3SaveShardedStrategy",
+    "load_sharded.zarr.2": f"{_PACKAGE}.zarr:Zarr3LoadShardedStrategy",
+}
+
+default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
+"""``{action.value: {(backend, version): strategy}}`` as registered by hand; these come first."""
+
+
+def register_default_strategy(
+    action: StrategyAction, backend: str, version: int, strategy: Any
+) -> None:
+    """Use ``strategy`` for this action, backend and version from now on, in this process."""
+    default_strategies[action.value][backend, version] = strategy
+
+
+def _entries() -> Iterator[EntryPoint]:
+    for name, value in _BUILT_IN.items():
+        yield EntryPoint(name, value, ENTRY_POINT_GROUP)
+    yield from entry_points(group=ENTRY_POINT_GROUP)
+
+
+def available_strategies(action: StrategyAction) -> list[tuple[str, int]]:
+    """All (backend, version) that can be had for an action, without importing any of them."""
+    found = set(default_strategies[action.value])
+    for entry in _entries():
+        wanted, _, rest = entry.name.partition(".")
+        backend, _, version = rest.rpartition(".")
+        if wanted == action.value and backend and version.isdecimal():
+            found.add((backend, int(version)))
+    return sorted(found)
+
+
+def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
+    """The strategy for an action, backend and version.
+
+    Raises:
+        StrategyNotFoundError: if nobody provides it; the error lists what there is.
+        CheckpointingException: if it exists, but something that it imports does not.
+    """
+    registered = default_strategies[action.value].get((backend, version))
+    if registered is not None:
+        return registered
+    wanted = (action.value, backend, version)
+    for entry in _entries():
+        if entry.name != f"{action.value}.{backend}.{version}":
+            continue
+        try:
+            make = entry.load()
+        except ImportError as error:
+            raise CheckpointingException(
+                f"Cannot import a default strategy for: {wanted}. Error: {error}. "
+                f"Hint: install the package that provides {entry.value!r} and what it needs"
+            ) from error
+        return make()
+    available = ", ".join(f"{name} {number}" for name, number in available_strategies(action))
+    finding = Finding(
+        "no such backend and version",
+        expected=f"one of: {available}",
+        found=f"{backend} {version}",
+        remedy=f"Install a package with an entry point in the group {ENTRY_POINT_GROUP!r}, "
+        "or call register_default_strategy.",
+    )
+    raise StrategyNotFoundError(f"Cannot find a default strategy for: {wanted}", [finding])
+
+
+def newest_version(action: StrategyAction, backend: str) -> int:
+    """The highest version of a backend that can be had for an action (1 if there is none)."""
+    versions = [v for name, v in available_strategies(action) if name == backend]
+    return max(versions, default=1)

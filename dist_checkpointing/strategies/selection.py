@@ -1,0 +1,76 @@
+"""Which strategy a caller means: by name, by (name, version), by object, or by the default."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, TypeVar, Union
+
+from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+)
+from dist_checkpointing.strategies.registry import (
+    StrategyAction,
+    get_default_strategy,
+    newest_version,
+)
+
+S = TypeVar("S")
+Selection: TypeAlias = Union[S, str, tuple[str, int], None]  # noqa: UP007 - S | str is no alias
+
+DEFAULT_SHARDED = ("zarr", 2)
+DEFAULT_COMMON = ("torch", 1)
+
+_KINDS: dict[StrategyAction, type[Any]] = {
+    StrategyAction.SAVE_SHARDED: SaveShardedStrategy,
+    StrategyAction.LOAD_SHARDED: LoadShardedStrategy,
+    StrategyAction.SAVE_COMMON: SaveCommonStrategy,
+    StrategyAction.LOAD_COMMON: LoadCommonStrategy,
+}
+_DEFAULTS = {
+    StrategyAction.SAVE_SHARDED: DEFAULT_SHARDED,
+    StrategyAction.LOAD_SHARDED: DEFAULT_SHARDED,
+    StrategyAction.SAVE_COMMON: DEFAULT_COMMON,
+    StrategyAction.LOAD_COMMON: DEFAULT_COMMON,
+}
+
+
+def select(
+    action: StrategyAction,
+    selection: Any,
+    default: tuple[str, int] | None = None,
+) -> Any:
+    """The strategy for what a caller passed.
+
+    Args:
+        action: what it shall do.
+        selection: backend name (its newest version), (name, version), a strategy, or None.
+        default: what None means; by default the default backend.
+
+    Raises:
+        StrategyNotFoundError: if nobody provides it.
+        CheckpointingException: if it is of another kind.
+    """
+    if selection is None:
+        selection = default or _DEFAULTS[action]
+    if isinstance(selection, str):
+        selection = (selection, newest_version(action, selection))
+    if isinstance(selection, tuple):
+        selection = get_default_strategy(action, *selection)
+    kind = _KINDS[action]
+    if not isinstance(selection, kind):
+        finding = Finding(
+            "not a strategy for this",
+            expected=f"{kind.__name__}, a backend name or (name, version)",
+            found=type(selection).__name__,
+        )
+        raise CheckpointingException(f"cannot {action.value} with {selection!r}", [finding])
+    return selection
+
+
+def handles_objects(strategy: Any) -> bool:
+    """Whether a strategy takes ShardedObjects too; some third-party ones have a method for it."""
+    answer = strategy.can_handle_sharded_objects
+    return bool(answer() if callable(answer) else answer)

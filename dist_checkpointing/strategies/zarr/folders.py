@@ -1,0 +1,160 @@
+"""What both zarr formats share: an array is a folder of chunk files, handled in threads."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dist_checkpointing import dtypes, store
+from dist_checkpointing.geometry import Ints
+from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.planning import (
+    LoadPlan,
+    LoadPlanner,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
+from dist_checkpointing.strategies.zarr.chunk_files import (
+    ChunkFile,
+    Codec,
+    fsync_files,
+    in_threads,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """A small file that describes an array or group: path relative to the checkpoint, bytes."""
+
+    name: str
+    data: bytes
+
+
+class ZarrFolderWriter(StorageWriter):
+    """Writes chunk files and the files that describe the arrays."""
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        super().__init__(checkpoint_dir)
+        self._rank, self._world_size = 0, 1
+
+    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    @abstractmethod
+    def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
+        """The files that say what the tensor's arrays are."""
+
+    @abstractmethod
+    def chunk_folder(self, tensor: StoredTensor, item: WriteItem) -> Path:
+        """The folder of the array that an item belongs to."""
+
+    @abstractmethod
+    def write_item(
+        self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor
+    ) -> list[tuple[Path, int]]:
+        """Write the chunk files (or parts of them) of an item: their paths and bytes."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        index = plan.index
+        assert index is not None
+        # Any rank can describe any array, so each takes its share, also of those without chunks.
+        keys = list(index)[self._rank :: self._world_size]
+        described = [file for key in keys for file in self.describe_array(index[key])]
+        items = [(index[item.index.fqn], item) for item in plan.items]
+        folders = {self.checkpoint_dir / Path(file.name).parent for file in described}
+        folders |= {self.chunk_folder(tensor, item) for tensor, item in items}
+        for folder in sorted(folders):
+            folder.mkdir(parents=True, exist_ok=True)
+
+        def describe(file: FileContent) -> Path:
+            path = self.checkpoint_dir / file.name
+            path.write_bytes(file.data)
+            return path
+
+        def write(task: tuple[StoredTensor, WriteItem]) -> tuple[WriteResult, list[Path]]:
+            tensor, item = task
+            data = planner.get_data(item)
+            assert isinstance(data, torch.Tensor)
+            parts = self.write_item(tensor, item, data)
+            size = sum(num_bytes for _, num_bytes in parts)
+            return WriteResult(item.index, size), [path for path, _ in parts]
+
+        files = in_threads(describe, described)
+        written = in_threads(write, items)
+        files += [path for _, paths in written for path in paths]
+        fsync_files(files)
+        store.fsync_folders(files, self.checkpoint_dir)
+        return done([result for result, _ in written])
+
+
+class ZarrFolderReader(StorageReader):
+    """Reads windows of chunk files, straight into the destination where that is possible."""
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        super().__init__(checkpoint_dir)
+        self._index = Index.of([])
+
+    def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
+        del rank, world_size
+        self._index = metadata
+
+    @abstractmethod
+    def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
+        """The file of a stored chunk or piece."""
+
+    def codec(self) -> Codec | None:
+        """How the chunk files are encoded."""
+        return None
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_chunk: dict[tuple[str, Ints | None, int | None], list[ReadItem]] = {}
+        for item in plan.items:
+            chunk = item.storage_index
+            by_chunk.setdefault((chunk.fqn, chunk.offset, chunk.index), []).append(item)
+
+        def read_chunk(items: Sequence[ReadItem]) -> None:
+            chunk = items[0].storage_index
+            tensor = self._index[chunk.fqn]
+            file = ChunkFile(
+                tensor.key,
+                self.chunk_path(tensor, chunk),
+                tensor.dtype,
+                stored_elements(tensor, chunk),
+                self.codec(),
+            )
+            for item in items:
+                _read_item(file, tensor, item, planner)
+
+        in_threads(read_chunk, list(by_chunk.values()))
+        return done(None)
+
+
+def stored_elements(tensor: StoredTensor, chunk: MetadataIndex) -> int:
+    """Number of elements in the file of a chunk (full size, also at the edge) or piece."""
+    if tensor.pieces is None:
+        assert tensor.chunk_shape is not None
+        return int(np.prod(tensor.chunk_shape, dtype=np.int64))
+    row = chunk.index
+    start, stop = tensor.pieces.flat[row].tolist()
+    return int(tensor.pieces.shapes[row].prod()) if start < 0 else stop - start
+
+
+def _read_item(file: ChunkFile, tensor: StoredTensor, item: ReadItem, planner: LoadPlanner) -> None:
+    destination = planner.acquire_tensor(item)
+    if destination.device.type == "cpu" and destination.dtype == tensor.dtype.torch:
+        file.read_into(item.storage, dtypes.as_numpy(destination))
+        planner.apply_tensor(item, destination)
+        return
+    staged = np.empty(item.lengths, dtype=tensor.dtype.numpy)
+    file.read_into(item.storage, staged)
+    planner.apply_tensor(item, dtypes.as_tensor(staged, tensor.dtype.torch))

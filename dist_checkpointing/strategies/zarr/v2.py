@@ -1,0 +1,238 @@
+"""("zarr", 1): zarr v2 arrays, byte for byte as Megatron-Core <= 0.15 writes and reads them.
+
+A regular shard is exactly one chunk file. There is no index file: the folders are the index.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_checkpointing import dtypes, store
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    Finding,
+    InvalidShardingError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.geometry import Box, Ints, split_flat_range
+from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.planning import MetadataIndex, WriteItem
+from dist_checkpointing.planning.layout import WholeShardLayout
+from dist_checkpointing.storage import WriteResult
+from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk, write_part
+from dist_checkpointing.strategies.zarr.folders import (
+    FileContent,
+    ZarrFolderReader,
+    ZarrFolderWriter,
+)
+
+_METADATA_NAME = ".zarray"
+_CHUNK_NAME = re.compile(r"\d+(\.\d+)*")
+_MAX_METADATA_BYTES = 1 << 20
+
+
+def chunk_name(index: Ints) -> str:
+    """File name of a chunk."""
+    return ".".join(map(str, index)) or "0"
+
+
+class ZarrV2Writer(ZarrFolderWriter):
+    """Writes zarr v2 arrays in folders named by the key."""
+
+    layout = WholeShardLayout()
+
+    def created_names(self, index: Index) -> Iterable[str]:
+        for key in index:
+            store.check_raw_key(key)
+        _check_nested_keys(index)
+        return list(index)
+
+    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
+        super().set_up_storage_writer(rank=rank, world_size=world_size)
+        # In this format the folders are the index: an array of somebody else would become ours.
+        foreign = list(ZarrV2Reader(self.checkpoint_dir).read_metadata()) if rank == 0 else []
+        if foreign:
+            raise CheckpointExistsError(
+                f"{self.checkpoint_dir} holds arrays that no save of ours made",
+                [
+                    Finding("array of another program", key, remedy="Save into an empty folder.")
+                    for key in foreign
+                ],
+            )
+
+    def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
+        content = {
+            "chunks": list(tensor.grid.chunk_shape),
+            "compressor": None,
+            "dtype": tensor.dtype.zarr_v2,
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
+            "shape": list(tensor.global_shape),
+            "zarr_format": 2,
+        }
+        yield FileContent(f"{tensor.key}/{_METADATA_NAME}", json.dumps(content, indent=4).encode())
+
+    def chunk_folder(self, tensor: StoredTensor, item: WriteItem) -> Path:
+        del item
+        return self.checkpoint_dir / tensor.key
+
+    def write_item(
+        self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor
+    ) -> list[tuple[Path, int]]:
+        return [
+            self._write_box(tensor, index, box, part)
+            for index, box, part in _chunk_parts(tensor, item, data)
+        ]
+
+    def _write_box(
+        self, tensor: StoredTensor, index: Ints, box: Box, data: torch.Tensor
+    ) -> tuple[Path, int]:
+        grid, own = tensor.grid, tensor.grid.box(index)
+        path = self.checkpoint_dir / tensor.key / chunk_name(index)
+        if box == own:
+            return path, write_chunk(path, chunk_array(data, grid.chunk_shape), None)
+        array = chunk_array(data, box.shape)
+        return path, write_part(path, array, grid.chunk_shape, box.relative_to(own.offset))
+
+    def finish(self, metadata: Index, results: Iterable[Iterable[WriteResult]]) -> None:
+        """Nothing to add: each array describes itself."""
+
+
+def _chunk_parts(
+    tensor: StoredTensor, item: WriteItem, data: torch.Tensor
+) -> Iterator[tuple[Ints, Box, torch.Tensor]]:
+    """An item cut along the chunks it falls into: chunk index, box, values."""
+    part = item.tensor_data
+    assert part is not None
+    boxes = [(part.chunk, data)]
+    if part.flat_range is not None:
+        boxes, start = [], 0
+        for local in split_flat_range(part.chunk.shape, *part.flat_range):
+            offset = tuple(a + b for a, b in zip(part.chunk.offset, local.offset, strict=True))
+            values = data[start : start + local.num_elements].reshape(local.shape)
+            boxes.append((Box(offset, local.shape), values))
+            start += local.num_elements
+    for box, values in boxes:
+        for index, common in tensor.grid.meeting(box):
+            yield index, common, values[common.relative_to(box.offset).slices()]
+
+
+def _check_nested_keys(index: Index) -> None:
+    """Refuse keys whose folder would be a chunk file of another key."""
+    findings = []
+    for key in index:
+        parts = key.split("/")
+        for depth in range(1, len(parts)):
+            above = "/".join(parts[:depth])
+            if above in index and _CHUNK_NAME.fullmatch(parts[depth]):
+                findings.append(
+                    Finding(
+                        f"its folder would be a chunk file of {above!r}",
+                        key,
+                        remedy="Rename one of the two keys.",
+                    )
+                )
+    if findings:
+        raise InvalidShardingError("two keys want the same file", findings)
+
+
+class ZarrV2Reader(ZarrFolderReader):
+    """Reads zarr v2 arrays as Megatron writes them."""
+
+    def read_metadata(self) -> Index:
+        root = self.checkpoint_dir
+        tensors = []
+        for folder, names, files in os.walk(root):
+            # Megatron leaves lock folders behind that look like arrays and are none.
+            names[:] = sorted(name for name in names if not name.endswith(".sync"))
+            if _METADATA_NAME in files:
+                tensors.append(_parse(Path(folder), Path(folder).relative_to(root).as_posix()))
+        return Index.of(sorted(tensors, key=lambda tensor: tensor.key))
+
+    def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
+        assert chunk.offset is not None
+        name = chunk_name(tensor.grid.index_at(chunk.offset))
+        return self.checkpoint_dir / tensor.key / name
+
+
+def _parse(folder: Path, key: str) -> StoredTensor:
+    path = folder / _METADATA_NAME
+    try:
+        content = json.loads(store.read_bytes(path, _MAX_METADATA_BYTES))
+        shape, chunks = tuple(content["shape"]), tuple(content["chunks"])
+        name, options = content["dtype"], {k: content.get(k) for k in _REQUIRED}
+        sizes_ok = all(type(n) is int and n >= 0 for n in (*shape, *chunks))
+        if len(shape) != len(chunks) or 0 in chunks or not sizes_ok:
+            raise ValueError(f"shape {shape} with chunks {chunks}")
+    except (ValueError, KeyError, TypeError) as error:
+        finding = Finding(f"{type(error).__name__}: {error}", key, path=str(path))
+        raise CorruptCheckpointError("an array has no readable metadata", [finding]) from error
+    findings = [
+        Finding(
+            f"{option} is not supported",
+            key,
+            expected=expected,
+            found=options[option],
+            path=str(path),
+        )
+        for option, expected in _REQUIRED.items()
+        if options[option] not in (expected, *_ALSO_FINE.get(option, ()))
+    ]
+    if findings:
+        raise UnsupportedFormatError("an array is stored in a way Megatron never does", findings)
+    try:
+        dtype = dtypes.from_zarr_v2(name)
+    except UnsupportedFormatError as error:
+        findings = [replace(f, key=key, path=str(path)) for f in error.findings]
+        raise UnsupportedFormatError(error.message, findings) from error
+    return StoredTensor(key, dtype, shape, chunks)
+
+
+_REQUIRED: dict[str, Any] = {
+    "zarr_format": 2,
+    "compressor": None,
+    "filters": None,
+    "order": "C",
+    "dimension_separator": ".",
+}
+_ALSO_FINE: dict[str, tuple[Any, ...]] = {"filters": ([],), "dimension_separator": (None,)}
+
+
+class ZarrSaveShardedStrategy(PlannedSaveStrategy):
+    """Saves as ("zarr", 1)."""
+
+    writer_type = ZarrV2Writer
+    writes = ("zarr", 1)
+
+
+class ZarrLoadShardedStrategy(PlannedLoadStrategy):
+    """Loads ("zarr", 1)."""
+
+    reader_type = ZarrV2Reader
+    reads = frozenset({("zarr", 1)})
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
+        root = Path(checkpoint_dir)
+        gone = [key for key in ZarrV2Reader(root).read_metadata() if key.startswith(key_prefix)]
+        # Without its metadata an array is none: a crash in between leaves dead files, not a lie.
+        for key in gone:
+            (root / key / _METADATA_NAME).unlink()
+            store.fsync_folder(root / key)
+        for key in gone:
+            for path in (root / key).iterdir():
+                if _CHUNK_NAME.fullmatch(path.name) and path.is_file():
+                    path.unlink()
+            if not any((root / key).iterdir()):
+                store.remove(root / key, root)

@@ -1,0 +1,288 @@
+"""("zarr", 2): a zarr v3 array a tensor, which zarr-python, xarray and TensorStore open as it is.
+
+Our index file is how ranks learn what there is; ``zarr.json`` files and consolidated metadata are
+written for others, and the index can be rebuilt from them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import torch
+
+from dist_checkpointing import dtypes, store
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.dtypes import DType
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.geometry import Box, Ints
+from dist_checkpointing.index import (
+    INDEX_NAME,
+    Index,
+    Pieces,
+    StoredTensor,
+    read_index,
+    write_index,
+)
+from dist_checkpointing.planning import MetadataIndex, SavePlanner, WriteItem
+from dist_checkpointing.storage import WriteResult
+from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.zarr.chunk_files import Codec, chunk_array, write_chunk
+from dist_checkpointing.strategies.zarr.codecs import codec_json, make_codec
+from dist_checkpointing.strategies.zarr.folders import (
+    FileContent,
+    ZarrFolderReader,
+    ZarrFolderWriter,
+)
+
+_METADATA_NAME = "zarr.json"
+_ATTRIBUTE = "dist_checkpointing"
+_MAX_METADATA_BYTES = 1 << 32
+
+
+def chunk_name(index: Ints) -> str:
+    """File name of a chunk: one flat folder an array, no tree of directories."""
+    return ".".join(("c", *map(str, index)))
+
+
+def piece_name(box: Box, flat: tuple[int, int] | None) -> str:
+    """Name of the array that holds one piece of a tensor without chunk grid."""
+    name = ".".join(("piece", *map(str, box.offset)))
+    return name if flat is None else f"{name}-{flat[0]}"
+
+
+def _array_json(
+    shape: Ints, chunk: Ints, dtype: DType, codec: str | None, attributes: Mapping[str, Any]
+) -> dict[str, Any]:
+    to_bytes: dict[str, Any] = {"name": "bytes"}
+    if dtype.itemsize > 1:
+        to_bytes["configuration"] = {"endian": "little"}
+    fill: Any = 0
+    if dtype.name == "bool":
+        fill = False
+    elif dtype.name.startswith("complex"):
+        fill = [0.0, 0.0]
+    elif "float" in dtype.name:
+        fill = 0.0
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(shape),
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": fill,
+        "codecs": [to_bytes, *codec_json(codec, dtype.itemsize)],
+        "attributes": dict(attributes),
+    }
+
+
+def _describe(tensor: StoredTensor, codec: str | None) -> dict[str, dict[str, Any]]:
+    """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
+    name = store.disk_name(tensor.key)
+    ours: dict[str, Any] = {} if unquote(name) == tensor.key else {"key": tensor.key}
+    if tensor.pieces is None:
+        attributes = {_ATTRIBUTE: ours} if ours else {}
+        grid = tensor.grid
+        return {
+            name: _array_json(grid.global_shape, grid.chunk_shape, tensor.dtype, codec, attributes)
+        }
+    ours |= {
+        "global_shape": list(tensor.global_shape),
+        "data_type": tensor.dtype.name,
+        "offsets": tensor.pieces.offsets.tolist(),
+        "shapes": tensor.pieces.shapes.tolist(),
+        "flat": tensor.pieces.flat.tolist(),
+    }
+    nodes = {name: _group_json({_ATTRIBUTE: ours})}
+    for box, flat in tensor.pieces:
+        shape = box.shape if flat is None else (flat[1] - flat[0],)
+        nodes[f"{name}/{piece_name(box, flat)}"] = _array_json(
+            shape, shape, tensor.dtype, codec, {}
+        )
+    return nodes
+
+
+def _group_json(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
+
+
+def _root_json(index: Index) -> bytes:
+    """Consolidated metadata: everything about every array in one file."""
+    nodes = {
+        path: content
+        for key in index
+        for path, content in _describe(index[key], index.codec).items()
+    }
+    consolidated = {"kind": "inline", "must_understand": False, "metadata": nodes}
+    root = _group_json({}) | {"consolidated_metadata": consolidated}
+    return json.dumps(root, separators=(",", ":")).encode()
+
+
+class ZarrV3Writer(ZarrFolderWriter):
+    """Writes zarr v3 arrays, consolidated metadata and the index.
+
+    Args:
+        checkpoint_dir: the checkpoint.
+        codec: name of the compression; None for raw bytes.
+    """
+
+    def __init__(self, checkpoint_dir: Path, codec: str | None = None) -> None:
+        super().__init__(checkpoint_dir)
+        self._codec_name = codec
+        self._codec = make_codec(codec)
+
+    def created_names(self, index: Index) -> Iterable[str]:
+        return [*super().created_names(index), _METADATA_NAME]
+
+    def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
+        for path, content in _describe(tensor, self._codec_name).items():
+            data = json.dumps(content, indent=2).encode()
+            yield FileContent(f"{path}/{_METADATA_NAME}", data)
+
+    def chunk_folder(self, tensor: StoredTensor, item: WriteItem) -> Path:
+        folder = self.checkpoint_dir / store.disk_name(tensor.key)
+        part = item.tensor_data
+        assert part is not None
+        return folder if tensor.pieces is None else folder / piece_name(part.chunk, part.flat_range)
+
+    def write_item(
+        self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor
+    ) -> list[tuple[Path, int]]:
+        part = item.tensor_data
+        assert part is not None
+        if tensor.pieces is None:
+            shape, index = tensor.grid.chunk_shape, tensor.grid.index_at(part.chunk.offset)
+        else:
+            shape = tuple(data.shape)
+            index = (0,) * len(shape)
+        path = self.chunk_folder(tensor, item) / chunk_name(index)
+        return [(path, write_chunk(path, chunk_array(data, shape), self._codec))]
+
+    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+        del results
+        metadata = replace(metadata, codec=self._codec_name)
+        store.write_atomic(self.checkpoint_dir / _METADATA_NAME, _root_json(metadata))
+        write_index(metadata, self.checkpoint_dir)
+
+
+class ZarrV3Reader(ZarrFolderReader):
+    """Reads what ZarrV3Writer wrote."""
+
+    def read_metadata(self) -> Index:
+        index = read_index(self.checkpoint_dir)
+        return rebuild_index(self.checkpoint_dir) if index is None else index
+
+    def codec(self) -> Codec | None:
+        return make_codec(self._index.codec)
+
+    def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
+        folder = self.checkpoint_dir / store.disk_name(tensor.key)
+        assert chunk.offset is not None
+        if tensor.pieces is None:
+            return folder / chunk_name(tensor.grid.index_at(chunk.offset))
+        assert chunk.index is not None
+        box, flat = tensor.pieces[chunk.index]
+        ndim = len(box.shape) if flat is None else 1
+        return folder / piece_name(box, flat) / chunk_name((0,) * ndim)
+
+
+def rebuild_index(checkpoint_dir: Path) -> Index:
+    """The index, from the consolidated metadata that is written for other tools.
+
+    Raises:
+        CorruptCheckpointError: if that is missing or unreadable too.
+    """
+    path = checkpoint_dir / _METADATA_NAME
+    try:
+        root = json.loads(store.read_bytes(path, _MAX_METADATA_BYTES))
+        nodes = root["consolidated_metadata"]["metadata"]
+        tensors = [_tensor(name, node) for name, node in nodes.items() if "/" not in name]
+        codecs = {
+            name
+            for node in nodes.values()
+            if node["node_type"] == "array"
+            for name in [_codec_name(node)]
+        }
+        if len(codecs) > 1:
+            raise ValueError(f"arrays with different codecs: {codecs}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
+        message = f"{INDEX_NAME} is missing and cannot be rebuilt"
+        raise CorruptCheckpointError(message, [finding]) from error
+    return replace(Index.of(tensors), codec=codecs.pop() if codecs else None)
+
+
+def _codec_name(node: Mapping[str, Any]) -> str | None:
+    names = [codec["name"] for codec in node["codecs"] if codec["name"] != "bytes"]
+    return names[0] if names else None
+
+
+def _tensor(name: str, node: Mapping[str, Any]) -> StoredTensor:
+    ours = node["attributes"].get(_ATTRIBUTE, {})
+    key = ours.get("key", unquote(name))
+    if node["node_type"] == "array":
+        chunk = tuple(node["chunk_grid"]["configuration"]["chunk_shape"])
+        dtype = dtypes.from_name(node["data_type"])
+        return StoredTensor(key, dtype, tuple(node["shape"]), chunk)
+    pieces = Pieces.from_lists(ours["offsets"], ours["shapes"], ours["flat"])
+    dtype = dtypes.from_name(ours["data_type"])
+    return StoredTensor(key, dtype, tuple(ours["global_shape"]), None, pieces)
+
+
+class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
+    """Saves as ("zarr", 2).
+
+    Args:
+        backend: always "zarr".
+        version: always 2.
+        codec: "zstd", "gzip" or "blosc" to compress chunks; None (the default) for raw bytes,
+            which are faster to write and can be read in part.
+        planner: used instead of DefaultSavePlanner.
+        comm: the ranks that save together when ``save`` is called directly.
+    """
+
+    writer_type = ZarrV3Writer
+    writes = ("zarr", 2)
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        version: int | None = None,
+        *,
+        codec: str | None = None,
+        planner: SavePlanner | None = None,
+        comm: Comm | None = None,
+    ) -> None:
+        super().__init__(backend, version, planner=planner, comm=comm)
+        make_codec(codec)  # an unknown name is an error here and now
+        self.codec = codec
+
+    def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
+        return ZarrV3Writer(checkpoint_dir, self.codec)
+
+
+class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
+    """Loads ("zarr", 2)."""
+
+    reader_type = ZarrV3Reader
+    reads = frozenset({("zarr", 2)})
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
+        root = Path(checkpoint_dir)
+        index = ZarrV3Reader(root).read_metadata()
+        gone = [key for key in index if key.startswith(key_prefix)]
+        kept = index.without(gone)
+        # Once no index names them the arrays are dead files; a crash before that loses nothing.
+        write_index(kept, root)
+        store.write_atomic(root / _METADATA_NAME, _root_json(kept))
+        for key in gone:
+            # A ShardedObject may live in a folder below this one; only the array goes.
+            for path in list((root / store.disk_name(key)).glob("*")):
+                if path.name == _METADATA_NAME or path.name.split(".")[0] in ("c", "piece"):
+                    store.remove(path, root)
