@@ -12,19 +12,15 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 
-from dist_checkpointing import dtypes, store
+from dist_checkpointing import store
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.dtypes import DType
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.geometry import Box, Ints
 from dist_checkpointing.index import (
     INDEX_NAME,
     Index,
-    Pieces,
     StoredTensor,
     read_index,
     write_index,
@@ -39,77 +35,17 @@ from dist_checkpointing.strategies.zarr.folders import (
     ZarrFolderReader,
     ZarrFolderWriter,
 )
+from dist_checkpointing.strategies.zarr_v3_nodes import (
+    METADATA_NAME,
+    Node,
+    chunk_name,
+    describe,
+    group_json,
+    parse,
+    piece_name,
+)
 
-_METADATA_NAME = "zarr.json"
-_ATTRIBUTE = "dist_checkpointing"
 _MAX_METADATA_BYTES = 1 << 32
-
-
-def chunk_name(index: Ints) -> str:
-    """File name of a chunk: one flat folder an array, no tree of directories."""
-    return ".".join(("c", *map(str, index)))
-
-
-def piece_name(box: Box, flat: tuple[int, int] | None) -> str:
-    """Name of the array that holds one piece of a tensor without chunk grid."""
-    name = ".".join(("piece", *map(str, box.offset)))
-    return name if flat is None else f"{name}-{flat[0]}"
-
-
-def _array_json(
-    shape: Ints, chunk: Ints, dtype: DType, codec: str | None, attributes: Mapping[str, Any]
-) -> dict[str, Any]:
-    to_bytes: dict[str, Any] = {"name": "bytes"}
-    if dtype.itemsize > 1:
-        to_bytes["configuration"] = {"endian": "little"}
-    fill: Any = 0
-    if dtype.name == "bool":
-        fill = False
-    elif dtype.name.startswith("complex"):
-        fill = [0.0, 0.0]
-    elif "float" in dtype.name:
-        fill = 0.0
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(shape),
-        "data_type": dtype.name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": fill,
-        "codecs": [to_bytes, *codec_json(codec, dtype.itemsize)],
-        "attributes": dict(attributes),
-    }
-
-
-def _describe(tensor: StoredTensor, codec: str | None) -> dict[str, dict[str, Any]]:
-    """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
-    name = store.disk_name(tensor.key)
-    ours: dict[str, Any] = {} if unquote(name) == tensor.key else {"key": tensor.key}
-    if tensor.pieces is None:
-        attributes = {_ATTRIBUTE: ours} if ours else {}
-        grid = tensor.grid
-        return {
-            name: _array_json(grid.global_shape, grid.chunk_shape, tensor.dtype, codec, attributes)
-        }
-    ours |= {
-        "global_shape": list(tensor.global_shape),
-        "data_type": tensor.dtype.name,
-        "offsets": tensor.pieces.offsets.tolist(),
-        "shapes": tensor.pieces.shapes.tolist(),
-        "flat": tensor.pieces.flat.tolist(),
-    }
-    nodes = {name: _group_json({_ATTRIBUTE: ours})}
-    for box, flat in tensor.pieces:
-        shape = box.shape if flat is None else (flat[1] - flat[0],)
-        nodes[f"{name}/{piece_name(box, flat)}"] = _array_json(
-            shape, shape, tensor.dtype, codec, {}
-        )
-    return nodes
-
-
-def _group_json(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
 
 
 def _root_json(index: Index) -> bytes:
@@ -117,11 +53,15 @@ def _root_json(index: Index) -> bytes:
     nodes = {
         path: content
         for key in index
-        for path, content in _describe(index[key], index.codec).items()
+        for path, content in describe(index[key], _codecs(index.codec, index[key])).items()
     }
     consolidated = {"kind": "inline", "must_understand": False, "metadata": nodes}
-    root = _group_json({}) | {"consolidated_metadata": consolidated}
+    root = group_json({}) | {"consolidated_metadata": consolidated}
     return json.dumps(root, separators=(",", ":")).encode()
+
+
+def _codecs(name: str | None, tensor: StoredTensor) -> list[Node]:
+    return codec_json(name, tensor.dtype.itemsize)
 
 
 class ZarrV3Writer(ZarrFolderWriter):
@@ -138,12 +78,12 @@ class ZarrV3Writer(ZarrFolderWriter):
         self._codec = make_codec(codec)
 
     def created_names(self, index: Index) -> Iterable[str]:
-        return [*super().created_names(index), _METADATA_NAME]
+        return [*super().created_names(index), METADATA_NAME]
 
     def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
-        for path, content in _describe(tensor, self._codec_name).items():
+        for path, content in describe(tensor, _codecs(self._codec_name, tensor)).items():
             data = json.dumps(content, indent=2).encode()
-            yield FileContent(f"{path}/{_METADATA_NAME}", data)
+            yield FileContent(f"{path}/{METADATA_NAME}", data)
 
     def chunk_folder(self, tensor: StoredTensor, item: WriteItem) -> Path:
         folder = self.checkpoint_dir / store.disk_name(tensor.key)
@@ -167,7 +107,7 @@ class ZarrV3Writer(ZarrFolderWriter):
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         del results
         metadata = replace(metadata, codec=self._codec_name)
-        store.write_atomic(self.checkpoint_dir / _METADATA_NAME, _root_json(metadata))
+        store.write_atomic(self.checkpoint_dir / METADATA_NAME, _root_json(metadata))
         write_index(metadata, self.checkpoint_dir)
 
 
@@ -198,11 +138,11 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
     Raises:
         CorruptCheckpointError: if that is missing or unreadable too.
     """
-    path = checkpoint_dir / _METADATA_NAME
+    path = checkpoint_dir / METADATA_NAME
     try:
         root = json.loads(store.read_bytes(path, _MAX_METADATA_BYTES))
         nodes = root["consolidated_metadata"]["metadata"]
-        tensors = [_tensor(name, node) for name, node in nodes.items() if "/" not in name]
+        tensors = [parse(name, node) for name, node in nodes.items() if "/" not in name]
         codecs = {
             name
             for node in nodes.values()
@@ -221,18 +161,6 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
 def _codec_name(node: Mapping[str, Any]) -> str | None:
     names = [codec["name"] for codec in node["codecs"] if codec["name"] != "bytes"]
     return names[0] if names else None
-
-
-def _tensor(name: str, node: Mapping[str, Any]) -> StoredTensor:
-    ours = node["attributes"].get(_ATTRIBUTE, {})
-    key = ours.get("key", unquote(name))
-    if node["node_type"] == "array":
-        chunk = tuple(node["chunk_grid"]["configuration"]["chunk_shape"])
-        dtype = dtypes.from_name(node["data_type"])
-        return StoredTensor(key, dtype, tuple(node["shape"]), chunk)
-    pieces = Pieces.from_lists(ours["offsets"], ours["shapes"], ours["flat"])
-    dtype = dtypes.from_name(ours["data_type"])
-    return StoredTensor(key, dtype, tuple(ours["global_shape"]), None, pieces)
 
 
 class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
@@ -280,9 +208,9 @@ class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
         kept = index.without(gone)
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
         write_index(kept, root)
-        store.write_atomic(root / _METADATA_NAME, _root_json(kept))
+        store.write_atomic(root / METADATA_NAME, _root_json(kept))
         for key in gone:
             # A ShardedObject may live in a folder below this one; only the array goes.
             for path in list((root / store.disk_name(key)).glob("*")):
-                if path.name == _METADATA_NAME or path.name.split(".")[0] in ("c", "piece"):
+                if path.name == METADATA_NAME or path.name.split(".")[0] in ("c", "piece"):
                     store.remove(path, root)
