@@ -7,7 +7,7 @@ state dicts (the planner answers for them) nor of commits (the driver's caller m
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,11 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from dist_checkpointing.catalog import concatenate
+from dist_checkpointing.checksums import CHECKSUMS_NAME, write_checksums
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.index import INDEX_NAME, Index, read_index, write_index
+from dist_checkpointing.options import Durability, StorageOptions
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
@@ -28,10 +30,14 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.store import disk_name
+from dist_checkpointing.store import disk_name, fsync_file, fsync_folders
 from dist_checkpointing.validation import check_coverage
 
 T = TypeVar("T")
+
+
+def _ignore(num_bytes: int) -> None:
+    """Report to nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +48,13 @@ class WriteResult:
         index: of the item.
         size_in_bytes: bytes stored.
         storage_data: for the writer's own ``finish``.
+        checksum: of the item's values, see ``checksums``; None for none.
     """
 
     index: MetadataIndex
     size_in_bytes: int
     storage_data: object = None
+    checksum: int | None = None
 
 
 class StorageWriter(ABC):
@@ -58,7 +66,10 @@ class StorageWriter(ABC):
 
     Attributes:
         layout: how this format wants tensors cut up.
-        gathers_results: whether ``finish`` needs the results of all ranks; else it gets its own.
+        gathers_results: whether ``finish`` needs the results that have ``storage_data`` from all
+            ranks; else it gets those of rank 0.
+        options: knobs of the I/O.
+        report: to be called with the number of bytes that have been written since the last call.
     """
 
     layout: Layout = RowBlockLayout()
@@ -66,6 +77,8 @@ class StorageWriter(ABC):
 
     def __init__(self, checkpoint_dir: Path) -> None:
         self.checkpoint_dir = checkpoint_dir
+        self.options = StorageOptions()
+        self.report: Callable[[int], None] = _ignore
 
     def created_names(self, index: Index) -> Iterable[str]:
         """Relative names of all files and folders that this writer will create.
@@ -73,7 +86,7 @@ class StorageWriter(ABC):
         Raises:
             InvalidShardingError: if a key cannot be stored.
         """
-        return [INDEX_NAME, *(disk_name(key) for key in index)]
+        return [INDEX_NAME, CHECKSUMS_NAME, *(disk_name(key) for key in index)]
 
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:  # noqa: B027 - a hook
         """Get ready on every rank; rank 0 is the coordinator."""
@@ -88,7 +101,10 @@ class StorageWriter(ABC):
 
     @abstractmethod
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write every item of the plan, durably; ask ``planner.get_data`` for each when needed."""
+        """Write every item of the plan, durably; ask ``planner.get_data`` for each when needed.
+
+        The first results are those of the plan's items, in their order; more may follow.
+        """
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         """Write, on rank 0, what describes the checkpoint as a whole, durably."""
@@ -101,10 +117,22 @@ class StorageReader(ABC):
 
     Call order: ``read_metadata`` (rank 0), ``set_up_storage_reader``, ``prepare_local_plan``,
     ``prepare_global_plan`` (rank 0, and only if overridden), ``read_data``.
+
+    Attributes:
+        options: knobs of the I/O.
+        trusted: whether objects may be unpickled without an allow-list.
+        report: to be called with the number of bytes that have been read since the last call.
     """
 
     def __init__(self, checkpoint_dir: Path) -> None:
         self.checkpoint_dir = checkpoint_dir
+        self.options = StorageOptions()
+        self.trusted = False
+        self.report: Callable[[int], None] = _ignore
+
+    def location(self, chunk: MetadataIndex) -> str:
+        """Where a stored chunk is, for messages."""
+        return f"{self.checkpoint_dir}: {chunk.fqn} at {chunk.offset}"
 
     def read_metadata(self) -> Index:
         """What the checkpoint holds.
@@ -207,7 +235,13 @@ def write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
         ]
     with comm.agreed("writing"):
         results = writer.write_data(plan, planned.planner).result()
-    all_results = comm.all_gather(results) if writer.gathers_results else [results]
+        digests = [result.checksum for result in results[: len(plan.table)]]
+        path = write_checksums(writer.checkpoint_dir, comm.rank, plan.table, digests)
+        if path is not None and writer.options.durability is Durability.FSYNC:
+            fsync_file(path)
+            fsync_folders([path], writer.checkpoint_dir)
+    noted = [result for result in results if result.storage_data is not None]
+    all_results = comm.all_gather(noted) if writer.gathers_results else [noted]
     with comm.agreed("finishing the write"):
         if comm.rank == 0:
             writer.finish(planned.index, all_results)

@@ -112,3 +112,34 @@ def remove(path: Path, root: Path) -> None:
     while parent != root and parent.is_dir() and not any(parent.iterdir()):
         parent.rmdir()
         parent = parent.parent
+
+
+def fsync_tree(folder: Path) -> None:
+    """Make everything below a folder durable, files first."""
+    for path, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            fsync_file(Path(path, name))
+        fsync_folder(Path(path))
+
+
+def fsync_file(path: Path) -> None:
+    """Make the content of a file durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_system_type(path: Path) -> str:
+    """The kernel's name for the file system that ``path`` is on; "" where it does not say."""
+    mounts = Path("/proc/self/mountinfo")
+    if not mounts.exists():
+        return ""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.read_text().splitlines():
+        fields, _, source = line.partition(" - ")
+        if fields.split()[2] == wanted:
+            return source.split()[0]
+    return ""

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from dist_checkpointing.catalog import OBJECT, ShardTable, concatenate, describe
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.geometry import Box
+from dist_checkpointing.geometry import Box, Window
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_checkpointing.planning.items import LoadPlan, ReadItem, SavePlan, WriteItem
+from dist_checkpointing.planning.items import (
+    LoadItemType,
+    LoadPlan,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+)
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.planners import Leaves, LoadPlanner, SavePlanner
 from dist_checkpointing.planning.reads import WantedShard, plan_load
@@ -80,6 +86,24 @@ class DefaultSavePlanner(SavePlanner):
         return whole[part.chunk.relative_to(leaf.box.offset).slices()]
 
 
+def _misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
+    stored = index.objects.get(leaf.key)
+    if stored is None:
+        return [Finding("not in the checkpoint", leaf.unique_key)]
+    if stored != tuple(leaf.global_shape):
+        problem = "the grid of the sharded object differs"
+        return [Finding(problem, leaf.unique_key, expected=leaf.global_shape, found=stored)]
+    return []
+
+
+def _object_item(leaf: ShardedObject, source: int) -> ReadItem:
+    offset = tuple(leaf.global_offset)
+    index = MetadataIndex(leaf.key, offset, source)
+    cell = Window(0, (), Box((), ()))
+    stored = MetadataIndex(leaf.key, offset)
+    return ReadItem(LoadItemType.BYTE_IO, index, cell, stored, cell)
+
+
 def _with_parts(
     table: ShardTable, parts: Sequence[tuple[Box, tuple[int, int] | None]]
 ) -> ShardTable:
@@ -119,6 +143,10 @@ class DefaultLoadPlanner(LoadPlanner):
             self._index, [shard for shard in wanted if shard.key in self._index]
         )
         findings += uncovered
+        for source, leaf in enumerate(self._leaves):
+            if isinstance(leaf, ShardedObject):
+                findings += _misfits(leaf, self._index)
+                items.append(_object_item(leaf, source))
         if findings:
             raise StateMismatchError("the checkpoint does not hold what is wanted", findings)
         return LoadPlan(items)
@@ -146,7 +174,8 @@ class DefaultLoadPlanner(LoadPlanner):
             destination.copy_(tensor)
 
     def apply_bytes(self, item: ReadItem, value: object) -> None:
-        leaf: Any = self._leaves[item.dest_index.index or 0]
+        assert item.dest_index.index is not None
+        leaf = self._leaves[item.dest_index.index]
         assert isinstance(leaf, ShardedObject)
         leaf.data = value
 

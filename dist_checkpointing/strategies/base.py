@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import (
@@ -23,6 +25,7 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
+from dist_checkpointing.options import StorageOptions
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -69,6 +72,10 @@ PathOrStr = str | PathLike[str]
 class LoadStrategyBase(ABC):
     """Reads one or more (backend, version)s."""
 
+    def trusting(self) -> Self:
+        """A strategy that unpickles whatever is stored, for checkpoints from a trusted source."""
+        return self
+
     @abstractmethod
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise UnsupportedFormatError if this strategy cannot read the backend."""
@@ -111,10 +118,6 @@ class LoadCommonStrategy(LoadStrategyBase):
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
     ) -> StateDict:
         """The same nested dict with every ShardedObject replaced by its stored value."""
-
-    def trusting(self) -> LoadCommonStrategy:
-        """A strategy that unpickles whatever is stored, for checkpoints from a trusted source."""
-        return self
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
         """All stored ShardedObjects by unique key, without data."""
@@ -199,6 +202,7 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         version: likewise.
         planner: used instead of DefaultSavePlanner.
         comm: the ranks that save together when ``save`` is called directly.
+        options: knobs of the I/O.
 
     Attributes:
         writer_type: set by a backend (or it overrides ``make_writer``).
@@ -215,6 +219,7 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         *,
         planner: SavePlanner | None = None,
         comm: Comm | None = None,
+        options: StorageOptions | None = None,
     ) -> None:
         super().__init__(backend or self.writes[0], version or self.writes[1])
         if (self.backend, self.version) != self.writes:
@@ -223,10 +228,13 @@ class PlannedSaveStrategy(SaveShardedStrategy):
             )
         self.planner = planner
         self.comm = comm
+        self.options = options or StorageOptions()
 
     def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
         """A writer for one checkpoint."""
-        return self.writer_type(checkpoint_dir)
+        writer = self.writer_type(checkpoint_dir)
+        writer.options = self.options
+        return writer
 
     def plan(self, leaves: Leaves, writer: StorageWriter, comm: Comm) -> PlannedSave:
         """Decide who writes what. Collective, touches no file."""
@@ -250,8 +258,10 @@ class PlannedLoadStrategy(LoadShardedStrategy):
     Args:
         planner: used instead of DefaultLoadPlanner.
         comm: the ranks that load together when ``load`` is called directly.
+        options: knobs of the I/O.
 
     Attributes:
+        trusted: whether objects may be unpickled without an allow-list.
         reader_type: set by a backend (or it overrides ``make_reader``).
         reads: the (backend, version)s whose files it understands.
     """
@@ -259,9 +269,22 @@ class PlannedLoadStrategy(LoadShardedStrategy):
     reader_type: ClassVar[type[StorageReader]]
     reads: ClassVar[frozenset[tuple[str, int]]]
 
-    def __init__(self, *, planner: LoadPlanner | None = None, comm: Comm | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        planner: LoadPlanner | None = None,
+        comm: Comm | None = None,
+        options: StorageOptions | None = None,
+    ) -> None:
         self.planner = planner
         self.comm = comm
+        self.options = options or StorageOptions()
+        self.trusted = False
+
+    def trusting(self) -> Self:
+        strategy = copy.copy(self)
+        strategy.trusted = True
+        return strategy
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         backends = sorted({backend for backend, _ in self.reads})
@@ -275,7 +298,9 @@ class PlannedLoadStrategy(LoadShardedStrategy):
 
     def make_reader(self, checkpoint_dir: Path) -> StorageReader:
         """A reader for one checkpoint."""
-        return self.reader_type(checkpoint_dir)
+        reader = self.reader_type(checkpoint_dir)
+        reader.options, reader.trusted = self.options, self.trusted
+        return reader
 
     def read(self, leaves: Leaves, index: Index, reader: StorageReader, comm: Comm) -> None:
         """Fill the leaves, which all have memory. Collective."""
@@ -297,6 +322,15 @@ class PlannedLoadStrategy(LoadShardedStrategy):
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
         index = self.make_reader(Path(checkpoint_dir)).read_metadata()
         return {key: _whole(index, key) for key in index}
+
+    def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
+        index = self.make_reader(Path(checkpoint_dir)).read_metadata()
+        metadata: ShardedStateDict = {key: _whole(index, key) for key in index}
+        for key, shape in index.objects.items():
+            for cell in itertools.product(*map(range, shape)):
+                leaf = ShardedObject(key, None, shape, cell)
+                metadata[leaf.unique_key] = leaf
+        return metadata
 
 
 def _whole(index: Index, key: str) -> ShardedTensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dist_checkpointing import store
 from dist_checkpointing.errors import (
@@ -84,8 +84,8 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
     def __init__(self, *, trusted: bool = False) -> None:
         self.trusted = trusted
 
-    def trusting(self) -> TorchCommonLoadStrategy:
-        return TorchCommonLoadStrategy(trusted=True)
+    def trusting(self) -> Self:
+        return type(self)(trusted=True)
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -30,6 +30,8 @@ class StrategyAction(Enum):
 
 _PACKAGE = "dist_checkpointing.strategies"
 _BUILT_IN = {
+    "save_sharded.tensorstore.1": f"{_PACKAGE}.tensorstore:TensorStoreSaveShardedStrategy",
+    "load_sharded.tensorstore.1": f"{_PACKAGE}.tensorstore:TensorStoreLoadShardedStrategy",
     "save_common.torch.1": f"{_PACKAGE}.common:TorchCommonSaveStrategy",
     "load_common.torch.1": f"{_PACKAGE}.common:TorchCommonLoadStrategy",
     "save_sharded.zarr.1": f"{_PACKAGE}.zarr:ZarrSaveShardedStrategy",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -21,7 +21,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 Array = npt.NDArray[Any]
 
-_THREADS = 4
 _BATCHES_PER_THREAD = 8
 
 
@@ -35,14 +34,14 @@ class Codec(Protocol):
         """The bytes of the array."""
 
 
-def in_threads(work: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
+def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list[R]:
     """``work`` done for all tasks, a few at a time; the first error ends it.
 
     Tasks go to the threads in batches: handing over one costs as much as writing a small file.
     """
-    size = max(1, len(tasks) // (_THREADS * _BATCHES_PER_THREAD))
+    size = max(1, len(tasks) // (threads * _BATCHES_PER_THREAD))
     batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="chunk-io") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="chunk-io") as pool:
         futures = [pool.submit(lambda b: [work(task) for task in b], batch) for batch in batches]
         try:
             return [result for future in futures for result in future.result()]
@@ -66,8 +65,8 @@ def _bytes_of(array: Array) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
-def write_chunk(path: Path, array: Array, codec: Codec | None) -> int:
-    """Write a whole chunk file, which must not exist. Returns the bytes written."""
+def write_chunk(path: Path, array: Array, codec: Codec | None) -> None:
+    """Write a whole chunk file, which must not exist."""
     data = _bytes_of(array)
     if codec is not None:
         data = memoryview(codec.encode(data)).cast("B")
@@ -76,10 +75,9 @@ def write_chunk(path: Path, array: Array, codec: Codec | None) -> int:
         _write_all(descriptor, data, 0)
     finally:
         os.close(descriptor)
-    return len(data)
 
 
-def write_part(path: Path, array: Array, chunk_shape: Ints, box: Box) -> int:
+def write_part(path: Path, array: Array, chunk_shape: Ints, box: Box) -> None:
     """Write a part of an uncompressed chunk into its place; others write the rest of the file.
 
     Byte ranges of different writers never overlap, so no lock is needed.
@@ -94,7 +92,6 @@ def write_part(path: Path, array: Array, chunk_shape: Ints, box: Box) -> int:
             _write_all(descriptor, data, start * itemsize)
     finally:
         os.close(descriptor)
-    return array.nbytes
 
 
 def _runs(array: Array, window: Window) -> Iterator[tuple[int, Array]]:
@@ -115,19 +112,6 @@ def _write_all(descriptor: int, data: memoryview, position: int) -> None:
     while data:
         written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written
-
-
-def fsync_files(paths: Iterable[Path]) -> None:
-    """Make the content of files durable."""
-
-    def sync(path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    in_threads(sync, list(paths))
 
 
 class ChunkFile:

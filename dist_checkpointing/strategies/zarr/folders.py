@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from dist_checkpointing import dtypes, store
+from dist_checkpointing.checksums import checksum
 from dist_checkpointing.geometry import Ints
 from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.options import Checksum, Durability
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
@@ -27,7 +29,6 @@ from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult
 from dist_checkpointing.strategies.zarr.chunk_files import (
     ChunkFile,
     Codec,
-    fsync_files,
     in_threads,
 )
 
@@ -59,10 +60,8 @@ class ZarrFolderWriter(StorageWriter):
         """The folder of the array that an item belongs to."""
 
     @abstractmethod
-    def write_item(
-        self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor
-    ) -> list[tuple[Path, int]]:
-        """Write the chunk files (or parts of them) of an item: their paths and bytes."""
+    def write_item(self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor) -> list[Path]:
+        """Write the chunk files (or parts of them) of an item; returns their paths."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         index = plan.index
@@ -85,15 +84,21 @@ class ZarrFolderWriter(StorageWriter):
             tensor, item = task
             data = planner.get_data(item)
             assert isinstance(data, torch.Tensor)
-            parts = self.write_item(tensor, item, data)
-            size = sum(num_bytes for _, num_bytes in parts)
-            return WriteResult(item.index, size), [path for path, _ in parts]
+            digest, size = None, data.numel() * tensor.dtype.itemsize
+            if self.options.checksum is Checksum.XXH3:
+                data = data.detach().to("cpu").contiguous()
+                digest = checksum(dtypes.as_numpy(data))
+            paths = self.write_item(tensor, item, data)
+            self.report(size)
+            return WriteResult(item.index, size, checksum=digest), paths
 
-        files = in_threads(describe, described)
-        written = in_threads(write, items)
+        threads = self.options.threads
+        files = in_threads(describe, described, threads)
+        written = in_threads(write, items, threads)
         files += [path for _, paths in written for path in paths]
-        fsync_files(files)
-        store.fsync_folders(files, self.checkpoint_dir)
+        if self.options.durability is Durability.FSYNC:
+            in_threads(store.fsync_file, files, threads)
+            store.fsync_folders(files, self.checkpoint_dir)
         return done([result for result, _ in written])
 
 
@@ -111,6 +116,9 @@ class ZarrFolderReader(StorageReader):
     @abstractmethod
     def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
         """The file of a stored chunk or piece."""
+
+    def location(self, chunk: MetadataIndex) -> str:
+        return str(self.chunk_path(self._index[chunk.fqn], chunk))
 
     def codec(self) -> Codec | None:
         """How the chunk files are encoded."""
@@ -134,8 +142,9 @@ class ZarrFolderReader(StorageReader):
             )
             for item in items:
                 _read_item(file, tensor, item, planner)
+                self.report(item.dest.box.num_elements * tensor.dtype.itemsize)
 
-        in_threads(read_chunk, list(by_chunk.values()))
+        in_threads(read_chunk, list(by_chunk.values()), self.options.threads)
         return done(None)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dist_checkpointing import dtypes, store
+from dist_checkpointing.checksums import CHECKSUMS_NAME
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -56,7 +57,7 @@ class ZarrV2Writer(ZarrFolderWriter):
         for key in index:
             store.check_raw_key(key)
         _check_nested_keys(index)
-        return list(index)
+        return [CHECKSUMS_NAME, *index]
 
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
         super().set_up_storage_writer(rank=rank, world_size=world_size)
@@ -88,23 +89,21 @@ class ZarrV2Writer(ZarrFolderWriter):
         del item
         return self.checkpoint_dir / tensor.key
 
-    def write_item(
-        self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor
-    ) -> list[tuple[Path, int]]:
+    def write_item(self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor) -> list[Path]:
         return [
             self._write_box(tensor, index, box, part)
             for index, box, part in _chunk_parts(tensor, item, data)
         ]
 
-    def _write_box(
-        self, tensor: StoredTensor, index: Ints, box: Box, data: torch.Tensor
-    ) -> tuple[Path, int]:
+    def _write_box(self, tensor: StoredTensor, index: Ints, box: Box, data: torch.Tensor) -> Path:
         grid, own = tensor.grid, tensor.grid.box(index)
         path = self.checkpoint_dir / tensor.key / chunk_name(index)
         if box == own:
-            return path, write_chunk(path, chunk_array(data, grid.chunk_shape), None)
-        array = chunk_array(data, box.shape)
-        return path, write_part(path, array, grid.chunk_shape, box.relative_to(own.offset))
+            write_chunk(path, chunk_array(data, grid.chunk_shape), None)
+        else:
+            array = chunk_array(data, box.shape)
+            write_part(path, array, grid.chunk_shape, box.relative_to(own.offset))
+        return path
 
     def finish(self, metadata: Index, results: Iterable[Iterable[WriteResult]]) -> None:
         """Nothing to add: each array describes itself."""

@@ -25,6 +25,7 @@ from dist_checkpointing.index import (
     read_index,
     write_index,
 )
+from dist_checkpointing.options import StorageOptions
 from dist_checkpointing.planning import MetadataIndex, SavePlanner, WriteItem
 from dist_checkpointing.storage import WriteResult
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
@@ -91,9 +92,7 @@ class ZarrV3Writer(ZarrFolderWriter):
         assert part is not None
         return folder if tensor.pieces is None else folder / piece_name(part.chunk, part.flat_range)
 
-    def write_item(
-        self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor
-    ) -> list[tuple[Path, int]]:
+    def write_item(self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor) -> list[Path]:
         part = item.tensor_data
         assert part is not None
         if tensor.pieces is None:
@@ -102,7 +101,8 @@ class ZarrV3Writer(ZarrFolderWriter):
             shape = tuple(data.shape)
             index = (0,) * len(shape)
         path = self.chunk_folder(tensor, item) / chunk_name(index)
-        return [(path, write_chunk(path, chunk_array(data, shape), self._codec))]
+        write_chunk(path, chunk_array(data, shape), self._codec)
+        return [path]
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         del results
@@ -173,6 +173,7 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
             which are faster to write and can be read in part.
         planner: used instead of DefaultSavePlanner.
         comm: the ranks that save together when ``save`` is called directly.
+        options: knobs of the I/O.
     """
 
     writer_type = ZarrV3Writer
@@ -186,13 +187,16 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
         codec: str | None = None,
         planner: SavePlanner | None = None,
         comm: Comm | None = None,
+        options: StorageOptions | None = None,
     ) -> None:
-        super().__init__(backend, version, planner=planner, comm=comm)
+        super().__init__(backend, version, planner=planner, comm=comm, options=options)
         make_codec(codec)  # an unknown name is an error here and now
         self.codec = codec
 
     def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
-        return ZarrV3Writer(checkpoint_dir, self.codec)
+        writer = ZarrV3Writer(checkpoint_dir, self.codec)
+        writer.options = self.options
+        return writer
 
 
 class Zarr3LoadShardedStrategy(PlannedLoadStrategy):

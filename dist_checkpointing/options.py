@@ -1,0 +1,84 @@
+"""Knobs of the storage backends, in one place, with units and defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.store import file_system_type
+
+
+class Durability(Enum):
+    """When a save may call itself finished."""
+
+    FSYNC = "fsync"
+    """Every file and folder is on the disk before the commit: survives a power cut."""
+
+    PAGE_CACHE = "page_cache"
+    """The operating system has everything: survives a killed process, not a killed machine. For
+    scratch disks and tests."""
+
+
+class Checksum(Enum):
+    """What is kept beside each chunk to find flipped bits with ``load(..., verify=...)``."""
+
+    XXH3 = "xxh3"
+    NONE = "none"
+
+
+class ReadMode(Enum):
+    """How local files are read."""
+
+    AUTO = "auto"
+    """MEMMAP on file systems known to be local, PREAD elsewhere."""
+
+    MEMMAP = "memmap"
+    """Mapped into memory: the fastest on local disks, very slow on network file systems."""
+
+    PREAD = "pread"
+    """Read into buffers."""
+
+
+LOCAL_FILE_SYSTEMS: Final = frozenset(
+    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageOptions:
+    """How a backend does its I/O. The defaults are for large training jobs on any file system.
+
+    Attributes:
+        threads: threads of this process that write or read at a time.
+        buffer_bytes: memory, beyond the state itself, for copies of what cannot be written or read
+            in place: tensors on a GPU, strided ones, edge chunks, other dtypes.
+        data_file_bytes: a data file of the tensorstore backend is closed once it is this large.
+        durability: when a save may call itself finished.
+        checksum: what is kept beside each chunk.
+        read_mode: how local files are read.
+    """
+
+    threads: int = 4
+    buffer_bytes: int = 128 * 2**20
+    data_file_bytes: int = 4 * 2**30
+    durability: Durability = Durability.FSYNC
+    checksum: Checksum = Checksum.XXH3
+    read_mode: ReadMode = ReadMode.AUTO
+
+    def __post_init__(self) -> None:
+        findings = [
+            Finding(f"{name} must be at least {least}", found=getattr(self, name))
+            for name, least in (("threads", 1), ("buffer_bytes", 1), ("data_file_bytes", 1))
+            if getattr(self, name) < least
+        ]
+        if findings:
+            raise CheckpointingException("invalid storage options", findings)
+
+    def maps_files(self, folder: Path) -> bool:
+        """Whether files in ``folder`` are read through a mapping."""
+        if self.read_mode is ReadMode.AUTO:
+            return file_system_type(folder) in LOCAL_FILE_SYSTEMS
+        return self.read_mode is ReadMode.MEMMAP

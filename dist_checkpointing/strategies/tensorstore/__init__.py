@@ -1,0 +1,56 @@
+"""("tensorstore", 1): zarr v3 arrays in an OCDBT database, a few large files a checkpoint.
+
+Any TensorStore client opens a tensor by itself::
+
+    ts.open({"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": "file:///ckpt/1000/",
+                                            "path": "decoder.w/"}})
+"""
+
+from __future__ import annotations
+
+import shutil
+from os import PathLike
+from pathlib import Path
+
+from dist_checkpointing.index import write_index
+from dist_checkpointing.store import disk_name
+from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.tensorstore import database
+from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
+from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
+
+__all__ = ["TensorStoreLoadShardedStrategy", "TensorStoreSaveShardedStrategy"]
+
+
+class TensorStoreSaveShardedStrategy(PlannedSaveStrategy):
+    """Saves as ("tensorstore", 1)."""
+
+    writer_type = TensorStoreWriter
+    writes = ("tensorstore", 1)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+
+class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
+    """Loads ("tensorstore", 1)."""
+
+    reader_type = TensorStoreReader
+    reads = frozenset({("tensorstore", 1)})
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
+        root = Path(checkpoint_dir)
+        index = TensorStoreReader(root).read_metadata()
+        gone = [key for key in index if key.startswith(key_prefix)]
+        kept = index.without(gone)
+        # Once the index does not name them they are unreachable; what follows frees their space.
+        write_index(kept, root)
+        database.remove_ranges(root, [disk_name(key) for key in gone if key not in index.objects])
+        in_use = {database.section_of(key) for key in (*kept, *kept.objects)}
+        for section in {database.section_of(key) for key in gone} - in_use:
+            shutil.rmtree(database.section_folder(root, section), ignore_errors=True)

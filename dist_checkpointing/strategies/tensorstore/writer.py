@@ -1,0 +1,228 @@
+"""Writes chunks into this rank's own databases, large ones without a copy."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import tensorstore as ts
+import torch
+
+from dist_checkpointing import dtypes, store
+from dist_checkpointing.checksums import CHECKSUMS_NAME, checksum
+from dist_checkpointing.index import INDEX_NAME, Index, StoredTensor, write_index
+from dist_checkpointing.options import Checksum, Durability, StorageOptions
+from dist_checkpointing.planning import (
+    MetadataIndex,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from dist_checkpointing.storage import StorageWriter, WriteResult, done
+from dist_checkpointing.strategies.safe_pickle import serialize
+from dist_checkpointing.strategies.tensorstore import database, keys
+
+_LANES = 2
+_MIN_LANE_BYTES = 64 * 2**20
+_SMALL_BYTES = 2**20
+"""Below this a copy of the bytes costs less than opening an array for them."""
+
+Task = tuple[int, WriteItem, StoredTensor | None]
+
+
+class _Lane:
+    """One database that is filled by one thread.
+
+    Values collect in a transaction that refers to the caller's memory; committing it writes them
+    behind each other into one data file. What had to be copied counts against the buffer.
+    """
+
+    def __init__(self, folder: Path, context: Any, options: StorageOptions, lanes: int) -> None:
+        self.folder = folder
+        self._context = context
+        self._most_copied = max(1, options.buffer_bytes // lanes)
+        self._most_referenced = options.data_file_bytes
+        self._store = database.open_store(
+            folder, context, target_data_file_size=options.data_file_bytes
+        )
+        self._arrays: dict[str, Any] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._transaction = ts.Transaction()
+        self._writes: list[Any] = []
+        self._arrays.clear()
+        self._copied = self._referenced = 0
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store bytes."""
+        target = self._store.with_transaction(self._transaction)
+        self._writes.append(target.write(key, value))
+        self._count(len(value), copied=True)
+
+    def put_chunk(
+        self,
+        tensor: StoredTensor,
+        item: WriteItem,
+        array: npt.NDArray[Any],
+        *,
+        copied: bool,
+    ) -> None:
+        """Store a chunk without copying it; ``copied`` says that the array itself is a copy."""
+        part = item.tensor_data
+        assert part is not None
+        path = keys.array_path(tensor, part.chunk, part.flat_range)
+        target = self._arrays.get(path)
+        if target is None:
+            target = self._arrays[path] = ts.open(
+                {
+                    "driver": "zarr3",
+                    "kvstore": database.spec(self.folder, path),
+                    "metadata": keys.array_node(tensor, part.chunk, part.flat_range),
+                    # A chunk of zeros that is not written could not be told from a lost one.
+                    "store_data_equal_to_fill_value": True,
+                },
+                open=True,
+                assume_metadata=True,
+                context=self._context,
+                transaction=self._transaction,
+            ).result()
+        if tensor.pieces is None:
+            target = target[part.chunk.slices()]
+        self._writes.append(target.write(array, can_reference_source_data_indefinitely=True).copy)
+        whole = tensor.pieces is not None or part.chunk.shape == tensor.grid.chunk_shape
+        self._count(array.nbytes, copied=copied or not whole)
+
+    def _count(self, num_bytes: int, *, copied: bool) -> None:
+        if copied:
+            self._copied += num_bytes
+        else:
+            self._referenced += num_bytes
+        if self._copied >= self._most_copied or self._referenced >= self._most_referenced:
+            self.commit()
+
+    def commit(self) -> None:
+        """Write everything that has collected."""
+        if self._writes:
+            for write in self._writes:
+                write.result()
+            self._transaction.commit_sync()
+            self._begin()
+
+
+class TensorStoreWriter(StorageWriter):
+    """Writes zarr v3 arrays and objects into OCDBT databases; rank 0 merges them."""
+
+    gathers_results: ClassVar[bool] = True
+
+    def created_names(self, index: Index) -> Iterable[str]:
+        del index
+        return [INDEX_NAME, CHECKSUMS_NAME, *database.CREATED_NAMES]
+
+    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        index = plan.index
+        assert index is not None
+        described = list(index)[self._rank :: self._world_size]
+        tensors = {key: index[key] for key in {i.index.fqn for i in plan.items if i.tensor_data}}
+        by_section: dict[str, tuple[list[str], list[Task]]] = {}
+        for key in described:
+            by_section.setdefault(database.section_of(key), ([], []))[0].append(key)
+        for position, item in enumerate(plan.items):
+            key = item.index.fqn
+            section = by_section.setdefault(database.section_of(key), ([], []))
+            section[1].append((position, item, tensors.get(key)))
+
+        context = database.make_context(self.options, _existing(self.checkpoint_dir))
+        results: list[WriteResult | None] = [None] * len(plan.items)
+        lanes = [
+            (section, lane, named, tasks)
+            for section, (names, all_tasks) in by_section.items()
+            for lane, (named, tasks) in enumerate(_split(names, all_tasks))
+        ]
+
+        def fill(work: tuple[str, int, list[str], list[Task]]) -> WriteResult:
+            section, number, named, tasks = work
+            folder = database.section_folder(self.checkpoint_dir, section)
+            folder /= f"{self._rank}.{number}-{uuid.uuid4().hex[:8]}"
+            lane = _Lane(folder, context, self.options, len(lanes))
+            for key in named:
+                for name, value in keys.metadata_values(index[key]):
+                    lane.put(name, value)
+            for position, item, tensor in tasks:
+                results[position] = self._write_item(lane, item, tensor, planner)
+            lane.commit()
+            if self.options.durability is Durability.FSYNC:
+                store.fsync_tree(folder)
+            name = folder.relative_to(self.checkpoint_dir).as_posix()
+            held = database.contents(folder)
+            return WriteResult(MetadataIndex(name), held.num_bytes, (name, held))
+
+        with ThreadPoolExecutor(_LANES, thread_name_prefix="lane") as pool:
+            filled = list(pool.map(fill, lanes))
+        return done([*(result for result in results if result is not None), *filled])
+
+    def _write_item(
+        self, lane: _Lane, item: WriteItem, tensor: StoredTensor | None, planner: SavePlanner
+    ) -> WriteResult:
+        data = planner.get_data(item)
+        if item.type is WriteItemType.BYTE_IO:
+            assert item.object_cell is not None
+            assert item.index.offset is not None
+            value = serialize(data, f"the ShardedObject {item.index.fqn!r}")
+            lane.put(keys.object_key(item.index.fqn, item.index.offset, item.object_cell), value)
+            return WriteResult(item.index, len(value))
+        assert isinstance(data, torch.Tensor)
+        assert tensor is not None
+        part = item.tensor_data
+        assert part is not None
+        on_cpu = data.detach().to("cpu")
+        array = np.ascontiguousarray(dtypes.as_numpy(on_cpu)).reshape(tuple(data.shape))
+        copied = array.nbytes > 0 and array.ctypes.data != data.data_ptr()
+        digest = checksum(array) if self.options.checksum is Checksum.XXH3 else None
+        whole = tensor.pieces is not None or part.chunk.shape == tensor.grid.chunk_shape
+        if whole and array.nbytes < _SMALL_BYTES:
+            lane.put(keys.chunk_key(tensor, part.chunk, part.flat_range), array.tobytes())
+        else:
+            lane.put_chunk(tensor, item, array, copied=copied)
+        self.report(array.nbytes)
+        return WriteResult(item.index, array.nbytes, checksum=digest)
+
+    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+        parts: list[Any] = [result.storage_data for of_rank in results for result in of_rank]
+        context = database.make_context(self.options, self.checkpoint_dir)
+        database.merge(self.checkpoint_dir, parts, context)
+        if self.options.durability is Durability.FSYNC:
+            nodes = self.checkpoint_dir / database.NODES_NAME
+            if nodes.exists():
+                store.fsync_tree(nodes)
+                store.fsync_file(self.checkpoint_dir / database.MANIFEST_NAME)
+            folders = {self.checkpoint_dir / name for name, _ in parts}
+            store.fsync_folders(folders, self.checkpoint_dir)
+        write_index(metadata, self.checkpoint_dir)
+
+
+def _existing(folder: Path) -> Path:
+    return folder if folder.exists() else _existing(folder.parent)
+
+
+def _split(names: list[str], tasks: list[Task]) -> list[tuple[list[str], list[Task]]]:
+    """The work of a section on one lane, or on several of about the same bytes."""
+    sizes = [item.tensor_storage_size() or 0 for _, item, _ in tasks]
+    count = max(1, min(_LANES, sum(sizes) // _MIN_LANE_BYTES))
+    lanes: list[tuple[list[str], list[Task]]] = [([], []) for _ in range(count)]
+    loads = [0] * count
+    lanes[0][0].extend(names)
+    for task, size in zip(tasks, sizes, strict=True):
+        least = loads.index(min(loads))
+        lanes[least][1].append(task)
+        loads[least] += size
+    return lanes
