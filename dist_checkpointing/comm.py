@@ -43,8 +43,12 @@ class _Failure:
 
     @classmethod
     def of(cls, error: Exception) -> _Failure:
-        text = "".join(traceback.format_exception(error))
-        summary = f"{type(error).__name__}: {error}"
+        try:
+            text = "".join(traceback.format_exception(error))
+            summary = f"{type(error).__name__}: {error}"
+        except Exception:  # noqa: BLE001 - an error whose __str__ fails must still be heard of
+            text = "".join(traceback.format_tb(error.__traceback__))
+            summary = f"{type(error).__name__} (which cannot be printed)"
         if isinstance(error, CheckpointingException):
             try:
                 pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
@@ -64,8 +68,10 @@ def _merge(step: str, failures: Mapping[int, _Failure], world_size: int) -> Chec
             return first
         findings = []
         for rank, error in errors.items():
-            own = error.findings if error is not None else ()
-            findings += [f if f.ranks else replace(f, ranks=(rank,)) for f in own]
+            assert error is not None
+            if not error.findings or error.message != first.message:
+                findings.append(Finding(error.message, ranks=(rank,)))
+            findings += [f if f.ranks else replace(f, ranks=(rank,)) for f in error.findings]
         return type(first)(first.message, merge_findings(findings))
     findings = []
     for rank, failure in sorted(failures.items()):
@@ -175,17 +181,51 @@ class ThreadComm(Comm):
         def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
             self.world_size = world_size
             self.timeout_seconds = timeout_seconds
-            self.barrier = threading.Barrier(world_size)
-            self.slots: list[Any] = [None] * world_size
-            self.visits = [0] * world_size
-
             self.first_to_leave: int | None = None
+            self._changed = threading.Condition()
+            self._round = 0
+            self._brought: dict[int, Any] = {}
+            self._last_round: list[Any] = []
+            self._gone: set[int] = set()
+            self._given_up: set[int] = set()
 
         def leave(self, rank: int) -> None:
             """Let nobody wait for a rank that is gone."""
-            if self.first_to_leave is None:
-                self.first_to_leave = rank
-            self.barrier.abort()
+            with self._changed:
+                if self.first_to_leave is None:
+                    self.first_to_leave = rank
+                self._gone.add(rank)
+                self._changed.notify_all()
+
+        def meet(self, rank: int, value: Any) -> tuple[list[Any], set[int]]:
+            """What all ranks brought, or the ranks that did not come (in time)."""
+            with self._changed:
+                if self._given_up:
+                    return [], self._given_up
+                this_round = self._round
+                self._brought[rank] = value
+                if len(self._brought) == self.world_size:
+                    self._last_round = [self._brought[r] for r in range(self.world_size)]
+                    self._brought = {}
+                    self._round += 1
+                    self._changed.notify_all()
+                    return self._last_round, set()
+                self._changed.wait_for(
+                    lambda: (
+                        self._round != this_round
+                        or self._given_up
+                        or self._gone - self._brought.keys()
+                    ),
+                    self.timeout_seconds,
+                )
+                if self._round != this_round:
+                    # The next round cannot end, and replace this, before this rank is in it.
+                    return self._last_round, set()
+                if not self._given_up:
+                    # A rank that comes too late must not meet those who went on without it.
+                    self._given_up = set(range(self.world_size)) - self._brought.keys()
+                    self._changed.notify_all()
+                return [], self._given_up
 
     def __init__(self, meeting: ThreadComm.Meeting, rank: int) -> None:
         self.rank = rank
@@ -204,24 +244,11 @@ class ThreadComm(Comm):
         return {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
 
     def _meet(self, step: str, value: Any) -> list[Any]:
-        meeting = self._meeting
-        meeting.slots[self.rank] = value
-        meeting.visits[self.rank] += 1
-        try:
-            meeting.barrier.wait(meeting.timeout_seconds)
-            values = list(meeting.slots)
-            meeting.barrier.wait(meeting.timeout_seconds)
-        except threading.BrokenBarrierError:
-            here = meeting.visits[self.rank]
-            absent = {
-                rank: _absent(rank, step, meeting.timeout_seconds)
-                for rank, visits in enumerate(meeting.visits)
-                if visits < here
-            }
-            if not absent:  # all came this far, and then one left
-                finding = Finding(problem="another rank failed meanwhile", ranks=(self.rank,))
-                raise RankFailedError(f"{step} was interrupted", [finding]) from None
-            raise _merge(step, absent, self.world_size) from None
+        values, absent = self._meeting.meet(self.rank, value)
+        if absent:
+            seconds = self._meeting.timeout_seconds
+            failures = {rank: _absent(rank, step, seconds) for rank in sorted(absent)}
+            raise _merge(step, failures, self.world_size)
         return values
 
 

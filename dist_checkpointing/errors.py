@@ -61,7 +61,9 @@ class CheckpointingException(Exception):
     def __init__(self, message: str = "", findings: Iterable[Finding] = ()) -> None:
         self.message = message
         self.findings = tuple(findings)
-        super().__init__(message, self.findings)
+        # OSError, a base of some of these, takes a second argument for the text of an errno.
+        super().__init__(message)
+        self.args = (message, self.findings)
 
     def __str__(self) -> str:
         lines = [self.message]
@@ -133,9 +135,11 @@ class RankFailedError(CheckpointingException):
 
 def merge_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """The same findings, those that differ only in their ranks united."""
-    ranks_of: dict[Finding, set[int]] = {}
+    alike: dict[str, list[Finding]] = {}
     for finding in findings:
-        ranks_of.setdefault(replace(finding, ranks=()), set()).update(finding.ranks)
+        # By text: what was expected or found may be a list, which has no hash.
+        alike.setdefault(repr(replace(finding, ranks=())), []).append(finding)
     return tuple(
-        replace(finding, ranks=tuple(sorted(ranks))) for finding, ranks in ranks_of.items()
+        replace(same[0], ranks=tuple(sorted({rank for f in same for rank in f.ranks})))
+        for same in alike.values()
     )

@@ -37,8 +37,8 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common part, or None if there is none."""
-        start = tuple(map(max, self.offset, other.offset))
-        stop = tuple(map(min, self.stop, other.stop))
+        start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         shape = tuple(b - a for a, b in zip(start, stop, strict=True))
         return None if any(extent <= 0 for extent in shape) else Box(start, shape)
 
@@ -182,11 +182,9 @@ class ChunkGrid:
 def largest_divisor_block(extent: int, max_block: int) -> int:
     """Largest divisor of ``extent`` that is at most ``max_block`` (at least 1)."""
     if max_block >= extent:
-        return extent
-    count = -(-extent // max(max_block, 1))
-    while extent % count:
-        count += 1
-    return extent // count
+        return max(extent, 1)
+    small = [d for d in range(1, math.isqrt(extent) + 1) if extent % d == 0]
+    return max(d for d in (*small, *(extent // s for s in small)) if d <= max(max_block, 1))
 
 
 def split_rows(box: Box, max_elements: int) -> list[Box]:

@@ -51,21 +51,27 @@ MISSING: Final = _Missing()
 class Node:
     """The shape of one container: an empty one of its kind, and what was under each key.
 
-    A child of None is a leaf.
+    For a tuple, which cannot be emptied and filled, the prototype is its class. A child of None is
+    a leaf.
     """
 
     prototype: Any
     entries: tuple[tuple[Step, Node | None], ...]
 
+    @property
+    def is_tuple(self) -> bool:
+        """Whether the container is a tuple or named tuple."""
+        return isinstance(self.prototype, type)
+
     def fill(self, values: Sequence[tuple[Step, Any]]) -> Any:
         """A new container of this kind holding ``values``."""
-        if isinstance(self.prototype, tuple):
-            items = [value for _, value in values]
-            make = getattr(type(self.prototype), "_make", tuple)
-            return make(items)
+        if self.is_tuple:
+            make = getattr(self.prototype, "_make", tuple)
+            return make(value for _, value in values)
         container = copy.copy(self.prototype)
         if isinstance(container, dict):
-            container.update((step.key, value) for step, value in values)  # type: ignore[union-attr]
+            for step, value in values:  # not update(): a Counter would add
+                container[step.key] = value  # type: ignore[union-attr]
         else:
             container.extend(value for _, value in values)
         return container
@@ -88,7 +94,7 @@ def is_container(value: object) -> bool:
 
 def _empty_copy(container: Any) -> Any:
     if isinstance(container, tuple):
-        return container
+        return type(container)
     if type(container) in (dict, list):
         return type(container)()
     # A subclass may carry attributes (a defaultdict its factory): copy the object, then empty it.
@@ -100,20 +106,19 @@ def _empty_copy(container: Any) -> Any:
 def containers_with(tree: object, wanted: Callable[[object], bool]) -> set[int]:
     """The ``id`` of every container in ``tree`` that has a wanted leaf somewhere below it."""
     found: set[int] = set()
-
-    def visit(value: Any) -> bool:
-        if not is_container(value):
-            return wanted(value)
-        children = value.values() if isinstance(value, dict) else value
-        hit = False
-        for child in children:
-            hit = visit(child) or hit
-        if hit:
-            found.add(id(value))
-        return hit
-
-    visit(tree)
+    _mark(tree, wanted, found)
     return found
+
+
+def _mark(value: Any, wanted: Callable[[object], bool], found: set[int]) -> bool:
+    if not is_container(value):
+        return wanted(value)
+    hit = False
+    for child in value.values() if isinstance(value, dict) else value:
+        hit = _mark(child, wanted, found) or hit
+    if hit:
+        found.add(id(value))
+    return hit
 
 
 def flatten(
@@ -129,20 +134,22 @@ def flatten(
         only: if given, the ``id`` of the containers to open; others count as leaves.
     """
     leaves: dict[Path, Any] = {}
+    return leaves, _take_apart(tree, prefix, only, leaves)
 
-    def visit(value: Any, path: Path) -> Node | None:
-        if not is_container(value) or (only is not None and id(value) not in only):
-            leaves[path] = value
-            return None
-        steps: list[tuple[Step, Any]]
-        if isinstance(value, dict):
-            steps = [(DictKey(key), child) for key, child in value.items()]
-        else:
-            steps = [(Position(index), child) for index, child in enumerate(value)]
-        entries = tuple((step, visit(child, (*path, step))) for step, child in steps)
-        return Node(_empty_copy(value), entries)
 
-    return leaves, visit(tree, prefix)
+def _take_apart(
+    value: Any, path: Path, only: Container[int] | None, leaves: dict[Path, Any]
+) -> Node | None:
+    if not is_container(value) or (only is not None and id(value) not in only):
+        leaves[path] = value
+        return None
+    steps: list[tuple[Step, Any]]
+    if isinstance(value, dict):
+        steps = [(DictKey(key), child) for key, child in value.items()]
+    else:
+        steps = [(Position(index), child) for index, child in enumerate(value)]
+    entries = [(step, _take_apart(child, (*path, step), only, leaves)) for step, child in steps]
+    return Node(_empty_copy(value), tuple(entries))
 
 
 def value_at(tree: Any, path: Path) -> Any:
@@ -177,7 +184,7 @@ def unflatten_part(skeleton: Node | None, leaves: Mapping[Path, Any], prefix: Pa
     if isinstance(skeleton.prototype, dict):
         return skeleton.fill([(step, value) for step, value in values if value is not MISSING])
     kept = [(step, None if value is MISSING else value) for step, value in values]
-    if isinstance(skeleton.prototype, tuple) and any(value is MISSING for _, value in values):
+    if skeleton.is_tuple and any(value is MISSING for _, value in values):
         # A named tuple with holes in it would be a lie about its type.
         return tuple(value for _, value in kept)
     return skeleton.fill(kept)
@@ -236,7 +243,11 @@ def _overlay_sequence(
     if not isinstance(base, list | tuple):
         raise _conflict(path, "a list", base)
     paths = [(*path, step) for step, _ in node.entries]
-    plain = [index for index, below in enumerate(paths) if below not in above]
+    plain = [
+        index
+        for index, (_, child) in enumerate(node.entries)
+        if _leaves_something(child, leaves, paths[index])
+    ]
     below_at: dict[int, Any] = {}
     if len(base) == len(paths):
         below_at = dict(enumerate(base))
@@ -250,6 +261,15 @@ def _overlay_sequence(
         for i, (step, child) in enumerate(node.entries)
     ]
     return node.fill(values)
+
+
+def _leaves_something(node: Node | None, leaves: Mapping[Path, Any], path: Path) -> bool:
+    """Whether anything is left of a part of the tree when ``leaves`` are taken out."""
+    if node is None:
+        return path not in leaves
+    if not node.entries:
+        return True
+    return any(_leaves_something(child, leaves, (*path, step)) for step, child in node.entries)
 
 
 def _conflict(path: Path, expected: str, found: object) -> StateMismatchError:

@@ -78,16 +78,16 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
     if isinstance(x1, list) and isinstance(x2, list) and len(x1) != len(x2):
         raise ValueError(f"cannot merge lists of {len(x1)} and {len(x2)} entries at {key}")
     if isinstance(x1, dict) and isinstance(x2, dict):
-        steps, known = list(x2.items()), list(x1)
+        steps, known = list(x2.items()), x1.keys()
     elif isinstance(x1, list) and isinstance(x2, list | dict):
         steps = list(x2.items()) if isinstance(x2, dict) else list(enumerate(x2))
-        known = list(range(len(x1)))
+        known = dict.fromkeys(range(len(x1))).keys()
     else:
         raise ValueError(  # noqa: TRY004 - what Megatron raises
             f"cannot merge {type(x2).__name__} into {type(x1).__name__} at {key}"
         )
     for step, below in steps:
-        if step not in known:
-            raise ValueError(f"{step!r} at {key} is not among the loaded values {known}")
+        if step not in known or (isinstance(x1, list) and type(step) is not int):
+            raise ValueError(f"{step!r} at {key} is not among the loaded values {list(known)}")
         x1[step] = apply_factory_merges(x1[step], below, (*key, step))
     return x1

@@ -62,6 +62,10 @@ class ShardedTensor(ShardedBase):
             if not all(isinstance(value, int) and value >= 0 for value in values):
                 raise _invalid(self.key, f"{name} must hold ints >= 0", found=values)
         local, offset = tuple(self.local_shape), tuple(self.global_offset)
+        if self.prepend_axis_num < 0:
+            raise _invalid(
+                self.key, "prepend_axis_num must not be negative", found=self.prepend_axis_num
+            )
         if len(self.global_shape) != len(offset):
             raise _invalid(
                 self.key,
@@ -119,6 +123,12 @@ class ShardedTensor(ShardedBase):
                 expected=f"{len(self.global_shape)} axes",
                 found=self.axis_fragmentations,
             )
+        if any(count < 1 for count in self.axis_fragmentations):
+            raise _invalid(
+                self.key,
+                "axis_fragmentations must be at least 1",
+                found=self.axis_fragmentations,
+            )
         own_axes = offset[self.prepend_axis_num :]
         if any(extent and start % extent for start, extent in zip(own_axes, local, strict=True)):
             raise _invalid(
@@ -164,7 +174,13 @@ class ShardedTensor(ShardedBase):
         return (*self.global_offset[: self.prepend_axis_num], *own)
 
     def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Index of the shard in the chunk grid; 0 on empty axes."""
+        """Index of the shard in the chunk grid; 0 on empty axes.
+
+        Raises:
+            InvalidShardingError: for an uneven grid.
+        """
+        if self.axis_fragmentations is None:
+            raise _invalid(self.key, "an uneven grid has no chunk indices")
         box = self.box
         return tuple(o // e if e else 0 for o, e in zip(box.offset, box.shape, strict=True))
 
@@ -192,12 +208,12 @@ class ShardedTensor(ShardedBase):
     def local_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
         """Index arrays, one a local axis, of the elements in ``flattened_range``."""
         flat = self._require_flat()
-        return np.unravel_index(np.arange(flat.start, flat.stop), tuple(self.local_shape))
+        return _unravel(flat, tuple(self.local_shape))
 
     def global_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
         """Index arrays, one a global axis, of the elements in ``flattened_range``."""
         flat, box = self._require_flat(), self.box
-        axes = np.unravel_index(np.arange(flat.start, flat.stop), box.shape)
+        axes = _unravel(flat, box.shape)
         return tuple(a + offset for a, offset in zip(axes, box.offset, strict=True))
 
     def _require_flat(self) -> slice:
@@ -230,11 +246,20 @@ class ShardedTensor(ShardedBase):
             InvalidShardingError: if the axis is not evenly cut, or a flattened shard is narrowed
                 along another axis than 0.
         """
-        dim = dim % max(len(self.local_shape), 1)
+        if not -len(self.local_shape) <= dim < len(self.local_shape):
+            raise _invalid(self.key, "no such local axis", found=dim)
+        dim = dim % len(self.local_shape)
         extent = self.local_shape[dim]
         axis = dim + self.prepend_axis_num
         if extent == 0 or self.global_shape[axis] % extent or self.global_offset[axis] % extent:
             raise _invalid(self.key, f"axis {dim} is not cut evenly and cannot be narrowed")
+        if not 0 <= start <= start + length <= extent:
+            raise _invalid(
+                self.key,
+                f"rows outside local axis {dim}",
+                expected=f"0 .. {extent}",
+                found=f"{start} .. {start + length}",
+            )
 
         def scaled(values: Sequence[int]) -> tuple[int, ...]:
             return (*values[:axis], values[axis] * length // extent, *values[axis + 1 :])
@@ -354,13 +379,22 @@ class ShardedTensor(ShardedBase):
         """
         if flattened_range is None:
             raise _invalid(key, "from_rank_offsets_flat needs a flattened_range")
-        if data.ndim != 1 or data.numel() != flattened_range.stop - flattened_range.start:
+        start, stop = flattened_range.start, flattened_range.stop
+        fits = start is not None and stop is not None and data.numel() == stop - start
+        if data.ndim != 1 or not fits:
             raise _invalid(
                 key,
                 "data must be 1-D and as long as flattened_range",
-                expected=flattened_range.stop - flattened_range.start,
+                expected=flattened_range,
                 found=tuple(data.shape),
             )
         shape = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
         whole = cls.from_rank_offsets(key, shape, *rank_offsets, **kwargs)
         return replace(whole, data=data, flattened_range=flattened_range)
+
+
+def _unravel(flat: slice, shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], ...]:
+    """Index arrays, one an axis, of a range of the flattening of an array of ``shape``."""
+    if not shape:  # a scalar has no axes to index
+        return ()
+    return np.unravel_index(np.arange(flat.start, flat.stop), shape)
