@@ -24,6 +24,7 @@ from dist_checkpointing.mapping import (
     is_main_replica,
 )
 from dist_checkpointing.partition import Partition, partition
+from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.storage import PlannedSave, StorageWriter
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
@@ -59,6 +60,7 @@ def save(
     *,
     comm: Comm | None = None,
     overwrite: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -83,6 +85,7 @@ def save(
         comm: the ranks that save together; by default all of torch.distributed, or this process.
         overwrite: give up a committed checkpoint at ``checkpoint_dir`` as soon as the new one is
             planned. From then on the old one is gone, also if this save fails.
+        progress: called with a Progress, from any thread, whenever there is something to report.
 
     Returns:
         None, or the request to schedule.
@@ -95,7 +98,8 @@ def save(
         RankFailedError: anything else that failed, such as an I/O error, on the ranks it names.
     """
     comm = default_comm() if comm is None else comm
-    with comm.agreed("preparing the save"):
+    meter = Meter("save", comm.rank, progress)
+    with meter.phase("planning"), comm.agreed("preparing the save"):
         work = _prepare(
             sharded_state_dict,
             Path(checkpoint_dir),
@@ -107,18 +111,24 @@ def save(
             raise CheckpointingException(
                 f"Cannot apply async_save to non-async strategy {work.strategy}"
             )
-    if validate_access_integrity:
-        _compare_common(work.common, preprocess_common_before_consistancy_check, comm)
-    planned, object_keys = _plan(work, comm, validate=validate_access_integrity)
-    attempt = _claim(work, planned, object_keys, comm, overwrite=overwrite)
+    with meter.phase("planning"):
+        if validate_access_integrity:
+            _compare_common(work.common, preprocess_common_before_consistancy_check, comm)
+        planned, object_keys = _plan(work, comm, validate=validate_access_integrity)
+        attempt = _claim(work, planned, object_keys, comm, overwrite=overwrite)
 
     def commit() -> None:
-        with comm.agreed("committing"):
+        with meter.phase("committing"), comm.agreed("committing"):
             if attempt is not None:
                 attempt.commit(work.config)
+        meter.log()
 
+    if work.writer is not None:
+        work.writer.report = meter.add
     try:
-        request = _write(work, planned, comm, put_off=async_sharded_save)
+        with meter.phase("writing"):
+            meter.expect(0 if planned is None else planned.plan.num_bytes)
+            request = _write(work, planned, comm, put_off=async_sharded_save)
     except CheckpointingException:
         if attempt is not None:
             attempt.abandon()

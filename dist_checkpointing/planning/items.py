@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
+import numpy as np
+
 from dist_checkpointing import dtypes
 from dist_checkpointing.catalog import OBJECT, ShardTable, table_of
 from dist_checkpointing.geometry import Box, Ints, Window
@@ -147,6 +149,16 @@ class SavePlan:
     def items(self) -> tuple[WriteItem, ...]:
         """The rows as items."""
         return tuple(_item(self.table, row) for row in range(len(self.table)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors in the plan."""
+        sizes = [0 if n == OBJECT else dtypes.from_name(n).itemsize for n in self._dtype_names]
+        return int((self.table.num_elements * np.array(sizes, dtype=np.int64)).sum())
+
+    @property
+    def _dtype_names(self) -> list[str]:
+        return [self.table.names[position] for position in self.table.dtypes.tolist()]
 
     def with_items(self, items: Iterable[WriteItem]) -> SavePlan:
         """This plan with other items in place of its own."""

@@ -1,0 +1,146 @@
+"""Reads stored parts once more and compares their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dist_checkpointing import dtypes
+from dist_checkpointing.checksums import CHECKSUMS_NAME, StoredPart, checksum, read_checksums
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.index import Index
+from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.planning import MetadataIndex
+from dist_checkpointing.progress import Meter
+from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadStrategy
+from dist_checkpointing.tree import DictKey
+from dist_checkpointing.tree import Path as TreePath
+
+
+def verify_parts(
+    wanted: Sequence[ShardedTensor],
+    strategy: LoadShardedStrategy,
+    checkpoint_dir: Path,
+    index: Index | None,
+    meter: Meter,
+) -> None:
+    """Verify every stored part that meets a wanted shard. Not collective.
+
+    Raises:
+        UnsupportedFormatError: if the checkpoint has no checksums.
+        CorruptCheckpointError: with key, part and place of everything that is damaged.
+    """
+    parts = read_checksums(checkpoint_dir)
+    if index is None or not isinstance(strategy, PlannedLoadStrategy) or not parts:
+        finding = Finding(
+            "no checksums were kept when it was saved", path=str(checkpoint_dir / CHECKSUMS_NAME)
+        )
+        raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
+    boxes: dict[str, list[Box]] = {}
+    for leaf in wanted:
+        boxes.setdefault(leaf.key, []).append(leaf.box)
+    touched = [
+        part
+        for part in parts
+        if part.key in index
+        and any(part.box.intersect(box) is not None for box in boxes.get(part.key, ()))
+    ]
+    meter.expect(sum(_num_bytes(part, index) for part in touched))
+    findings = []
+    for batch in _batches(touched, index, strategy.options.buffer_bytes // 2):
+        findings += _verify(batch, strategy, checkpoint_dir, index)
+        meter.add(sum(_num_bytes(part, index) for part in batch))
+    if findings:
+        raise CorruptCheckpointError("stored data is not what was saved", findings)
+
+
+def _num_bytes(part: StoredPart, index: Index) -> int:
+    count = part.box.num_elements
+    if part.flat_range is not None:
+        count = part.flat_range[1] - part.flat_range[0]
+    return count * index[part.key].dtype.itemsize
+
+
+def _batches(
+    parts: Sequence[StoredPart], index: Index, most_bytes: int
+) -> Iterator[list[StoredPart]]:
+    batch: list[StoredPart] = []
+    size = 0
+    for part in parts:
+        if batch and size + _num_bytes(part, index) > most_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += _num_bytes(part, index)
+    if batch:
+        yield batch
+
+
+def _verify(
+    batch: Sequence[StoredPart],
+    strategy: PlannedLoadStrategy,
+    checkpoint_dir: Path,
+    index: Index,
+) -> list[Finding]:
+    leaves: dict[TreePath, ShardedTensor] = {
+        (DictKey(number),): _leaf(part, index) for number, part in enumerate(batch)
+    }
+    reader = strategy.make_reader(checkpoint_dir)
+    try:
+        strategy.read(leaves, index, reader, SingleProcess())
+    except CorruptCheckpointError as error:
+        if len(batch) == 1:
+            return list(error.findings)
+        # One of them cannot even be read: look at each by itself.
+        return [f for part in batch for f in _verify([part], strategy, checkpoint_dir, index)]
+    return [
+        Finding(
+            "checksum differs: bits were flipped after it was saved",
+            part.key,
+            expected=f"{part.digest:016x}",
+            found=f"{found:016x} in {part.box.offset} .. {part.box.stop}",
+            path=reader.location(_stored_chunk(part, index)),
+        )
+        for part, found in zip(batch, _digests(leaves), strict=True)
+        if found != part.digest
+    ]
+
+
+def _leaf(part: StoredPart, index: Index) -> ShardedTensor:
+    tensor = index[part.key]
+    flat = None if part.flat_range is None else slice(*part.flat_range)
+    leaf = ShardedTensor(
+        part.key,
+        None,
+        tensor.dtype.torch,
+        part.box.shape,
+        tensor.global_shape,
+        part.box.offset,
+        None,
+        flattened_range=flat,
+    )
+    leaf.init_data("cpu", torch.empty)
+    return leaf
+
+
+def _digests(leaves: Mapping[TreePath, ShardedTensor]) -> list[int]:
+    found = []
+    for leaf in leaves.values():
+        assert leaf.data is not None
+        found.append(checksum(dtypes.as_numpy(leaf.data)))
+    return found
+
+
+def _stored_chunk(part: StoredPart, index: Index) -> MetadataIndex:
+    tensor = index[part.key]
+    if tensor.pieces is None:
+        return MetadataIndex(part.key, part.box.offset)
+    start = -1 if part.flat_range is None else part.flat_range[0]
+    same = (tensor.pieces.offsets == part.box.offset).all(axis=1)
+    rows = np.flatnonzero(same & (tensor.pieces.flat[:, 0] == start))
+    return MetadataIndex(part.key, part.box.offset, int(rows[0]))
