@@ -8,7 +8,7 @@ arithmetic.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 
 OBJECT = "object"
 """Stands in the dtype column for a ShardedObject."""
+
+_ITEMSIZES = {row.name: row.itemsize for row in dtypes.DTYPES}
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -72,6 +74,44 @@ class ShardTable:
         columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "names"}
         return replace(self, **columns)
 
+    def followed_by(self, other: ShardTable) -> ShardTable:
+        """This table and more rows, which must use the same names."""
+        assert self.names == other.names
+        columns: dict[str, Any] = {
+            f.name: np.concatenate([getattr(self, f.name), getattr(other, f.name)])
+            for f in fields(self)
+            if f.name != "names"
+        }
+        return replace(self, **columns)
+
+    @property
+    def key_column(self) -> list[str]:
+        """Key of every row."""
+        return [self.names[position] for position in self.keys.tolist()]
+
+    @property
+    def dtype_column(self) -> list[str]:
+        """Dtype name of every row."""
+        return [self.names[position] for position in self.dtypes.tolist()]
+
+    @property
+    def global_shape_column(self) -> list[Ints]:
+        """Global shape of every row."""
+        rows = zip(self.global_shapes.tolist(), self.ndim.tolist(), strict=True)
+        return [tuple(shape[:ndim]) for shape, ndim in rows]
+
+    @property
+    def num_bytes(self) -> Int64s:
+        """Bytes that each row holds; 0 for objects."""
+        itemsizes = [_ITEMSIZES.get(name, 0) for name in self.names]
+        return self.num_elements * np.array(itemsizes, dtype=np.int64)[self.dtypes]
+
+    def padded(self, rows: Sequence[Sequence[int]], fill: int) -> Int64s:
+        """One row of numbers for each row of the table, as wide as its shapes."""
+        ndim = np.array([len(row) for row in rows], dtype=np.int64)
+        narrow = _padded(rows, ndim, fill)
+        return np.pad(narrow, ((0, 0), (0, self.max_ndim - narrow.shape[1])), constant_values=fill)
+
     def key(self, row: int) -> str:
         """Key of a row."""
         return self.names[int(self.keys[row])]
@@ -119,39 +159,63 @@ class ShardTable:
         return digest.digest()
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], rank: int) -> ShardTable:
-    """A table from rows given as mappings (key, dtype, global_shape, box, flat, main, source)."""
-    positions: dict[str, int] = {}
+class TableRows:
+    """Rows on their way into a table."""
 
-    def position(name: str) -> int:
-        return positions.setdefault(name, len(positions))
+    def __init__(self) -> None:
+        self._positions: dict[str, int] = {}
+        self._columns: tuple[list[Any], ...] = ([], [], [], [], [], [], [], [])
 
-    count = len(rows)
-    width = max((len(row["global_shape"]) for row in rows), default=0)
-    global_shapes = np.ones((count, width), dtype=np.int64)
-    offsets = np.zeros((count, width), dtype=np.int64)
-    shapes = np.ones((count, width), dtype=np.int64)
-    for i, row in enumerate(rows):
-        ndim = len(row["global_shape"])
-        if ndim:
-            global_shapes[i, :ndim] = row["global_shape"]
-            offsets[i, :ndim] = row["box"].offset
-            shapes[i, :ndim] = row["box"].shape
-    keys = np.array([position(row["key"]) for row in rows], dtype=np.int64)
-    types = np.array([position(row["dtype"]) for row in rows], dtype=np.int64)
-    return ShardTable(
-        names=tuple(positions),
-        keys=keys,
-        dtypes=types,
-        ndim=np.array([len(row["global_shape"]) for row in rows], dtype=np.int64),
-        global_shapes=global_shapes,
-        offsets=offsets,
-        shapes=shapes,
-        flat=np.array([row["flat"] or (-1, -1) for row in rows], dtype=np.int64).reshape(count, 2),
-        main=np.array([row["main"] for row in rows], dtype=np.bool_),
-        sources=np.array([row["source"] for row in rows], dtype=np.int64),
-        ranks=np.full(count, rank, dtype=np.int64),
-    )
+    def add(
+        self,
+        *,
+        key: str,
+        dtype: str,
+        global_shape: Ints,
+        offset: Ints,
+        shape: Ints,
+        flat: tuple[int, int] | None,
+        main: bool,
+        source: int,
+    ) -> None:
+        """Add a shard; see the attributes of ShardTable."""
+        position = self._positions.setdefault
+        keys, types, global_shapes, offsets, shapes, flats, mains, sources = self._columns
+        keys.append(position(key, len(self._positions)))
+        types.append(position(dtype, len(self._positions)))
+        global_shapes.append(global_shape)
+        offsets.append(offset)
+        shapes.append(shape)
+        flats.append(flat or (-1, -1))
+        mains.append(main)
+        sources.append(source)
+
+    def table(self, rank: int) -> ShardTable:
+        """All of them as the table of a rank."""
+        keys, types, global_shapes, offsets, shapes, flats, mains, sources = self._columns
+        ndim = np.array([len(shape) for shape in global_shapes], dtype=np.int64)
+        return ShardTable(
+            names=tuple(self._positions),
+            keys=np.array(keys, dtype=np.int64),
+            dtypes=np.array(types, dtype=np.int64),
+            ndim=ndim,
+            global_shapes=_padded(global_shapes, ndim, 1),
+            offsets=_padded(offsets, ndim, 0),
+            shapes=_padded(shapes, ndim, 1),
+            flat=np.array(flats, dtype=np.int64).reshape(len(keys), 2),
+            main=np.array(mains, dtype=np.bool_),
+            sources=np.array(sources, dtype=np.int64),
+            ranks=np.full(len(keys), rank, dtype=np.int64),
+        )
+
+
+def _padded(rows: Sequence[Sequence[int]], ndim: Int64s, fill: int) -> Int64s:
+    """Ragged rows as one array."""
+    width = int(ndim.max(initial=0))
+    padded = np.full((len(rows), width), fill, dtype=np.int64)
+    inside = np.arange(width) < ndim[:, None]
+    padded[inside] = [number for row in rows for number in row]
+    return padded
 
 
 def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
@@ -162,43 +226,49 @@ def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
             they are checked again here), a dtype that cannot be stored or an empty key.
     """
     findings: list[Finding] = []
-    rows: list[dict[str, Any]] = []
+    rows = TableRows()
     for source, leaf in enumerate(leaves):
         try:
-            rows.append(_row(leaf, source))
+            _add(rows, leaf, source)
         except InvalidShardingError as error:
             findings += error.findings
     if findings:
         raise InvalidShardingError("the sharded state dict is invalid", findings)
-    return table_of(rows, rank)
+    return rows.table(rank)
 
 
-def _row(leaf: ShardedBase, source: int) -> dict[str, Any]:
+def _add(rows: TableRows, leaf: ShardedBase, source: int) -> None:
     key: object = leaf.key
     if not isinstance(key, str) or not key:
         finding = Finding("a key must be a string that is not empty", found=repr(key))
         raise InvalidShardingError("invalid key", [finding])
     leaf.validate_metadata_integrity()
-    row: dict[str, Any] = {
-        "key": leaf.key,
-        "main": is_main_replica(leaf.replica_id),
-        "source": source,
-    }
+    main = is_main_replica(leaf.replica_id)
     if isinstance(leaf, ShardedTensor):
-        dtype = dtypes.from_torch(leaf.dtype, key=leaf.key).name
-        shape = tuple(leaf.global_shape)
-        return row | {
-            "dtype": dtype,
-            "global_shape": shape,
-            "box": leaf.box,
-            "flat": leaf.flat_range,
-        }
-    if isinstance(leaf, ShardedObject):
-        shape, offset = tuple(leaf.global_shape), tuple(leaf.global_offset)
-        cell = Box(offset, (1,) * len(shape))
-        return row | {"dtype": OBJECT, "global_shape": shape, "box": cell, "flat": None}
-    finding = Finding("cannot be described", leaf.key, found=type(leaf).__name__)
-    raise InvalidShardingError("unknown kind of sharded leaf", [finding])
+        rows.add(
+            key=key,
+            dtype=dtypes.from_torch(leaf.dtype, key=key).name,
+            global_shape=tuple(leaf.global_shape),
+            offset=tuple(leaf.global_offset),
+            shape=(1,) * leaf.prepend_axis_num + tuple(leaf.local_shape),
+            flat=leaf.flat_range,
+            main=main,
+            source=source,
+        )
+    elif isinstance(leaf, ShardedObject):
+        rows.add(
+            key=key,
+            dtype=OBJECT,
+            global_shape=tuple(leaf.global_shape),
+            offset=tuple(leaf.global_offset),
+            shape=(1,) * len(leaf.global_shape),
+            flat=None,
+            main=main,
+            source=source,
+        )
+    else:
+        finding = Finding("cannot be described", key, found=type(leaf).__name__)
+        raise InvalidShardingError("unknown kind of sharded leaf", [finding])
 
 
 def concatenate(tables: Sequence[ShardTable]) -> ShardTable:

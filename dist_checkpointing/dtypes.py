@@ -155,7 +155,9 @@ def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
     Conjugate or negative views have no such memory and are materialised first.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
     dtype = from_torch(tensor.dtype)
     if dtype.numpy.isbuiltin == 1:
         return tensor.numpy()

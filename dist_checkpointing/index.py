@@ -150,6 +150,11 @@ class Index(Mapping[str, StoredTensor]):
             self.pieces.get(key),
         )
 
+    def chunk_shape(self, key: str) -> Sequence[int] | None:
+        """Chunk shape of a tensor; None if it is stored as pieces, or not at all."""
+        row = self._row.get(key)
+        return None if row is None else self.chunk_shape_column[row]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys_column)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
@@ -137,11 +138,9 @@ def compare(
 def with_memory(leaf: ShardedTensor, stored_shape: Ints) -> ShardedTensor:
     """A copy of the leaf that has memory to fill; what is not stored of it is zero."""
     partly = tuple(leaf.global_shape) != stored_shape
-    copied = leaf.without_data()
+    copied = copy.copy(leaf)
     if leaf.data is None:
         copied.init_data("cpu", torch.zeros if partly else torch.empty)
-    else:
-        copied.data = leaf.data
-        if partly:
-            leaf.data.detach().zero_()
+    elif partly:
+        leaf.data.detach().zero_()
     return copied

@@ -87,7 +87,7 @@ def is_container(value: object) -> bool:
 
     ``torch.Size`` and struct sequences look like tuples, but mean one value.
     """
-    if isinstance(value, dict | list):
+    if isinstance(value, (dict, list)):
         return True
     return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
 

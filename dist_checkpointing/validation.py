@@ -106,9 +106,9 @@ def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Fin
         rows = writers.rows(group)
         findings += _find_gaps_and_overlaps(key, written.take(rows[writers.counted[rows]]))
     known = set(written_keys) | broken
-    for start in groups.starts.tolist():
+    for start in groups.starts[groups.global_shapes.prod(axis=1) > 0].tolist():
         key = catalog.key(start)
-        if key not in known and np.prod(catalog.global_shapes[start]) > 0:
+        if key not in known:
             rows = groups.rows(int(groups.of_row[start]))
             findings.append(
                 Finding(

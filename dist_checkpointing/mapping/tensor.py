@@ -142,8 +142,10 @@ class ShardedTensor(ShardedBase):
     def _validate_bounds(self) -> None:
         if self.allow_shape_mismatch:  # the last shards of a padded axis may stick out
             return
-        stop = self.box.stop
-        if any(end > extent for end, extent in zip(stop, self.global_shape, strict=True)):
+        shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
+        places = zip(self.global_offset, shape, self.global_shape, strict=True)
+        if any(start + extent > whole for start, extent, whole in places):
+            stop = self.box.stop
             raise _invalid(
                 self.key,
                 "the shard sticks out of the global tensor",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dist_checkpointing.catalog import OBJECT, ShardTable, concatenate, describe
+from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.geometry import Box, Window
 from dist_checkpointing.index import Index
@@ -60,15 +60,15 @@ class DefaultSavePlanner(SavePlanner):
         assert index is not None
         rows: list[int] = []
         parts: list[tuple[Box, tuple[int, int] | None]] = []
-        for row in range(len(table)):
+        uncut = self._layout.is_uncut(table, index) | table.is_object
+        for row in np.flatnonzero(~uncut).tolist():
+            tensor = index[table.key(row)]
             box, flat = table.box(row), table.flat_range(row)
-            if table.dtype(row) == OBJECT:
-                stored = [(box, flat)]
-            else:
-                stored = list(self._layout.stored_parts(index[table.key(row)], box, flat))
+            stored = list(self._layout.stored_parts(tensor, box, flat))
             rows += [row] * len(stored)
             parts += stored
-        return replace(plan, table=_with_parts(table.take(np.array(rows, dtype=np.int64)), parts))
+        cut = _with_parts(table.take(np.array(rows, dtype=np.int64)), parts)
+        return replace(plan, table=table.take(uncut).followed_by(cut))
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
         assert item.index.index is not None
@@ -156,22 +156,20 @@ class DefaultLoadPlanner(LoadPlanner):
         assert leaf.data is not None
         data: torch.Tensor = leaf.data.detach()
         if leaf.flattened_range is None:
-            whole = data[(None,) * leaf.prepend_axis_num]
+            whole = data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else data
         else:
             start = item.dest.start
             whole = data[start : start + item.dest.array_size].view(item.dest.shape)
+        if item.dest.box.shape == whole.shape:
+            return whole
         return whole[item.dest.box.slices()]
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        destination = self.acquire_tensor(item)
-        same = (
-            destination.device == tensor.device
-            and destination.data_ptr() == tensor.data_ptr()
-            and destination.dtype == tensor.dtype
-            and destination.stride() == tensor.stride()
-        )
-        if not same:
-            destination.copy_(tensor)
+        own = self._leaf(item).data
+        assert own is not None
+        in_place = own.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        if not in_place:
+            self.acquire_tensor(item).copy_(tensor)
 
     def apply_bytes(self, item: ReadItem, value: object) -> None:
         assert item.dest_index.index is not None

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-import numpy as np
-
 from dist_checkpointing import dtypes
-from dist_checkpointing.catalog import OBJECT, ShardTable, table_of
+from dist_checkpointing.catalog import OBJECT, ShardTable, TableRows
 from dist_checkpointing.geometry import Box, Ints, Window
 from dist_checkpointing.index import Index
 
@@ -148,52 +146,77 @@ class SavePlan:
     @cached_property
     def items(self) -> tuple[WriteItem, ...]:
         """The rows as items."""
-        return tuple(_item(self.table, row) for row in range(len(self.table)))
+        table = self.table
+        columns = (
+            table.keys,
+            table.dtypes,
+            table.ndim,
+            table.global_shapes,
+            table.offsets,
+            table.shapes,
+            table.flat,
+            table.main,
+            table.sources,
+        )
+        return tuple(
+            _item(table.names[key], table.names[dtype], *rest)
+            for key, dtype, *rest in zip(*(column.tolist() for column in columns), strict=True)
+        )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors in the plan."""
-        sizes = [0 if n == OBJECT else dtypes.from_name(n).itemsize for n in self._dtype_names]
-        return int((self.table.num_elements * np.array(sizes, dtype=np.int64)).sum())
-
-    @property
-    def _dtype_names(self) -> list[str]:
-        return [self.table.names[position] for position in self.table.dtypes.tolist()]
+        return int(self.table.num_bytes.sum())
 
     def with_items(self, items: Iterable[WriteItem]) -> SavePlan:
         """This plan with other items in place of its own."""
         rank = int(self.table.ranks[0]) if len(self.table) else 0
-        return replace(self, table=table_of([_row(item) for item in items], rank))
+        rows = TableRows()
+        for item in items:
+            _add(rows, item)
+        return replace(self, table=rows.table(rank))
 
 
-def _item(table: ShardTable, row: int) -> WriteItem:
-    box, key, main = table.box(row), table.key(row), bool(table.main[row])
-    index = MetadataIndex(key, box.offset, int(table.sources[row]))
-    dtype, shape = table.dtype(row), table.global_shape(row)
+def _item(
+    key: str,
+    dtype: str,
+    ndim: int,
+    global_shape: list[int],
+    offset: list[int],
+    shape: list[int],
+    flat: list[int],
+    main: bool,
+    source: int,
+) -> WriteItem:
+    box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
+    index = MetadataIndex(key, box.offset, source)
+    whole = tuple(global_shape[:ndim])
     if dtype == OBJECT:
-        return WriteItem(index, WriteItemType.BYTE_IO, None, shape, main)
-    data = TensorWriteData(box, dtype, shape, table.flat_range(row))
+        return WriteItem(index, WriteItemType.BYTE_IO, None, whole, main)
+    flat_range = None if flat[0] < 0 else (flat[0], flat[1])
+    data = TensorWriteData(box, dtype, whole, flat_range)
     return WriteItem(index, WriteItemType.TENSOR, data, None, main)
 
 
-def _row(item: WriteItem) -> dict[str, object]:
-    data = item.tensor_data
-    row: dict[str, object] = {
-        "key": item.index.fqn,
-        "main": item.is_main_replica,
-        "source": item.index.index,
-    }
+def _add(rows: TableRows, item: WriteItem) -> None:
+    data, shape = item.tensor_data, item.object_cell
+    assert item.index.index is not None
     if data is None:
-        assert item.object_cell is not None
+        assert shape is not None
         assert item.index.offset is not None
-        cell = Box(item.index.offset, (1,) * len(item.object_cell))
-        return row | {"dtype": OBJECT, "global_shape": item.object_cell, "box": cell, "flat": None}
-    return row | {
-        "dtype": data.dtype,
-        "global_shape": data.size,
-        "box": data.chunk,
-        "flat": data.flat_range,
-    }
+        box, dtype, flat = Box(item.index.offset, (1,) * len(shape)), OBJECT, None
+    else:
+        shape, box, dtype, flat = data.size, data.chunk, data.dtype, data.flat_range
+    rows.add(
+        key=item.index.fqn,
+        dtype=dtype,
+        global_shape=shape,
+        offset=box.offset,
+        shape=box.shape,
+        flat=flat,
+        main=item.is_main_replica,
+        source=item.index.index,
+    )
 
 
 @dataclass(frozen=True, slots=True)

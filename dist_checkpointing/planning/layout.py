@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from dist_checkpointing import dtypes
-from dist_checkpointing.catalog import ShardTable
+from dist_checkpointing.catalog import OBJECT, Bools, ShardTable
 from dist_checkpointing.geometry import Box, Ints, largest_divisor_block, split_rows
 from dist_checkpointing.grids import KeyGroups
 from dist_checkpointing.index import Index, Pieces, StoredTensor
 
 MAX_CHUNK_BYTES = 32 * 2**20
 _MIN_CHUNK_BYTES = 2**20
+_ENDLESS = 2**62
 
 StoredPart = tuple[Box, tuple[int, int] | None]
 
@@ -38,10 +39,13 @@ class RowBlockLayout:
         """The layout of every tensor in a sorted table of the shards that will be written."""
         groups = KeyGroups(written, written.num_elements > 0)
         chunks = groups.chunk_shapes.tolist()
-        grid, starts = groups.is_grid.tolist(), groups.starts.tolist()
-        for group, row in enumerate(starts):
-            key, ndim = written.key(row), int(written.ndim[row])
-            dtype, shape = dtypes.from_name(written.dtype(row)), written.global_shape(row)
+        grid = groups.is_grid.tolist()
+        firsts = written.take(groups.starts)
+        columns = zip(
+            firsts.key_column, firsts.dtype_column, firsts.global_shape_column, strict=True
+        )
+        for group, (key, dtype_name, shape) in enumerate(columns):
+            ndim, dtype = len(shape), dtypes.from_name(dtype_name)
             chunk = tuple(chunks[group][:ndim])
             if grid[group] and dtype.itemsize * math.prod(chunk) > self.max_chunk_bytes:
                 divided = self._divide(shape, chunk, dtype.itemsize)
@@ -81,6 +85,13 @@ class RowBlockLayout:
         else:
             for start in range(flat[0], flat[1], most):
                 yield box, (start, min(start + most, flat[1]))
+
+    def is_uncut(self, written: ShardTable, index: Index) -> Bools:
+        """Which rows are stored as one chunk or piece just as they are."""
+        small = written.num_bytes <= self.max_chunk_bytes
+        # A small shard at the edge may still span chunks, if larger neighbours had to be divided.
+        chunks = [index.chunk_shape(key) or () for key in written.key_column]
+        return small & (written.shapes <= written.padded(chunks, _ENDLESS)).all(axis=1)
 
     def stored_parts(
         self, tensor: StoredTensor, box: Box, flat: tuple[int, int] | None
@@ -133,6 +144,11 @@ class WholeShardLayout:
         divisor = math.gcd(*cuts)
         return divisor if divisor * self.max_chunks_per_shard >= largest else full
 
+    def is_uncut(self, written: ShardTable, index: Index) -> Bools:
+        """Which rows are stored just as they are: all."""
+        del index
+        return np.ones(len(written), dtype=np.bool_)
+
     def stored_parts(
         self, tensor: StoredTensor, box: Box, flat: tuple[int, int] | None
     ) -> Iterator[StoredPart]:
@@ -155,12 +171,14 @@ def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Inde
     tensors = [*layout.stored_tensors(written.take(~written.is_object))]
     stored = {tensor.key for tensor in tensors}
     groups = KeyGroups(announced, np.zeros(len(announced), dtype=np.bool_))
-    objects, is_object = {}, announced.is_object
-    for row in groups.starts.tolist():
-        key, shape = announced.key(row), announced.global_shape(row)
-        if is_object[row]:
+    objects = {}
+    firsts = announced.take(groups.starts)
+    special = firsts.take(firsts.is_object | (firsts.global_shapes == 0).any(axis=1))
+    for row in range(len(special)):
+        key, shape = special.key(row), special.global_shape(row)
+        if special.dtype(row) == OBJECT:
             objects[key] = shape
-        elif key not in stored and math.prod(shape) == 0:
+        elif key not in stored:
             chunk = tuple(max(extent, 1) for extent in shape)
-            tensors.append(StoredTensor(key, dtypes.from_name(announced.dtype(row)), shape, chunk))
+            tensors.append(StoredTensor(key, dtypes.from_name(special.dtype(row)), shape, chunk))
     return Index.of(sorted(tensors, key=lambda tensor: tensor.key), objects)

@@ -72,6 +72,13 @@ def _pieces(key: str, pieces: Pieces, box: Box) -> Iterator[tuple[MetadataIndex,
             yield index, segment
 
 
+def _is_stored_chunk(shard: WantedShard, tensor: StoredTensor) -> bool:
+    """Whether it is wanted just as it is stored, which is common, and takes no geometry."""
+    if shard.flat_range is not None or tensor.chunk_shape != shard.box.shape:
+        return False
+    return tensor.grid.is_chunk(shard.box)
+
+
 def plan_load(index: Index, wanted: Sequence[WantedShard]) -> tuple[list[ReadItem], list[Finding]]:
     """The reads that fill every wanted shard, and the shards that nothing stored fills.
 
@@ -82,6 +89,11 @@ def plan_load(index: Index, wanted: Sequence[WantedShard]) -> tuple[list[ReadIte
     for shard in wanted:
         tensor = index[shard.key]
         dest_index = MetadataIndex(shard.key, shard.box.offset, shard.source)
+        if _is_stored_chunk(shard, tensor):
+            window = Window(0, shard.box.shape, Box.whole(shard.box.shape))
+            stored_index = MetadataIndex(shard.key, shard.box.offset)
+            items.append(ReadItem(LoadItemType.TENSOR, dest_index, window, stored_index, window))
+            continue
         whole = Box.whole(tensor.global_shape)
         needed = found = 0
         for dest in _segments(shard.box, shard.flat_range):

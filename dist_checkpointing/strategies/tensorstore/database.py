@@ -29,7 +29,10 @@ files, whereas deleting keys from a database frees nothing."""
 
 def section_of(key: str) -> str:
     """The section that a key belongs to."""
-    return next((name for name in SECTIONS if key.startswith(name)), DEFAULT_SECTION)
+    for name in SECTIONS:
+        if key.startswith(name):
+            return name
+    return DEFAULT_SECTION
 
 
 def section_folder(checkpoint_dir: Path, section: str) -> Path:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import lru_cache
 
 from dist_checkpointing import store
+from dist_checkpointing.dtypes import DType
 from dist_checkpointing.geometry import Box, Ints
 from dist_checkpointing.index import StoredTensor
 from dist_checkpointing.strategies.zarr_v3_nodes import (
@@ -20,8 +22,19 @@ from dist_checkpointing.strategies.zarr_v3_nodes import (
 
 def metadata_values(tensor: StoredTensor) -> Iterator[tuple[str, bytes]]:
     """Keys and values of the ``zarr.json`` of a tensor."""
+    name = store.disk_name(tensor.key)
+    if tensor.chunk_shape is not None and name == tensor.key:
+        shapes = (tensor.global_shape, tensor.chunk_shape)
+        yield f"{name}/{METADATA_NAME}", _plain_array(*shapes, tensor.dtype)
+        return
     for path, node in describe(tensor).items():
         yield f"{path}/{METADATA_NAME}", json.dumps(node, separators=(",", ":")).encode()
+
+
+@lru_cache(maxsize=1024)
+def _plain_array(shape: Ints, chunk_shape: Ints, dtype: DType) -> bytes:
+    # Thousands of tensors share a few shapes.
+    return json.dumps(array_json(shape, chunk_shape, dtype), separators=(",", ":")).encode()
 
 
 def array_path(tensor: StoredTensor, box: Box, flat: tuple[int, int] | None) -> str:

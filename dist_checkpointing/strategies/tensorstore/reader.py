@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,7 @@ class TensorStoreReader(StorageReader):
         self._context = database.make_context(self.options, self.checkpoint_dir)
         self._maps_files = self.options.maps_files(self.checkpoint_dir)
         self._arrays: dict[str, Any] = {}
+        self._last_tensor: StoredTensor | None = None
         if not (self.checkpoint_dir / database.MANIFEST_NAME).is_file():
             path = str(self.checkpoint_dir / database.MANIFEST_NAME)
             raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
@@ -71,8 +74,13 @@ class TensorStoreReader(StorageReader):
     def location(self, chunk: MetadataIndex) -> str:
         return f"{self.checkpoint_dir} (OCDBT), {self._chunk_key(chunk)}"
 
+    def _tensor(self, key: str) -> StoredTensor:
+        if self._last_tensor is None or self._last_tensor.key != key:
+            self._last_tensor = self._index[key]
+        return self._last_tensor
+
     def _part(self, chunk: MetadataIndex) -> tuple[StoredTensor, Box, tuple[int, int] | None]:
-        tensor = self._index[chunk.fqn]
+        tensor = self._tensor(chunk.fqn)
         assert chunk.offset is not None
         if tensor.pieces is None:
             return tensor, tensor.grid.box(tensor.grid.index_at(chunk.offset)), None
@@ -100,8 +108,8 @@ class TensorStoreReader(StorageReader):
                 continue
             tensor, box, flat = self._part(item.storage_index)
             stored = box.num_elements if flat is None else flat[1] - flat[0]
-            if tensor.pieces is None:
-                stored = int(np.prod(tensor.grid.chunk_shape, dtype=np.int64))
+            if tensor.chunk_shape is not None:
+                stored = math.prod(tensor.chunk_shape)
             if stored * tensor.dtype.itemsize < _SMALL_BYTES:
                 key = keys.chunk_key(tensor, box, flat)
                 if key not in small:
@@ -144,10 +152,7 @@ class TensorStoreReader(StorageReader):
                     expected=f"{expected} bytes",
                     found=found,
                 )
-            window = item.storage
-            values = np.frombuffer(result.value, dtype=tensor.dtype.numpy)
-            array = values[window.start : window.start + window.array_size].reshape(window.shape)
-            part = array[window.box.slices()]
+            part = _window(np.frombuffer(result.value, dtype=tensor.dtype.numpy), item.storage)
             destination = planner.acquire_tensor(item)
             if destination.device.type == "cpu" and destination.dtype == tensor.dtype.torch:
                 dtypes.as_numpy(destination)[...] = part
@@ -224,8 +229,8 @@ class TensorStoreReader(StorageReader):
             except ValueError as error:
                 raise self._corrupt(item.storage_index, f"cannot be read: {error}") from error
             if item.type is LoadItemType.TENSOR:
-                itemsize = self._index[item.storage_index.fqn].dtype.itemsize
-                self.report(item.dest.box.num_elements * itemsize)
+                tensor = self._tensor(item.storage_index.fqn)
+                self.report(item.dest.box.num_elements * tensor.dtype.itemsize)
 
         return run
 
@@ -236,6 +241,11 @@ class TensorStoreReader(StorageReader):
         where = str(self.checkpoint_dir) if is_object else self.location(chunk)
         finding = Finding(problem, chunk.fqn, path=where, **details)
         return CorruptCheckpointError("the checkpoint is damaged", [finding])
+
+
+def _window(values: Array, window: Window) -> Array:
+    array = values[window.start : window.start + window.array_size].reshape(window.shape)
+    return array if window.box.shape == window.shape else array[window.box.slices()]
 
 
 def _read_flat(array: Any, window: Window, target: Array) -> tuple[Any, Callable[[], None] | None]:
@@ -252,6 +262,6 @@ def _read_flat(array: Any, window: Window, target: Array) -> tuple[Any, Callable
     write = ts.array(staged).write(array[window.start : stop]).commit
 
     def copy() -> None:
-        target[...] = staged.reshape(window.shape)[window.box.slices()]
+        target[...] = _window(staged, replace(window, start=0))
 
     return write, copy

@@ -56,14 +56,14 @@ class _Lane:
 
     def _begin(self) -> None:
         self._transaction = ts.Transaction()
+        self._target = self._store.with_transaction(self._transaction)
         self._writes: list[Any] = []
         self._arrays.clear()
         self._copied = self._referenced = 0
 
     def put(self, key: str, value: bytes) -> None:
         """Store bytes."""
-        target = self._store.with_transaction(self._transaction)
-        self._writes.append(target.write(key, value))
+        self._target.write(key, value)  # an error would come out when it is committed
         self._count(len(value), copied=True)
 
     def put_chunk(
@@ -109,7 +109,7 @@ class _Lane:
 
     def commit(self) -> None:
         """Write everything that has collected."""
-        if self._writes:
+        if self._copied or self._referenced:
             for write in self._writes:
                 write.result()
             self._transaction.commit_sync()
