@@ -166,6 +166,19 @@ def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
+def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] | None:
+    """A numpy array over a destination's own memory, into which elements of ``dtype`` may be put.
+
+    None if they must be copied there by torch: from another device, with a conversion, or because
+    the destination is a conjugate or negative view, whose memory holds other values than it shows.
+    """
+    if destination.device.type != "cpu" or destination.dtype != dtype:
+        return None
+    if destination.is_conj() or destination.is_neg():
+        return None
+    return as_numpy(destination)
+
+
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor over the memory of a numpy array whose elements have the bits of ``dtype``."""
     known = from_torch(dtype)

@@ -154,8 +154,9 @@ class TensorStoreReader(StorageReader):
                 )
             part = _window(np.frombuffer(result.value, dtype=tensor.dtype.numpy), item.storage)
             destination = planner.acquire_tensor(item)
-            if destination.device.type == "cpu" and destination.dtype == tensor.dtype.torch:
-                dtypes.as_numpy(destination)[...] = part
+            target = dtypes.fillable(destination, tensor.dtype.torch)
+            if target is not None:
+                target[...] = part
                 planner.apply_tensor(item, destination)
             else:
                 planner.apply_tensor(item, dtypes.as_tensor(part.copy(), tensor.dtype.torch))
@@ -171,10 +172,9 @@ class TensorStoreReader(StorageReader):
         planner: LoadPlanner,
     ) -> tuple[Callable[[], None], int]:
         destination = planner.acquire_tensor(item)
-        in_place = destination.device.type == "cpu" and destination.dtype == tensor.dtype.torch
-        if in_place:
-            target = dtypes.as_numpy(destination)
-        else:
+        target = dtypes.fillable(destination, tensor.dtype.torch)
+        in_place = target is not None
+        if target is None:
             target = np.empty(item.lengths, dtype=tensor.dtype.numpy)
         array = self._array(tensor, box, flat)
         copy: Callable[[], None] | None = None

@@ -160,8 +160,9 @@ def stored_elements(tensor: StoredTensor, chunk: MetadataIndex) -> int:
 
 def _read_item(file: ChunkFile, tensor: StoredTensor, item: ReadItem, planner: LoadPlanner) -> None:
     destination = planner.acquire_tensor(item)
-    if destination.device.type == "cpu" and destination.dtype == tensor.dtype.torch:
-        file.read_into(item.storage, dtypes.as_numpy(destination))
+    target = dtypes.fillable(destination, tensor.dtype.torch)
+    if target is not None:
+        file.read_into(item.storage, target)
         planner.apply_tensor(item, destination)
         return
     staged = np.empty(item.lengths, dtype=tensor.dtype.numpy)
