@@ -25,7 +25,8 @@ class _CheckedBlosc:
     def decode(self, data: Any) -> Any:
         if len(data) < _BLOSC_HEADER_BYTES:
             raise ValueError(f"{len(data)} bytes are too few for Blosc")
-        _, expected, _ = numcodecs.blosc.cbuffer_sizes(data)
+        # Bytes 12 to 16 of the header: the size of header and data together, little-endian.
+        expected = int.from_bytes(data[12:_BLOSC_HEADER_BYTES], "little")
         if expected != len(data):
             raise ValueError(f"Blosc expects {expected} bytes and there are {len(data)}")
         return self._codec.decode(data)
