@@ -66,20 +66,19 @@ class Partition:
                 values[path] = factory.merge_fn(unflatten(built, parts, path))
         return overlay(common, self.skeleton, values | dict(self.local))
 
-    def nested(self, leaves: Mapping[Path, ShardedBase]) -> dict[Any, Any]:
-        """Some of the sharded leaves as a nested dict, for strategies that want one.
 
-        What a factory built is found below the factory's place.
-        """
-        merged: dict[Path, Any] = {}
-        for path, (_, built) in self.factories.items():
-            parts = {p: leaf for p, leaf in leaves.items() if p[: len(path)] == path}
-            if parts:
-                merged[path] = unflatten_part(built, parts, path)
-        inside = {p for path in self.factories for p in leaves if p[: len(path)] == path}
-        merged |= {p: leaf for p, leaf in leaves.items() if p not in inside}
-        tree = unflatten_part(self.skeleton, merged)
-        return {} if tree is MISSING else tree
+def by_name(leaves: Mapping[Path, ShardedBase]) -> dict[str, Any]:
+    """Sharded leaves as a plain dict, named by their places, for strategies that want a dict.
+
+    Nested as in the state dict it could have holes: where a list mixes sharded and plain values.
+    """
+    named: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        name = path_text(path)
+        while name in named:  # keys of different types may look alike
+            name += "'"
+        named[name] = leaf
+    return named
 
 
 def _is_special(value: object) -> bool:

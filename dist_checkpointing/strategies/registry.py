@@ -84,7 +84,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
             continue
         try:
             make = entry.load()
-        except ImportError as error:
+        except (ImportError, AttributeError) as error:
             raise CheckpointingException(
                 f"Cannot import a default strategy for: {wanted}. Error: {error}. "
                 f"Hint: install the package that provides {entry.value!r} and what it needs"

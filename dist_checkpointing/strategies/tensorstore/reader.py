@@ -66,6 +66,8 @@ class TensorStoreReader(StorageReader):
         self._maps_files = self.options.maps_files(self.checkpoint_dir)
         self._arrays: dict[str, Any] = {}
         self._last_tensor: StoredTensor | None = None
+        if not (metadata or metadata.objects):
+            return  # nothing was saved, so no database was made
         if not (self.checkpoint_dir / database.MANIFEST_NAME).is_file():
             path = str(self.checkpoint_dir / database.MANIFEST_NAME)
             raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
