@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import uuid
+import weakref
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -104,6 +105,8 @@ class Attempt:
         self._folder = folder
         self._file = file
         self._creates = creates
+        # A save may be interrupted, or a request for one dropped: the lock goes with the attempt.
+        self._close = weakref.finalize(self, file.close)
 
     @classmethod
     def begin(
@@ -172,7 +175,7 @@ class Attempt:
         """Make the folder a checkpoint. Everything else must be durable by now."""
         content = json.dumps(asdict(config)).encode()
         store.write_atomic(self._folder / CONFIG_FNAME, content)
-        self._file.close()
+        self._close()
 
     def abandon(self) -> None:
         """Free what was written. What cannot be deleted now, the next attempt deletes."""
@@ -181,7 +184,7 @@ class Attempt:
                 store.remove(self._folder / name, self._folder)
             except OSError as error:
                 logger.warning("could not remove %s of a failed save: %s", name, error)
-        self._file.close()
+        self._close()
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:

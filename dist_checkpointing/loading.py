@@ -22,7 +22,7 @@ from dist_checkpointing.mapping import (
     ShardedStateDict,
     StateDict,
 )
-from dist_checkpointing.partition import Partition, by_name, partition
+from dist_checkpointing.partition import Partition, partition
 from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.strategies.base import (
@@ -35,6 +35,7 @@ from dist_checkpointing.strategies.selection import Selection, handles_objects, 
 from dist_checkpointing.strategies.verification import verify_parts
 from dist_checkpointing.template import Cast, StoredTensors, compare, handle_strictly, with_memory
 from dist_checkpointing.tree import Path as TreePath
+from dist_checkpointing.tree import value_at
 from dist_checkpointing.validation import StrictHandling, check_coverage, parse_strict_flag
 
 
@@ -203,9 +204,8 @@ def load(
         leaves |= {path: leaf.without_data() for path, leaf in wanted_objects.items()}
     else:
         with comm.agreed("reading the sharded objects"):
-            named = by_name(wanted_objects)
-            values = found.common.load_sharded_objects(named, checkpoint_dir)
-            loaded = {p: values[name] for p, name in zip(wanted_objects, named, strict=True)}
+            values = found.common.load_sharded_objects(parts.nested(wanted_objects), checkpoint_dir)
+            loaded = {path: value_at(values, path) for path in wanted_objects}
     with meter.phase("reading"):
         if reader is not None:
             reader.report = meter.add
@@ -271,9 +271,8 @@ def _read(
             strategy.read(leaves, index, reader, comm)
             return {path: leaf.data for path, leaf in leaves.items()}
         with comm.agreed("reading"):
-            named = by_name(leaves)
-            result = strategy.load(named, checkpoint_dir)
-            return {path: result[name] for path, name in zip(leaves, named, strict=True)}
+            result = strategy.load(parts.nested(leaves), checkpoint_dir)
+            return {path: value_at(result, path) for path in leaves}
     except CheckpointingException as error:
         given = sorted(
             {

@@ -16,8 +16,10 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.tree import (
     MISSING,
+    DictKey,
     Node,
     Path,
+    Position,
     containers_with,
     flatten,
     overlay,
@@ -66,19 +68,29 @@ class Partition:
                 values[path] = factory.merge_fn(unflatten(built, parts, path))
         return overlay(common, self.skeleton, values | dict(self.local))
 
+    def nested(self, leaves: Mapping[Path, ShardedBase]) -> dict[Any, Any]:
+        """Some of the sharded leaves, nested as in the state dict, for strategies that want a dict.
 
-def by_name(leaves: Mapping[Path, ShardedBase]) -> dict[str, Any]:
-    """Sharded leaves as a plain dict, named by their places, for strategies that want a dict.
+        A list or tuple of which other entries are missing becomes a dict with the positions as
+        keys, so ``value_at`` finds every path. What a factory built stands at the factory's place.
+        """
+        tree = self._nest(self.skeleton, (), leaves)
+        return {} if tree is MISSING else tree
 
-    Nested as in the state dict it could have holes: where a list mixes sharded and plain values.
-    """
-    named: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        name = path_text(path)
-        while name in named:  # keys of different types may look alike
-            name += "'"
-        named[name] = leaf
-    return named
+    def _nest(self, node: Node | None, path: Path, leaves: Mapping[Path, ShardedBase]) -> Any:
+        if node is None and path in self.factories:
+            node = self.factories[path][1]
+        if node is None:
+            return leaves.get(path, MISSING)
+        values = [(step, self._nest(child, (*path, step), leaves)) for step, child in node.entries]
+        kept = [(step, value) for step, value in values if value is not MISSING]
+        if not kept:
+            return MISSING
+        if len(kept) == len(values) and isinstance(kept[0][0], Position):
+            return [value for _, value in kept]
+        return {
+            step.key if isinstance(step, DictKey) else step.index: value for step, value in kept
+        }
 
 
 def _is_special(value: object) -> bool:

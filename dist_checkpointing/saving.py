@@ -23,7 +23,7 @@ from dist_checkpointing.mapping import (
     ShardedStateDict,
     is_main_replica,
 )
-from dist_checkpointing.partition import Partition, by_name, partition
+from dist_checkpointing.partition import Partition, partition
 from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.storage import PlannedSave, StorageWriter
 from dist_checkpointing.strategies.async_calls import AsyncRequest
@@ -236,7 +236,7 @@ def _write(
         if comm.rank == 0:
             work.common_writer.save_common(work.common, work.folder)
         if work.by_common:
-            nested = by_name(work.by_common)
+            nested = work.parts.nested(work.by_common)
             work.common_writer.save_sharded_objects(nested, work.folder)
     strategy = work.strategy
     if planned is not None and work.writer is not None:
@@ -244,7 +244,7 @@ def _write(
         strategy.write(planned, work.writer, comm)
         return None
     with comm.agreed("writing"):
-        nested = by_name(work.by_strategy)
+        nested = work.parts.nested(work.by_strategy)
         if put_off:
             assert isinstance(strategy, AsyncSaveShardedStrategy)
             return strategy.async_save(nested, work.folder)

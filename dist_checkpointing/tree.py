@@ -152,6 +152,13 @@ def _take_apart(
     return Node(_empty_copy(value), tuple(entries))
 
 
+def value_at(tree: Any, path: Path) -> Any:
+    """What stands at a path."""
+    for step in path:
+        tree = tree[step.key if isinstance(step, DictKey) else step.index]
+    return tree
+
+
 def unflatten(skeleton: Node | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
     """The inverse of ``flatten``; every leaf must be there."""
     if skeleton is None:
