@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from dist_checkpointing import dtypes, store
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
@@ -24,6 +25,7 @@ INDEX_NAME = ".dckpt/index.json"
 FORMAT = "dist_checkpointing.index"
 FORMAT_MINOR = 0
 _MAX_INDEX_BYTES = 1 << 32
+_CHECKSUM_BYTES = len('{"checksum":"0123456789abcdef",')
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +190,9 @@ class Index(Mapping[str, StoredTensor]):
             "objects": {key: list(shape) for key, shape in self.objects.items()},
             "codec": self.codec,
         }
-        return json.dumps(content, separators=(",", ":")).encode()
+        body = json.dumps(content, separators=(",", ":")).encode()
+        # Still one JSON object, and a flipped digit in a shape does not go unnoticed.
+        return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
 
     @classmethod
     def from_json(cls, data: bytes, path: str = INDEX_NAME) -> Index:
@@ -200,10 +204,13 @@ class Index(Mapping[str, StoredTensor]):
         """
         try:
             content = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _corrupt(f"not JSON: {error}", path) from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise _corrupt("not an index of dist_checkpointing", path)
+        body = b"{" + data[_CHECKSUM_BYTES:]
+        if content.get("checksum") != f"{xxhash.xxh3_64_intdigest(body):016x}":
+            raise _corrupt("the checksum of the index differs", path)
         try:
             index = cls(
                 _strings(content["keys"]),
