@@ -14,7 +14,7 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -135,17 +135,27 @@ class Comm(ABC):
     def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
         """``produce()`` of every rank, in rank order; all raise alike if it fails on any."""
         with self.agreed(step):
-            value = produce()
-        return self.all_gather(value)
+            packed = self._pack(produce())
+        return [self._unpack(value) for value in self.all_gather(packed)]
 
     def from_rank0(self, step: str, produce: Callable[[], T]) -> T:
         """``produce()`` as rank 0 computes it; all ranks raise alike if it fails there."""
-        value: Any = None
+        packed: Any = None
         with self.agreed(step):
             if self.rank == 0:
-                value = produce()
-        result: T = self.broadcast(value)
+                packed = self._pack(produce())
+        packed = self.broadcast(packed)
+        result: T = self._unpack(packed)
         return result
+
+    # A value that cannot travel must be noticed inside the agreement, not in the collective after
+    # it, where the other ranks would wait in vain.
+
+    def _pack(self, value: Any) -> Any:
+        return value
+
+    def _unpack(self, packed: Any) -> Any:
+        return packed
 
 
 class SingleProcess(Comm):
@@ -288,6 +298,12 @@ class TorchComm(Comm):
         result: T = values[0]
         return result
 
+    def _pack(self, value: Any) -> bytes:
+        return pickle.dumps(value)
+
+    def _unpack(self, packed: Any) -> Any:
+        return pickle.loads(packed)  # noqa: S301 - written by our own ranks
+
     @contextmanager
     def _contact_loss_named(self) -> Iterator[None]:
         try:
@@ -301,23 +317,36 @@ class TorchComm(Comm):
             raise RankFailedError("a collective failed", [finding]) from error
 
     def _all_failures(self, step: str, failure: _Failure | None) -> Mapping[int, _Failure]:
+        try:
+            failures, everybody_came = self._verdict(step, failure)
+        except dist.DistError as error:
+            problem = f"lost contact with the store, which rank 0 or the launcher holds: {error}"
+            gone = RankFailedError("", [Finding(problem=problem, ranks=(0,))])
+            return {0: _Failure(gone, problem, "")}
+        if everybody_came:
+            # If rank 0 holds the store, it must not end before all have read the verdict.
+            with suppress(RuntimeError):
+                dist.barrier(self._group)
+        return failures
+
+    def _verdict(self, step: str, failure: _Failure | None) -> tuple[Mapping[int, _Failure], bool]:
         number = self._agreements
         self._agreements += 1
         own_key, verdict_key = f"{number}/{self.rank}", f"{number}/verdict"
         self._store.set(own_key, pickle.dumps(failure).decode("latin-1"))
-        failures: Mapping[int, _Failure]
+        verdict: tuple[Mapping[int, _Failure], bool]
         if self.rank == 0:
-            failures = self._collect(step, number)
-            self._store.set(verdict_key, pickle.dumps(failures).decode("latin-1"))
-            return failures
+            verdict = self._collect(step, number)
+            self._store.set(verdict_key, pickle.dumps(verdict).decode("latin-1"))
+            return verdict
         # Rank 0 itself may wait the full time for a third rank before it speaks.
         patience = self.timeout_seconds * 1.25 + 5
         if not self._wait([verdict_key], patience):
-            return {0: _absent(0, step, patience)}
-        failures = self._read(verdict_key)
-        return failures
+            return {0: _absent(0, step, patience)}, False
+        verdict = self._read(verdict_key)
+        return verdict
 
-    def _collect(self, step: str, number: int) -> Mapping[int, _Failure]:
+    def _collect(self, step: str, number: int) -> tuple[Mapping[int, _Failure], bool]:
         keys = [f"{number}/{rank}" for rank in range(self.world_size)]
         if self._wait(keys, self.timeout_seconds):
             present = keys
@@ -334,7 +363,7 @@ class TorchComm(Comm):
         # All ranks are here, so all have read the verdict before this one.
         if number and len(present) == len(keys):
             self._store.delete_key(f"{number - 1}/verdict")
-        return failures
+        return failures, len(present) == len(keys)
 
     def _wait(self, keys: Sequence[str], timeout_seconds: float) -> bool:
         try:
