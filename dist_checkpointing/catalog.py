@@ -242,6 +242,11 @@ def _add(rows: TableRows, leaf: ShardedBase, source: int) -> None:
     if not isinstance(key, str) or not key:
         finding = Finding("a key must be a string that is not empty", found=repr(key))
         raise InvalidShardingError("invalid key", [finding])
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        finding = Finding(f"a key must be text that UTF-8 can hold: {error}", found=repr(key))
+        raise InvalidShardingError("invalid key", [finding]) from error
     leaf.validate_metadata_integrity()
     main = is_main_replica(leaf.replica_id)
     if isinstance(leaf, ShardedTensor):

@@ -68,7 +68,7 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         )
         raise CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
     try:
-        content = json.loads(store.read_bytes(path, _MAX_CONFIG_BYTES))
+        content = store.parse_json(store.read_bytes(path, _MAX_CONFIG_BYTES))
         known = {f.name for f in fields(CheckpointingConfig)}
         config = CheckpointingConfig(**{k: v for k, v in content.items() if k in known})
         for field in fields(config):
@@ -179,11 +179,24 @@ class Attempt:
 
     def abandon(self) -> None:
         """Free what was written. What cannot be deleted now, the next attempt deletes."""
-        for name in self._creates:
+        left = []
+        # The commit goes first, should it have come that far.
+        for name in reversed(self._creates):
             try:
                 store.remove(self._folder / name, self._folder)
             except OSError as error:
                 logger.warning("could not remove %s of a failed save: %s", name, error)
+                left.append(name)
+        # What is gone is no longer ours: the next file of that name may be somebody else's.
+        self._creates = tuple(left)
+        try:
+            self._record()
+        except OSError as error:
+            logger.warning("could not note what a failed save left: %s", error)
+        self._close()
+
+    def release(self) -> None:
+        """Let go of the folder as it is; the next attempt clears away what is there."""
         self._close()
 
 
@@ -204,11 +217,8 @@ def _named_in(file: IO[bytes]) -> set[str]:
     if not data:
         return set()
     try:
-        names = json.loads(data)["creates"]
-        safe = all(
-            isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
-            for name in names
-        )
+        names = store.parse_json(data)["creates"]
+        safe = all(_is_inside(name) for name in names)
     except (ValueError, KeyError, TypeError):
         # Cut off while it was written: the attempt had not created anything yet.
         return set()
@@ -216,6 +226,13 @@ def _named_in(file: IO[bytes]) -> set[str]:
         finding = Finding("names a path outside the checkpoint", path=file.name)
         raise CorruptCheckpointError("a leftover attempt cannot be cleared away", [finding])
     return set(names)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is that of something in the checkpoint, and not of all of it."""
+    path = Path(name)
+    whole = not path.parts or path.as_posix() in (".dckpt", ATTEMPT_NAME)
+    return not whole and not path.is_absolute() and ".." not in path.parts
 
 
 def _refuse_foreign(folder: Path, names: Iterable[str], leftovers: set[str]) -> None:

@@ -25,6 +25,7 @@ INDEX_NAME = ".dckpt/index.json"
 FORMAT = "dist_checkpointing.index"
 FORMAT_MINOR = 0
 _MAX_INDEX_BYTES = 1 << 32
+_MAX_EXTENT = 1 << 62
 _CHECKSUM_BYTES = len('{"checksum":"0123456789abcdef",')
 
 
@@ -203,8 +204,8 @@ class Index(Mapping[str, StoredTensor]):
             UnsupportedFormatError: if they are of a future format or hold an unknown dtype.
         """
         try:
-            content = json.loads(data)
-        except (ValueError, RecursionError) as error:
+            content = store.parse_json(data)
+        except ValueError as error:
             raise _corrupt(f"not JSON: {error}", path) from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise _corrupt("not an index of dist_checkpointing", path)
@@ -215,17 +216,17 @@ class Index(Mapping[str, StoredTensor]):
             index = cls(
                 _strings(content["keys"]),
                 _strings(content["dtypes"]),
-                [_ints(shape) for shape in content["global_shapes"]],
-                [None if s is None else _ints(s) for s in content["chunk_shapes"]],
+                [ints_from_json(shape) for shape in content["global_shapes"]],
+                [None if s is None else ints_from_json(s) for s in content["chunk_shapes"]],
                 {
                     key: Pieces.from_lists(table["offsets"], table["shapes"], table["flat"])
                     for key, table in content["pieces"].items()
                 },
-                {key: tuple(_ints(shape)) for key, shape in content["objects"].items()},
-                content["codec"],
+                {key: tuple(ints_from_json(shape)) for key, shape in content["objects"].items()},
+                _optional_string(content["codec"]),
             )
             index._check()
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise _corrupt(f"{type(error).__name__}: {error}", path) from error
         return index
 
@@ -258,9 +259,22 @@ def _strings(values: Any) -> list[str]:
     return values
 
 
-def _ints(values: Any) -> list[int]:
+def _optional_string(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"expected a string, found {value!r}")
+    return value
+
+
+def ints_from_json(values: Any) -> list[int]:
+    """A list of shapes or offsets as it came out of a JSON file.
+
+    Raises:
+        ValueError: if it holds anything but integers that can be extents.
+    """
     # type() and not isinstance(): JSON true is an int to Python.
-    if not isinstance(values, list) or not all(type(v) is int and v >= 0 for v in values):
+    if not isinstance(values, list) or not all(
+        type(v) is int and 0 <= v < _MAX_EXTENT for v in values
+    ):
         raise ValueError(f"expected a list of ints >= 0, found {values!r}")
     return values
 

@@ -191,10 +191,13 @@ def load(
         missing, unexpected = handle_strictly(parts, {*stored} | objects, flag, comm)
     with comm.agreed("comparing template and checkpoint"):
         wanted = {p: t for p, t in parts.tensors.items() if t.key not in unexpected}
-        compare(wanted, stored, cast)
+        own_planner = getattr(found.sharded, "planner", None) is not None
+        compare(wanted, stored, cast, planner_knows_keys=own_planner)
         wanted_objects = {p: o for p, o in parts.objects.items() if o.key not in unexpected}
+    # Only now that all ranks agree may a tensor be touched.
+    with comm.agreed("allocating memory"):
         leaves: dict[TreePath, ShardedBase] = {
-            path: with_memory(leaf, stored[leaf.key][0]) for path, leaf in wanted.items()
+            path: with_memory(leaf, stored) for path, leaf in wanted.items()
         }
     if verify:
         with meter.phase("verifying"), comm.agreed("verifying checksums"):

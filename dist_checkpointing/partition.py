@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
 from dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -54,19 +54,40 @@ class Partition:
 
         Args:
             common: the common state of a checkpoint.
-            loaded: values for the paths in ``tensors`` and ``objects``; a path that is left out
-                is left out of the result.
+            loaded: values for the paths in ``tensors`` and ``objects``; what has none is left out
+                of the result (and leaves a None in a list).
 
         Raises:
             StateMismatchError: if template and checkpoint are nested differently.
         """
-        values = dict(loaded)
-        for path, (factory, built) in self.factories.items():
-            below = [p for p in values if p[: len(path)] == path]
-            parts = {p: values.pop(p) for p in below}
-            if parts:
+        values: dict[Path, Any] = {}
+        of_factory: dict[Path, dict[Path, Any]] = {path: {} for path in self.factories}
+        for path in (*self.tensors, *self.objects):
+            owner = next((path[:d] for d in range(len(path) + 1) if path[:d] in of_factory), None)
+            target = values if owner is None else of_factory[owner]
+            target[path] = loaded.get(path, MISSING)
+        for path, parts in of_factory.items():
+            if any(part is not MISSING for part in parts.values()):
+                self._require_all(parts)
+                factory, built = self.factories[path]
                 values[path] = factory.merge_fn(unflatten(built, parts, path))
+            elif parts:
+                values[path] = MISSING
         return overlay(common, self.skeleton, values | dict(self.local))
+
+    def _require_all(self, parts: Mapping[Path, Any]) -> None:
+        leaves: dict[Path, ShardedBase] = {**self.tensors, **self.objects}
+        findings = [
+            Finding(
+                "not in the checkpoint, but other parts of the same factory are",
+                leaves[path].key,
+                remedy="merge_fn needs all of them: mend the factory or leave it out.",
+            )
+            for path, part in parts.items()
+            if part is MISSING
+        ]
+        if findings:
+            raise StateMismatchError("a factory cannot be merged", findings)
 
     def nested(self, leaves: Mapping[Path, ShardedBase]) -> dict[Any, Any]:
         """Some of the sharded leaves, nested as in the state dict, for strategies that want a dict.

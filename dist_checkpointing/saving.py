@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dist_checkpointing.catalog import concatenate, describe
+from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
@@ -114,8 +114,8 @@ def save(
     with meter.phase("planning"):
         if validate_access_integrity:
             _compare_common(work.common, preprocess_common_before_consistancy_check, comm)
-        planned, object_keys = _plan(work, comm, validate=validate_access_integrity)
-        attempt = _claim(work, planned, object_keys, comm, overwrite=overwrite)
+        planned, objects = _plan(work, comm, validate=validate_access_integrity)
+        attempt = _claim(work, planned, objects, comm, overwrite=overwrite)
 
     def commit() -> None:
         with meter.phase("committing"), comm.agreed("committing"):
@@ -129,14 +129,19 @@ def save(
         with meter.phase("writing"):
             meter.expect(0 if planned is None else planned.plan.num_bytes)
             request = _write(work, planned, comm, put_off=async_sharded_save)
+        if request is None:
+            commit()
+        else:
+            request.add_finalize_fn(commit)
     except CheckpointingException:
         if attempt is not None:
             attempt.abandon()
         raise
-    if request is None:
-        commit()
-    else:
-        request.add_finalize_fn(commit)
+    except BaseException:
+        # Interrupted: other ranks may still be writing, so nothing is removed under their hands.
+        if attempt is not None:
+            attempt.release()
+        raise
     return request
 
 
@@ -195,8 +200,8 @@ def _prepare(
     return _Work(strategy, common_writer, folder, parts, common, by_strategy, by_common, writer)
 
 
-def _plan(work: _Work, comm: Comm, *, validate: bool) -> tuple[PlannedSave | None, list[str]]:
-    """Decide who writes what: the plan of a planned strategy, and the keys of ``by_common``."""
+def _plan(work: _Work, comm: Comm, *, validate: bool) -> tuple[PlannedSave | None, ShardTable]:
+    """Decide who writes what: the plan of a planned strategy, and all ranks' ``by_common``."""
     planned = None
     if work.writer is not None:
         assert isinstance(work.strategy, PlannedSaveStrategy)
@@ -211,7 +216,7 @@ def _plan(work: _Work, comm: Comm, *, validate: bool) -> tuple[PlannedSave | Non
 def _claim(
     work: _Work,
     planned: PlannedSave | None,
-    object_keys: list[str],
+    objects: ShardTable,
     comm: Comm,
     *,
     overwrite: bool,
@@ -220,10 +225,10 @@ def _claim(
     attempt = None
     with comm.agreed("claiming the folder"):
         if comm.rank == 0:
-            names = [*work.common_writer.created_names(object_keys)]
+            names = [*work.common_writer.created_names(sorted(set(objects.key_column)))]
             if planned is not None and work.writer is not None:
                 names += work.writer.created_names(planned.index)
-            _refuse_clashes(names, object_keys, planned)
+            _refuse_clashes(names, objects, planned)
             attempt = Attempt.begin(work.folder, names, overwrite=overwrite)
     return attempt
 
@@ -266,23 +271,32 @@ def _check_data(parts: Partition) -> None:
         raise InvalidShardingError("there is nothing to save for some shards", findings)
 
 
-def _check_leaves(leaves: Leaves, comm: Comm) -> list[str]:
-    """Check the coverage of leaves that our planner does not see. Collective; returns all keys."""
+def _check_leaves(leaves: Leaves, comm: Comm) -> ShardTable:
+    """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
     tables = comm.exchange(
         "describing the shards", lambda: describe(list(leaves.values()), comm.rank)
     )
     with comm.agreed("checking the shards"):
         catalog = concatenate(tables)
         check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
-    return [catalog.names[key] for key in np.unique(catalog.keys)]
+    return catalog
 
 
-def _refuse_clashes(names: list[str], object_keys: list[str], planned: PlannedSave | None) -> None:
+def _ranks_with(table: ShardTable, key: str) -> tuple[int, ...]:
+    return tuple(np.unique(table.ranks[np.array(table.key_column) == key]).tolist())
+
+
+def _refuse_clashes(names: list[str], objects: ShardTable, planned: PlannedSave | None) -> None:
     findings = []
     if planned is not None:
         findings = [
-            Finding("is a ShardedTensor and a ShardedObject", key, remedy="Rename one of them.")
-            for key in object_keys
+            Finding(
+                "is a ShardedTensor on some ranks and a ShardedObject on others",
+                key,
+                ranks=_ranks_with(objects, key),
+                remedy="Rename one of them.",
+            )
+            for key in sorted(set(objects.key_column))
             if key in planned.index
         ]
     if not findings and len(set(names)) != len(names):

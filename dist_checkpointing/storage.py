@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -31,7 +31,7 @@ from dist_checkpointing.planning import (
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.store import disk_name, fsync_file, fsync_folders
-from dist_checkpointing.validation import check_coverage
+from dist_checkpointing.validation import check_agreement, check_coverage
 
 T = TypeVar("T")
 
@@ -208,11 +208,16 @@ def plan_save(leaves: Leaves, planner: SavePlanner, layout: Layout, comm: Comm) 
         )
         return planner.build_local_plan()
 
-    local_plans = comm.exchange("planning the save", local_plan)
+    local_plans = [
+        # Who brought a plan is who holds its shards, whatever a user's planner put there.
+        replace(plan, table=replace(plan.table, ranks=np.full(len(plan.table), rank)))
+        for rank, plan in enumerate(comm.exchange("planning the save", local_plan))
+    ]
     with comm.agreed("planning the save"):
+        announced = concatenate([plan.table for plan in local_plans])
+        check_agreement(announced)
         plans, index = planner.build_global_plan(local_plans)
         tables = [plan.table for plan in plans]
-        announced = concatenate([plan.table for plan in local_plans])
         check_coverage(announced, concatenate(tables))
         plan = planner.finalize_plan(plans[comm.rank])
         asked = {leaf.key for leaf in leaves.values()}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, InvalidShardingError
@@ -45,8 +47,10 @@ def check_raw_key(key: str) -> None:
         problem = "as a path this key has an empty, '.' or '..' component"
     elif any(len(part.encode()) > _MAX_COMPONENT_BYTES for part in parts):
         problem = f"a component of this key is longer than {_MAX_COMPONENT_BYTES} bytes"
-    elif parts[0] in (*_TAKEN_NAMES, ".dckpt") or parts[0].endswith(".sync"):
+    elif parts[0] in (*_TAKEN_NAMES, ".dckpt"):
         problem = "the checkpoint itself uses this name"
+    elif any(part.endswith(".sync") for part in parts):
+        problem = "readers take folders that end in .sync for Megatron's locks"
     if problem is not None:
         finding = Finding(problem, key, remedy="Rename the key, or use a backend that encodes it.")
         raise InvalidShardingError("a key cannot be a file name", [finding])
@@ -64,6 +68,18 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
         )
         raise CorruptCheckpointError("refused to read a file", [finding])
     return path.read_bytes()
+
+
+def parse_json(data: bytes) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: if it is none, or nested too deeply to be one of ours.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def write_atomic(path: Path, data: bytes) -> None:

@@ -85,14 +85,24 @@ def compare(
     wanted: Mapping[TreePath, ShardedTensor],
     stored: Mapping[str, tuple[Ints, torch.dtype]],
     cast: Cast,
+    *,
+    planner_knows_keys: bool,
 ) -> None:
     """Check every wanted tensor against what is stored.
+
+    Args:
+        wanted: the tensors.
+        stored: key -> global shape and dtype.
+        cast: what to do about dtypes that differ.
+        planner_knows_keys: a user's planner may find a key under another name, and says so if not.
 
     Raises:
         StateMismatchError: with all keys, shapes and dtypes that differ.
     """
     findings = []
     for path, leaf in wanted.items():
+        if leaf.key not in stored and planner_knows_keys:
+            continue
         if leaf.key not in stored:
             findings.append(
                 Finding(
@@ -135,9 +145,11 @@ def compare(
         raise StateMismatchError("the template does not fit the checkpoint", findings)
 
 
-def with_memory(leaf: ShardedTensor, stored_shape: Ints) -> ShardedTensor:
+def with_memory(
+    leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]
+) -> ShardedTensor:
     """A copy of the leaf that has memory to fill; what is not stored of it is zero."""
-    partly = tuple(leaf.global_shape) != stored_shape
+    partly = leaf.key in stored and tuple(leaf.global_shape) != stored[leaf.key][0]
     copied = copy.copy(leaf)
     if leaf.data is None:
         copied.init_data("cpu", torch.zeros if partly else torch.empty)

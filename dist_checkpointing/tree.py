@@ -193,8 +193,9 @@ def unflatten_part(skeleton: Node | None, leaves: Mapping[Path, Any], prefix: Pa
 def overlay(base: Any, skeleton: Node | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
     """``base`` with ``leaves`` put in at their places in ``skeleton``.
 
-    ``base`` is a tree that ``unflatten_part`` (or an older writer, which closed the gaps in lists)
-    left over; parts of the skeleton without any of ``leaves`` below them are ignored.
+    A leaf that is MISSING has its place, but no value. ``base`` is a tree that ``unflatten_part``
+    (or an older writer, which closed the gaps in lists) left over; parts of the skeleton without
+    any of ``leaves`` below them are ignored.
 
     Raises:
         StateMismatchError: if ``base`` has something else at a place where a leaf must go.
@@ -209,9 +210,12 @@ def _overlay(
     if path not in above:
         return base
     if node is None:
-        if base is not MISSING and base is not None:
-            raise _conflict(path, "a wrapped leaf", base)
-        return leaves[path]
+        value = leaves[path]
+        if base is MISSING or base is None:
+            return value
+        if value is MISSING:
+            return base
+        raise _conflict(path, "a wrapped leaf", base)
     if isinstance(node.prototype, dict):
         return _overlay_dict(base, node, leaves, above, path)
     return _overlay_sequence(base, node, leaves, above, path)
@@ -260,7 +264,8 @@ def _overlay_sequence(
         (step, _overlay(below_at.get(i, MISSING), child, leaves, above, paths[i]))
         for i, (step, child) in enumerate(node.entries)
     ]
-    return node.fill(values)
+    # A leaf without a value must not let the others move up.
+    return node.fill([(step, None if value is MISSING else value) for step, value in values])
 
 
 def _leaves_something(node: Node | None, leaves: Mapping[Path, Any], path: Path) -> bool:

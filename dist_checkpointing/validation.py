@@ -85,6 +85,20 @@ def check_coverage(catalog: ShardTable, written: ShardTable) -> None:
         raise InvalidShardingError(message, findings)
 
 
+def check_agreement(catalog: ShardTable) -> None:
+    """Raise, with everything else that is wrong, if ranks disagree on what a key is.
+
+    Until they agree nothing can be laid out.
+
+    Raises:
+        InvalidShardingError: if dtype, kind or global shape of a key differ, or a shard is outside.
+    """
+    groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
+    findings, _ = _find_disagreements(groups)
+    if findings:
+        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
+
+
 def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Finding]:
     """Whether all ranks agree on every key, and every element is written exactly once.
 

@@ -35,6 +35,19 @@ def _load(path: Path, *, trusted: bool) -> Any:
     return deserialize(store.read_bytes(path, _MAX_COMMON_BYTES), str(path), trusted=trusted)
 
 
+def _object_file(leaf: ShardedObject, root: Path) -> Path | None:
+    """The file of a cell, if there is one."""
+    store.check_raw_key(leaf.key)
+    path = root / f"{leaf.unique_key}.pt"
+    if path.is_file():
+        return path
+    # Writers of old lost the last extent, taking it for a file suffix.
+    older = root / f"{leaf.unique_key.rpartition('.')[0]}.pt"
+    if len(leaf.global_shape) > 1 and older.is_file():
+        return older
+    return None
+
+
 class TorchCommonSaveStrategy(SaveCommonStrategy):
     """Writes ``common.pt`` and one ``.pt`` file a sharded object."""
 
@@ -118,26 +131,27 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         checkpoint_dir: str | PathLike[str],
     ) -> StateDict:
         leaves, skeleton = flatten(sharded_objects_state_dict)
+        root = Path(checkpoint_dir)
+        files = {path: _object_file(leaf, root) for path, leaf in leaves.items()}
+        findings = [
+            Finding(
+                "not in the checkpoint",
+                leaves[path].unique_key,
+                path=str(root / f"{leaves[path].unique_key}.pt"),
+            )
+            for path, file in files.items()
+            if file is None
+        ]
+        if findings:
+            message = "Object shard not found" if len(findings) == 1 else "Object shards not found"
+            raise StateMismatchError(message, findings)
         values = {
-            path: self._load_object(leaf, Path(checkpoint_dir)) for path, leaf in leaves.items()
+            path: _load(file, trusted=self.trusted)
+            for path, file in files.items()
+            if file is not None
         }
         result: StateDict = unflatten(skeleton, values)
         return result
-
-    def _load_object(self, leaf: ShardedObject, root: Path) -> Any:
-        store.check_raw_key(leaf.key)
-        path = root / f"{leaf.unique_key}.pt"
-        if not path.is_file():
-            # Writers of old lost the last extent, taking it for a file suffix.
-            path = (
-                root / f"{leaf.unique_key}.pt".replace(f".{leaf.global_shape[-1]}.pt", ".pt")
-                if leaf.global_shape
-                else path
-            )
-        if not path.is_file():
-            finding = Finding("not in the checkpoint", leaf.unique_key, path=str(path))
-            raise StateMismatchError(f"Object shard {path} not found", [finding])
-        return _load(path, trusted=self.trusted)
 
     def load_sharded_metadata(self, checkpoint_dir: str | PathLike[str]) -> ShardedStateDict:
         root = Path(checkpoint_dir)

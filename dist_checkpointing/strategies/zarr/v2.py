@@ -26,7 +26,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.geometry import Box, Ints, split_flat_range
-from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.index import Index, StoredTensor, ints_from_json
 from dist_checkpointing.planning import MetadataIndex, WriteItem
 from dist_checkpointing.planning.layout import WholeShardLayout
 from dist_checkpointing.storage import WriteResult
@@ -169,13 +169,16 @@ class ZarrV2Reader(ZarrFolderReader):
 def _parse(folder: Path, key: str) -> StoredTensor:
     path = folder / _METADATA_NAME
     try:
-        content = json.loads(store.read_bytes(path, _MAX_METADATA_BYTES))
-        shape, chunks = tuple(content["shape"]), tuple(content["chunks"])
-        name, options = content["dtype"], {k: content.get(k) for k in _REQUIRED}
-        sizes_ok = all(type(n) is int and n >= 0 for n in (*shape, *chunks))
-        if len(shape) != len(chunks) or 0 in chunks or not sizes_ok:
+        content = store.parse_json(store.read_bytes(path, _MAX_METADATA_BYTES))
+        shape = tuple(ints_from_json(content["shape"]))
+        chunks = tuple(ints_from_json(content["chunks"]))
+        options = {k: content.get(k) for k in _REQUIRED}
+        if len(shape) != len(chunks) or 0 in chunks:
             raise ValueError(f"shape {shape} with chunks {chunks}")
-    except (ValueError, KeyError, TypeError) as error:
+        name = content["dtype"]
+        if not isinstance(name, str):
+            raise ValueError(f"dtype {name!r}")  # noqa: TRY004 - of the file, not of an argument
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         finding = Finding(f"{type(error).__name__}: {error}", key, path=str(path))
         raise CorruptCheckpointError("an array has no readable metadata", [finding]) from error
     findings = [

@@ -7,6 +7,7 @@ written for others, and the index can be rebuilt from them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -47,6 +48,7 @@ from dist_checkpointing.strategies.zarr_v3_nodes import (
 )
 
 _MAX_METADATA_BYTES = 1 << 32
+_CHUNK_NAME = re.compile(r"c(\.\d+)*")
 
 
 def _root_json(index: Index) -> bytes:
@@ -140,7 +142,7 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
     """
     path = checkpoint_dir / METADATA_NAME
     try:
-        root = json.loads(store.read_bytes(path, _MAX_METADATA_BYTES))
+        root = store.parse_json(store.read_bytes(path, _MAX_METADATA_BYTES))
         nodes = root["consolidated_metadata"]["metadata"]
         tensors = [parse(name, node) for name, node in nodes.items() if "/" not in name]
         codecs = {
@@ -151,16 +153,35 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
         }
         if len(codecs) > 1:
             raise ValueError(f"arrays with different codecs: {codecs}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        index = replace(Index.of(tensors), codec=codecs.pop() if codecs else None)
+        make_codec(index.codec)
+        return Index.from_json(index.to_json(), str(path))  # which checks every number in it
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        IndexError,
+    ) as error:
         finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
         message = f"{INDEX_NAME} is missing and cannot be rebuilt"
         raise CorruptCheckpointError(message, [finding]) from error
-    return replace(Index.of(tensors), codec=codecs.pop() if codecs else None)
 
 
 def _codec_name(node: Mapping[str, Any]) -> str | None:
     names = [codec["name"] for codec in node["codecs"] if codec["name"] != "bytes"]
     return names[0] if names else None
+
+
+def _remove_tensor(tensor: StoredTensor, root: Path) -> None:
+    """Delete the files of a tensor; a ShardedObject may live in a folder below it, and stays."""
+    for node in describe(tensor):
+        for path in list((root / node).glob("*")):
+            is_chunk = _CHUNK_NAME.fullmatch(path.name) is not None
+            if path.is_file() and (path.name == METADATA_NAME or is_chunk):
+                store.remove(path, root)
 
 
 class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
@@ -214,7 +235,4 @@ class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
         write_index(kept, root)
         store.write_atomic(root / METADATA_NAME, _root_json(kept))
         for key in gone:
-            # A ShardedObject may live in a folder below this one; only the array goes.
-            for path in list((root / store.disk_name(key)).glob("*")):
-                if path.name == METADATA_NAME or path.name.split(".")[0] in ("c", "piece"):
-                    store.remove(path, root)
+            _remove_tensor(index[key], root)
