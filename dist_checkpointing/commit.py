@@ -228,6 +228,15 @@ def _named_in(file: IO[bytes]) -> set[str]:
     return set(names)
 
 
+def leftovers(folder: Path) -> set[str]:
+    """What the last save into a folder, committed or not, was about to create in it."""
+    path = folder / ATTEMPT_NAME
+    if not path.exists():
+        return set()
+    with path.open("rb") as file:
+        return _named_in(file)
+
+
 def _is_inside(name: str) -> bool:
     """Whether a name is that of something in the checkpoint, and not of all of it."""
     path = Path(name)

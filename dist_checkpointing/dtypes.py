@@ -71,16 +71,15 @@ def from_name(name: str) -> DType:
         raise _unsupported(name, _BY_NAME) from None
 
 
-def from_zarr_v2(name: str) -> DType:
+def from_zarr_v2(name: object) -> DType:
     """The dtype with this zarr v2 name.
 
     Raises:
         UnsupportedFormatError: if we do not store it, big-endian ones included.
     """
-    try:
-        return _BY_ZARR_V2[name]
-    except KeyError:
-        raise _unsupported(name, _BY_ZARR_V2) from None
+    if not isinstance(name, str) or name not in _BY_ZARR_V2:
+        raise _unsupported(name, _BY_ZARR_V2)
+    return _BY_ZARR_V2[name]
 
 
 def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
@@ -102,7 +101,7 @@ def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
         raise InvalidShardingError("unsupported dtype", [finding]) from None
 
 
-def _unsupported(name: str, known: dict[str, DType]) -> UnsupportedFormatError:
+def _unsupported(name: object, known: dict[str, DType]) -> UnsupportedFormatError:
     finding = Finding(problem="unknown stored dtype", expected=", ".join(known), found=repr(name))
     return UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])
 

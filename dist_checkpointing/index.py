@@ -7,6 +7,7 @@ only the rows that a load asks for become objects.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -64,15 +65,26 @@ class Pieces:
         Raises:
             ValueError: if they do not fit together.
         """
-        table = cls(*(np.array(column, dtype=np.int64) for column in (offsets, shapes, flat)))
-        count = len(table.offsets)
-        if table.offsets.ndim != 2 or table.shapes.shape != table.offsets.shape:
-            raise ValueError("pieces of different length")
-        if table.flat.shape != (count, 2):
-            raise ValueError("pieces without flat ranges")
-        if (table.offsets < 0).any() or (table.shapes < 0).any():
-            raise ValueError("a piece with negative extents")
+        rows = [[ints_from_json(row) for row in column] for column in (offsets, shapes)]
+        ranges = [(-1, -1) if row == [-1, -1] else tuple(ints_from_json(row)) for row in flat]
+        if not len(rows[0]) == len(rows[1]) == len(ranges) or not ranges:
+            raise ValueError("pieces of different length, or none")
+        table = cls(
+            np.array(rows[0], dtype=np.int64).reshape(len(ranges), -1),
+            np.array(rows[1], dtype=np.int64).reshape(len(ranges), -1),
+            np.array(ranges, dtype=np.int64).reshape(len(ranges), 2),
+        )
+        if table.offsets.shape != table.shapes.shape:
+            raise ValueError("offsets and shapes with different axes")
+        sizes = [math.prod(shape) for shape in rows[1]]
+        for (start, stop), size in zip(ranges, sizes, strict=True):
+            if start >= 0 and not start < stop <= size:
+                raise ValueError(f"flat range {start}:{stop} of a box with {size} elements")
         return table
+
+    def are_inside(self, shape: Sequence[int]) -> bool:
+        """Whether all pieces lie in a tensor of this shape."""
+        return bool((self.offsets + self.shapes <= np.array(shape, dtype=np.int64)).all())
 
     def __getitem__(self, row: int) -> tuple[Box, tuple[int, int] | None]:
         start, stop = self.flat[row].tolist()
@@ -246,6 +258,8 @@ class Index(Mapping[str, StoredTensor]):
                 raise ValueError(f"{key!r} has chunk shape {chunk} for shape {shape}")
             if key in self.pieces and self.pieces[key].offsets.shape[1:] != (len(shape),):
                 raise ValueError(f"{key!r} has pieces of another number of axes")
+            if key in self.pieces and not self.pieces[key].are_inside(shape):
+                raise ValueError(f"{key!r} has pieces outside of it")
 
 
 def _corrupt(problem: str, path: str) -> CorruptCheckpointError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import pickle
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.comm import Comm, default_comm
@@ -327,8 +329,16 @@ def _compare_common(
 
 
 def _digest(leaf: object) -> bytes:
+    """Equal for equal leaves; a pickle alone also depends on which objects are the same one."""
     try:
-        content = pickle.dumps(leaf)
+        if isinstance(leaf, torch.Tensor):
+            bits = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+            content = f"{leaf.dtype}{tuple(leaf.shape)}".encode() + bits.numpy().tobytes()
+        elif isinstance(leaf, bool | int | float | complex | str | bytes | None):
+            content = repr(leaf).encode()
+        else:
+            content = pickle.dumps(copy.deepcopy(leaf))
     except Exception as error:  # noqa: BLE001 - saving it will fail with a better message
         content = repr(error).encode()
     return hashlib.blake2b(content, digest_size=16).digest()

@@ -72,11 +72,14 @@ def handle_strictly(
 def _mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
     text = ""
     if missing:
-        text += "Some keys found in the checkpoint are missing in the provided sharded state dict. "
+        text += (
+            "Some keys found in the checkpoint are missing in the provided sharded state dict. "
+            f"Missing keys (for all ranks): {set(missing)}. "
+        )
     if unexpected:
         text += (
             "Unexpected keys (not found in the checkpoint) encountered in the provided sharded "
-            "state dict. "
+            f"state dict. Unexpected keys (for this rank): {set(unexpected)}. "
         )
     return text.strip()
 

@@ -96,6 +96,7 @@ def plan_load(index: Index, wanted: Sequence[WantedShard]) -> tuple[list[ReadIte
             continue
         whole = Box.whole(tensor.global_shape)
         needed = found = 0
+        seen: set[tuple[int, Box]] = set()
         for dest in _segments(shard.box, shard.flat_range):
             # A wanted shard may stick out of a smaller stored tensor (allow_shape_mismatch).
             inside = dest.box.intersect(whole)
@@ -110,6 +111,9 @@ def plan_load(index: Index, wanted: Sequence[WantedShard]) -> tuple[list[ReadIte
                 common = source.box.intersect(inside)
                 if common is None:
                     continue
+                if (dest.start, common) in seen:
+                    continue  # a piece that is listed twice must not make up for a lost one
+                seen.add((dest.start, common))
                 found += common.num_elements
                 items.append(
                     ReadItem(

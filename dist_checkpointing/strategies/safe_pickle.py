@@ -10,6 +10,7 @@ import fractions
 import io
 import logging
 import pathlib
+import pickle
 import threading
 import types
 import uuid
@@ -43,8 +44,14 @@ SAFE_GLOBALS: tuple[Any, ...] = (
     frozenset,
     slice,
     range,
+    bool,
     bytearray,
+    bytes,
     complex,
+    float,
+    int,
+    str,
+    tuple,
     dt.date,
     dt.datetime,
     dt.time,
@@ -90,6 +97,28 @@ def _safe_globals_allowed() -> Iterator[None]:
             yield
 
 
+class _PlainPickler(pickle.Pickler):
+    """Writes deques and defaultdicts in the one way that ``weights_only`` reads them.
+
+    It makes them by a call, but does not fill them afterwards as pickle would.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is collections.deque:
+            return collections.deque, (list(obj), obj.maxlen)
+        if type(obj) is collections.defaultdict:
+            return collections.defaultdict, (obj.default_factory, dict(obj))
+        return NotImplemented
+
+
+class _PlainPickle:
+    """What ``torch.save`` takes for the pickle module."""
+
+    Pickler = _PlainPickler
+    dumps = staticmethod(pickle.dumps)
+    dump = staticmethod(pickle.dump)
+
+
 def serialize(value: object, what: str) -> bytes:
     """``value`` as ``torch.save`` writes it.
 
@@ -101,7 +130,7 @@ def serialize(value: object, what: str) -> bytes:
         InvalidShardingError: if a sharded leaf hides in it, where it would be lost.
     """
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value, buffer, pickle_module=_PlainPickle)
     refused = _refused_globals(buffer)
     hidden = [name for name in refused if name.startswith("dist_checkpointing.mapping")]
     if hidden:
@@ -136,7 +165,7 @@ def deserialize(content: bytes, where: str, *, trusted: bool = False) -> Any:
     data = io.BytesIO(content)
     try:
         with _safe_globals_allowed():
-            return torch.load(data, map_location="cpu", weights_only=not trusted)
+            value = torch.load(data, map_location="cpu", weights_only=not trusted)
     except Exception as error:
         refused = [] if trusted else _refused_globals(data)
         if refused:
@@ -152,6 +181,30 @@ def deserialize(content: bytes, where: str, *, trusted: bool = False) -> Any:
         raise CorruptCheckpointError(
             "a file of the checkpoint cannot be read", [finding]
         ) from error
+    if not trusted and _holds_pointers(value):
+        finding = Finding(
+            "the file holds a numpy array of Python objects",
+            path=where,
+            remedy="Save a list instead, or pass trusted=True if you trust its source.",
+        )
+        raise UnsupportedFormatError("refused to unpickle", [finding])
+    return value
+
+
+def _holds_pointers(value: Any) -> bool:
+    """Whether a numpy array in ``value`` has elements that are Python objects.
+
+    Such an array can be made of any bytes, which numpy would then take for pointers.
+    """
+    if isinstance(value, np.ndarray):
+        return bool(value.dtype.hasobject)
+    if isinstance(value, dict):
+        return any(map(_holds_pointers, value)) or any(map(_holds_pointers, value.values()))
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
+        return any(map(_holds_pointers, value))
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return _holds_pointers(vars(value))
+    return False
 
 
 def _refused_globals(data: io.BytesIO) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 
 from dist_checkpointing import dtypes, store
 from dist_checkpointing.checksums import CHECKSUMS_NAME
+from dist_checkpointing.commit import leftovers
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -57,12 +58,17 @@ class ZarrV2Writer(ZarrFolderWriter):
         for key in index:
             store.check_raw_key(key)
         _check_nested_keys(index)
+        self._refuse_foreign_arrays()
         return [CHECKSUMS_NAME, *index]
 
-    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
-        super().set_up_storage_writer(rank=rank, world_size=world_size)
+    def _refuse_foreign_arrays(self) -> None:
         # In this format the folders are the index: an array of somebody else would become ours.
-        foreign = list(ZarrV2Reader(self.checkpoint_dir).read_metadata()) if rank == 0 else []
+        if not self.checkpoint_dir.is_dir():
+            return
+        ours = leftovers(self.checkpoint_dir)
+        foreign = [
+            key for key in ZarrV2Reader(self.checkpoint_dir).read_metadata() if key not in ours
+        ]
         if foreign:
             raise CheckpointExistsError(
                 f"{self.checkpoint_dir} holds arrays that no save of ours made",
@@ -176,8 +182,6 @@ def _parse(folder: Path, key: str) -> StoredTensor:
         if len(shape) != len(chunks) or 0 in chunks:
             raise ValueError(f"shape {shape} with chunks {chunks}")
         name = content["dtype"]
-        if not isinstance(name, str):
-            raise ValueError(f"dtype {name!r}")  # noqa: TRY004 - of the file, not of an argument
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         finding = Finding(f"{type(error).__name__}: {error}", key, path=str(path))
         raise CorruptCheckpointError("an array has no readable metadata", [finding]) from error
