@@ -78,7 +78,7 @@ class Pieces:
             raise ValueError("offsets and shapes with different axes")
         sizes = [math.prod(shape) for shape in rows[1]]
         for (start, stop), size in zip(ranges, sizes, strict=True):
-            if start >= 0 and not start < stop <= size:
+            if start >= 0 and not start <= stop <= size:
                 raise ValueError(f"flat range {start}:{stop} of a box with {size} elements")
         return table
 

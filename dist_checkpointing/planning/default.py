@@ -49,8 +49,10 @@ class DefaultSavePlanner(SavePlanner):
         catalog = concatenate([plan.table for plan in all_plans])
         written = catalog.take(catalog.main & (catalog.num_elements > 0))
         index = index_of(self._layout, catalog, written)
+        by_rank = written.take(np.argsort(written.ranks, kind="stable"))
+        bounds = np.searchsorted(by_rank.ranks, np.arange(len(all_plans) + 1)).tolist()
         plans = [
-            replace(plan, table=written.take(written.ranks == rank), index=index)
+            replace(plan, table=by_rank.take(slice(*bounds[rank : rank + 2])), index=index)
             for rank, plan in enumerate(all_plans)
         ]
         return plans, index

@@ -197,7 +197,7 @@ def _holds_pointers(value: Any) -> bool:
     Such an array can be made of any bytes, which numpy would then take for pointers.
     """
     if isinstance(value, np.ndarray):
-        return bool(value.dtype.hasobject)
+        return _has_objects(value.dtype)
     if isinstance(value, dict):
         return any(map(_holds_pointers, value)) or any(map(_holds_pointers, value.values()))
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
@@ -205,6 +205,14 @@ def _holds_pointers(value: Any) -> bool:
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return _holds_pointers(vars(value))
     return False
+
+
+def _has_objects(dtype: np.dtype[Any]) -> bool:
+    # A dtype out of a file may deny what its fields are.
+    if dtype.subdtype is not None:
+        return _has_objects(dtype.subdtype[0])
+    fields = [] if dtype.fields is None else [entry[0] for entry in dtype.fields.values()]
+    return bool(dtype.hasobject) or any(map(_has_objects, fields))
 
 
 def _refused_globals(data: io.BytesIO) -> list[str]:

@@ -1,0 +1,318 @@
+"""What a checkpoint holds, under which names, and where it lies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing.errors import InvalidShardingError, StateMismatchError
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.saving import save
+from dist_checkpointing.serialization import (
+    check_is_distributed_checkpoint,
+    load_content_metadata,
+    load_sharded_metadata,
+    load_tensors_metadata,
+    remove_sharded_tensors,
+)
+from dist_checkpointing.strategies.base import LoadShardedStrategy
+from dist_checkpointing.testing.conformance.hooks import BackendHooks
+from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
+from dist_checkpointing.testing.conformance.shards import (
+    CUT_SHAPE,
+    CUTS,
+    assert_same_bits,
+    by_columns,
+    by_rows,
+    data_of,
+    poisoned,
+    random_bits,
+    replicated,
+    template,
+)
+
+WEIRD_KEYS = (
+    "ключ.重み.ş",
+    "with spaces  and\ttab",
+    "layers/0/weight",
+    "layers/0/weight/deeper",
+    "percent%20sign%",
+    ".leading.dot",
+    "trailing.dot.",
+    "~tilde",
+    "-dash",
+    "star*question?[bracket]",
+    'quote"colon:back\\slash|pipe',
+    "UPPER",
+    "upper",
+    "0",
+    "0.0",
+    "k" * 300,
+    "metadata.json",
+    "common.pt",
+)
+"""Keys that real models and file systems disagree about."""
+
+HOSTILE_KEYS = (
+    "../outside",
+    "a/../../outside",
+    "/outside",
+    "..",
+    ".",
+    "a/..",
+    "./a",
+    "a//b",
+    "a\0b",
+)
+"""Keys that would leave the checkpoint if they were taken for paths."""
+
+
+def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
+    return {key: replicated(key, tensor, 1)[0][0] for key, tensor in tensors.items()}
+
+
+def _rows(tensors: dict[str, torch.Tensor], world_size: int, rank: int) -> dict[str, Any]:
+    return {key: by_rows(key, full, world_size)[rank][0] for key, full in tensors.items()}
+
+
+def _numbered(keys: Iterable[str], shape: tuple[int, ...] = CUT_SHAPE) -> dict[str, torch.Tensor]:
+    return {key: random_bits(shape, torch.int32, i) for i, key in enumerate(keys)}
+
+
+class Contents(BackendHooks):
+    """Listings, partial templates, keys, common state, folders."""
+
+    @WORLD_SIZES
+    def test_metadata_lists_what_was_saved(self, tmp_path: Path, world_size: int) -> None:
+        """Every tensor as one whole shard without data, and every object."""
+        full = {name: random_bits(CUT_SHAPE, torch.float32, i) for i, name in enumerate(CUTS)}
+        full |= {str(dtype): random_bits((4, 3), dtype) for dtype in self.dtypes}
+        full |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}
+
+        def state_of(rank: int) -> dict[str, Any]:
+            return {
+                **{n: CUTS.get(n, replicated)(n, t, world_size)[rank] for n, t in full.items()},
+                "object": ShardedObject("rng", rank, (world_size,), (rank,)),
+            }
+
+        self.save_on(world_size, tmp_path / "c", state_of)
+        listed = load_tensors_metadata(tmp_path / "c", self.load_strategy())
+        assert listed.keys() == full.keys()
+        for key, tensor in full.items():
+            shard, shape = listed[key], tuple(tensor.shape)
+            assert (shard.key, shard.dtype, shard.data) == (key, tensor.dtype, None)
+            assert tuple(shard.global_shape) == tuple(shard.local_shape) == shape, key
+            assert tuple(shard.global_offset) == (0,) * len(shape), key
+        objects = {f"rng/shard_{rank}_{world_size}" for rank in range(world_size)}
+        both = load_sharded_metadata(tmp_path / "c", self.load_strategy())
+        assert both.keys() == full.keys() | objects
+        plain = self.load_whole(tmp_path / "c")
+        for key, tensor in full.items():
+            assert_same_bits(plain[key], tensor, key)
+
+    @WORLD_SIZES
+    def test_objects_and_common_state(self, tmp_path: Path, world_size: int) -> None:
+        """They come back as they were, on more and on fewer ranks."""
+        common = {"step": 3, "nested": [1, {"a": (2.5, None)}], "tensor": torch.arange(3)}
+        weights = _numbered(["w"])
+
+        def state_of(rank: int) -> dict[str, Any]:
+            one = ShardedObject("rng", {"rank": rank}, (world_size,), (rank,))
+            same = ShardedObject("extra", ["everywhere"], (1,), (0,), replica_id=rank)
+            return {"rng": one, "extra": same, "w": _rows(weights, world_size, rank), **common}
+
+        self.save_on(world_size, tmp_path / "c", state_of, content_metadata={"version": 2})
+
+        def all_of(rank: int) -> dict[str, Any]:
+            del rank
+            cells = [ShardedObject("rng", None, (world_size,), (r,)) for r in range(world_size)]
+            return {"all": cells, "extra": ShardedObject("extra", None, (1,), (0,))}
+
+        for other_world in (1, 3):
+            for result in self.load_on(other_world, tmp_path / "c", all_of):
+                assert result["all"] == [{"rank": r} for r in range(world_size)]
+                assert result["extra"] == ["everywhere"]
+                assert (result["step"], result["nested"]) == (3, common["nested"])
+                assert torch.equal(result["tensor"], torch.arange(3))
+                assert load_content_metadata(preloaded_state_dict=result) == {"version": 2}
+
+    @WORLD_SIZES
+    def test_mixed_containers(self, tmp_path: Path, world_size: int) -> None:
+        """Lists and tuples may hold shards, objects and plain values side by side."""
+        full = _numbered(["a", "b"])
+
+        def state_of(rank: int) -> dict[str, Any]:
+            shards = _rows(full, world_size, rank)
+            one, two = (ShardedObject(k, {k: 1}, (1,), (0,), replica_id=rank) for k in "xy")
+            return {"list": [7, shards["a"], [one, "x"], 8], "tuple": (shards["b"], 9, two)}
+
+        self.save_on(world_size, tmp_path / "c", state_of)
+
+        def template_of(rank: int) -> dict[str, Any]:
+            shards = {key: template(s) for key, s in _rows(full, world_size, rank).items()}
+            one, two = (ShardedObject(key, None, (1,), (0,)) for key in "xy")
+            return {"list": [0, shards["a"], [one, 0], 0], "tuple": (shards["b"], 0, two)}
+
+        for rank, result in enumerate(self.load_on(world_size, tmp_path / "c", template_of)):
+            expected = _rows(full, world_size, rank)
+            (seven, a, nested, eight), (b, nine, two) = result["list"], result["tuple"]
+            assert (seven, nested, eight, nine, two) == (7, [{"x": 1}, "x"], 8, 9, {"y": 1})
+            assert isinstance(result["tuple"], tuple)
+            assert_same_bits(a, data_of(expected["a"]), "in a list")
+            assert_same_bits(b, data_of(expected["b"]), "in a tuple")
+
+    @WORLD_SIZES
+    def test_partial_templates(self, tmp_path: Path, world_size: int) -> None:
+        """Some keys, some parts, different ones a rank, or the same one many times."""
+        full = _numbered(["a", "b", "c"])
+        self.save_on(world_size, tmp_path / "c", lambda rank: _rows(full, world_size, rank))
+
+        def template_of(rank: int) -> dict[str, Any]:
+            if rank == 1:
+                return {}
+            part = template(by_columns("a", full["a"], 4)[rank][0])
+            return {"part": part, "again": [template(part), template(part)]}
+
+        loaded = self.load_on(4, tmp_path / "c", template_of)
+        assert loaded[1] == {}
+        for rank in (0, 2, 3):
+            expected = data_of(by_columns("a", full["a"], 4)[rank][0])
+            for tensor in (loaded[rank]["part"], *loaded[rank]["again"]):
+                assert_same_bits(tensor, expected, f"part on rank {rank}")
+
+    def test_weird_keys(self, tmp_path: Path) -> None:
+        """All keys that are not refused live side by side in one checkpoint."""
+        full = _numbered(key for key in WEIRD_KEYS if key not in self.refused_keys)
+        self.save_on(2, tmp_path / "c", lambda rank: _rows(full, 2, rank))
+        assert load_tensors_metadata(tmp_path / "c", self.load_strategy()).keys() == full.keys()
+        (result,) = self.load_on(
+            1, tmp_path / "c", lambda _: {k: template(s) for k, s in _whole(full).items()}
+        )
+        for key, tensor in full.items():
+            assert_same_bits(result[key], tensor, key)
+
+    def test_refused_keys(self, tmp_path: Path) -> None:
+        """A key that cannot be stored is refused before anything is written."""
+        assert set(WEIRD_KEYS) >= self.refused_keys
+        for i, key in enumerate(sorted(self.refused_keys)):
+            folder = tmp_path / str(i)
+            shards = by_rows(key, random_bits(CUT_SHAPE, torch.int32), 2)
+            state = [{"w": shards[rank][0]} for rank in range(2)]
+            with pytest.raises(InvalidShardingError):
+                self.save_on(2, folder, state.__getitem__)
+            assert not folder.exists() or not any(p.is_file() for p in folder.rglob("*"))
+
+    @pytest.mark.parametrize("key", HOSTILE_KEYS)
+    def test_keys_never_leave_the_folder(self, tmp_path: Path, key: str) -> None:
+        """Such a key is refused, or stored inside the checkpoint like any other."""
+        folder = tmp_path / "above" / "c"
+        full = _numbered([key])
+        try:
+            self.save_on(1, folder, lambda _: _whole(full))
+        except InvalidShardingError:
+            assert not check_is_distributed_checkpoint(folder)
+        else:
+            (result,) = self.load_on(1, folder, lambda _: {"w": template(_whole(full)[key])})
+            assert_same_bits(result["w"], full[key], key)
+        assert {p.name for p in tmp_path.iterdir()} <= {"above"}
+        assert {p.name for p in (tmp_path / "above").glob("*")} <= {"c"}
+
+    def test_many_keys(self, tmp_path: Path) -> None:
+        """Hundreds of tensors, each with shards on both ranks."""
+        full = _numbered((f"layers.{i}.weight" for i in range(500)), (4, 2))
+        self.save_on(2, tmp_path / "c", lambda rank: _rows(full, 2, rank))
+        loaded = self.load_on(
+            2,
+            tmp_path / "c",
+            lambda rank: {k: template(s) for k, s in _rows(full, 2, 1 - rank).items()},
+        )
+        for rank, result in enumerate(loaded):
+            for key, shard in _rows(full, 2, 1 - rank).items():
+                assert_same_bits(result[key], data_of(shard), key)
+
+    def test_two_saves_at_once(self, tmp_path: Path) -> None:
+        """Saves into different folders share nothing."""
+        full = [{"w": random_bits((64, 64), torch.float32, seed)} for seed in range(3)]
+        errors: list[Exception] = []
+
+        def one(number: int) -> None:
+            try:
+                self.save_on(2, tmp_path / str(number), lambda r: _rows(full[number], 2, r))
+            except Exception as error:  # noqa: BLE001 - reported below, in the test's own thread
+                errors.append(error)
+
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        for number in range(3):
+            result = self.load_whole(tmp_path / str(number))
+            assert_same_bits(result["w"], full[number]["w"], f"save {number}")
+
+    def test_moved_folder(self, tmp_path: Path) -> None:
+        """A checkpoint holds no absolute path: it can be moved and renamed."""
+        full = _numbered(["a", "b"])
+        before, after = tmp_path / "somewhere-before", tmp_path / "else" / "after"
+        self.save_on(2, before, lambda rank: _rows(full, 2, rank))
+        after.parent.mkdir()
+        before.rename(after)
+        telling = [
+            p for p in after.rglob("*") if p.is_file() and str(before).encode() in p.read_bytes()
+        ]
+        assert not telling
+        (result,) = self.load_on(
+            1, after, lambda _: {k: template(s) for k, s in _whole(full).items()}
+        )
+        for key, tensor in full.items():
+            assert_same_bits(result[key], tensor, key)
+
+    def test_remove_sharded_tensors(self, tmp_path: Path) -> None:
+        """What is removed is gone from listings and loads; the rest is as before."""
+        kept, gone = _numbered(["model.a", "optim"]), _numbered(["optimizer.a", "optimizer.b/c"])
+        gone = {key: tensor for key, tensor in gone.items() if key not in self.refused_keys}
+        folder = tmp_path / "c"
+
+        def state_of(rank: int) -> dict[str, Any]:
+            rng = ShardedObject("optimizer.rng", [1], (1,), (0,), replica_id=rank)
+            return {**_rows(kept | gone, 2, rank), "rng": rng, "step": 3}
+
+        self.save_on(2, folder, state_of)
+        if type(self.loader()).remove_sharded_tensors is LoadShardedStrategy.remove_sharded_tensors:
+            with pytest.raises(NotImplementedError):
+                self.loader().remove_sharded_tensors(folder, "optimizer.")
+            kept |= gone
+        else:
+            remove_sharded_tensors(folder, "optimizer.")
+            assert load_tensors_metadata(folder, self.load_strategy()).keys() == kept.keys()
+            for key, tensor in gone.items():
+                absent = template(replicated(key, tensor, 1)[0][0])
+                with pytest.raises(StateMismatchError):
+                    self.load_on(1, folder, [{"w": absent}].__getitem__)
+            # A second time, there is nothing to do.
+            remove_sharded_tensors(folder, "optimizer.")
+        result = self.load_whole(folder)
+        assert result.keys() == {*kept, "step"}
+        for key, tensor in kept.items():
+            assert_same_bits(result[key], tensor, key)
+        rng = {"rng": ShardedObject("optimizer.rng", None, (1,), (0,))}
+        assert self.load_on(1, folder, lambda _: rng) == [{"rng": [1], "step": 3}]
+
+    def test_direct_calls(self, tmp_path: Path) -> None:
+        """Strategies work by themselves too, without ``save`` and ``load`` around them."""
+        full = _numbered(["a", "b"])
+        self.saver().save(_whole(full), tmp_path)
+        given = {k: [template(s, poisoned(data_of(s)))] for k, s in _whole(full).items()}
+        result = self.loader().load(given, tmp_path)
+        for key, tensor in full.items():
+            assert_same_bits(result[key][0], tensor, key)
+            assert result[key][0] is given[key][0].data
+        assert not check_is_distributed_checkpoint(tmp_path)
+        save({}, tmp_path / "committed", self.saver())
+        assert check_is_distributed_checkpoint(tmp_path / "committed")

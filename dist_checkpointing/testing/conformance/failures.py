@@ -1,0 +1,210 @@
+"""What goes wrong is noticed, on all ranks alike, and never damages what was there."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.commit import CONFIG_FNAME
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidShardingError,
+    RankFailedError,
+    StateMismatchError,
+)
+from dist_checkpointing.loading import load
+from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.saving import save
+from dist_checkpointing.serialization import (
+    check_is_distributed_checkpoint,
+    load_tensors_metadata,
+)
+from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
+from dist_checkpointing.testing.conformance.hooks import BackendHooks, failures_on
+from dist_checkpointing.testing.conformance.observed import observed_save
+from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
+from dist_checkpointing.testing.conformance.shards import (
+    CUTS,
+    assert_same_bits,
+    by_rows,
+    random_bits,
+    replicated,
+    template,
+    uneven_shard,
+)
+
+_FULL = random_bits((64, 64), torch.int32, 1)
+
+
+def _rows(key: str, full: torch.Tensor, comm: Comm) -> dict[str, Any]:
+    return {key: by_rows(key, full, comm.world_size)[comm.rank][0]}
+
+
+class Failures(BackendHooks):
+    """Damaged checkpoints, templates that do not fit, ranks that fail."""
+
+    @pytest.mark.parametrize("how", ["damage", "shorten"])
+    @pytest.mark.parametrize("cut", ["by_rows", "unevenly", "flattened"])
+    @WORLD_SIZES
+    def test_missing_data_is_an_error(
+        self, tmp_path: Path, world_size: int, cut: str, how: str
+    ) -> None:
+        """Lost data raises on all ranks; it never reads as zeros or as what was there before."""
+        folder, full = tmp_path / "c", random_bits((8, 4, 1024), torch.int32)
+        self.save_on(2, folder, lambda rank: {"w": CUTS[cut]("w", full, 2)[rank]})
+        getattr(self, how)(folder, "w")
+
+        def read(comm: Comm) -> None:
+            # Also a rank that does not touch the damaged part must hear of it.
+            wanted = {"w": template(replicated("w", full, 1)[0][0])}
+            load(wanted, folder, self.load_strategy(), comm=comm)
+
+        errors = failures_on(world_size, read)
+        assert isinstance(errors[0], CorruptCheckpointError | RankFailedError)
+
+    @WORLD_SIZES
+    def test_template_that_does_not_fit(self, tmp_path: Path, world_size: int) -> None:
+        """A missing key, another shape, another dtype: all named before anything is read."""
+        folder = tmp_path / "c"
+        self.save_on(2, folder, lambda rank: {k: by_rows(k, _FULL, 2)[rank][0] for k in "abcd"})
+        given = torch.full((64, 64), 7, dtype=torch.int32)
+
+        def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(key, tensor)
+
+        def read(comm: Comm) -> None:
+            wanted = {
+                "fits": whole("a", given),
+                "key": whole("absent", torch.empty(3)),
+                "shape": whole("b", torch.empty(64, 65, dtype=torch.int32)),
+                "dtype": whole("c", torch.empty(64, 64)),
+            }
+            load(wanted, folder, self.load_strategy(), comm=comm)
+
+        error = failures_on(world_size, read)[0]
+        assert isinstance(error, StateMismatchError)
+        assert {finding.key for finding in error.findings} == {"absent", "b", "c"}
+        assert (given == 7).all()
+
+    @WORLD_SIZES
+    def test_shards_that_are_not_whole(self, tmp_path: Path, world_size: int) -> None:
+        """A gap or an overlap is refused on all ranks, before the folder is touched."""
+        for name, extent in (("gap", 63), ("overlap", 64)):
+
+            def write(comm: Comm, extent: int = extent) -> None:
+                state = {"w": [uneven_shard("w", _FULL, (0, 0), (extent, 64))]}
+                if extent == 64:
+                    state["w"].append(uneven_shard("w", _FULL, (63, 0), (1, 64)))
+                if comm.rank:
+                    state = {}
+                save(state, tmp_path / "c", self.save_strategy(), comm=comm)
+
+            error = failures_on(world_size, write)[0]
+            assert isinstance(error, InvalidShardingError), name
+            assert {finding.key for finding in error.findings} == {"w"}
+        assert not check_is_distributed_checkpoint(tmp_path / "c")
+
+    @WORLD_SIZES
+    def test_one_failing_rank_fails_all(self, tmp_path: Path, world_size: int) -> None:
+        """An I/O error on one rank is everybody's error, and nothing is committed."""
+        folder, bad = tmp_path / "c", world_size - 1
+
+        def write(comm: Comm) -> None:
+            strategy = _full_disk(self.saver(), fails=comm.rank == bad)
+            save(_rows("w", _FULL, comm), folder, strategy, comm=comm)
+
+        error = failures_on(world_size, write)[0]
+        assert isinstance(error, RankFailedError)
+        assert error.ranks == (bad,)
+        assert "no space left on device" in str(error)
+        assert not check_is_distributed_checkpoint(folder)
+        with pytest.raises(CheckpointNotFoundError):
+            load_tensors_metadata(folder, self.load_strategy())
+        if isinstance(self.saver(), PlannedSaveStrategy):
+            left = {p.relative_to(folder).parts[0] for p in folder.rglob("*") if p.is_file()}
+            assert left <= {".dckpt"}, "a failed save must clear its files away"
+        # The folder is free for the next try.
+        self.save_on(2, folder, lambda rank: {"w": by_rows("w", _FULL, 2)[rank][0]})
+        assert_same_bits(self.load_whole(folder)["w"], _FULL, "second try")
+
+    @WORLD_SIZES
+    def test_a_checkpoint_is_not_overwritten(self, tmp_path: Path, world_size: int) -> None:
+        """A second save into the same folder is refused, and the first one stays whole."""
+        folder = tmp_path / "c"
+        self.save_on(2, folder, lambda rank: {"w": by_rows("w", _FULL, 2)[rank][0]})
+
+        def write(comm: Comm) -> None:
+            save(_rows("other", _FULL, comm), folder, self.save_strategy(), comm=comm)
+
+        assert isinstance(failures_on(world_size, write)[0], CheckpointExistsError)
+        result = self.load_whole(folder)
+        assert result.keys() == {"w"}
+        assert_same_bits(result["w"], _FULL, "the first checkpoint")
+
+    @WORLD_SIZES
+    def test_overwriting_replaces_everything(self, tmp_path: Path, world_size: int) -> None:
+        """With ``overwrite=True`` nothing of the old checkpoint shows in the new one."""
+        if not isinstance(self.saver(), PlannedSaveStrategy):
+            pytest.skip(f"{self.saver()} does not announce its files")
+        folder, other = tmp_path / "c", random_bits((8, 4, 6), torch.int32, 2)
+        for keys, full in (("ab", _FULL), ("bc", other)):
+
+            def state_of(rank: int, keys: str = keys, full: torch.Tensor = full) -> dict[str, Any]:
+                return {key: by_rows(key, full, world_size)[rank] for key in keys}
+
+            self.save_on(world_size, folder, state_of, overwrite=True)
+        result = self.load_whole(folder)
+        assert result.keys() == {"b", "c"}
+        for key in "bc":
+            assert_same_bits(result[key], other, key)
+
+    def test_unknown_backend_or_version(self, tmp_path: Path) -> None:
+        """The load strategy says which formats it understands, and refuses the others."""
+        folder, strategy = tmp_path / "c", self.loader()
+        self.save_on(1, folder, lambda _: {"w": replicated("w", _FULL, 1)[0]})
+        strategy.check_backend_compatibility(self.backend[0])
+        strategy.check_version_compatibility(self.backend[1])
+        with pytest.raises(CheckpointingException):
+            strategy.check_backend_compatibility("no such backend")
+        with pytest.raises(CheckpointingException):
+            strategy.check_version_compatibility(10**6)
+        config = json.loads((folder / CONFIG_FNAME).read_text())
+        assert (config["sharded_backend"], config["sharded_backend_version"]) == self.backend
+        (folder / CONFIG_FNAME).write_text(json.dumps(config | {"sharded_backend_version": 10**6}))
+        for selection in (None, strategy):
+            with pytest.raises(CheckpointingException, match="version"):
+                load({}, folder, selection)
+
+
+def _full_disk(strategy: SaveShardedStrategy, *, fails: bool) -> SaveShardedStrategy:
+    """The strategy with a disk that is full once something has been written."""
+
+    def write() -> None:
+        if fails:
+            raise OSError(28, "no space left on device")
+
+    if isinstance(strategy, PlannedSaveStrategy):
+
+        def observe(name: str, _: Sequence[Any]) -> None:
+            if name == "write_data.done":
+                write()
+
+        return observed_save(strategy, observe)
+    failing, save_all = copy.copy(strategy), strategy.save
+
+    def save_and_fail(*args: Any) -> None:
+        save_all(*args)
+        write()
+
+    failing.save = save_and_fail  # type: ignore[method-assign, assignment]
+    return failing

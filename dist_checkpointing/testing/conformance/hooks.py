@@ -1,0 +1,131 @@
+"""What a backend says about itself, and how its tests save and load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.commit import CONFIG_FNAME
+from dist_checkpointing.dtypes import DTYPES
+from dist_checkpointing.loading import load
+from dist_checkpointing.saving import save
+from dist_checkpointing.serialization import load_plain_tensors, load_tensors_metadata
+from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.selection import Selection, select
+from dist_checkpointing.testing.ranks import run_ranks
+
+StateOf = Callable[[int], dict[str, Any]]
+"""Rank -> its state dict or template."""
+
+
+class BackendHooks:
+    """What a subclass may set or override. Only ``backend`` must be."""
+
+    backend: ClassVar[tuple[str, int]]
+    """The (name, version) that is recorded in the checkpoint."""
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(row.torch for row in DTYPES)
+    """What the backend can store; by default everything the library knows."""
+
+    refused_keys: ClassVar[frozenset[str]] = frozenset()
+    """Those of ``contents.WEIRD_KEYS`` that the backend documents as impossible. It must refuse
+    them with InvalidShardingError; all the others must work."""
+
+    def save_strategy(self) -> Selection[SaveShardedStrategy]:
+        """What is passed to ``save``; called once a rank."""
+        return self.backend
+
+    def load_strategy(self) -> Selection[LoadShardedStrategy]:
+        """What is passed to ``load``; None: found from the checkpoint. Called once a rank."""
+        return None
+
+    def damage(self, folder: Path, key: str) -> None:
+        """Destroy stored values of the tensor ``key``, by far the largest in the checkpoint.
+
+        By default the largest file is deleted, whose name the backend chose.
+        """
+        del key
+        _largest_file(folder).unlink()
+
+    def shorten(self, folder: Path, key: str) -> None:
+        """Cut off a part of the stored values of the tensor ``key``, as a full disk would."""
+        del key
+        path = _largest_file(folder)
+        os.truncate(path, path.stat().st_size // 2)
+
+    def saver(self) -> SaveShardedStrategy:
+        """The strategy object that ``save_strategy`` means."""
+        strategy: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, self.save_strategy())
+        return strategy
+
+    def loader(self) -> LoadShardedStrategy:
+        """The strategy object that ``load_strategy`` means."""
+        selection = self.load_strategy()
+        strategy: LoadShardedStrategy = select(
+            StrategyAction.LOAD_SHARDED, self.backend if selection is None else selection
+        )
+        return strategy
+
+    def save_on(self, world_size: int, folder: Path, state_of: StateOf, **options: Any) -> None:
+        """Save the state dicts of simulated ranks, by default with the backend's strategy."""
+
+        def one(comm: Comm) -> None:
+            chosen = options if "sharded_strategy" in options else self._saving(options)
+            save(state_of(comm.rank), folder, comm=comm, **chosen)
+
+        run_ranks(world_size, one)
+
+    def load_on(
+        self, world_size: int, folder: Path, template_of: StateOf, **options: Any
+    ) -> list[Any]:
+        """Load the templates of simulated ranks: what ``load`` returns on each."""
+
+        def one(comm: Comm) -> Any:
+            strategy = self.load_strategy()
+            return load(template_of(comm.rank), folder, strategy, comm=comm, **options)
+
+        return run_ranks(world_size, one)
+
+    def load_whole(self, folder: Path) -> dict[str, Any]:
+        """All tensors whole, in this process, by key, and the common state."""
+        strategy = self.load_strategy()
+        if strategy is None:
+            return load_plain_tensors(folder)
+        everything: Any = load_tensors_metadata(folder, strategy)
+        result: Any = load(everything, folder, strategy)
+        assert isinstance(result, dict)
+        return result
+
+    def _saving(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options | {"sharded_strategy": self.save_strategy()}
+
+
+def _largest_file(folder: Path) -> Path:
+    ours = {folder / CONFIG_FNAME, folder / COMMON_STATE_FNAME, *(folder / ".dckpt").rglob("*")}
+    files = [path for path in folder.rglob("*") if path.is_file() and path not in ours]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def failures_on(world_size: int, step: Callable[[Comm], object]) -> list[Exception]:
+    """The errors of all ranks, every one of which must raise, and all of them the same."""
+
+    def attempt(comm: Comm) -> Exception | None:
+        try:
+            step(comm)
+        except Exception as error:  # noqa: BLE001 - which one it is, is what is tested
+            return error
+        return None
+
+    errors = run_ranks(world_size, attempt)
+    raised = [error for error in errors if error is not None]
+    assert len(raised) == world_size, f"only some ranks raised: {errors}"
+    texts = {f"{type(error).__name__}: {error}" for error in raised}
+    assert len(texts) == 1, f"the ranks raised different errors: {texts}"
+    return raised

@@ -1,0 +1,207 @@
+"""The storage protocol, seen from inside: which call comes when, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.commit import CONFIG_FNAME
+from dist_checkpointing.index import Index
+from dist_checkpointing.loading import load
+from dist_checkpointing.planning import LoadPlan, SavePlan
+from dist_checkpointing.saving import save
+from dist_checkpointing.serialization import check_is_distributed_checkpoint
+from dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
+from dist_checkpointing.testing.conformance.hooks import BackendHooks
+from dist_checkpointing.testing.conformance.observed import Observe, observed_load, observed_save
+from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
+from dist_checkpointing.testing.conformance.shards import (
+    CUT_SHAPE,
+    CUTS,
+    assert_same_bits,
+    data_of,
+    poisoned,
+    random_bits,
+    template,
+)
+from dist_checkpointing.testing.ranks import run_ranks
+
+_FULL = {name: random_bits(CUT_SHAPE, torch.int32, i) for i, name in enumerate(CUTS)}
+
+
+def _state(world_size: int, rank: int) -> dict[str, Any]:
+    return {name: CUTS[name](name, full, world_size)[rank] for name, full in _FULL.items()}
+
+
+def _template(world_size: int, rank: int) -> dict[str, Any]:
+    return {
+        name: [template(s, poisoned(data_of(s))) for s in shards]
+        for name, shards in _state(world_size, rank).items()
+    }
+
+
+class _Log:
+    """The calls on all ranks, in the order in which they happened."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, str, Sequence[Any]]] = []
+
+    def observer(self, rank: int) -> Observe:
+        return lambda name, values: self.events.append((rank, name, values))
+
+    def calls(self, rank: int) -> list[str]:
+        return [n for r, n, _ in self.events if r == rank and not n.endswith(".done")]
+
+    def when(self, name: str) -> list[int]:
+        return [i for i, (_, n, _) in enumerate(self.events) if n == name]
+
+    def values(self, name: str) -> list[Any]:
+        return [values[0] for _, n, values in self.events if n == name and values]
+
+
+class StorageProtocol(BackendHooks):
+    """For backends made of a StorageWriter and a StorageReader; the others skip these."""
+
+    def planned_saver(self) -> PlannedSaveStrategy:
+        """The save strategy, if it has a StorageWriter."""
+        strategy = self.saver()
+        if not isinstance(strategy, PlannedSaveStrategy):
+            pytest.skip(f"{strategy} has no StorageWriter")
+        return strategy
+
+    def planned_loader(self) -> PlannedLoadStrategy:
+        """The load strategy, if it has a StorageReader."""
+        strategy = self.loader()
+        if not isinstance(strategy, PlannedLoadStrategy):
+            pytest.skip(f"{strategy} has no StorageReader")
+        return strategy
+
+    @WORLD_SIZES
+    def test_order_of_writer_calls(self, tmp_path: Path, world_size: int) -> None:
+        """Each rank in order, rank 0 alone for all, ``finish`` last, and then the commit."""
+        folder, log = tmp_path / "c", _Log()
+        self.planned_saver()
+
+        def one(comm: Comm) -> None:
+            tell = log.observer(comm.rank)
+
+            def observe(name: str, values: Sequence[Any]) -> None:
+                tell(name, values)
+                assert not (folder / CONFIG_FNAME).exists(), "committed too early"
+
+            strategy = observed_save(self.planned_saver(), observe)
+            save(_state(world_size, comm.rank), folder, strategy, comm=comm)
+
+        run_ranks(world_size, one)
+        assert check_is_distributed_checkpoint(folder)
+        everywhere = ["set_up_storage_writer", "prepare_local_plan", "write_data"]
+        for rank in range(1, world_size):
+            assert log.calls(rank) == everywhere
+        assert log.calls(0) == [*everywhere[:2], "prepare_global_plan", everywhere[2], "finish"]
+        assert max(log.when("prepare_local_plan.done")) < log.when("prepare_global_plan")[0]
+        assert log.when("prepare_global_plan.done")[0] < min(log.when("write_data"))
+        assert max(log.when("write_data.done")) < log.when("finish")[0]
+        for plans in (*log.values("prepare_global_plan"), *log.values("prepare_global_plan.done")):
+            assert len(plans) == world_size
+            assert all(isinstance(plan, SavePlan) for plan in plans)
+
+    @WORLD_SIZES
+    def test_a_result_for_every_item(self, tmp_path: Path, world_size: int) -> None:
+        """``write_data`` says of each item of its plan, in order, how many bytes were stored."""
+        log = _Log()
+        self.planned_saver()
+
+        def one(comm: Comm) -> None:
+            strategy = observed_save(self.planned_saver(), log.observer(comm.rank))
+            save(_state(world_size, comm.rank), tmp_path / "c", strategy, comm=comm)
+
+        run_ranks(world_size, one)
+        written = {rank: values for rank, name, values in log.events if name == "write_data.done"}
+        for rank, name, values in log.events:
+            if name == "write_data":
+                items = values[0].items
+                results = written[rank][0].result()[: len(items)]
+                assert [result.index for result in results] == [item.index for item in items]
+                assert all(result.size_in_bytes > 0 for result in results)
+
+    @WORLD_SIZES
+    def test_order_of_reader_calls(self, tmp_path: Path, world_size: int) -> None:
+        """Rank 0 reads what there is; then each rank in order."""
+        folder, log = tmp_path / "c", _Log()
+        self.planned_loader()
+        self.save_on(2, folder, lambda rank: _state(2, rank))
+
+        def one(comm: Comm) -> Any:
+            strategy = observed_load(self.planned_loader(), log.observer(comm.rank))
+            return load(_template(world_size, comm.rank), folder, strategy, comm=comm)
+
+        loaded = run_ranks(world_size, one)
+        everywhere = ["set_up_storage_reader", "prepare_local_plan", "read_data"]
+        for rank in range(1, world_size):
+            assert log.calls(rank) == everywhere
+        expected = ["read_metadata", *everywhere[:2], "prepare_global_plan", everywhere[2]]
+        assert log.calls(0) == expected
+        assert log.when("read_metadata.done")[0] < min(log.when("set_up_storage_reader"))
+        assert max(log.when("prepare_local_plan.done")) < log.when("prepare_global_plan")[0]
+        assert log.when("prepare_global_plan.done")[0] < min(log.when("read_data"))
+        (index,) = log.values("read_metadata.done")
+        assert isinstance(index, Index)
+        assert set(index) == set(_FULL)
+        for plans in (*log.values("prepare_global_plan"), *log.values("prepare_global_plan.done")):
+            assert len(plans) == world_size
+            assert all(isinstance(plan, LoadPlan) for plan in plans)
+        for rank, result in enumerate(loaded):
+            for name, shards in _state(world_size, rank).items():
+                for i, shard in enumerate(shards):
+                    assert_same_bits(result[name][i], data_of(shard), f"{name} on rank {rank}")
+
+    def test_created_names_cover_every_file(self, tmp_path: Path) -> None:
+        """All that a save creates is announced before, so that a failed one can be cleared away."""
+        strategy, folder = self.planned_saver(), tmp_path / "c"
+        log = _Log()
+        observed = observed_save(strategy, log.observer(0))
+        save(_state(1, 0), folder, observed)
+        (plan,) = log.values("write_data")
+        announced = {*strategy.make_writer(folder).created_names(plan.index)}
+        announced |= {CONFIG_FNAME, "common.pt", ".dckpt"}
+        for path in folder.rglob("*"):
+            if path.is_file():
+                name = path.relative_to(folder)
+                above = {name.as_posix(), *(parent.as_posix() for parent in name.parents)}
+                assert above & announced, f"{name} was not announced"
+
+    def test_async_commits_at_the_end(self, tmp_path: Path) -> None:
+        """An asynchronous save is a checkpoint once it is finalized on all ranks, not before."""
+        if not isinstance(self.saver(), AsyncSaveShardedStrategy):
+            pytest.skip(f"{self.saver()} cannot save asynchronously")
+        folder = tmp_path / "c"
+
+        def one(comm: Comm) -> None:
+            state = _state(2, comm.rank)
+            request = save(state, folder, self.saver(), async_sharded_save=True, comm=comm)
+            assert request is not None
+            args = list(request.async_fn_args)
+            if request.preload_fn is not None:
+                args[1] = request.preload_fn()
+            if request.async_fn is not None:
+                request.async_fn(*args, **request.async_fn_kwargs)
+            comm.all_gather(None)
+            assert not check_is_distributed_checkpoint(folder), "committed too early"
+            comm.all_gather(None)
+            for finalize in request.finalize_fns:
+                finalize()
+
+        run_ranks(2, one)
+        (result,) = self.load_on(1, folder, lambda _: _template(1, 0))
+        for name, shards in _state(1, 0).items():
+            for i, shard in enumerate(shards):
+                assert_same_bits(result[name][i], data_of(shard), name)

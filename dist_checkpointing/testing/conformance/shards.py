@@ -1,0 +1,256 @@
+"""Global tensors cut up for simulated ranks: ways to cut, values to cut, and exact comparison.
+
+A *cut* turns one full tensor into the shards of every rank. The values of a shard are taken from
+the full tensor by plain indexing, so the shards of a second cut are the expected result of loading
+what was saved with a first one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from dist_checkpointing.mapping import ReplicaId, ShardedTensor
+
+Cut = Callable[[str, torch.Tensor, int], list[list[ShardedTensor]]]
+"""``(key, full tensor, world size)`` -> the shards of each rank, in rank order."""
+
+CUT_SHAPE = (8, 4, 6)
+"""A shape that every entry of CUTS can cut for 1, 2 and 4 ranks."""
+
+
+def random_bits(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A tensor of random bytes: NaNs with payloads, infinities and denormals included."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, tuple(shape), generator=generator).to(torch.bool)
+    count = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(tuple(shape))
+
+
+def poisoned(expected: torch.Tensor) -> torch.Tensor:
+    """Memory to load into, in which every element differs from what is expected there."""
+    values = expected.detach().contiguous()
+    if values.dtype == torch.bool:
+        return ~values
+    inverted = values.reshape(-1).view(torch.uint8).bitwise_not()
+    return inverted.view(values.dtype).reshape(values.shape)
+
+
+def assert_same_bits(actual: object, expected: torch.Tensor, what: str) -> None:
+    """Fail unless ``actual`` is a tensor of the same dtype, shape and bits."""
+    assert isinstance(actual, torch.Tensor), f"{what}: not a tensor but {type(actual).__name__}"
+    found, wanted = (actual.dtype, tuple(actual.shape)), (expected.dtype, tuple(expected.shape))
+    assert found == wanted, f"{what}: {found} instead of {wanted}"
+    pair = [t.detach().cpu().resolve_conj().resolve_neg() for t in (actual, expected)]
+    # A copy: a view of one element may call itself contiguous whatever its strides are.
+    have, want = (
+        t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in pair
+    )
+    differing = int((have != want).sum())
+    assert not differing, f"{what}: {differing} of {len(want)} bytes differ"
+
+
+def data_of(shard: ShardedTensor) -> torch.Tensor:
+    """The data of a shard that has some."""
+    assert shard.data is not None
+    return shard.data
+
+
+def template(shard: ShardedTensor, data: torch.Tensor | None = None) -> ShardedTensor:
+    """The same part of the global tensor, to load into ``data`` (or memory still to be made)."""
+    return replace(shard, data=data, replica_id=0)
+
+
+_flat = ShardedTensor.from_rank_offsets_flat
+
+
+def _regular(
+    key: str,
+    part: torch.Tensor,
+    *places: tuple[int, int, int],
+    replica_id: ReplicaId = 0,
+    prepended: int = 0,
+) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(
+        key, part.clone(), *places, replica_id=replica_id, prepend_axis_num=prepended
+    )
+
+
+def uneven_shard(
+    key: str, full: torch.Tensor, offset: Sequence[int], shape: Sequence[int]
+) -> ShardedTensor:
+    """A box of ``full`` as a shard without a declared grid."""
+    box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+    return ShardedTensor(
+        key, full[box].clone(), full.dtype, tuple(shape), tuple(full.shape), tuple(offset), None
+    )
+
+
+def by_rows(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Equal parts along axis 0."""
+    parts = full.chunk(world_size, 0)
+    return [[_regular(key, part, (0, rank, world_size))] for rank, part in enumerate(parts)]
+
+
+def by_rows_backwards(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Equal parts along axis 0, the last one on rank 0."""
+    return by_rows(key, full, world_size)[::-1]
+
+
+def by_columns(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Equal parts along axis 1."""
+    parts = full.chunk(world_size, 1)
+    return [[_regular(key, part, (1, rank, world_size))] for rank, part in enumerate(parts)]
+
+
+def by_blocks(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """A grid over axes 0 and 2."""
+    rows = max(1, world_size // 2)
+    columns = world_size // rows
+    return [
+        [_regular(key, block, (0, i, rows), (2, j, columns))]
+        for i, row in enumerate(full.chunk(rows, 0))
+        for j, block in enumerate(row.chunk(columns, 2))
+    ]
+
+
+def interleaved(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """One row a shard, dealt out in turn: several shards of one key on each rank."""
+    count = full.shape[0]
+    rows = [_regular(key, full[i : i + 1], (0, i, count)) for i in range(count)]
+    return [rows[rank::world_size] for rank in range(world_size)]
+
+
+def unevenly(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Parts of different size along axis 0; with four ranks, one of them holds nothing."""
+    cuts = {1: [0], 2: [0, 3], 4: [0, 1, 1, 6]}[world_size] + [full.shape[0]]
+    rest = full.shape[1:]
+    return [
+        [uneven_shard(key, full, (a, *(0 for _ in rest)), (b - a, *rest))]
+        for a, b in itertools.pairwise(cuts)
+    ]
+
+
+def ragged(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Rank 0 has the first rows whole, the others share the columns of the rest: no grid at all."""
+    rows, columns, depth = full.shape
+    if world_size == 1:
+        return [[uneven_shard(key, full, (0, 0, 0), full.shape)]]
+    first = [uneven_shard(key, full, (0, 0, 0), (3, columns, depth))]
+    edges = {2: [0], 4: [0, 1, 2]}[world_size] + [columns]
+    rest = [
+        [uneven_shard(key, full, (3, a, 0), (rows - 3, b - a, depth))]
+        for a, b in itertools.pairwise(edges)
+    ]
+    return [first, *rest]
+
+
+def replicated(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """The whole tensor on every rank."""
+    return [[_regular(key, full, replica_id=rank)] for rank in range(world_size)]
+
+
+def in_replicated_pairs(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Rows over pairs of ranks; the second of a pair holds the main replica."""
+    count = max(1, world_size // 2)
+    parts = full.chunk(count, 0)
+    size = world_size // count
+    return [
+        [_regular(key, part, (0, i, count), replica_id=(0, size - 1 - copy))]
+        for i, part in enumerate(parts)
+        for copy in range(size)
+    ]
+
+
+def prepended(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Axis 0 exists only globally: every layer is a shard, in blocks of layers a rank."""
+    count = full.shape[0]
+    layers = [_regular(key, full[i], (0, i, count), prepended=1) for i in range(count)]
+    block = count // world_size
+    return [layers[rank * block : (rank + 1) * block] for rank in range(world_size)]
+
+
+def prepended_columns(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Every layer on every rank, cut along its first own axis."""
+    count = full.shape[0]
+    return [
+        [
+            _regular(key, part, (0, i, count), (1, rank, world_size), prepended=1)
+            for i in range(count)
+            for part in [full[i].chunk(world_size, 0)[rank]]
+        ]
+        for rank in range(world_size)
+    ]
+
+
+def _ranges(size: int, count: int) -> list[slice]:
+    """``count`` ranges of different size that make up ``size`` elements; a fourth one is empty."""
+    edges = {1: [0], 2: [0, size // 3], 4: [0, size // 7, size // 2 + 1, size // 2 + 1]}[count]
+    return [slice(a, b) for a, b in zip(edges, [*edges[1:], size], strict=True)]
+
+
+def flattened(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Ranges of the flattening of the whole tensor; with four ranks, one of them is empty."""
+    flat = full.reshape(-1)
+    return [
+        [_flat(key, flat[part].clone(), tuple(full.shape), flattened_range=part)]
+        for part in _ranges(flat.numel(), world_size)
+    ]
+
+
+def flattened_rows(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Rows over pairs of ranks; each pair shares the flattening of its rows."""
+    count = max(1, world_size // 2)
+    return [
+        [_flat(key, flat[part].clone(), tuple(rows.shape), (0, i, count), flattened_range=part)]
+        for i, rows in enumerate(full.chunk(count, 0))
+        for flat in [rows.reshape(-1)]
+        for part in _ranges(flat.numel(), world_size // count)
+    ]
+
+
+def flattened_layers(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
+    """Axis 0 exists only globally, and the ranks share the flattening of every layer."""
+    count = full.shape[0]
+    return [
+        [
+            _flat(
+                key,
+                layer.reshape(-1)[part].clone(),
+                tuple(layer.shape),
+                (0, i, count),
+                flattened_range=part,
+                prepend_axis_num=1,
+            )
+            for i, layer in enumerate(full)
+        ]
+        for part in _ranges(full[0].numel(), world_size)
+    ]
+
+
+CUTS: dict[str, Cut] = {
+    cut.__name__: cut
+    for cut in (
+        by_rows,
+        by_rows_backwards,
+        by_columns,
+        by_blocks,
+        interleaved,
+        unevenly,
+        ragged,
+        replicated,
+        in_replicated_pairs,
+        prepended,
+        prepended_columns,
+        flattened,
+        flattened_rows,
+        flattened_layers,
+    )
+}
+"""All cuts by name."""

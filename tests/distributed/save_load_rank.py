@@ -1,0 +1,205 @@
+"""One rank of tests/distributed/test_save_load.py; writes what it saw to REPORTS/<rank>.json.
+
+Usage, under torchrun:  save_load_rank.py save|load CHECKPOINTS REPORTS
+By itself:              save_load_rank.py full-disk|killed CHECKPOINTS REPORTS BACKEND VERSION
+                                          RANK WORLD_SIZE PORT VICTIM
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dist_checkpointing import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    check_is_distributed_checkpoint,
+    load,
+    save,
+)
+from dist_checkpointing.comm import TorchComm
+from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
+from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+
+BACKENDS = [("zarr", 1), ("zarr", 2), ("tensorstore", 1)]
+WAIT_SECONDS = 2.0
+
+Plain = tuple[tuple[int, ...], torch.dtype]
+GLOBAL: dict[str, Plain] = {
+    "rows": ((12, 5), torch.float32),
+    "columns": ((5, 12), torch.bfloat16),
+    "layers": ((12, 3), torch.float64),
+    "uneven": ((10, 3), torch.int32),
+    "flat": ((6, 7), torch.int64),
+    "replicated": ((4,), torch.float16),
+    "scalar": ((), torch.uint8),
+}
+
+
+def whole(key: str) -> torch.Tensor:
+    """The global tensor, the same on every rank of every world."""
+    shape, dtype = GLOBAL[key]
+    count = torch.Size(shape).numel()
+    first = 1 + sorted(GLOBAL).index(key)
+    return torch.arange(first, first + count).reshape(shape).to(dtype)
+
+
+def edges(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """A range of its own, and of its own size, for each rank."""
+    weights = [1 + 2 * (i % 2) for i in range(world_size)]
+    start = size * sum(weights[:rank]) // sum(weights)
+    return start, size * sum(weights[: rank + 1]) // sum(weights)
+
+
+def state(rank: int, world_size: int) -> dict[str, Any]:
+    """What a rank holds, in as many kinds of shards as there are."""
+    own = (rank, world_size)
+    start, stop = edges(10, *own)
+    first, last = edges(42, *own)
+    uneven, flat = whole("uneven"), whole("flat")
+    per_rank = 12 // world_size
+    shard = ShardedTensor.from_rank_offsets
+    return {
+        "rows": shard("rows", whole("rows").chunk(world_size)[rank], (0, *own)),
+        "columns": shard("columns", whole("columns").chunk(world_size, 1)[rank], (1, *own)),
+        "layers": [
+            shard("layers", whole("layers")[layer], (0, layer, 12), prepend_axis_num=1)
+            for layer in range(rank * per_rank, (rank + 1) * per_rank)
+        ],
+        "uneven": ShardedTensor(
+            "uneven", uneven[start:stop], uneven.dtype, (stop - start, 3), (10, 3), (start, 0), None
+        ),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "flat", flat.reshape(-1)[first:last], (6, 7), flattened_range=slice(first, last)
+        ),
+        "replicated": shard("replicated", whole("replicated"), replica_id=rank),
+        "scalar": shard("scalar", whole("scalar"), replica_id=rank),
+        "rng": ShardedObject("rng", [rank], (world_size,), (rank,)),
+        "step": 17,
+    }
+
+
+def save_all(checkpoints: Path, rank: int, world_size: int) -> None:
+    for backend, version in BACKENDS:
+        save(state(rank, world_size), checkpoints / f"{backend}-{version}", (backend, version))
+
+
+def load_all(checkpoints: Path, rank: int, world_size: int) -> list[str]:
+    """Load every backend's checkpoint, and name all that is not as it was saved."""
+    wrong: list[str] = []
+    for backend, version in BACKENDS:
+        folder = checkpoints / f"{backend}-{version}"
+        wanted = state(rank, world_size)
+        expected = {key: wanted[key] for key in GLOBAL}
+        del wanted["rng"]  # the grid of objects is as large as the world that saved them
+        wanted["first rng"] = ShardedObject("rng", None, _cells(folder), (0,))
+        for key in ("columns", "flat"):
+            wanted[key].data = None
+        for key in ("rows", "uneven", "replicated", "scalar"):
+            wanted[key].data = torch.zeros_like(expected[key].data)
+        result: Any = load(wanted, folder)
+        if (result["step"], result["first rng"]) != (17, [0]):
+            wrong.append(f"{folder.name}: {result['step']}, {result['first rng']}")
+        again = state(rank, world_size)
+        for key in GLOBAL:
+            pairs = zip(_list(result[key]), _list(again[key]), strict=True)
+            if not all(torch.equal(tensor, shard.data) for tensor, shard in pairs):
+                wrong.append(f"{folder.name}: {key} on rank {rank}")
+    return wrong
+
+
+def _cells(folder: Path) -> tuple[int, ...]:
+    return (json.loads((folder.parent / "world_size.json").read_text()),)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+class FullDisk(DefaultSavePlanner):
+    """A rank on which writing fails."""
+
+    def get_data(self, item: WriteItem) -> Any:
+        raise OSError(28, f"No space left on device for {item.index.fqn}")
+
+
+class Dies(DefaultSavePlanner):
+    """A rank that is gone in the middle of a write, as if the kernel had run out of memory."""
+
+    def get_data(self, item: WriteItem) -> Any:
+        if item.index.fqn == "uneven":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().get_data(item)
+
+
+def fails(scenario: str, checkpoints: Path, victim: int, backend: tuple[str, int]) -> Any:
+    """A good save, and then one on which a rank fails: what this rank hears of it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), WAIT_SECONDS)
+    mine = state(rank, world_size)
+    save(mine, checkpoints / "first", backend, comm=comm)
+    kind = type(get_default_strategy(StrategyAction.SAVE_SHARDED, *backend))
+    planner = DefaultSavePlanner()
+    if rank == victim:
+        planner = FullDisk() if scenario == "full-disk" else Dies()
+    begin = time.monotonic()
+    try:
+        save(mine, checkpoints / "second", kind(planner=planner), comm=comm)
+    except CheckpointingException as error:
+        named = sorted({r for finding in error.findings for r in finding.ranks})
+        seen: dict[str, Any] = {
+            "class": type(error).__name__,
+            "text": str(error),
+            "ranks": named,
+        }
+    else:
+        seen = {"class": "nothing was raised"}
+    seen |= {
+        "seconds": time.monotonic() - begin,
+        "committed": check_is_distributed_checkpoint(checkpoints / "second"),
+    }
+    if scenario == "full-disk":
+        save(mine, checkpoints / "second", backend, comm=comm)
+    return seen
+
+
+def main() -> None:
+    scenario, checkpoints, reports = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    if scenario in ("save", "load"):
+        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        report: Any = None
+        if scenario == "save":
+            save_all(checkpoints, rank, world_size)
+            if rank == 0:
+                (checkpoints / "world_size.json").write_text(str(world_size))
+        else:
+            report = load_all(checkpoints, rank, world_size)
+        (reports / f"{rank}.json").write_text(json.dumps(report))
+        dist.destroy_process_group()
+        return
+    backend, version, rank_text, size_text, port, victim = sys.argv[4:]
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=int(rank_text),
+        world_size=int(size_text),
+        timeout=timedelta(seconds=20),
+    )
+    report = fails(scenario, checkpoints, int(victim), (backend, int(version)))
+    (reports / f"{rank_text}.json").write_text(json.dumps(report))
+    os._exit(0)  # a process group that has lost a rank cannot be taken down in an orderly way
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""TorchComm over real processes; what the ranks do is in torch_comm_rank.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its stubs
+
+import dist_checkpointing
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+WORLD_SIZE = 3
+DEAD = None
+ROOT = Path(dist_checkpointing.__file__).parents[1]
+SCRIPT = Path(__file__).parent / "torch_comm_rank.py"
+
+
+def run(scenario: str, place: str) -> list[Any]:
+    """The report of each rank, or DEAD for one that died as it was told to."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), scenario, str(rank), str(WORLD_SIZE), place],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    reports: list[Any] = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=90)
+            assert process.returncode in (0, 3), err
+            reports.append(json.loads(out.splitlines()[-1]) if process.returncode == 0 else DEAD)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return reports
+
+
+@pytest.fixture
+def store() -> Any:
+    """A store that outlives every rank, as torchrun's does."""
+    return TCPStore("127.0.0.1", 0, WORLD_SIZE, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def place(store: Any) -> str:
+    return str(store.port)
+
+
+def same_error(reports: list[Any], name: str = "error") -> Any:
+    """The error of all living ranks, having checked that it is the same on all."""
+    errors = [report[name] for report in reports if report is not DEAD]
+    for error in errors:
+        assert error["class"] == errors[0]["class"], errors
+        assert error["text"] == errors[0]["text"], errors
+    return errors[0]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
+    reports = run("healthy", place if kind == "tcp" else str(tmp_path / "store"))
+    for rank, report in enumerate(reports):
+        assert (report["rank"], report["world_size"]) == (rank, 3)
+        assert report["all_gather"] == [[[turn, r] for r in range(3)] for turn in range(3)]
+        assert report["broadcast"] == 7
+        assert report["exchange"] == [0, 1, 4]
+        assert report["from_rank0"] == "from 0"
+        assert report["calls"] == ([0] if rank == 0 else [])
+        assert report["after"] == [0, 1, 2]
+        assert report["keys_left"] < 20
+
+    shared = same_error(reports, "shared")
+    assert shared["class"] == "CorruptCheckpointError"
+    assert shared["ranks"] == [1, 2]
+    assert "a.bin" in shared["text"]
+
+    mixed = same_error(reports, "mixed")
+    assert mixed["class"] == "RankFailedError"
+    assert mixed["ranks"] == [1, 2]
+    assert "template" in mixed["text"]
+    assert "shards" in mixed["text"]
+
+    foreign = same_error(reports, "foreign")
+    assert foreign["class"] == "RankFailedError"
+    assert foreign["ranks"] == [2]
+    assert "No space left on device é" in foreign["text"]
+    assert "in produce" in foreign["text"]
+    assert [report["foreign"]["cause"] for report in reports] == ["NoneType", "NoneType", "OSError"]
+
+    assert same_error(reports, "rank0")["class"] == "StateMismatchError"
+
+
+def test_a_group_whose_ranks_have_other_numbers_in_the_world(place: str) -> None:
+    reports = run("subgroup", place)
+    assert [report["world"] for report in reports] == [[0, 1, 2]] * 3
+    assert [report["rank"] for report in reports[1:]] == [0, 1]
+    assert [report["ranks"] for report in reports[1:]] == [[1, 2]] * 2
+    assert [report["broadcast"] for report in reports[1:]] == [1, 1]
+    assert same_error(reports[1:])["ranks"] == [1]
+
+
+def test_the_default_comm_lives_as_long_as_the_world(place: str) -> None:
+    for report in run("defaults", place):
+        assert report["class"] == "TorchComm"
+        assert report["cached"]
+        assert report["before"] == [0, 1, 2]
+        assert report["alone"]
+        assert report["remade"]
+        assert report["after"] == [0, 1, 2]
+
+
+def test_a_dead_rank_is_named_within_the_timeout(place: str) -> None:
+    reports = run("dead", place)
+    error = same_error(reports)
+    assert reports[2] is DEAD
+    assert error["class"] == "RankFailedError"
+    assert error["ranks"] == [2]
+    assert "'commit'" in error["text"]
+
+
+@pytest.mark.parametrize("host", ["test", "rank 0"])
+def test_a_dead_rank_0_is_named_too(host: str, place: str, tmp_path: Path) -> None:
+    reports = run("dead_rank0", place if host == "test" else str(tmp_path / "store.port"))
+    assert reports[0] is DEAD
+    for report in reports[1:]:
+        assert report["error"]["class"] == "RankFailedError", report
+        assert 0 in report["error"]["ranks"]
+
+
+@pytest.mark.parametrize("host", ["test", "rank 0"])
+def test_the_last_agreement_of_a_program_holds_for_all(
+    host: str, place: str, tmp_path: Path
+) -> None:
+    reports = run("done", place if host == "test" else str(tmp_path / "store.port"))
+    assert [report["error"]["class"] for report in reports] == [None] * 3, reports
+
+
+def test_a_rank_that_dies_before_a_collective_is_an_error_of_ours(place: str) -> None:
+    reports = run("dead_in_a_collective", place)
+    for report in reports[:2]:
+        assert report["error"]["class"] == "RankFailedError"
+        assert "contact" in report["error"]["text"]
+
+
+def test_an_interrupt_is_not_swallowed(place: str) -> None:
+    reports = run("interrupted", place)
+    assert reports[1]["error"]["class"] == "KeyboardInterrupt"
+    assert same_error([reports[0], DEAD, reports[2]])["ranks"] == [1]
+
+
+def test_a_late_rank_hears_that_it_was_given_up_and_may_go_on(place: str) -> None:
+    reports = run("late", place)
+    error = same_error(reports)
+    assert error["class"] == "RankFailedError"
+    assert error["ranks"] == [2]
+    assert [report["next"] for report in reports] == [{"class": None, "value": [0, 1, 2]}] * 3
+
+
+def test_a_value_that_cannot_travel_fails_on_all_ranks_at_once(place: str) -> None:
+    reports = run("unpicklable", place)
+    error = same_error(reports)
+    assert error["class"] == "RankFailedError"
+    assert error["ranks"] == [1]

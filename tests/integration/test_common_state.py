@@ -1,0 +1,604 @@
+"""Common state and objects: all that real states hold comes back, and no code ever runs."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import fractions
+import functools
+import io
+import logging
+import operator
+import os
+import pathlib
+import pickle
+import random
+import types
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointingException,
+    InvalidShardingError,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    UnsupportedFormatError,
+    check_is_distributed_checkpoint,
+    load,
+    load_common_state_dict,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.testing import run_ranks
+
+FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Settings:
+    """A class of the user's own."""
+
+    depth: int = 3
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def same(got: Any, expected: Any) -> bool:
+    """Equal in type, value and nesting; tensors and arrays bit by bit."""
+    if type(got) is not type(expected):
+        return False
+    if isinstance(expected, torch.Tensor | np.ndarray | np.generic):
+        equal = got.dtype == expected.dtype and got.shape == expected.shape
+        return bool(equal and contents(got) == contents(expected))
+    if isinstance(expected, dict):
+        return list(got) == list(expected) and same([*got.values()], [*expected.values()])
+    if isinstance(expected, list | tuple | collections.deque):
+        return len(got) == len(expected) and all(map(same, got, expected))
+    if isinstance(expected, argparse.Namespace | types.SimpleNamespace):
+        return same(vars(got), vars(expected))
+    return bool(got == expected)
+
+
+def contents(value: Any) -> bytes:
+    """The bytes of an array or tensor."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    copied: bytes = value.tobytes()
+    return copied
+
+
+def namespace(**values: Any) -> argparse.Namespace:
+    return argparse.Namespace(**values)
+
+
+NEW_YORK = dt.timezone(dt.timedelta(hours=-5), "EST")
+VALUES: dict[str, Any] = {
+    "nothing": None,
+    "truth": True,
+    "int": 2**200,
+    "float": -0.1,
+    "infinity": float("inf"),
+    "text": "naïve 😀 \0",
+    "bytes": b"\0\xff",
+    "bytearray": bytearray(b"\0\xff"),
+    "complex": 1 - 2j,
+    "ellipsis free slice": slice(1, None, 2),
+    "range": range(1, 10, 3),
+    "tuple": (1, (2, [3]), ()),
+    "set": {1, "two", 3.0},
+    "frozenset": frozenset({1, 2}),
+    "empty set": set(),
+    "ordered dict": collections.OrderedDict(b=1, a=[2]),
+    "counter": collections.Counter("abracadabra"),
+    "empty defaultdict": collections.defaultdict(list),
+    "defaultdict": collections.defaultdict(list, a=[1], b=[2, 3]),
+    "defaultdict of dicts": collections.defaultdict(dict, {1: {"x": 2}}),
+    "defaultdict of ints": collections.defaultdict(int, steps=5),
+    "empty deque": collections.deque(),
+    "deque": collections.deque([1, 2, 3]),
+    "deque of 5": collections.deque([0.5, 0.25], maxlen=5),
+    "namespace": namespace(lr=0.1, betas=(0.9, 0.95), nested=namespace(x=[1])),
+    "empty namespace": namespace(),
+    "simple namespace": types.SimpleNamespace(a=1, b=types.SimpleNamespace(c="d")),
+    "date": dt.date(2024, 2, 29),
+    "datetime": dt.datetime(2024, 2, 29, 12, 30, 1, 5),  # noqa: DTZ001
+    "datetime with a zone": dt.datetime(2024, 2, 29, tzinfo=dt.UTC),
+    "datetime in New York": dt.datetime(2024, 2, 29, tzinfo=NEW_YORK),
+    "time": dt.time(1, 2, 3, 4),
+    "timedelta": dt.timedelta(days=-1, microseconds=3),
+    "decimal": decimal.Decimal("0.10"),
+    "fraction": fractions.Fraction(1, 3),
+    "uuid": uuid.UUID(int=5),
+    "path": pathlib.Path("/a/b c"),
+    "pure path": pathlib.PurePosixPath("a/b"),
+    "torch size": torch.Size([2, 3]),
+    "empty torch size": torch.Size([]),
+    "torch dtype": torch.bfloat16,
+    "all torch dtypes": [torch.float32, torch.int8, torch.bool, torch.complex64, torch.float8_e5m2],
+    "torch device": torch.device("cpu"),
+    "other torch device": torch.device("cuda", 3),
+    "tensor": torch.arange(6).reshape(2, 3).t(),
+    "scalar tensor": torch.tensor(2.5, dtype=torch.bfloat16),
+    "empty tensor": torch.empty(0, 3),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "fp8 tensor": torch.ones(3).to(torch.float8_e4m3fn),
+    "bool tensor": torch.tensor([True, False]),
+    "numpy int": np.int64(5),
+    "numpy float": np.float32(0.1),
+    "numpy half": np.float16(0.5),
+    "numpy bool": np.True_,
+    "numpy complex": np.complex64(1 + 2j),
+    "numpy unsigned": np.uint8(255),
+    "numpy text": np.str_("text"),
+    "numpy bytes": np.bytes_(b"bytes"),
+    "numpy datetime": np.datetime64("2024-02-29T12:00", "s"),
+    "numpy timedelta": np.timedelta64(5, "ms"),
+    "numpy array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "numpy column-major array": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "numpy 0-d array": np.array(1.5),
+    "numpy empty array": np.empty((0, 2)),
+    "numpy text array": np.array(["a", "bcd"]),
+    "numpy structured array": np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    "numpy datetime array": np.array(["2024-02-29"], dtype="datetime64[D]"),
+    "numpy dtype": np.dtype("float32"),
+    "numpy structured dtype": np.dtype([("a", "i4")]),
+    "numpy dtypes": [np.dtype(c) for c in "?bBhHiIlLefdFD"],
+    "python random state": random.Random(5).getstate(),
+    "numpy random state": np.random.RandomState(5).get_state(),
+    "numpy generator state": np.random.default_rng(5).bit_generator.state,
+    "numpy philox state": np.random.Philox(5).state,
+    "torch random state": torch.Generator().manual_seed(5).get_state(),
+    "optimizer state": {
+        "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)}},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0, 1]}],
+    },
+    "scheduler state": {"last_epoch": 5, "_last_lr": [0.1], "milestones": collections.Counter([3])},
+    "ids": {1: "int", "1": "text", (1, "a"): "tuple", None: "none", 1.5: "float", b"b": "bytes"},
+    "nested deep": [[[[[[[[[["bottom"], 1], {2: []}]]]]]]]],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_plain_data_comes_back_from_common_state(tmp_path: Path, name: str) -> None:
+    value = VALUES[name]
+    save({"v": value, "after": "end"}, tmp_path)
+    loaded = load_common_state_dict(tmp_path)
+    assert loaded["after"] == "end"
+    assert same(loaded["v"], value)
+    template: dict[str, Any] = {}
+    assert same(load(template, tmp_path)["v"], value)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_plain_data_comes_back_from_a_sharded_object(tmp_path: Path, name: str) -> None:
+    value = VALUES[name]
+    save({"o": ShardedObject("o", value, (1,), (0,))}, tmp_path)
+    assert same(load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path)["o"], value)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_plain_data_is_saved_without_a_warning(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save({"v": VALUES[name]}, tmp_path)
+    assert caplog.text == ""
+
+
+def test_a_state_dict_of_a_real_model_and_optimizer_comes_back(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "random": (random.getstate(), np.random.get_state(), torch.get_rng_state()),  # noqa: NPY002
+        "args": namespace(layers=2, dtype=torch.bfloat16, started=dt.datetime.now(tz=dt.UTC)),
+    }
+    save(state, tmp_path)
+    loaded = load_common_state_dict(tmp_path)
+    assert same(loaded, state)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    scheduler.load_state_dict(loaded["scheduler"])
+    random.setstate(loaded["random"][0])
+    np.random.set_state(loaded["random"][1])  # noqa: NPY002
+
+
+def test_a_defaultdict_keeps_its_factory_and_a_deque_its_length(tmp_path: Path) -> None:
+    save({"d": VALUES["defaultdict"], "q": VALUES["deque of 5"]}, tmp_path)
+    loaded = load_common_state_dict(tmp_path)
+    assert loaded["d"].default_factory is list
+    assert loaded["q"].maxlen == 5
+
+
+# What is not plain data: a warning when it is saved, refused when it is read.
+
+FOREIGN: dict[str, tuple[Any, str]] = {
+    "an enum": (Colour.RED, "Colour"),
+    "an object of a user's class": (Settings(5), "Settings"),
+    "a user's class": (Settings, "Settings"),
+    "a named tuple": (Pair(1, 2), "Pair"),
+    "a function": (same, "same"),
+    "a partial": (functools.partial(int, base=2), "functools.partial"),
+    "a module": (torch.nn.Identity(), "Identity"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_plain_data_is_a_warning_at_save_and_refused_at_load(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    value, word = FOREIGN[name]
+    with caplog.at_level(logging.WARNING):
+        save({"deep": [{"v": value}]}, tmp_path)
+    assert word in caplog.text
+    assert "trusted=True" in caplog.text
+    template: dict[str, Any] = {}
+    readers: list[Callable[[], Any]] = [
+        lambda: load(template, tmp_path),
+        lambda: load_common_state_dict(tmp_path),
+    ]
+    for read in readers:
+        with pytest.raises(UnsupportedFormatError) as raised:
+            read()
+        assert word in str(raised.value)
+        assert str(tmp_path / "common.pt") in str(raised.value)
+        assert "trusted=True" in str(raised.value)
+        assert "add_safe_globals" in str(raised.value)
+    trusted = load(template, tmp_path, trusted=True)["deep"][0]["v"]
+    assert type(trusted) is type(value)
+    assert load_common_state_dict(tmp_path, trusted=True).keys() == {"deep"}
+
+
+@FORMAT
+def test_an_object_that_is_no_plain_data_is_a_warning_at_save_and_refused_at_load(
+    tmp_path: Path, file_format: tuple[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    save({"o": ShardedObject("o", Settings(5), (1,), (0,))}, tmp_path, file_format)
+    assert "Settings" in caplog.text
+    assert "'o'" in caplog.text
+    template = {"o": ShardedObject("o", None, (1,), (0,))}
+    with pytest.raises(UnsupportedFormatError, match="Settings"):
+        load(template, tmp_path)
+    assert load(template, tmp_path, trusted=True) == {"o": Settings(5)}
+
+
+class Calls:
+    """Pickles as a call of any function."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+def hostile(marker: Path) -> dict[str, tuple[Any, str]]:
+    """Values that would create the file ``marker`` when they are unpickled."""
+    touch = f"touch {marker}"
+    write = f"open({str(marker)!r}, 'w').close()"
+    return {
+        "os.system": (Calls(os.system, touch), "system"),
+        "eval": (Calls(eval, write), "eval"),
+        "exec": (Calls(exec, write), "exec"),
+        "getattr": (Calls(getattr, Settings, "depth"), "getattr"),
+        "attrgetter": (Calls(operator.attrgetter, "system"), "attrgetter"),
+        "open": (Calls(open, str(marker), "w"), "open"),
+        "partial": (Calls(functools.partial, os.system, touch), "partial"),
+        "os.system as a default factory": (
+            collections.defaultdict(functools.partial(os.system, touch)),
+            "partial",
+        ),
+        "pickle.loads": (Calls(pickle.loads, pickle.dumps(Calls(os.system, touch))), "loads"),
+        "torch.load": (Calls(torch.load, str(marker)), "load"),
+        "deep inside": ({"a": [(1, namespace(x=Calls(os.system, touch)))]}, "system"),
+    }
+
+
+HOSTILE = list(hostile(Path("marker")))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_common_state_is_refused_and_never_executed(tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "marker"
+    value, word = hostile(marker)[name]
+    save({"step": 1}, tmp_path / "c")
+    torch.save({"v": value}, tmp_path / "c" / "common.pt")
+    template: dict[str, Any] = {}
+    readers: list[Callable[[], Any]] = [
+        lambda: load(template, tmp_path / "c"),
+        lambda: load_common_state_dict(tmp_path / "c"),
+        lambda: run_ranks(2, lambda comm: load(template, tmp_path / "c", comm=comm)),
+    ]
+    for read in readers:
+        with pytest.raises(UnsupportedFormatError) as raised:
+            read()
+        assert word in str(raised.value)
+        assert not marker.exists()
+
+
+@FORMAT
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_object_is_refused_and_never_executed(
+    tmp_path: Path, file_format: tuple[str, int], name: str
+) -> None:
+    marker = tmp_path / "marker"
+    value, word = hostile(marker)[name]
+    template = {"o": ShardedObject("o", None, (1,), (0,))}
+    save({"o": ShardedObject("o", 5, (1,), (0,))}, tmp_path / "c", file_format)
+    torch.save(value, tmp_path / "c" / "o" / "shard_0_1.pt")
+    with pytest.raises(UnsupportedFormatError) as raised:
+        load(template, tmp_path / "c")
+    assert word in str(raised.value)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["os.system", "eval", "deep inside"])
+def test_trusted_unpickles_anything(tmp_path: Path, name: str) -> None:
+    """And this is what that means."""
+    marker = tmp_path / "marker"
+    value, _ = hostile(marker)[name]
+    save({"o": ShardedObject("o", 5, (1,), (0,))}, tmp_path / "c")
+    torch.save({"v": value}, tmp_path / "c" / "common.pt")
+    load_common_state_dict(tmp_path / "c", trusted=True)
+    assert marker.exists()
+    marker.unlink()
+    torch.save({"v": 1}, tmp_path / "c" / "common.pt")
+    torch.save(value, tmp_path / "c" / "o" / "shard_0_1.pt")
+    load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path / "c", trusted=True)
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("legacy", ["plain pickle", "old torch format"])
+def test_a_hostile_file_in_an_old_format_is_not_executed_either(
+    tmp_path: Path, legacy: str
+) -> None:
+    marker = tmp_path / "marker"
+    value = {"v": Calls(os.system, f"touch {marker}")}
+    save({"step": 1}, tmp_path / "c")
+    if legacy == "plain pickle":
+        (tmp_path / "c" / "common.pt").write_bytes(pickle.dumps(value))
+    else:
+        path = tmp_path / "c" / "common.pt"
+        torch.save(value, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointingException, match=r"common\.pt"):
+        load_common_state_dict(tmp_path / "c")
+    assert not marker.exists()
+
+
+class PointersFromBytes:
+    """An array of objects whose dtype denies that it has any, so that bytes become pointers."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        shape, content = (1,), b"A" * 8
+        state = (1, shape, LyingDtype(), False, content)
+        return np.ndarray.__reduce__(np.empty(0))[0], (np.ndarray, (0,), b"b"), state
+
+
+class LyingDtype:
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 0)
+        return np.dtype, ("V8", False, True), state
+
+
+def test_an_array_that_would_take_bytes_for_pointers_is_refused(tmp_path: Path) -> None:
+    """Looking at its elements would crash the process, or worse."""
+    save({"step": 1}, tmp_path)
+    torch.save({"v": [PointersFromBytes()]}, tmp_path / "common.pt")
+    with pytest.raises(CheckpointingException, match=r"common\.pt"):
+        load_common_state_dict(tmp_path)
+
+
+def test_plain_data_in_the_old_torch_format_is_read(tmp_path: Path) -> None:
+    save({"step": 1}, tmp_path)
+    torch.save(
+        {"args": namespace(x=1)}, tmp_path / "common.pt", _use_new_zipfile_serialization=False
+    )
+    assert load_common_state_dict(tmp_path) == {"args": namespace(x=1)}
+
+
+# The allow-list of the process.
+
+
+def test_classes_that_the_user_allowed_are_read_and_stay_allowed(tmp_path: Path) -> None:
+    save({"s": Settings(7), "n": namespace(x=1)}, tmp_path)
+    with torch.serialization.safe_globals([Settings, argparse.Namespace]):
+        before = set(torch.serialization.get_safe_globals())
+        for _ in range(2):
+            loaded = load_common_state_dict(tmp_path)
+            assert loaded == {"s": Settings(7), "n": namespace(x=1)}
+            assert set(torch.serialization.get_safe_globals()) == before
+    with pytest.raises(UnsupportedFormatError, match="Settings"):
+        load_common_state_dict(tmp_path)
+
+
+def test_our_allow_list_does_not_leak_into_the_process(tmp_path: Path) -> None:
+    before = set(torch.serialization.get_safe_globals())
+    save({"n": namespace(x=1), "o": ShardedObject("o", namespace(), (1,), (0,))}, tmp_path)
+    load({"o": ShardedObject("o", None, (1,), (0,))}, tmp_path)
+    torch.save({"v": Colour.RED}, tmp_path / "common.pt")
+    with pytest.raises(UnsupportedFormatError):
+        load_common_state_dict(tmp_path)
+    assert set(torch.serialization.get_safe_globals()) == before
+    buffer = io.BytesIO()
+    torch.save(namespace(x=1), buffer)
+    buffer.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match=r"argparse\.Namespace"):
+        torch.load(buffer, weights_only=True)
+
+
+def test_many_threads_may_load_and_save_at_once(tmp_path: Path) -> None:
+    state = {
+        "n": namespace(x=[np.float32(1.5), dt.timedelta(5)]),
+        "o": ShardedObject("o", {"a": collections.deque(), "s": random.getstate()}, (1,), (0,)),
+        "w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0)),
+    }
+    save(state, tmp_path / "c")
+    before = set(torch.serialization.get_safe_globals())
+
+    def work(number: int) -> None:
+        template = {
+            "o": ShardedObject("o", None, (1,), (0,)),
+            "w": ShardedTensor.from_rank_offsets("w", torch.empty(4)),
+        }
+        loaded = load(template, tmp_path / "c")
+        assert loaded["n"] == state["n"]
+        assert loaded["o"]["s"] == random.getstate()
+        assert loaded["w"].tolist() == [0, 1, 2, 3]
+        save({"number": number, "n": namespace(x=number)}, tmp_path / f"{number}")
+        assert load_common_state_dict(tmp_path / f"{number}")["n"].x == number
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(48)))
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_what_the_user_allows_while_others_load_stays_allowed(tmp_path: Path) -> None:
+    save({"n": namespace(x=1)}, tmp_path)
+    stop = False
+
+    def keep_loading() -> None:
+        while not stop:
+            load_common_state_dict(tmp_path)
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(keep_loading) for _ in range(2)]
+            for _ in range(50):
+                torch.serialization.add_safe_globals([Settings, Colour])
+                load_common_state_dict(tmp_path)
+                assert {Settings, Colour} <= set(torch.serialization.get_safe_globals())
+            stop = True
+            for task in running:
+                task.result()
+        assert {Settings, Colour} <= set(torch.serialization.get_safe_globals())
+        assert argparse.Namespace not in torch.serialization.get_safe_globals()
+    finally:
+        stop = True
+        torch.serialization.clear_safe_globals()
+
+
+# Sharded leaves that hide.
+
+
+def hiding_places() -> dict[str, Callable[[Any], Any]]:
+    return {
+        "a namespace": lambda leaf: namespace(model=leaf),
+        "a simple namespace": lambda leaf: types.SimpleNamespace(model=[leaf]),
+        "a deque": lambda leaf: collections.deque([leaf]),
+        "an object of a user's class": Settings,
+        "an array": lambda leaf: np.array([leaf], dtype=object),
+        "a partial": lambda leaf: functools.partial(print, leaf),
+        "deep": lambda leaf: {"a": [{"b": (namespace(x={"y": leaf}),)}]},
+    }
+
+
+LEAVES: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: ShardedTensor.from_rank_offsets("w", torch.ones(2)),
+    "object": lambda: ShardedObject("o", 5, (1,), (0,)),
+    "local": lambda: LocalNonpersistentObject(5),
+}
+
+
+@FORMAT
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("place", hiding_places())
+def test_a_leaf_that_hides_in_an_object_is_an_error_at_save_on_all_ranks(
+    tmp_path: Path, file_format: tuple[str, int], place: str, leaf: str
+) -> None:
+    def save_rank(comm: Comm) -> str:
+        state = {"x": hiding_places()[place](LEAVES[leaf]())}
+        with pytest.raises(InvalidShardingError, match="hides") as raised:
+            save(state, tmp_path / "c", file_format, comm=comm)
+        return str(raised.value)
+
+    texts = run_ranks(2, save_rank)
+    assert texts[0] == texts[1]
+    assert type(LEAVES[leaf]()).__name__ in texts[0]
+    assert "dicts, lists and tuples" in texts[0]
+    assert not check_is_distributed_checkpoint(tmp_path / "c")
+
+
+def test_a_leaf_that_hides_in_a_sharded_object_is_an_error_at_save(tmp_path: Path) -> None:
+    state = {"o": ShardedObject("o", {"inner": LEAVES["tensor"]()}, (1,), (0,))}
+    with pytest.raises(InvalidShardingError, match="hides") as raised:
+        save(state, tmp_path / "c")
+    assert "'o'" in str(raised.value)
+
+
+# Ranks that differ.
+
+
+def test_the_common_state_of_rank_0_is_saved_and_differences_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save_rank(comm: Comm) -> None:
+        state: dict[str, Any] = {"same": torch.ones(2), "rank": comm.rank, "deep": {"a": [1, 2]}}
+        if comm.rank == 1:
+            state["only here"] = 5
+        if comm.rank == 2:
+            del state["deep"]["a"][1]
+        save(state, tmp_path, comm=comm)
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(3, save_rank)
+    assert same(
+        load_common_state_dict(tmp_path),
+        {"same": torch.ones(2), "rank": 0, "deep": {"a": [1, 2]}},
+    )
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert len(messages) == 2
+    assert messages[0].startswith(
+        "Rank 1 common state dict differs from rank 0 common state dict. Keys only on rank 0: {}, "
+    )
+    assert "only here" in messages[0]
+    assert "rank" in messages[0].split("Mismatched keys:")[1]
+    assert "deep" in messages[1].split("Keys only on 2:")[0]
+
+
+def test_equal_common_state_is_not_logged_and_can_be_preprocessed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save_rank(comm: Comm, *, preprocess: bool) -> None:
+        state: dict[str, Any] = {"a": [torch.ones(2), namespace(x=1)], "time": 0.5 * comm.rank}
+        save(
+            state,
+            tmp_path / f"{preprocess}",
+            comm=comm,
+            preprocess_common_before_consistancy_check=(
+                (lambda common: {k: v for k, v in common.items() if k != "time"})
+                if preprocess
+                else None
+            ),
+        )
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(3, lambda comm: save_rank(comm, preprocess=True))
+    assert caplog.text == ""
+    assert load_common_state_dict(tmp_path / "True")["time"] == 0
+    with caplog.at_level(logging.WARNING):
+        run_ranks(3, lambda comm: save_rank(comm, preprocess=False))
+    assert caplog.text.count("differs") == 2

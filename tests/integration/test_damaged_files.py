@@ -1,0 +1,447 @@
+"""Files that are missing, cut off, too long or full of nonsense: a clear error, never zeros."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import xxhash
+
+import dist_checkpointing as dc
+from dist_checkpointing import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    ShardedObject,
+    ShardedTensor,
+    StateMismatchError,
+    StrategyNotFoundError,
+    UnsupportedFormatError,
+    load,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+
+FORMATS: dict[str, Any] = {
+    "zarr 1": ZarrSaveShardedStrategy,
+    "zarr 2": Zarr3SaveShardedStrategy,
+    "zarr 2 zstd": functools.partial(Zarr3SaveShardedStrategy, codec="zstd"),
+    "zarr 2 gzip": functools.partial(Zarr3SaveShardedStrategy, codec="gzip"),
+    "zarr 2 blosc": functools.partial(Zarr3SaveShardedStrategy, codec="blosc"),
+}
+FORMAT = pytest.mark.parametrize("file_format", FORMATS)
+PLAIN_FORMAT = pytest.mark.parametrize("file_format", ["zarr 1", "zarr 2"])
+DOCUMENTED = (CorruptCheckpointError, UnsupportedFormatError, StateMismatchError)
+
+
+def state(fill: float | None = None) -> dict[str, Any]:
+    """Tensors on a grid, cut unevenly, and flattened; as one rank holds them all."""
+
+    def values(*shape: int) -> torch.Tensor:
+        count = torch.Size(shape).numel()
+        return (
+            torch.arange(1.0, count + 1).reshape(shape) if fill is None else torch.full(shape, fill)
+        )
+
+    def uneven(key: str, start: int, stop: int, total: int) -> ShardedTensor:
+        data = values(stop - start)
+        return ShardedTensor(key, data, data.dtype, (stop - start,), (total,), (start,), None)
+
+    return {
+        "grid": [
+            ShardedTensor.from_rank_offsets("grid", values(2, 40), (0, i, 2)) for i in range(2)
+        ],
+        "uneven": [uneven("uneven", 0, 30, 100), uneven("uneven", 30, 100, 100)],
+        "flat": [
+            ShardedTensor.from_rank_offsets_flat(
+                "flat", values(stop - start), (6, 10), flattened_range=slice(start, stop)
+            )
+            for start, stop in ((0, 25), (25, 60))
+        ],
+        "bits": ShardedTensor.from_rank_offsets("bits", values(64).bfloat16()),
+        "object": ShardedObject("object", {"a": [1]}, (1,), (0,)),
+        "step": 7,
+    }  # fmt: skip
+
+
+def flat_tensors(nest: Any) -> list[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        return [nest]
+    if isinstance(nest, ShardedTensor):
+        return [cast("torch.Tensor", nest.data)]
+    if isinstance(nest, dict | list):
+        below = nest.values() if isinstance(nest, dict) else nest
+        return [tensor for value in below for tensor in flat_tensors(value)]
+    return []
+
+
+def check_loads(folder: Path) -> None:
+    loaded = load(state(-1.0), folder)
+    for got, expected in zip(flat_tensors(loaded), flat_tensors(state()), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One good checkpoint of each format."""
+    parent = tmp_path_factory.mktemp("originals")
+    for name, strategy in FORMATS.items():
+        save(state(), parent / name, strategy())
+        check_loads(parent / name)
+    return {name: parent / name for name in FORMATS}
+
+
+@pytest.fixture
+def damaged(originals: dict[str, Path], file_format: str, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(originals[file_format], tmp_path / "c"))
+
+
+def chunk_files(folder: Path) -> list[Path]:
+    described = {"zarr.json", ".zarray", "metadata.json"}
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and ".dckpt" not in path.parts
+        and path.name not in described
+        and path.suffix not in (".pt", ".json")
+    ]
+
+
+# Chunks.
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "a byte short": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "cut in half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "a byte too long": lambda path: path.write_bytes(path.read_bytes() + b"\1"),
+    "twice as long": lambda path: path.write_bytes(2 * path.read_bytes()),
+}
+
+
+@FORMAT
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_chunk_is_an_error_that_names_key_and_file(
+    originals: dict[str, Path], damaged: Path, file_format: str, damage: str
+) -> None:
+    chunks = chunk_files(damaged)
+    assert {path.relative_to(damaged).parts[0] for path in chunks} == {
+        "grid",
+        "uneven",
+        "flat",
+        "bits",
+    }
+    for path in chunks:
+        DAMAGES[damage](path)
+        name = path.relative_to(damaged)
+        with pytest.raises(CorruptCheckpointError) as raised:
+            load(state(-1.0), damaged)
+        assert repr(name.parts[0]) in str(raised.value)
+        assert str(path) in str(raised.value)
+        with pytest.raises(CorruptCheckpointError):
+            dc.load_plain_tensors(damaged)
+        shutil.copy(originals[file_format] / name, path)
+    check_loads(damaged)
+
+
+@FORMAT
+def test_a_damaged_chunk_is_the_same_error_on_all_ranks_and_only_hurts_who_reads_it(
+    damaged: Path,
+) -> None:
+    path = next(p for p in chunk_files(damaged) if "grid" in p.parts)
+    path.unlink()
+
+    def load_rank(comm: Comm) -> tuple[type, str]:
+        wanted = "bits" if comm.rank else "grid"
+        with pytest.raises(CorruptCheckpointError) as raised:
+            load({wanted: state(-1.0)[wanted]}, damaged, comm=comm)
+        return type(raised.value), str(raised.value)
+
+    errors = run_ranks(3, load_rank)
+    assert len(set(errors)) == 1
+    assert str(path) in errors[0][1]
+    assert "rank 0" in errors[0][1]
+    loaded: Any = load({"bits": state(-1.0)["bits"]}, damaged)
+    assert torch.equal(loaded["bits"], state()["bits"].data)
+
+
+@pytest.mark.parametrize("file_format", ["zarr 2 zstd", "zarr 2 gzip", "zarr 2 blosc"])
+def test_a_chunk_that_was_compressed_and_is_now_nonsense_is_damaged(
+    originals: dict[str, Path], damaged: Path, file_format: str
+) -> None:
+    for path in chunk_files(damaged):
+        for nonsense in (b"\0" * path.stat().st_size, b"\xff" * 40, b"{}"):
+            path.write_bytes(nonsense)
+            with pytest.raises(CorruptCheckpointError) as raised:
+                load(state(-1.0), damaged)
+            assert str(path) in str(raised.value)
+        shutil.copy(originals[file_format] / path.relative_to(damaged), path)
+
+
+# Pickles.
+
+
+@PLAIN_FORMAT
+@pytest.mark.parametrize("name", ["common.pt", "object/shard_0_1.pt"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "a byte short", "cut in half"])
+def test_a_damaged_pickle_is_an_error_that_names_the_file(
+    damaged: Path, name: str, damage: str
+) -> None:
+    DAMAGES[damage](damaged / name)
+    with pytest.raises((CorruptCheckpointError, StateMismatchError)) as raised:
+        load(state(-1.0), damaged)
+    assert str(damaged / name) in str(raised.value)
+
+
+@PLAIN_FORMAT
+def test_common_state_that_is_no_dict_is_damaged(damaged: Path) -> None:
+    torch.save([1, 2], damaged / "common.pt")
+    with pytest.raises(CorruptCheckpointError, match=r"common\.pt"):
+        dc.load_common_state_dict(damaged)
+
+
+# JSON.
+
+NO_JSON = [
+    b"",
+    b"{",
+    b"\0\0\0\0",
+    b"\xff\xfe\xfa",
+    b"nonsense",
+    b'{"a": 1',
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b"9" * 10_000,
+]
+NOT_OURS = [b"[]", b"null", b"{}", b"5", b'"text"', b"[{}]", b"NaN"]
+JSON_FILES = [
+    ("zarr 1", "metadata.json"),
+    ("zarr 2", "metadata.json"),
+    ("zarr 2", ".dckpt/index.json"),
+    ("zarr 2", "zarr.json"),
+    ("zarr 1", "grid/.zarray"),
+]
+
+
+def open_for(folder: Path, name: str) -> None:
+    """Make sure that the file is what the next load needs."""
+    if name == "zarr.json":
+        (folder / ".dckpt" / "index.json").unlink()
+
+
+def readers(folder: Path) -> Iterator[Callable[[], Any]]:
+    yield lambda: dc.load_tensors_metadata(folder)
+    yield lambda: load(state(-1.0), folder)
+    yield lambda: run_ranks(2, lambda comm: load(state(-1.0), folder, comm=comm))
+
+
+@pytest.mark.parametrize(("file_format", "name"), JSON_FILES)
+@pytest.mark.parametrize("content", NO_JSON + NOT_OURS, ids=lambda content: repr(content[:12]))
+def test_what_is_no_json_of_ours_is_damaged(damaged: Path, name: str, content: bytes) -> None:
+    open_for(damaged, name)
+    (damaged / name).write_bytes(content)
+    for read in readers(damaged):
+        with pytest.raises(CorruptCheckpointError) as raised:
+            read()
+        assert str(damaged / name) in str(raised.value)
+    assert dc.check_is_distributed_checkpoint(damaged) == (name != "metadata.json")
+
+
+@pytest.mark.parametrize(("file_format", "name"), JSON_FILES)
+def test_json_cut_off_anywhere_is_damaged(damaged: Path, name: str) -> None:
+    open_for(damaged, name)
+    content = (damaged / name).read_bytes()
+    for length in [*range(0, len(content), max(1, len(content) // 40)), len(content) - 1]:
+        (damaged / name).write_bytes(content[:length])
+        with pytest.raises(CorruptCheckpointError):
+            load(state(-1.0), damaged)
+
+
+@pytest.mark.parametrize(("file_format", "name"), JSON_FILES)
+def test_a_huge_file_in_place_of_json_is_not_even_read(damaged: Path, name: str) -> None:
+    open_for(damaged, name)
+    with (damaged / name).open("r+b") as file:
+        file.truncate(1 << 33)
+    with pytest.raises(CorruptCheckpointError, match="far too large"):
+        load(state(-1.0), damaged)
+
+
+WRONG_VALUES: list[Any] = [
+    None, True, -1, 0, 1, 1.5, 10**30, 2**62, "text", "", [], {}, [[]], [None], [-1], [0], [1.5],
+    ["x"], [10**30], [[10**30]], {"x": 1},
+]  # fmt: skip
+
+
+def as_file(name: str, content: Any) -> bytes:
+    """``content`` as the bytes of the file; the index carries its own checksum."""
+    if not name.endswith("index.json") or not isinstance(content, dict):
+        return json.dumps(content).encode()
+    unsealed = {key: value for key, value in content.items() if key != "checksum"}
+    body = json.dumps(unsealed, separators=(",", ":")).encode()
+    return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    if isinstance(value, dict | list):
+        for step, below in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places_in(below, (*path, step))
+
+
+def with_value(content: Any, place: tuple[Any, ...], value: Any) -> Any:
+    if not place:
+        return value
+    changed = copy.deepcopy(content)
+    functools.reduce(lambda below, step: below[step], place[:-1], changed)[place[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize(("file_format", "name"), JSON_FILES)
+def test_any_wrong_value_anywhere_in_json_is_harmless_or_a_documented_error(
+    damaged: Path, name: str
+) -> None:
+    open_for(damaged, name)
+    content = json.loads((damaged / name).read_bytes())
+    if name == "zarr.json":  # one of each kind is enough
+        for path in list(content["consolidated_metadata"]["metadata"]):
+            if path not in ("grid", "uneven", "flat", "uneven/piece.0"):
+                del content["consolidated_metadata"]["metadata"][path]
+    keys = ("grid", "uneven", "flat")
+    template = {key: leaf for key, leaf in state(-1.0).items() if key in keys}
+    expected = flat_tensors({key: leaf for key, leaf in state().items() if key in keys})
+    undocumented: list[tuple[Any, ...]] = []
+    for place in places_in(content):
+        for value in WRONG_VALUES:
+            (damaged / name).write_bytes(as_file(name, with_value(content, place, value)))
+            try:
+                dc.load_tensors_metadata(damaged)
+                for got, good in zip(flat_tensors(load(template, damaged)), expected, strict=True):
+                    assert torch.equal(got, good)
+            except CheckpointingException as error:
+                allowed = (*DOCUMENTED, StrategyNotFoundError) if place else DOCUMENTED
+                if not isinstance(error, allowed):
+                    undocumented.append((place, value, type(error), str(error)[:200]))
+            except Exception as error:  # noqa: BLE001 - that is what this test looks for
+                undocumented.append((place, value, type(error), str(error)[:200]))
+    listed = "\n".join(map(str, undocumented[:20]))
+    assert not undocumented, f"{len(undocumented)} undocumented errors:\n{listed}"
+
+
+@pytest.mark.parametrize(("file_format", "name"), JSON_FILES)
+def test_extra_fields_in_json_are_ignored(damaged: Path, name: str) -> None:
+    open_for(damaged, name)
+    content = json.loads((damaged / name).read_bytes())
+    content |= {"of tomorrow": [1, {"x": None}]}
+    (damaged / name).write_text(json.dumps(content))
+    if name.endswith("index.json"):  # it carries its own checksum: any change is damage
+        with pytest.raises(CorruptCheckpointError, match="checksum"):
+            check_loads(damaged)
+    else:
+        check_loads(damaged)
+
+
+@PLAIN_FORMAT
+def test_metadata_with_only_its_first_fields_is_enough(damaged: Path, file_format: str) -> None:
+    """Newer Megatron releases write two fields, hand-written checkpoints one."""
+    first = {"sharded_backend": "zarr", "sharded_backend_version": int(file_format[-1])}
+    (damaged / "metadata.json").write_text(json.dumps(first))
+    check_loads(damaged)
+    if file_format == "zarr 1":
+        (damaged / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+        check_loads(damaged)
+
+
+@pytest.mark.parametrize("file_format", ["zarr 2"])
+def test_an_index_of_another_program_is_damaged(damaged: Path) -> None:
+    path = damaged / ".dckpt" / "index.json"
+    other = json.loads(path.read_text()) | {"format": "something.else"}
+    path.write_bytes(as_file(path.name, other))
+    with pytest.raises(CorruptCheckpointError, match="not an index"):
+        dc.load_tensors_metadata(damaged)
+
+
+@pytest.mark.parametrize("file_format", ["zarr 2"])
+def test_a_flipped_bit_anywhere_in_the_index_is_noticed(damaged: Path) -> None:
+    path = damaged / ".dckpt" / "index.json"
+    content = path.read_bytes()
+    for position in range(len(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1
+        path.write_bytes(flipped)
+        with pytest.raises(CorruptCheckpointError, match="index"):
+            dc.load_tensors_metadata(damaged)
+
+
+@pytest.mark.parametrize("file_format", ["zarr 2"])
+def test_without_index_and_consolidated_metadata_the_checkpoint_is_damaged(damaged: Path) -> None:
+    (damaged / ".dckpt" / "index.json").unlink()
+    (damaged / "zarr.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match="cannot be rebuilt"):
+        dc.load_tensors_metadata(damaged)
+
+
+# Arrays of other programs.
+
+
+@pytest.mark.parametrize("file_format", ["zarr 1"])
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [
+        ("zarr_format", 3, "zarr_format"),
+        ("compressor", {"id": "blosc"}, "compressor"),
+        ("filters", [{"id": "delta"}], "filters"),
+        ("order", "F", "order"),
+        ("dimension_separator", "/", "dimension_separator"),
+        ("dtype", ">f4", "dtype"),
+        ("dtype", "<U5", "dtype"),
+    ],
+)
+def test_a_zarr_v2_array_that_megatron_never_writes_is_not_supported(
+    damaged: Path, field: str, value: Any, word: str
+) -> None:
+    path = damaged / "grid" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(UnsupportedFormatError, match=word) as raised:
+        load(state(-1.0), damaged)
+    assert "'grid'" in str(raised.value)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("file_format", ["zarr 1"])
+def test_a_zarr_v2_array_with_chunks_of_another_shape_is_read(damaged: Path) -> None:
+    """Foreign writers may choose any chunks."""
+    import zarr
+
+    shutil.rmtree(damaged / "grid")
+    values = torch.cat([leaf.data for leaf in state()["grid"]]).numpy()
+    array = zarr.create_array(
+        str(damaged / "grid"),
+        shape=values.shape,
+        dtype=values.dtype,
+        chunks=(3, 7),
+        zarr_format=2,
+        compressors=None,
+        fill_value=0,
+        config={"write_empty_chunks": True},
+    )
+    array[:] = values
+    check_loads(damaged)
+
+
+@pytest.mark.parametrize("file_format", ["zarr 1"])
+def test_lock_folders_of_megatron_are_no_arrays(damaged: Path) -> None:
+    (damaged / "grid.sync").mkdir()
+    (damaged / "grid.sync" / ".zarray").write_bytes(b"")
+    (damaged / "grid.sync" / "0.0").write_bytes(b"")
+    check_loads(damaged)
+    assert set(dc.load_tensors_metadata(damaged)) == {"grid", "uneven", "flat", "bits"}

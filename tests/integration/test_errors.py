@@ -1,0 +1,779 @@
+"""Every mistake a caller can make: a documented class, the same on all ranks, nothing written.
+
+Damaged files are in test_damaged_files.py, failing ranks in test_failing_ranks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dist_checkpointing as dc
+from dist_checkpointing import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    InvalidShardingError,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateMismatchError,
+    StrategyNotFoundError,
+    UnsupportedFormatError,
+    load,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.strategies.zarr import (
+    Zarr3LoadShardedStrategy,
+    Zarr3SaveShardedStrategy,
+    ZarrLoadShardedStrategy,
+)
+from dist_checkpointing.testing import run_ranks
+
+FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
+Format = tuple[str, int]
+
+
+def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingException:
+    """The error of rank 0, having checked that all ranks raise the same."""
+
+    def attempt(comm: Comm) -> CheckpointingException:
+        with pytest.raises(CheckpointingException) as raised:
+            fn(comm)
+        return raised.value
+
+    errors = run_ranks(world_size, attempt)
+    assert {type(error) for error in errors} == {type(errors[0])}
+    assert {str(error) for error in errors} == {str(errors[0])}
+    return errors[0]
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def rows(key: str, rank: int, count: int, **changes: Any) -> ShardedTensor:
+    """Part ``rank`` of ``count`` of a tensor with two rows a part."""
+    data = torch.arange(6.0).reshape(2, 3) + 10 * rank
+    return replace(ShardedTensor.from_rank_offsets(key, data, (0, rank, count)), **changes)
+
+
+def box(key: str, start: int, stop: int, total: int, **changes: Any) -> ShardedTensor:
+    """Elements ``start .. stop`` of a 1-D tensor, cut as you like."""
+    made = ShardedTensor(
+        key, torch.ones(stop - start), torch.float32, (stop - start,), (total,), (start,), None
+    )
+    return replace(made, **changes)
+
+
+def cell(key: str, rank: int, count: int, **changes: Any) -> ShardedObject:
+    return replace(ShardedObject(key, {"rank": rank}, (count,), (rank,)), **changes)
+
+
+# Opening what is no checkpoint.
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "load": lambda folder: load({}, folder),
+    "load_common_state_dict": dc.load_common_state_dict,
+    "load_tensors_metadata": dc.load_tensors_metadata,
+    "load_sharded_metadata": dc.load_sharded_metadata,
+    "load_plain_tensors": dc.load_plain_tensors,
+    "load_content_metadata": dc.load_content_metadata,
+    "remove_sharded_tensors": lambda folder: dc.remove_sharded_tensors(folder, "w"),
+}
+READER = pytest.mark.parametrize("reader", READERS)
+
+
+@READER
+def test_a_missing_folder_is_not_found(tmp_path: Path, reader: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="does not exist") as raised:
+        READERS[reader](tmp_path / "nowhere")
+    assert isinstance(raised.value, FileNotFoundError)
+    assert str(tmp_path / "nowhere") in str(raised.value)
+    assert not dc.check_is_distributed_checkpoint(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+@READER
+def test_a_folder_of_other_files_is_no_checkpoint(tmp_path: Path, reader: str) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointNotFoundError, match="not a distributed checkpoint") as raised:
+        READERS[reader](tmp_path)
+    assert "metadata.json" in str(raised.value)
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
+
+
+@READER
+def test_a_file_in_place_of_the_folder_is_no_checkpoint(tmp_path: Path, reader: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointNotFoundError):
+        READERS[reader](tmp_path / "file")
+    assert not dc.check_is_distributed_checkpoint(tmp_path / "file")
+
+
+@FORMAT
+@READER
+def test_half_a_checkpoint_is_recognised_as_never_committed(
+    tmp_path: Path, file_format: Format, reader: str
+) -> None:
+    save({"w": rows("w", 0, 1)}, tmp_path, file_format)
+    (tmp_path / "metadata.json").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="never committed") as raised:
+        READERS[reader](tmp_path)
+    assert "Load an older checkpoint" in str(raised.value)
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
+
+
+def test_all_ranks_say_the_same_about_a_missing_checkpoint(tmp_path: Path) -> None:
+    error = the_one_error(3, lambda comm: load({}, tmp_path / "nowhere", comm=comm))
+    assert type(error) is CheckpointNotFoundError
+    assert "ranks 0, 1, 2" in str(error)
+
+
+# Backends and versions.
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [("nonsense", "nonsense"), (("zarr", 99), "zarr 99"), (("nonsense", 1), "nonsense 1")],
+)
+def test_saving_with_an_unknown_backend_or_version_lists_those_there_are(
+    tmp_path: Path, wanted: Any, found: str
+) -> None:
+    state = {"w": rows("w", 0, 1)}
+    error = the_one_error(2, lambda comm: save(state, tmp_path / "c", wanted, comm=comm))
+    assert type(error) is StrategyNotFoundError
+    assert isinstance(error, LookupError)
+    for part in ("zarr 1", "zarr 2", found, "save_sharded"):
+        assert part in str(error)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("field", ["sharded", "common"])
+@pytest.mark.parametrize(("name", "version"), [("nonsense", 1), (None, 99), (None, -1), (None, 0)])
+def test_a_checkpoint_of_an_unknown_backend_or_version_is_not_read(
+    tmp_path: Path, field: str, name: str | None, version: int
+) -> None:
+    save({"w": rows("w", 0, 1)}, tmp_path)
+    config = json.loads((tmp_path / "metadata.json").read_text())
+    config[f"{field}_backend"] = name or config[f"{field}_backend"]
+    config[f"{field}_backend_version"] = version
+    (tmp_path / "metadata.json").write_text(json.dumps(config))
+    error = the_one_error(2, lambda comm: load({"w": rows("w", 0, 1)}, tmp_path, comm=comm))
+    assert type(error) is StrategyNotFoundError
+    assert f"{config[f'{field}_backend']} {version}" in str(error)
+    assert dc.check_is_distributed_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked"),
+    [
+        (("zarr", 1), ("zarr", 2)),
+        (("zarr", 2), ("zarr", 1)),
+        (("zarr", 1), "zarr"),
+        (("zarr", 1), Zarr3LoadShardedStrategy()),
+        (("zarr", 2), ZarrLoadShardedStrategy()),
+    ],
+)
+def test_a_strategy_for_another_version_is_refused(
+    tmp_path: Path, saved: Format, asked: Any
+) -> None:
+    save({"w": rows("w", 0, 1)}, tmp_path, saved)
+    template = {"w": rows("w", 0, 1)}
+    error = the_one_error(2, lambda comm: load(template, tmp_path, asked, comm=comm))
+    assert type(error) is UnsupportedFormatError
+    assert "version" in str(error)
+    assert f"found {saved[1]}" in str(error)
+    assert "Leave sharded_strategy out" in str(error)
+
+
+@pytest.mark.parametrize("wrong", [Zarr3LoadShardedStrategy(), 5, object(), ["zarr", 2]])
+def test_a_wrong_kind_of_strategy_is_refused(tmp_path: Path, wrong: Any) -> None:
+    error = the_one_error(2, lambda comm: save({}, tmp_path / "c", wrong, comm=comm))
+    assert "SaveShardedStrategy" in str(error)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_writer_refuses_another_backend_version_and_codec() -> None:
+    with pytest.raises(UnsupportedFormatError, match="writes"):
+        Zarr3SaveShardedStrategy("zarr", 1)
+    with pytest.raises(UnsupportedFormatError, match="unknown codec"):
+        Zarr3SaveShardedStrategy(codec="lzma")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("strict", "bogus"), ("strict", True), ("cast", "bogus"), ("cast", None)],
+)
+def test_a_wrong_option_of_load_is_an_error_that_lists_the_right_ones(
+    tmp_path: Path, argument: str, value: Any
+) -> None:
+    save({"w": rows("w", 0, 1)}, tmp_path)
+    options: dict[str, Any] = {argument: value}
+    with pytest.raises((ValueError, CheckpointingException)) as raised:
+        load({}, tmp_path, **options)
+    assert repr(value) in str(raised.value)
+    assert {"strict": "raise_all", "cast": "widen"}[argument] in str(raised.value)
+
+
+def test_async_save_with_a_strategy_that_cannot_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match="Cannot apply async_save to non-async"):
+        save({"w": rows("w", 0, 1)}, tmp_path / "c", async_sharded_save=True)
+    assert not (tmp_path / "c").exists()
+
+
+# Template and checkpoint differ.
+
+
+@FORMAT
+def test_everything_that_does_not_fit_is_reported_at_once_and_before_any_byte_is_read(
+    tmp_path: Path, file_format: Format
+) -> None:
+    run_ranks(
+        2,
+        lambda comm: save(
+            {k: rows(k, comm.rank, 2) for k in ("shape", "axes", "dtype", "good")},
+            tmp_path,
+            file_format,
+            comm=comm,
+        ),
+    )
+    kept: list[torch.Tensor] = []
+
+    def load_rank(comm: Comm) -> None:
+        good = torch.full((4, 3), -1.0)
+        kept.append(good)
+        template: dict[str, Any] = {"good": ShardedTensor.from_rank_offsets("good", good)}
+        if comm.rank == 1:
+            template |= {
+                "shape": ShardedTensor.from_rank_offsets("shape", torch.empty(4, 5)),
+                "axes": ShardedTensor.from_rank_offsets("axes", torch.empty(12)),
+                "dtype": ShardedTensor.from_rank_offsets("dtype", torch.empty(4, 3).half()),
+                "deep": [{"down": ShardedTensor.from_rank_offsets("unknown", torch.empty(1))}],
+            }
+        load(template, tmp_path, comm=comm)
+
+    error = the_one_error(3, load_rank)
+    assert type(error) is StateMismatchError
+    text = str(error)
+    assert "'shape': global shape differs; expected (4, 5); found (4, 3); rank 1" in text
+    assert "'axes': global shape differs; expected (12,); found (4, 3); rank 1" in text
+    assert "'dtype': dtype differs; expected torch.float16; found torch.float32; rank 1" in text
+    assert "'unknown': not in the checkpoint" in text
+    assert "state_dict['deep'][0]['down']" in text
+    assert "cast=" in text
+    assert "strict=" in text
+    assert "'good'" not in text
+    assert all((good == -1).all() for good in kept)
+
+
+@FORMAT
+def test_an_object_that_is_not_stored_is_a_mismatch_on_all_ranks(
+    tmp_path: Path, file_format: Format
+) -> None:
+    run_ranks(
+        2, lambda comm: save({"o": cell("o", comm.rank, 2)}, tmp_path, file_format, comm=comm)
+    )
+    error = the_one_error(3, lambda comm: load({"o": cell("o", comm.rank, 3)}, tmp_path, comm=comm))
+    assert type(error) is StateMismatchError
+    assert "o/shard_2_3" in str(error)
+
+
+@FORMAT
+def test_all_objects_that_are_not_stored_are_reported_at_once(
+    tmp_path: Path, file_format: Format
+) -> None:
+    save({}, tmp_path, file_format)
+    with pytest.raises(StateMismatchError) as raised:
+        load({"a": cell("first", 0, 1), "b": cell("second", 0, 1)}, tmp_path)
+    assert "first/shard_0_1" in str(raised.value)
+    assert "second/shard_0_1" in str(raised.value)
+
+
+@FORMAT
+def test_a_template_nested_otherwise_than_the_common_state_is_a_mismatch(
+    tmp_path: Path, file_format: Format
+) -> None:
+    save({"a": {"b": 5}, "w": rows("w", 0, 1)}, tmp_path, file_format)
+    with pytest.raises(StateMismatchError, match="nested differently") as raised:
+        load({"a": {"b": rows("w", 0, 1)}}, tmp_path)
+    assert "state_dict['a']['b']" in str(raised.value)
+    with pytest.raises(StateMismatchError, match="nested differently"):
+        load({"a": [rows("w", 0, 1)]}, tmp_path)
+
+
+# A state dict that cannot be saved: no rank writes anything.
+
+BadState = Callable[[int], dict[str, Any]]
+
+HALF: dict[str, Any] = {"data": torch.ones(1).half(), "dtype": torch.float16}
+BITS: dict[str, Any] = {"data": torch.empty(1, dtype=torch.bits8), "dtype": torch.bits8}
+
+BAD_STATES: dict[str, tuple[BadState, list[str]]] = {
+    "a gap": (
+        lambda rank: {"w": rows("w", rank, 3)} if rank < 2 else {},
+        ["'w'", "(4, 0) .. (6, 3)", "no shard holds", "replica_id 0"],
+    ),
+    "an overlap": (
+        lambda rank: {"w": rows("w", rank % 2, 2)},
+        ["'w'", "2 shards hold", "ranks 0, 2", "(0, 0) .. (2, 3)"],
+    ),
+    "an overlap of uneven cuts": (
+        lambda rank: {"w": box("w", [0, 2, 5][rank], [3, 5, 9][rank], 9)},
+        ["'w'", "2 shards hold", "(2,) .. (3,)", "ranks 0, 1"],
+    ),
+    "a gap between uneven cuts": (
+        lambda rank: {"w": box("w", [0, 4, 5][rank], [3, 5, 9][rank], 9)},
+        ["'w'", "no shard holds", "(3,) .. (4,)"],
+    ),
+    "two gaps and an overlap in three tensors": (
+        lambda rank: {
+            "a": rows("first", rank, 4),
+            "b": [rows("second", rank, 4)],
+            "c": {"d": rows("third", 0, 1)},
+        },
+        ["'first'", "'second'", "'third'", "(6, 0) .. (8, 3)", "ranks 0, 1, 2"],
+    ),
+    "an overlap on one rank": (
+        lambda rank: {"a": rows("w", rank, 3), "b": rows("w", rank, 3) if rank == 1 else None},
+        ["'w'", "2 shards hold", "rank 1"],
+    ),
+    "no main replica": (
+        lambda rank: {"w": rows("w", 0, 1, replica_id=rank + 1)},
+        ["'w'", "no rank writes it", "ranks 0, 1, 2", "replica_id 0"],
+    ),
+    "main replicas that are empty": (
+        lambda rank: {"w": box("w", rank, rank, 4)},
+        ["'w'", "no rank writes"],
+    ),
+    "different dtypes": (
+        lambda rank: {"w": box("w", rank, rank + 1, 3, **(HALF if rank == 2 else {}))},
+        ["'w'", "dtype", "float32", "float16", "rank 2"],
+    ),
+    "different global shapes": (
+        lambda rank: {"w": rows("w", rank, 4 if rank == 1 else 3)},
+        ["'w'", "global shape", "(6, 3)", "(8, 3)", "rank 1"],
+    ),
+    "different numbers of axes": (
+        lambda rank: {"w": box("w", 0, 6, 6) if rank == 1 else rows("w", rank, 3)},
+        ["'w'", "axes", "(6,)", "(6, 3)", "rank 1"],
+    ),
+    "data is None": (
+        lambda rank: {"deep": [rows("w", rank, 3, data=None if rank == 1 else torch.ones(2, 3))]},
+        ["'w'", "data is None", "state_dict['deep'][0]", "rank 1"],
+    ),
+    "a dtype no format holds": (
+        lambda rank: {"w": box("w", rank, rank + 1, 3, **BITS)},
+        ["'w'", "torch.bits8", "float32", "ShardedObject"],
+    ),
+    "flattened ranges with a gap": (
+        lambda rank: {"w": flat([(0, 2), (2, 4), (5, 6)][rank])},
+        ["'w'", "gap", "4:5", "ranks 1, 2"],
+    ),
+    "flattened ranges that overlap": (
+        lambda rank: {"w": flat([(0, 3), (2, 4), (4, 6)][rank])},
+        ["'w'", "overlap", "2:3", "ranks 0, 1"],
+    ),
+    "flattened ranges that end early": (
+        lambda rank: {"w": flat([(0, 2), (2, 4), (4, 5)][rank])},
+        ["'w'", "gap", "5:6"],
+    ),
+    "an object cell too few": (
+        lambda rank: {"o": cell("o", rank, 4)},
+        ["'o'", "no ShardedObject holds", "(3,) .. (4,)"],
+    ),
+    "an object cell twice": (
+        lambda rank: {"o": cell("o", rank % 2, 2)},
+        ["'o'", "2 ShardedObjects hold", "ranks 0, 2"],
+    ),
+    "objects of different grids": (
+        lambda rank: {"o": cell("o", rank, 3 + rank)},
+        ["'o'", "global shape", "ranks 1, 2"],
+    ),
+    "a leaf changed into nonsense": (
+        lambda rank: {"w": changed(rows("w", rank, 3), global_offset=(1, 0), rank=rank)},
+        ["'w'", "rank 1"],
+    ),
+    "a factory that builds something else": (
+        lambda rank: {
+            "f": ShardedTensorFactory("f", torch.ones(2), lambda *_: {"x": 5}, lambda x: x)
+            if rank == 1
+            else None
+        },
+        ["'f'", "build_fn", "state_dict['f']", "int", "rank 1"],
+    ),
+}  # fmt: skip
+
+
+def flat(piece: tuple[int, int]) -> ShardedTensor:
+    """A piece of the flattening of a (2, 3) tensor."""
+    return ShardedTensor.from_rank_offsets_flat(
+        "w", torch.ones(piece[1] - piece[0]), (2, 3), flattened_range=slice(*piece)
+    )
+
+
+def changed(leaf: ShardedTensor, *, rank: int, **attributes: Any) -> ShardedTensor:
+    """Leaves are mutable: rank 1 makes this one contradict itself."""
+    for name, value in attributes.items():
+        if rank == 1:
+            setattr(leaf, name, value)
+    return leaf
+
+
+@FORMAT
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_a_bad_state_dict_is_refused_by_all_ranks_before_anything_is_written(
+    tmp_path: Path, file_format: Format, name: str
+) -> None:
+    make, words = BAD_STATES[name]
+    error = the_one_error(
+        3, lambda comm: save(make(comm.rank), tmp_path / "c", file_format, comm=comm)
+    )
+    assert type(error) is InvalidShardingError
+    assert isinstance(error, ValueError)
+    for word in words:
+        assert word in str(error), f"{word!r} is missing in:\n{error}"
+    assert not (tmp_path / "c").exists()
+
+
+@FORMAT
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_a_bad_state_dict_does_not_end_a_good_checkpoint_even_with_overwrite(
+    tmp_path: Path, file_format: Format, name: str
+) -> None:
+    run_ranks(
+        3, lambda comm: save({"w": rows("w", comm.rank, 3)}, tmp_path, file_format, comm=comm)
+    )
+    before = files_in(tmp_path)
+    make, _ = BAD_STATES[name]
+    the_one_error(
+        3, lambda comm: save(make(comm.rank), tmp_path, file_format, comm=comm, overwrite=True)
+    )
+    assert files_in(tmp_path) == before
+    assert torch.equal(
+        dc.load_plain_tensors(tmp_path)["w"],
+        torch.cat([torch.arange(6.0).reshape(2, 3) + 10 * rank for rank in range(3)]),
+    )
+
+
+@FORMAT
+def test_a_key_that_is_a_tensor_on_one_rank_and_an_object_on_another_is_refused(
+    tmp_path: Path, file_format: Format
+) -> None:
+    def save_rank(comm: Comm) -> None:
+        leaf = cell("both", 0, 1) if comm.rank == 1 else rows("both", 0, 1, replica_id=comm.rank)
+        save({"x": leaf}, tmp_path / "c", file_format, comm=comm)
+
+    error = the_one_error(3, save_rank)
+    assert type(error) is InvalidShardingError
+    for word in ("'both'", "ShardedTensor", "ShardedObject", "Rename"):
+        assert word in str(error)
+    assert not dc.check_is_distributed_checkpoint(tmp_path / "c")
+
+
+@FORMAT
+def test_the_error_about_a_tensor_that_is_an_object_elsewhere_names_the_ranks_of_it(
+    tmp_path: Path, file_format: Format
+) -> None:
+    def save_rank(comm: Comm) -> None:
+        leaf = cell("both", 0, 1) if comm.rank == 2 else rows("both", comm.rank, 2)
+        save({"x": leaf}, tmp_path / "c", file_format, comm=comm)
+
+    error = the_one_error(3, save_rank)
+    assert 2 in {rank for finding in error.findings for rank in finding.ranks}, error
+
+
+@pytest.mark.parametrize("state", [[], None, (1,), "text", 5])
+def test_a_state_dict_must_be_a_dict(tmp_path: Path, state: Any) -> None:
+    with pytest.raises(InvalidShardingError, match="must be a dict"):
+        save(state, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    save({}, tmp_path / "d")
+    with pytest.raises(InvalidShardingError, match="must be a dict"):
+        load(state, tmp_path / "d")
+
+
+# Keys.
+
+NO_PATHS = [
+    "..", "../x", "a/../b", "a/..", "/", "/absolute", "a//b", "a/", ".", "./a", "a/./b",
+    "metadata.json", "common.pt", "zarr.json", ".dckpt", ".dckpt/index.json", "metadata.json/x",
+    "locks.sync", "locks.sync/x", "x" * 256, "a/" + "ü" * 128, "nul\0",
+]  # fmt: skip
+
+ODD_KEYS = [
+    "../../x", "/etc/x", "..\\x", "%2e%2e%2f", "a b", "ü", "~", "C:", "con", ".hidden", "c.0", "c",
+    "piece.0", "-", "\n", "'\"", "*?[x]", "x" * 5000, "😀" * 100, "x ", "zarr.json/c", "a%2Fb",
+    "a/b",
+]  # fmt: skip
+
+
+def refuses(folder: Path, leaf: Any, file_format: Format) -> CheckpointingException:
+    """The error of a save of ``leaf``, having checked that nothing was written anywhere."""
+    outside = files_in(folder.parent)
+    error = the_one_error(
+        2, lambda comm: save({"x": leaf(comm.rank)}, folder, file_format, comm=comm)
+    )
+    assert files_in(folder.parent) == outside
+    assert not dc.check_is_distributed_checkpoint(folder)
+    return error
+
+
+@pytest.mark.parametrize("key", NO_PATHS)
+def test_zarr_1_refuses_a_key_that_is_no_plain_relative_path(tmp_path: Path, key: str) -> None:
+    error = refuses(tmp_path / "in" / "c", lambda rank: rows(key, rank, 2), ("zarr", 1))
+    assert type(error) is InvalidShardingError
+    assert repr(key) in str(error)
+    assert "Rename the key" in str(error)
+
+
+@FORMAT
+@pytest.mark.parametrize("key", NO_PATHS)
+def test_an_object_key_that_is_no_plain_relative_path_is_refused(
+    tmp_path: Path, file_format: Format, key: str
+) -> None:
+    error = refuses(tmp_path / "in" / "c", lambda rank: cell(key, rank, 2), file_format)
+    assert type(error) is InvalidShardingError
+    assert repr(key) in str(error)
+
+
+@FORMAT
+@pytest.mark.parametrize("key", NO_PATHS)
+def test_an_object_key_of_a_template_cannot_reach_out_of_the_checkpoint(
+    tmp_path: Path, file_format: Format, key: str
+) -> None:
+    save({}, tmp_path / "in" / "c", file_format)
+    (tmp_path / "in" / "x").mkdir()
+    torch.save("outside", tmp_path / "in" / "x" / "shard_0_1.pt")
+    with pytest.raises(CheckpointingException) as raised:
+        load({"x": cell(key, 0, 1)}, tmp_path / "in" / "c")
+    assert type(raised.value) in (InvalidShardingError, StateMismatchError)
+    assert repr(key) in str(raised.value)
+
+
+@FORMAT
+@pytest.mark.parametrize("kind", [rows, cell])
+@pytest.mark.parametrize("key", ["", None, 5, ("a", "b"), b"bytes", "\ud800 lone surrogate"])
+def test_a_key_that_is_no_text_is_refused(
+    tmp_path: Path, file_format: Format, kind: Any, key: Any
+) -> None:
+    error = refuses(tmp_path / "in" / "c", lambda rank: kind(key, rank, 2), file_format)
+    assert type(error) is InvalidShardingError
+
+
+@pytest.mark.parametrize(
+    "key",
+    [*NO_PATHS, *ODD_KEYS],
+)
+def test_zarr_2_stores_a_tensor_under_any_key_inside_its_folder(tmp_path: Path, key: str) -> None:
+    folder = tmp_path / "in" / "deep" / "c"
+    run_ranks(2, lambda comm: save({"x": rows(key, comm.rank, 2)}, folder, comm=comm))
+    assert [p for p in tmp_path.rglob("*") if not p.is_relative_to(folder) and p.is_file()] == []
+    assert list(dc.load_tensors_metadata(folder)) == [key]
+    loaded: Any = load({"x": rows(key, 1, 2)}, folder)
+    assert torch.equal(loaded["x"], torch.arange(6.0).reshape(2, 3) + 10)
+    (folder / ".dckpt" / "index.json").unlink()
+    assert list(dc.load_tensors_metadata(folder)) == [key]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    keys=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=80)
+        | st.text("./~%c0é", min_size=1, max_size=4),
+        min_size=1,
+        max_size=6,
+        unique=True,
+    )
+)
+def test_zarr_2_keeps_any_keys_apart(keys: list[str]) -> None:
+    state = {
+        f"{i}": ShardedTensor.from_rank_offsets(key, torch.tensor([i]))
+        for i, key in enumerate(keys)
+    }
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "c"
+        save(state, folder)
+        assert [path.name for path in Path(parent).iterdir()] == ["c"]
+        plain = dc.load_plain_tensors(folder)
+        assert {key: value.item() for key, value in plain.items()} == {
+            key: i for i, key in enumerate(keys)
+        }
+
+
+@pytest.mark.parametrize("keys", [("w", "w/0"), ("w", "w/0.1"), ("w", "w/12/x"), ("a/b", "a/b/3")])
+def test_zarr_1_refuses_a_key_whose_folder_is_a_chunk_of_another(
+    tmp_path: Path, keys: tuple[str, str]
+) -> None:
+    state = {key: rows(key, 0, 1) for key in keys}
+    with pytest.raises(InvalidShardingError, match="chunk file of") as raised:
+        save(state, tmp_path / "c", ("zarr", 1))
+    assert repr(keys[1]) in str(raised.value)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [("w", "w/x"), ("a", "a/b/c"), ("0", "1"), ("a.sync.b",), ("x/y.sync", "x/z"), ("w", "w2")],
+)
+def test_zarr_1_refuses_a_key_or_reads_it_back(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """Never may a tensor be saved that no load finds."""
+    state = {key: rows(key, 0, 1) for key in keys}
+    try:
+        save(state, tmp_path / "c", ("zarr", 1))
+    except InvalidShardingError:
+        return
+    assert set(dc.load_plain_tensors(tmp_path / "c")) == set(keys)
+
+
+def test_a_tensor_and_an_object_that_want_the_same_folder_are_refused(tmp_path: Path) -> None:
+    state = {"t": rows("a b", 0, 1), "o": cell("a%20b", 0, 1)}
+    with pytest.raises(InvalidShardingError, match="same file"):
+        save(state, tmp_path / "c", ("zarr", 2))
+    assert not (tmp_path / "c").exists()
+
+
+@FORMAT
+def test_objects_may_live_below_the_key_of_a_tensor(tmp_path: Path, file_format: Format) -> None:
+    state = {
+        "t": rows("model", 0, 1),
+        "o": cell("model/extra", 0, 1),
+        "p": cell("model/extra/deep", 0, 1),
+        "n": LocalNonpersistentObject(1),
+    }
+    save(state, tmp_path / "c", file_format)
+    loaded: Any = load(state, tmp_path / "c")
+    assert loaded["o"] == loaded["p"] == {"rank": 0}
+    assert set(dc.load_sharded_metadata(tmp_path / "c")) == {
+        "model",
+        "model/extra/shard_0_1",
+        "model/extra/deep/shard_0_1",
+    }
+
+
+# What is in the way.
+
+
+@FORMAT
+@pytest.mark.parametrize("second", [("zarr", 1), ("zarr", 2)])
+def test_a_committed_checkpoint_is_never_overwritten_unasked(
+    tmp_path: Path, file_format: Format, second: Format
+) -> None:
+    save({"w": rows("w", 0, 1), "o": cell("o", 0, 1), "step": 1}, tmp_path, file_format)
+    before = files_in(tmp_path)
+    error = the_one_error(2, lambda comm: save({"step": 2}, tmp_path, second, comm=comm))
+    assert type(error) is CheckpointExistsError
+    assert isinstance(error, FileExistsError)
+    assert str(tmp_path) in str(error)
+    assert "overwrite=True" in str(error)
+    assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("second", [("zarr", 1), ("zarr", 2)])
+@FORMAT
+def test_overwrite_replaces_all_of_the_old_checkpoint_and_nothing_else(
+    tmp_path: Path, file_format: Format, second: Format
+) -> None:
+    state = {"w": rows("w", 0, 1), "v": box("v", 0, 4, 4), "o": cell("o", 0, 1), "step": 1}
+    save(state, tmp_path, file_format)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "run.log").write_text("mine too")
+    new = {"w": box("w", 0, 2, 2), "u": rows("u", 0, 1), "step": 2}
+    run_ranks(
+        2,
+        lambda comm: save(
+            new if comm.rank == 0 else {}, tmp_path, second, comm=comm, overwrite=True
+        ),
+    )
+    assert set(dc.load_sharded_metadata(tmp_path)) == {"w", "u"}
+    assert dc.load_common_state_dict(tmp_path) == {"step": 2}
+    assert dc.load_plain_tensors(tmp_path)["w"].tolist() == [1, 1]
+    assert not (tmp_path / "v").exists()
+    assert not (tmp_path / "o").exists()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "logs" / "run.log").read_text() == "mine too"
+
+
+@FORMAT
+def test_overwrite_of_nothing_is_a_save(tmp_path: Path, file_format: Format) -> None:
+    save({"step": 1}, tmp_path / "new" / "deep", file_format, overwrite=True)
+    assert dc.load_common_state_dict(tmp_path / "new" / "deep") == {"step": 1}
+
+
+@FORMAT
+def test_a_checkpoint_of_another_program_is_not_overwritten(
+    tmp_path: Path, file_format: Format
+) -> None:
+    save({"w": rows("w", 0, 1)}, tmp_path, ("zarr", 1))
+    shutil.rmtree(tmp_path / ".dckpt")
+    before = files_in(tmp_path)
+    with pytest.raises(CheckpointExistsError, match="another program"):
+        save({"w": rows("w", 0, 1)}, tmp_path, file_format, overwrite=True)
+    assert files_in(tmp_path) == before
+
+
+@FORMAT
+@pytest.mark.parametrize("in_the_way", ["w/data.bin", "common.pt", "w", "o/shard_0_1.pt"])
+def test_files_of_somebody_else_in_the_way_are_refused_and_kept(
+    tmp_path: Path, file_format: Format, in_the_way: str
+) -> None:
+    path = tmp_path / "c" / in_the_way
+    path.parent.mkdir(parents=True)
+    path.write_text("mine")
+    error = the_one_error(
+        2,
+        lambda comm: save(
+            {"w": rows("w", comm.rank, 2), "o": cell("o", comm.rank, 2)},
+            tmp_path / "c",
+            file_format,
+            comm=comm,
+        ),
+    )
+    assert type(error) is CheckpointExistsError
+    assert str(tmp_path / "c" / Path(in_the_way).parts[0]) in str(error)
+    assert path.read_text() == "mine"
+    assert {name for name in files_in(tmp_path / "c") if not name.startswith(".dckpt")} == {
+        in_the_way
+    }
+
+
+@FORMAT
+def test_files_of_somebody_else_beside_ours_are_kept(tmp_path: Path, file_format: Format) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "notes.txt").write_text("mine")
+    state = {"o": cell("model/extra", 0, 1), "w": rows("w", 0, 1)}
+    save(state, tmp_path, file_format)
+    save(state, tmp_path, file_format, overwrite=True)
+    assert (tmp_path / "model" / "notes.txt").read_text() == "mine"
+
+
+def test_zarr_1_refuses_a_folder_with_arrays_of_another_program(tmp_path: Path) -> None:
+    """In this format the folders are the index: such an array would become part of ours."""
+    save({"v": rows("v", 0, 1)}, tmp_path / "a", ("zarr", 1))
+    (tmp_path / "a" / "v").rename(tmp_path / "v")
+    before = files_in(tmp_path / "v")
+    error = the_one_error(
+        2, lambda comm: save({"w": rows("w", comm.rank, 2)}, tmp_path, ("zarr", 1), comm=comm)
+    )
+    assert type(error) is CheckpointExistsError
+    assert "'v'" in str(error)
+    assert files_in(tmp_path / "v") == before
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
+    assert not (tmp_path / "w").exists()

@@ -1,0 +1,673 @@
+"""One rank fails, at any step: all raise the same, and no checkpoint that was good is worse off."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dist_checkpointing as dc
+from dist_checkpointing import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RankFailedError,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    load,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.commit import Attempt
+from dist_checkpointing.index import Index
+from dist_checkpointing.planning import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult
+from dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from dist_checkpointing.strategies.zarr import (
+    Zarr3LoadShardedStrategy,
+    Zarr3SaveShardedStrategy,
+    ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
+)
+from dist_checkpointing.testing import run_ranks
+
+FORMAT = pytest.mark.parametrize("version", [1, 2], ids=["zarr1", "zarr2"])
+SAVERS: dict[int, Any] = {1: ZarrSaveShardedStrategy, 2: Zarr3SaveShardedStrategy}
+LOADERS: dict[int, Any] = {1: ZarrLoadShardedStrategy, 2: Zarr3LoadShardedStrategy}
+RANKS = 3
+
+
+def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingException:
+    """The error of rank 0, having checked that all ranks raise the same."""
+
+    def attempt(comm: Comm) -> CheckpointingException:
+        with pytest.raises(CheckpointingException) as raised:
+            fn(comm)
+        return raised.value
+
+    errors = run_ranks(world_size, attempt)
+    assert {type(error) for error in errors} == {type(errors[0])}
+    assert {str(error) for error in errors} == {str(errors[0])}
+    return errors[0]
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def state(rank: int, name: str = "w", factor: float = 1.0) -> dict[str, Any]:
+    """Tensors (one on a grid, one uneven), an object, and common state."""
+    even = torch.arange(6.0).reshape(2, 3) * factor + 10 * rank
+    starts = [0, 1, 4, 9]
+    start, stop = starts[rank], starts[rank + 1]
+    return {
+        "even": ShardedTensor.from_rank_offsets(f"{name}.even", even, (0, rank, RANKS)),
+        "uneven": ShardedTensor(
+            f"{name}.uneven",
+            torch.arange(float(start), float(stop)) * factor,
+            torch.float32,
+            (stop - start,),
+            (9,),
+            (start,),
+            None,
+        ),
+        "object": ShardedObject(f"{name}.object", [rank, factor], (RANKS,), (rank,)),
+        "step": factor,
+    }
+
+
+def save_state(folder: Path, version: int, **options: Any) -> None:
+    run_ranks(
+        RANKS,
+        lambda comm: save(state(comm.rank, **options), folder, ("zarr", version), comm=comm),
+    )
+
+
+def check_state(folder: Path, **options: Any) -> None:
+    """The checkpoint holds exactly ``state(..., **options)``."""
+    expected = [state(rank, **options) for rank in range(RANKS)]
+    metadata = dc.load_sharded_metadata(folder)
+    name = options.get("name", "w")
+    keys = {f"{name}.even", f"{name}.uneven"}
+    assert set(metadata) == keys | {f"{name}.object/shard_{rank}_3" for rank in range(RANKS)}
+
+    def load_rank(comm: Comm) -> None:
+        template = state(comm.rank, options.get("name", "w"), -1.0)
+        loaded: Any = load(template, folder, comm=comm)
+        for part in ("even", "uneven"):
+            assert torch.equal(loaded[part], expected[comm.rank][part].data)
+        assert loaded["object"] == expected[comm.rank]["object"].data
+        assert loaded["step"] == expected[comm.rank]["step"]
+
+    run_ranks(RANKS, load_rank)
+
+
+@dataclass
+class Fault:
+    """Raises at one step of one rank."""
+
+    step: str
+    rank: int
+    error: Callable[[], BaseException] = lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def at(self, step: str, rank: int) -> None:
+        if (step, rank) == (self.step, self.rank):
+            raise self.error()
+
+
+class FailingPlanner(DefaultSavePlanner):
+    def __init__(self, fault: Fault, rank: int) -> None:
+        super().__init__()
+        self.fault, self.own_rank = fault, rank
+
+    def build_local_plan(self) -> SavePlan:
+        self.fault.at("build_local_plan", self.own_rank)
+        return super().build_local_plan()
+
+    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
+        self.fault.at("build_global_plan", self.own_rank)
+        return super().build_global_plan(all_plans)
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        self.fault.at("finalize_plan", self.own_rank)
+        return super().finalize_plan(plan)
+
+    def get_data(self, item: WriteItem) -> torch.Tensor | object:
+        if item.index.fqn.endswith("uneven"):
+            self.fault.at("get_data", self.own_rank)
+        return super().get_data(item)
+
+
+def failing_writer(kind: type[StorageWriter], fault: Fault, rank: int) -> type[StorageWriter]:
+    class FailingWriter(kind):  # type: ignore[valid-type,misc]
+        def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
+            fault.at("set_up_storage_writer", rank)
+            super().set_up_storage_writer(rank=rank, world_size=world_size)
+
+        def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+            fault.at("prepare_local_plan", rank)
+            prepared: SavePlan = super().prepare_local_plan(plan)
+            return prepared
+
+        def prepare_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+            fault.at("prepare_global_plan", rank)
+            return list(plans)
+
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+            fault.at("write_data, before", rank)
+            written: Future[list[WriteResult]] = super().write_data(plan, planner)
+            fault.at("write_data, after", rank)
+            return written
+
+        def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+            fault.at("finish, before", rank)
+            super().finish(metadata, results)
+            fault.at("finish, after", rank)
+
+        def created_names(self, index: Index) -> Any:
+            fault.at("created_names", rank)
+            return super().created_names(index)
+
+    return FailingWriter
+
+
+class FailingCommon(TorchCommonSaveStrategy):
+    def __init__(self, fault: Fault, rank: int) -> None:
+        super().__init__()
+        self.fault, self.own_rank = fault, rank
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
+        self.fault.at("save_common, before", self.own_rank)
+        super().save_common(common_state_dict, checkpoint_dir)
+        self.fault.at("save_common, after", self.own_rank)
+
+    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> None:
+        self.fault.at("save_sharded_objects, before", self.own_rank)
+        super().save_sharded_objects(sharded_objects_state_dict, checkpoint_dir)
+        self.fault.at("save_sharded_objects, after", self.own_rank)
+
+
+def save_with(fault: Fault, folder: Path, version: int, comm: Comm, **options: Any) -> None:
+    """Save ``state(..., name="failed")`` with strategies that fail as told."""
+    strategy = SAVERS[version](planner=FailingPlanner(fault, comm.rank))
+    strategy.writer_type = failing_writer(SAVERS[version].writer_type, fault, comm.rank)
+    strategy.make_writer = strategy.writer_type
+    wanted = state(comm.rank, "failed")
+
+    def build(key: str, data: Any, *_: Any) -> Any:
+        fault.at("building a factory", comm.rank)
+        return ShardedTensor.from_rank_offsets(key, data, replica_id=comm.rank)
+
+    wanted["factory"] = ShardedTensorFactory("failed.factory", torch.ones(2), build, lambda x: x)
+    save(wanted, folder, strategy, FailingCommon(fault, comm.rank), comm=comm, **options)
+
+
+BEFORE_CLAIM = [
+    ("building a factory", 1),
+    ("build_local_plan", 1),
+    ("build_local_plan", 2),
+    ("build_global_plan", 0),
+    ("build_global_plan", 2),
+    ("finalize_plan", 1),
+    ("created_names", 0),
+]
+AFTER_CLAIM = [
+    ("save_common, before", 0),
+    ("save_common, after", 0),
+    ("save_sharded_objects, before", 1),
+    ("save_sharded_objects, after", 0),
+    ("set_up_storage_writer", 2),
+    ("prepare_local_plan", 1),
+    ("prepare_global_plan", 0),
+    ("write_data, before", 2),
+    ("get_data", 1),
+    ("write_data, after", 1),
+    ("write_data, after", 0),
+    ("finish, before", 0),
+    ("finish, after", 0),
+]
+
+
+def step_ids(steps: list[tuple[str, int]]) -> list[str]:
+    return [f"{step} on rank {rank}" for step, rank in steps]
+
+
+@FORMAT
+@pytest.mark.parametrize(
+    ("step", "rank"), BEFORE_CLAIM + AFTER_CLAIM, ids=step_ids(BEFORE_CLAIM + AFTER_CLAIM)
+)
+def test_all_ranks_raise_the_same_and_the_folder_is_free_again(
+    tmp_path: Path, version: int, step: str, rank: int
+) -> None:
+    save_state(tmp_path / "previous", version)
+    before = files_in(tmp_path / "previous")
+    folder = tmp_path / "next"
+    fault = Fault(step, rank)
+    error = the_one_error(RANKS, lambda comm: save_with(fault, folder, version, comm))
+
+    assert type(error) is RankFailedError
+    assert error.ranks == (rank,)
+    assert f"failed on rank {rank} of {RANKS}" in str(error)
+    assert "No space left on device" in str(error)
+    assert f"Traceback on rank {rank}" in str(error)
+    assert "fault.at(" in str(error)
+
+    assert not dc.check_is_distributed_checkpoint(folder)
+    with pytest.raises(CheckpointNotFoundError):
+        load({}, folder)
+    left = [name for name in files_in(folder) if name != ".dckpt/attempt.json"]
+    assert left == [], "what was written is removed"
+
+    assert files_in(tmp_path / "previous") == before
+    check_state(tmp_path / "previous")
+    save_state(folder, version, name="second", factor=2.0)
+    check_state(folder, name="second", factor=2.0)
+    assert not [name for name in files_in(folder) if "failed" in name]
+
+
+@FORMAT
+@pytest.mark.parametrize(("step", "rank"), BEFORE_CLAIM, ids=step_ids(BEFORE_CLAIM))
+def test_a_failure_before_the_claim_leaves_a_checkpoint_that_was_to_be_overwritten(
+    tmp_path: Path, version: int, step: str, rank: int
+) -> None:
+    save_state(tmp_path, version)
+    before = files_in(tmp_path)
+    the_one_error(
+        RANKS, lambda comm: save_with(Fault(step, rank), tmp_path, version, comm, overwrite=True)
+    )
+    assert files_in(tmp_path) == before
+    check_state(tmp_path)
+
+
+@FORMAT
+@pytest.mark.parametrize(("step", "rank"), AFTER_CLAIM, ids=step_ids(AFTER_CLAIM))
+def test_after_a_failed_overwrite_there_is_no_checkpoint_and_a_save_works(
+    tmp_path: Path, version: int, step: str, rank: int
+) -> None:
+    save_state(tmp_path, version)
+    (tmp_path / "notes.txt").write_text("mine")
+    the_one_error(
+        RANKS, lambda comm: save_with(Fault(step, rank), tmp_path, version, comm, overwrite=True)
+    )
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
+    assert set(files_in(tmp_path)) <= {".dckpt/attempt.json", "notes.txt"}
+    save_state(tmp_path, version, name="second", factor=3.0)
+    check_state(tmp_path, name="second", factor=3.0)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@FORMAT
+def test_all_failing_ranks_are_named(tmp_path: Path, version: int) -> None:
+    def save_rank(comm: Comm) -> None:
+        fault = Fault("write_data, before", comm.rank or -1)
+        save_with(fault, tmp_path / "c", version, comm)
+
+    error = the_one_error(RANKS, save_rank)
+    assert type(error) is RankFailedError
+    assert error.ranks == (1, 2)
+    assert "failed on rank 1, 2 of 3" in str(error)
+
+
+@FORMAT
+def test_a_failure_while_the_folder_is_claimed_is_raised_on_all_ranks(
+    tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(*_: Any, **__: Any) -> Attempt:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Attempt, "begin", begin)
+    error = the_one_error(
+        RANKS, lambda comm: save(state(comm.rank), tmp_path / "c", ("zarr", version), comm=comm)
+    )
+    assert type(error) is RankFailedError
+    assert "Permission denied" in str(error)
+    assert not (tmp_path / "c").exists()
+
+
+@FORMAT
+def test_a_failing_commit_leaves_no_checkpoint_and_the_next_save_works_at_once(
+    tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is kept, as a debugger or a retry loop would: nothing may hang on it."""
+
+    def commit(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Attempt, "commit", commit)
+        error = the_one_error(
+            RANKS,
+            lambda comm: save(state(comm.rank, "failed"), tmp_path, ("zarr", version), comm=comm),
+        )
+    assert type(error) is RankFailedError
+    assert error.ranks == (0,)
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
+    save_state(tmp_path, version, name="second")
+    check_state(tmp_path, name="second")
+    assert not [name for name in files_in(tmp_path) if "failed" in name]
+    del error
+
+
+@FORMAT
+def test_a_failing_commit_removes_what_was_written(
+    tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Attempt, "commit", commit)
+    the_one_error(
+        RANKS, lambda comm: save(state(comm.rank), tmp_path, ("zarr", version), comm=comm)
+    )
+    assert set(files_in(tmp_path)) <= {".dckpt/attempt.json"}
+
+
+@FORMAT
+def test_an_interrupt_is_not_swallowed_and_leaves_no_checkpoint(
+    tmp_path: Path, version: int
+) -> None:
+    fault = Fault("get_data", 0, KeyboardInterrupt)
+
+    def save_alone(**options: Any) -> None:
+        strategy = SAVERS[version](planner=FailingPlanner(fault, 0))
+        leaf = ShardedTensor.from_rank_offsets("w.uneven", torch.ones(2))
+        save({"w": leaf}, tmp_path, strategy, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        save_alone()
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
+    fault.rank = -1
+    save_alone()
+    assert dc.load_plain_tensors(tmp_path)["w.uneven"].tolist() == [1, 1]
+
+
+CRASH = """
+    import os, sys, torch
+    from dist_checkpointing import ShardedObject, ShardedTensor, save
+    from dist_checkpointing.commit import Attempt
+
+    Attempt.commit = lambda *_: os._exit(7)
+    save(
+        {
+            "w": ShardedTensor.from_rank_offsets("failed.w", torch.ones(4)),
+            "o": ShardedObject("failed.o", 5, (1,), (0,)),
+            "x": ShardedObject("w.object/failed", 5, (1,), (0,)),
+        },
+        sys.argv[1],
+        ("zarr", int(sys.argv[2])),
+        overwrite=True,
+    )
+"""
+
+
+def crash(folder: Path, version: int) -> None:
+    """A process that dies when all is written and nothing committed."""
+    command = [sys.executable, "-c", textwrap.dedent(CRASH), str(folder), str(version)]
+    assert subprocess.run(command, check=False).returncode == 7
+
+
+@pytest.mark.slow
+@FORMAT
+def test_a_save_after_a_crash_inherits_nothing(tmp_path: Path, version: int) -> None:
+    tmp_path.joinpath("notes.txt").write_text("mine")
+    crash(tmp_path, version)
+    assert [name for name in files_in(tmp_path) if "failed.w" in name]
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="never committed"):
+        load({}, tmp_path)
+    other = 3 - version
+    save_state(tmp_path, other, name="second")
+    check_state(tmp_path, name="second")
+    assert not [name for name in files_in(tmp_path) if "failed" in name]
+    crash(tmp_path, version)
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
+    save_state(tmp_path, version, name="third")
+    check_state(tmp_path, name="third")
+    left = [name for name in files_in(tmp_path) if "failed" in name or "second" in name]
+    assert left == []
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@FORMAT
+def test_of_two_live_saves_into_one_folder_the_second_is_refused(
+    tmp_path: Path, version: int
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    class Slow(DefaultSavePlanner):
+        def get_data(self, item: WriteItem) -> torch.Tensor | object:
+            writing.set()
+            assert go_on.wait(30)
+            return super().get_data(item)
+
+    def first(comm: Comm) -> None:
+        save(state(comm.rank), tmp_path, SAVERS[version](planner=Slow()), comm=comm)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_ranks, RANKS, first)
+        try:
+            assert writing.wait(30)
+            before = {path for path in tmp_path.rglob("*") if path.suffix != ".tmp"}
+            for overwrite in (False, True):
+                error = the_one_error(
+                    2,
+                    lambda comm, overwrite=overwrite: save(  # type: ignore[misc]
+                        {"step": 5}, tmp_path, ("zarr", version), comm=comm, overwrite=overwrite
+                    ),
+                )
+                assert type(error) is CheckpointExistsError
+                assert "another save is writing here" in str(error)
+            assert all(path.exists() for path in before)
+        finally:
+            go_on.set()
+        running.result()
+    check_state(tmp_path)
+
+
+@FORMAT
+@pytest.mark.parametrize("name", ["../victim", "/victim", "a/../../victim", ".", "", "./", "a/.."])
+def test_a_leftover_attempt_that_names_more_than_its_own_files_deletes_nothing(
+    tmp_path: Path, version: int, name: str
+) -> None:
+    """The file may come from anywhere: it must not make a save delete what is not a save's."""
+    folder, victim = tmp_path / "in" / "c", tmp_path / "in" / "victim"
+    victim.parent.mkdir()
+    victim.write_text("mine")
+    (folder / ".dckpt").mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    creates = [str(victim) if name == "/victim" else name]
+    (folder / ".dckpt" / "attempt.json").write_text(
+        json.dumps({"attempt": "x", "creates": creates})
+    )
+    with pytest.raises(CorruptCheckpointError, match="attempt"):
+        save({"step": 1}, folder, ("zarr", version))
+    assert victim.read_text() == "mine"
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@FORMAT
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", "{}", '{"creates": 5}', "\0" * 9, "[" * 9**6],
+)
+def test_a_leftover_attempt_that_says_nothing_is_no_hindrance(
+    tmp_path: Path, version: int, content: str
+) -> None:
+    """Cut off while it was written, it had created nothing yet."""
+    (tmp_path / ".dckpt").mkdir()
+    (tmp_path / ".dckpt" / "attempt.json").write_text(content)
+    (tmp_path / "notes.txt").write_text("mine")
+    save_state(tmp_path, version)
+    check_state(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@FORMAT
+def test_after_a_failed_save_was_cleared_away_its_names_are_free_for_others(
+    tmp_path: Path, version: int
+) -> None:
+    """What somebody puts there afterwards is theirs, and is neither taken over nor deleted."""
+    fault = Fault("finish, before", 0)
+    the_one_error(RANKS, lambda comm: save_with(fault, tmp_path, version, comm))
+    (tmp_path / "failed.even").mkdir()
+    (tmp_path / "failed.even" / "thesis.txt").write_text("mine")
+    save_state(tmp_path, version)
+    assert (tmp_path / "failed.even" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_refused_overwrite_touches_nothing_even_with_arrays_of_another_program_inside(
+    tmp_path: Path,
+) -> None:
+    save_state(tmp_path, 1)
+    save(
+        {"x": ShardedTensor.from_rank_offsets("x", torch.ones(1))}, tmp_path / "other", ("zarr", 1)
+    )
+    (tmp_path / "other" / "x").rename(tmp_path / "x")
+    before = files_in(tmp_path)
+    with pytest.raises(CheckpointExistsError, match="'x'"):
+        save({"step": 2}, tmp_path, ("zarr", 1), overwrite=True)
+    assert files_in(tmp_path) == before
+
+
+# Loading.
+
+
+class FailingLoadPlanner(DefaultLoadPlanner):
+    def __init__(self, fault: Fault, rank: int) -> None:
+        super().__init__()
+        self.fault, self.own_rank = fault, rank
+
+    def build_local_plan(self) -> LoadPlan:
+        self.fault.at("build_local_plan", self.own_rank)
+        return super().build_local_plan()
+
+    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+        self.fault.at("finalize_plan", self.own_rank)
+        return super().finalize_plan(plan)
+
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        self.fault.at("acquire_tensor", self.own_rank)
+        return super().acquire_tensor(item)
+
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        self.fault.at("apply_tensor", self.own_rank)
+        super().apply_tensor(item, tensor)
+
+
+def failing_reader(kind: type[StorageReader], fault: Fault, rank: int) -> type[StorageReader]:
+    class FailingReader(kind):  # type: ignore[valid-type,misc]
+        def read_metadata(self) -> Index:
+            fault.at("read_metadata", rank)
+            index: Index = super().read_metadata()
+            return index
+
+        def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
+            fault.at("set_up_storage_reader", rank)
+            super().set_up_storage_reader(metadata, rank=rank, world_size=world_size)
+
+        def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+            fault.at("prepare_local_plan", rank)
+            return plan
+
+        def prepare_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+            fault.at("prepare_global_plan", rank)
+            return list(plans)
+
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            fault.at("read_data", rank)
+            reading: Future[None] = super().read_data(plan, planner)
+            return reading
+
+    return FailingReader
+
+
+LOAD_STEPS = [
+    ("merging a factory", 1),
+    ("read_metadata", 0),
+    ("build_local_plan", 1),
+    ("finalize_plan", 2),
+    ("set_up_storage_reader", 1),
+    ("prepare_local_plan", 2),
+    ("prepare_global_plan", 0),
+    ("read_data", 2),
+    ("acquire_tensor", 1),
+    ("apply_tensor", 0),
+]
+
+
+@FORMAT
+@pytest.mark.parametrize(("step", "rank"), LOAD_STEPS, ids=step_ids(LOAD_STEPS))
+def test_a_load_that_fails_on_one_rank_fails_on_all_and_harms_nothing(
+    tmp_path: Path, version: int, step: str, rank: int
+) -> None:
+    save_state(tmp_path, version)
+    before = files_in(tmp_path)
+    fault = Fault(step, rank, lambda: OSError(errno.EIO, os.strerror(errno.EIO)))
+
+    def load_rank(comm: Comm) -> None:
+        strategy = LOADERS[version](planner=FailingLoadPlanner(fault, comm.rank))
+        reader = failing_reader(LOADERS[version].reader_type, fault, comm.rank)
+        strategy.make_reader = reader
+        template = state(comm.rank, factor=-1.0)
+        even = template["even"]
+
+        def merge(loaded: Any) -> Any:
+            fault.at("merging a factory", comm.rank)
+            return loaded
+
+        template["even"] = ShardedTensorFactory("f", even.data, lambda *_: even, merge)
+        load(template, tmp_path, strategy, comm=comm)
+
+    error = the_one_error(RANKS, load_rank)
+    assert type(error) is RankFailedError
+    assert error.ranks == (rank,)
+    assert "Input/output error" in str(error)
+    assert files_in(tmp_path) == before
+    check_state(tmp_path)
+
+
+@FORMAT
+def test_after_a_failed_read_the_error_names_the_tensors_that_may_be_partly_filled(
+    tmp_path: Path, version: int
+) -> None:
+    save_state(tmp_path, version)
+    fault = Fault("acquire_tensor", 1)
+
+    def load_rank(comm: Comm) -> list[str]:
+        template = state(comm.rank)
+        template["uneven"].data = None
+        strategy = LOADERS[version](planner=FailingLoadPlanner(fault, comm.rank))
+        with pytest.raises(RankFailedError) as raised:
+            load(template, tmp_path, strategy, comm=comm)
+        return raised.value.__notes__
+
+    for notes in run_ranks(RANKS, load_rank):
+        assert "w.even" in notes[0]
+        assert "w.uneven" not in notes[0]

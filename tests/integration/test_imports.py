@@ -1,0 +1,145 @@
+"""What importing the package takes with it, and what it offers."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dist_checkpointing
+
+PACKAGE = Path(dist_checkpointing.__file__).parent
+
+
+def run_python(code: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env=environment,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module",
+    ["dist_checkpointing", "dist_checkpointing.serialization", "dist_checkpointing.testing"],
+)
+def test_an_import_takes_no_zarr_and_no_tensorstore_with_it(module: str) -> None:
+    code = f"""
+import sys
+import {module}
+heavy = {{"zarr", "numcodecs", "tensorstore", "xarray"}}
+print(sorted(heavy & {{name.partition(".")[0] for name in sys.modules}}))
+print(sorted(name for name in sys.modules if name.startswith("dist_checkpointing.strategies.zarr")))
+"""
+    finished = run_python(code)
+    assert finished.stderr == ""
+    assert finished.stdout == "[]\n[]\n"
+
+
+@pytest.mark.slow
+def test_an_import_initialises_no_process_group_and_starts_no_thread() -> None:
+    code = """
+import threading, torch.distributed, dist_checkpointing
+print(torch.distributed.is_initialized(), threading.active_count())
+"""
+    assert run_python(code).stdout == "False 1\n"
+
+
+@pytest.mark.slow
+def test_reading_common_state_needs_no_zarr(tmp_path: Path) -> None:
+    dist_checkpointing.save({"step": 5}, tmp_path, ("zarr", 2))
+    code = f"""
+import sys, dist_checkpointing
+print(dist_checkpointing.check_is_distributed_checkpoint({str(tmp_path)!r}), "zarr" in sys.modules)
+"""
+    assert run_python(code).stdout == "True False\n"
+
+
+def test_all_names_are_there_sorted_and_nothing_else_is_public() -> None:
+    names = dist_checkpointing.__all__
+    assert sorted(names) == names
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert getattr(dist_checkpointing, name) is not None
+    tree = ast.parse(Path(dist_checkpointing.__file__).read_text())
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == set(names)
+
+
+def test_the_names_of_megatron_are_there() -> None:
+    assert {
+        "LocalNonpersistentObject",
+        "ShardedObject",
+        "ShardedTensor",
+        "check_is_distributed_checkpoint",
+        "load",
+        "load_common_state_dict",
+        "load_content_metadata",
+        "load_plain_tensors",
+        "load_tensors_metadata",
+        "remove_sharded_tensors",
+        "save",
+    } <= set(dist_checkpointing.__all__)
+
+
+def test_a_star_import_gives_exactly_all() -> None:
+    namespace: dict[str, object] = {}
+    exec("from dist_checkpointing import *", namespace)
+    assert {name for name in namespace if name != "__builtins__"} == set(dist_checkpointing.__all__)
+
+
+@pytest.mark.parametrize("name", ["strategies", "backends.strategies", "__main__"])
+def test_strategies_under_another_name_refuses_to_be_imported(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, PACKAGE / "strategies" / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=r"import dist_checkpointing\.strategies, not") as raised:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert name in str(raised.value)
+
+
+@pytest.mark.slow
+def test_the_link_at_the_top_of_the_repository_refuses_to_be_imported() -> None:
+    root = PACKAGE.parent
+    if not (root / "strategies").exists():
+        pytest.skip("not a checkout")
+    assert (root / "strategies").resolve() == PACKAGE / "strategies"
+    for code in ("import strategies", "import strategies.base", "from strategies import zarr"):
+        finished = run_python(code, cwd=root)
+        assert finished.returncode == 1
+        assert "import dist_checkpointing.strategies, not 'strategies'" in finished.stderr
+    assert run_python("import dist_checkpointing.strategies.zarr", cwd=root).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_backend_that_cannot_be_imported_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules["zarr"] = None
+from dist_checkpointing import CheckpointingException, save
+try:
+    save({}, "c", ("zarr", 2))
+except CheckpointingException as error:
+    print(type(error).__name__, error)
+"""
+    finished = run_python(code, cwd=tmp_path)
+    assert "Cannot import a default strategy for: ('save_sharded', 'zarr', 2)" in finished.stdout
+    assert "zarr" in finished.stdout
+    assert "Hint" in finished.stdout
+    assert not (tmp_path / "c").exists()

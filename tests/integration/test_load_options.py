@@ -1,0 +1,590 @@
+"""What load and the small readers do when asked: cast, strict, validation, removal."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dist_checkpointing as dc
+from dist_checkpointing import (
+    CheckpointingException,
+    InvalidShardingError,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StateMismatchError,
+    StrictHandling,
+    load,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.dtypes import DTYPES
+from dist_checkpointing.testing import run_ranks
+
+Format = tuple[str, int]
+FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
+
+
+def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingException:
+    """The error of rank 0, having checked that all ranks raise the same."""
+
+    def attempt(comm: Comm) -> CheckpointingException:
+        with pytest.raises(CheckpointingException) as raised:
+            fn(comm)
+        return raised.value
+
+    errors = run_ranks(world_size, attempt)
+    assert {type(error) for error in errors} == {type(errors[0])}
+    assert {str(error) for error in errors} == {str(errors[0])}
+    return errors[0]
+
+
+def rows(key: str, rank: int = 0, count: int = 1, **changes: Any) -> ShardedTensor:
+    """Part ``rank`` of ``count`` of a tensor with two rows a part."""
+    data = torch.arange(6.0).reshape(2, 3) + 10 * rank
+    return replace(ShardedTensor.from_rank_offsets(key, data, (0, rank, count)), **changes)
+
+
+def whole(key: str, data: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, data)
+
+
+def cell(key: str, rank: int = 0, count: int = 1) -> ShardedObject:
+    return ShardedObject(key, {"rank": rank}, (count,), (rank,))
+
+
+# Devices and dtypes.
+
+
+@FORMAT
+def test_a_tensor_on_the_meta_device_cannot_be_filled(tmp_path: Path, file_format: Format) -> None:
+    save({"w": rows("w")}, tmp_path, file_format)
+    template = {"w": whole("w", torch.empty(2, 3, device="meta"))}
+    error = the_one_error(2, lambda comm: load(template, tmp_path, comm=comm))
+    assert type(error) is StateMismatchError
+    assert "'w': the tensor to fill is on the meta device" in str(error)
+    assert "data=None" in str(error)
+    loaded: Any = load({"w": template["w"].without_data()}, tmp_path)
+    assert torch.equal(loaded["w"], rows("w").data)  # type: ignore[arg-type]
+
+
+CASTS = [
+    # stored, wanted, whether no value can change
+    (torch.bfloat16, torch.float32, True),
+    (torch.float16, torch.float32, True),
+    (torch.float32, torch.float64, True),
+    (torch.float8_e4m3fn, torch.bfloat16, True),
+    (torch.int8, torch.int64, True),
+    (torch.uint8, torch.int16, True),
+    (torch.bool, torch.int64, True),
+    (torch.float32, torch.complex64, True),
+    (torch.float32, torch.bfloat16, False),
+    (torch.float32, torch.float16, False),
+    (torch.float64, torch.float32, False),
+    (torch.bfloat16, torch.float16, False),
+    (torch.float16, torch.bfloat16, False),
+    (torch.bfloat16, torch.float8_e5m2, False),
+    (torch.int64, torch.int32, False),
+    (torch.int64, torch.float32, False),
+    (torch.int8, torch.uint8, False),
+    (torch.complex64, torch.complex128, True),
+]
+
+
+@FORMAT
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(("stored", "wanted", "lossless"), CASTS)
+def test_cast_says_which_dtypes_are_converted(
+    tmp_path: Path,
+    file_format: Format,
+    *,
+    given: bool,
+    stored: torch.dtype,
+    wanted: torch.dtype,
+    lossless: bool,
+) -> None:
+    values = torch.tensor([[0.0, 1.0, 2.0], [-3.0, 0.5, 100.0]]).abs().to(stored)
+    save({"w": whole("w", values)}, tmp_path, file_format)
+
+    def template() -> dict[str, Any]:
+        leaf = whole("w", torch.zeros(2, 3, dtype=wanted))
+        return {"w": leaf if given else leaf.without_data()}
+
+    expected = values.to(wanted)
+    for cast in ("error", "widen", "any"):
+        asked = template()
+        if cast == "any" or (cast == "widen" and lossless):
+            loaded: Any = load(asked, tmp_path, cast=cast)
+            assert loaded["w"].dtype == wanted
+            assert torch.equal(loaded["w"].to(torch.complex128), expected.to(torch.complex128))
+            assert (loaded["w"] is asked["w"].data) == given
+            continue
+        with pytest.raises(StateMismatchError, match="dtype differs") as raised:
+            load(asked, tmp_path, cast=cast)
+        assert f"expected {wanted}; found {stored}" in str(raised.value)
+        assert "cast=" in str(raised.value)
+        if given:
+            assert not asked["w"].data.to(torch.complex128).any()
+
+
+@pytest.mark.parametrize("stored", [row.torch for row in DTYPES], ids=[row.name for row in DTYPES])
+def test_what_widen_converts_can_be_converted_back_bit_for_bit(
+    tmp_path: Path, stored: torch.dtype
+) -> None:
+    """Every 8-bit and 16-bit value but NaN; a sample of the wider ones."""
+    if stored.itemsize <= 2:
+        patterns = torch.arange(2 if stored == torch.bool else 2 ** (8 * stored.itemsize))
+        raw = patterns.to(torch.uint8 if stored.itemsize == 1 else torch.int16)
+        values = raw[~raw.view(stored).to(torch.float64).isnan()].view(stored)
+    elif stored.is_floating_point or stored.is_complex:
+        values = torch.tensor([0.1, -3e38, 1e-45, torch.inf, 2.0**24 + 1]).to(stored)
+    else:
+        limits = torch.iinfo(stored)
+        values = torch.tensor([limits.min, limits.max - 1, 2**24 + 1, 77], dtype=stored)
+    save({"w": whole("w", values)}, tmp_path)
+    for row in DTYPES:
+        leaf = whole("w", torch.zeros(values.shape, dtype=row.torch)).without_data()
+        try:
+            loaded: Any = load({"w": leaf}, tmp_path, cast="widen")
+        except StateMismatchError:
+            continue
+        wide = (
+            loaded["w"].real.contiguous()
+            if row.torch.is_complex and not stored.is_complex
+            else loaded["w"]
+        )
+        back = wide.to(stored)
+        assert torch.equal(back.view(torch.uint8), values.view(torch.uint8)), row.name
+
+
+# Strictness.
+
+SAVED = {"tensor": rows("tensor"), "unasked": rows("unasked"), "object": cell("object")}
+
+
+def mismatched_template(rank: int) -> dict[str, Any]:
+    """Both ranks ask for one stored tensor; rank 1 also for one that is not stored."""
+    template: dict[str, Any] = {"known": rows("tensor", data=None), "step": -1}
+    if rank == 1:
+        template |= {"extra": {"deep": rows("extra", data=None)}, "o": cell("extra object")}
+    return template
+
+
+def load_strictly(folder: Path, strict: StrictHandling | str) -> list[Any]:
+    return run_ranks(
+        2, lambda comm: load(mismatched_template(comm.rank), folder, strict=strict, comm=comm)
+    )
+
+
+@pytest.fixture(params=[("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    save({**SAVED, "step": 5}, tmp_path / "c", request.param)
+    return tmp_path / "c"
+
+
+def test_by_default_an_unexpected_key_is_an_error_and_a_missing_one_is_not(saved: Path) -> None:
+    error = the_one_error(2, lambda comm: load(mismatched_template(comm.rank), saved, comm=comm))
+    assert type(error) is StateMismatchError
+    assert "'extra': not in the checkpoint" in str(error)
+    assert "unasked" not in str(error)
+    loaded: Any = load({"known": rows("tensor", data=None)}, saved)
+    assert set(loaded) == {"known", "step"}
+
+
+@pytest.mark.parametrize("flag", ["raise_unexpected", "raise_all"])
+def test_raise_flags_name_the_keys_and_the_ranks(saved: Path, flag: str) -> None:
+    error = the_one_error(
+        2, lambda comm: load(mismatched_template(comm.rank), saved, strict=flag, comm=comm)
+    )
+    assert type(error) is StateMismatchError
+    text = str(error)
+    sentence = {
+        "raise_unexpected": "Unexpected keys (not found in the checkpoint) encountered",
+        "raise_all": "Some keys found in the checkpoint are missing",
+    }
+    assert sentence[flag] in text
+    assert "'extra'" in text
+    assert "'extra object'" in text
+    extra = next(finding for finding in error.findings if finding.key == "extra")
+    assert extra.ranks == (1,)
+    for key in ("unasked", "object"):
+        assert (f"'{key}': in the checkpoint, but asked for by no rank" in text) == (
+            flag == "raise_all"
+        )
+
+
+def test_raise_all_is_about_keys_that_no_rank_asks_for(saved: Path) -> None:
+    def load_rank(comm: Comm) -> Any:
+        keys = ["tensor"] if comm.rank else ["unasked", "object"]
+        leaves = {k: cell(k) if k == "object" else rows(k, data=None) for k in keys}
+        return load(leaves, saved, strict=StrictHandling.RAISE_ALL, comm=comm)
+
+    first, second = run_ranks(2, load_rank)
+    assert set(first) == {"unasked", "object", "step"}
+    assert set(second) == {"tensor", "step"}
+
+
+@pytest.mark.parametrize("flag", ["log_unexpected", "log_all"])
+def test_log_flags_drop_unexpected_keys_and_say_so(
+    saved: Path, flag: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        first, second = load_strictly(saved, flag)
+    for result in (first, second):
+        assert torch.equal(result["known"], SAVED["tensor"].data)
+        assert result["step"] == 5
+        assert set(result) <= {"known", "step", "extra"}
+        assert not result.get("extra")
+    assert caplog.text.count("Unexpected keys (not found in the checkpoint)") == 1
+    missing = "Some keys found in the checkpoint are missing in the provided sharded state dict"
+    assert (missing in caplog.text) == (flag == "log_all")
+
+
+@pytest.mark.parametrize("flag", ["log_unexpected", "log_all"])
+def test_log_flags_name_the_keys(saved: Path, flag: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load_strictly(saved, flag)
+    assert "Unexpected keys (for this rank): {" in caplog.text
+    assert "'extra'" in caplog.text
+    assert "'extra object'" in caplog.text
+    assert ("Missing keys (for all ranks): {" in caplog.text) == (flag == "log_all")
+    assert ("'unasked'" in caplog.text) == (flag == "log_all")
+
+
+@pytest.mark.parametrize("flag", ["log_unexpected", "log_all"])
+def test_log_flags_say_nothing_when_all_fits(
+    saved: Path, flag: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = {key: leaf.without_data() for key, leaf in SAVED.items()}
+    with caplog.at_level(logging.WARNING):
+        load(template, saved, strict=flag)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("flag", "missing"), [("return_unexpected", set()), ("return_all", {"unasked", "object"})]
+)
+def test_return_flags_return_the_state_dict_and_both_sets(
+    saved: Path, flag: str, missing: set[str]
+) -> None:
+    results = load_strictly(saved, flag)
+    for rank, result in enumerate(results):
+        state_dict, found_missing, found_unexpected = result
+        assert found_missing == missing
+        assert found_unexpected == ({"extra", "extra object"} if rank else set())
+        assert torch.equal(state_dict["known"], SAVED["tensor"].data)
+        assert "o" not in state_dict
+
+
+@pytest.mark.parametrize("flag", [flag for flag in StrictHandling if "RETURN" in flag.name])
+def test_return_flags_return_empty_sets_when_all_fits(saved: Path, flag: StrictHandling) -> None:
+    template = {key: leaf.without_data() for key, leaf in SAVED.items()}
+    result: Any = load(template, saved, strict=flag)
+    assert result[1:] == (set(), set())
+    assert result[0]["object"] == {"rank": 0}
+
+
+def test_ignore_all_drops_unexpected_keys_and_reports_nothing(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        first, second = load_strictly(saved, StrictHandling.IGNORE_ALL)
+    assert set(first) == {"known", "step"}
+    assert set(second) <= {"known", "step", "extra"}
+    assert caplog.text == ""
+
+
+LENIENT = ["log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all"]
+
+
+@pytest.mark.parametrize("flag", LENIENT)
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda known, extra: [known, extra],
+        lambda known, extra: [extra, known],
+        lambda known, extra: (known, {"x": extra}),
+        lambda known, extra: [[extra], known],
+        lambda known, extra: {"k": [known], "e": [extra]},
+    ],
+    ids=["list", "list, extra first", "tuple", "nested list", "lists"],
+)
+def test_an_unexpected_key_may_stand_in_a_list(
+    tmp_path: Path, flag: str, nest: Callable[[Any, Any], Any]
+) -> None:
+    save({"layers": [rows("known")]}, tmp_path)
+    known, extra = rows("known", data=None), rows("extra", data=None)
+    result: Any = load({"layers": nest(known, extra)}, tmp_path, strict=flag)
+    layers = (result[0] if isinstance(result, tuple) else result)["layers"]
+    found = [tensor for tensor in flat(layers) if tensor is not None]
+    assert len(found) == 1
+    assert torch.equal(found[0], rows("known").data)  # type: ignore[arg-type]
+
+
+def flat(nest: Any) -> list[Any]:
+    if isinstance(nest, dict):
+        return flat(list(nest.values()))
+    if isinstance(nest, list | tuple):
+        return [leaf for below in nest for leaf in flat(below)]
+    return [nest]
+
+
+@pytest.mark.parametrize("flag", LENIENT)
+def test_a_factory_of_which_a_part_is_not_stored_is_a_mismatch_that_says_so(
+    tmp_path: Path, flag: str
+) -> None:
+    save({"gate": rows("f.gate")}, tmp_path)
+    factory = ShardedTensorFactory(
+        "f",
+        torch.zeros(4, 3),
+        lambda key, data, *_: {
+            "gate": whole(f"{key}.gate", data[:2]),
+            "up": whole(f"{key}.up", data[2:]),
+        },
+        lambda parts: torch.cat([parts["gate"], parts["up"]]),
+    )
+    with pytest.raises(StateMismatchError) as raised:
+        load({"fused": factory}, tmp_path, strict=flag)
+    assert "f.up" in str(raised.value)
+
+
+@pytest.mark.parametrize("flag", LENIENT)
+def test_a_factory_of_which_nothing_is_stored_is_left_out(tmp_path: Path, flag: str) -> None:
+    save({"known": rows("known")}, tmp_path)
+    factory = ShardedTensorFactory(
+        "f", torch.zeros(2), lambda key, data, *_: {"x": whole(key, data)}, lambda parts: parts["x"]
+    )
+    result: Any = load({"k": rows("known", data=None), "f": factory}, tmp_path, strict=flag)
+    state_dict = result[0] if isinstance(result, tuple) else result
+    assert set(state_dict) == {"k"}
+
+
+# Validation of the template.
+
+
+@FORMAT
+def test_a_partial_or_overlapping_template_is_fine_unless_validation_is_asked_for(
+    tmp_path: Path, file_format: Format
+) -> None:
+    run_ranks(
+        2, lambda comm: save({"w": rows("w", comm.rank, 2)}, tmp_path, file_format, comm=comm)
+    )
+
+    def load_rank(comm: Comm, parts: list[int], *, validate: bool) -> Any:
+        template = {"w": rows("w", parts[comm.rank], 2, data=None)}
+        return load(template, tmp_path, validate_access_integrity=validate, comm=comm)
+
+    for result in run_ranks(2, lambda comm: load_rank(comm, [1, 1], validate=False)):
+        assert torch.equal(result["w"], torch.arange(6.0).reshape(2, 3) + 10)
+    error = the_one_error(2, lambda comm: load_rank(comm, [1, 1], validate=True))
+    assert type(error) is InvalidShardingError
+    assert "Invalid access pattern" in str(error)
+    assert "'w'" in str(error)
+    run_ranks(2, lambda comm: load_rank(comm, [1, 0], validate=True))
+
+
+@FORMAT
+def test_some_cells_of_an_object_grid_may_be_loaded(tmp_path: Path, file_format: Format) -> None:
+    run_ranks(
+        3, lambda comm: save({"o": cell("o", comm.rank, 3)}, tmp_path, file_format, comm=comm)
+    )
+    loaded: Any = load({"a": cell("o", 2, 3), "b": [cell("o", 0, 3)]}, tmp_path)
+    assert loaded == {"a": {"rank": 2}, "b": [{"rank": 0}]}
+
+
+# Content metadata.
+
+
+@FORMAT
+@pytest.mark.parametrize("content", [{}, {"version": 2, "nested": {"list": [1, (2, 3)]}}])
+def test_content_metadata_comes_back(tmp_path: Path, file_format: Format, content: Any) -> None:
+    save({"w": rows("w"), "step": 1}, tmp_path, file_format, content_metadata=content)
+    assert dc.load_content_metadata(tmp_path) == content
+    loaded: Any = load({}, tmp_path)
+    assert dc.load_content_metadata(preloaded_state_dict=loaded) == content
+    assert dc.load_content_metadata(tmp_path / "nowhere", preloaded_state_dict=loaded) == content
+
+
+def test_without_content_metadata_there_is_none(tmp_path: Path) -> None:
+    save({"step": 1}, tmp_path)
+    assert dc.load_content_metadata(tmp_path) is None
+    assert dc.load_content_metadata(preloaded_state_dict={}) is None
+    with pytest.raises(ValueError, match="checkpoint_dir or preloaded_state_dict"):
+        dc.load_content_metadata()
+
+
+# Listings.
+
+
+@FORMAT
+def test_the_metadata_of_tensors_is_a_template_for_all_of_them(
+    tmp_path: Path, file_format: Format
+) -> None:
+    state: dict[str, Any] = {
+        "w": whole("a.w", torch.arange(6).reshape(2, 3)),
+        "s": whole("scalar", torch.tensor(2.5).bfloat16()),
+        "e": whole("empty", torch.empty(0, 3)),
+        "o": cell("rng"),
+        "step": 4,
+    }
+    save(state, tmp_path, file_format)
+    metadata = dc.load_tensors_metadata(tmp_path)
+    assert metadata == {
+        "a.w": ShardedTensor("a.w", None, torch.int64, (2, 3), (2, 3), (0, 0), (1, 1)),
+        "scalar": ShardedTensor("scalar", None, torch.bfloat16, (), (), (), ()),
+        "empty": ShardedTensor("empty", None, torch.float32, (0, 3), (0, 3), (0, 0), (1, 1)),
+    }
+    everything = dc.load_sharded_metadata(tmp_path)
+    assert everything == metadata | {
+        "rng/shard_0_1": ShardedObject("rng", None, (1,), (0,)),
+    }
+    plain = dc.load_plain_tensors(tmp_path)
+    assert set(plain) == {"a.w", "scalar", "empty", "step"}
+    assert torch.equal(plain["a.w"], torch.arange(6).reshape(2, 3))
+    template: dict[str, Any] = dict(metadata)
+    loaded: Any = load(template, tmp_path)
+    assert set(loaded) == set(plain)
+
+
+# Removal.
+
+
+def removable(rank: int = 0, count: int = 1) -> dict[str, Any]:
+    start, stop = ([0, 1, 4], [0, 4])[count == 1][rank : rank + 2]
+    return {
+        "w": rows("model.w", rank, count),
+        "a": rows("optimizer.state.avg", rank, count),
+        "u": ShardedTensor(
+            "optimizer.uneven", torch.ones(stop - start), torch.float32, (stop - start,), (4,),
+            (start,), None,
+        ),
+        "n": rows("optimizer", rank, count),
+        "d": rows("optimizer/deep", rank, count),
+        "x": rows("opt", rank, count),
+        "o": [cell("optimizer/extra", rank, count), cell("optimizer/deep/x", rank, count)],
+        "r": cell("optimizer.state.avg.object", rank, count),
+        "step": 3,
+    }  # fmt: skip
+
+
+def folders_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_dir() and path.name != ".dckpt"}
+
+
+@FORMAT
+@pytest.mark.parametrize("count", [1, 2])
+def test_tensors_are_removed_by_prefix_and_all_else_stays(
+    tmp_path: Path, file_format: Format, count: int
+) -> None:
+    run_ranks(
+        count,
+        lambda comm: save(removable(comm.rank, count), tmp_path, file_format, comm=comm),
+    )
+    objects = {k for k, v in dc.load_sharded_metadata(tmp_path).items() if "shard_" in k and v}
+    assert len(objects) == 3 * count
+    run_ranks(count, lambda comm: dc.remove_sharded_tensors(tmp_path, "optimizer", comm=comm))
+    assert set(dc.load_tensors_metadata(tmp_path)) == {"model.w", "opt"}
+    assert set(dc.load_sharded_metadata(tmp_path)) == {"model.w", "opt"} | objects
+    assert dc.check_is_distributed_checkpoint(tmp_path)
+
+    def load_rank(comm: Comm) -> None:
+        kept = {k: v for k, v in removable(comm.rank, count).items() if k in "wxor"}
+        loaded: Any = load(kept, tmp_path, strict="raise_all", comm=comm)
+        assert torch.equal(loaded["w"], rows("", comm.rank, count).data)  # type: ignore[arg-type]
+        assert loaded["o"] == [{"rank": comm.rank}] * 2
+        assert loaded["r"] == {"rank": comm.rank}
+        assert loaded["step"] == 3
+
+    run_ranks(count, load_rank)
+    error = the_one_error(count, lambda comm: load(removable(0, 1), tmp_path, comm=comm))
+    assert "'optimizer.uneven': not in the checkpoint" in str(error)
+
+
+@FORMAT
+def test_the_files_of_removed_tensors_are_gone_and_no_others(
+    tmp_path: Path, file_format: Format
+) -> None:
+    save(removable(), tmp_path, file_format)
+    (tmp_path / "notes.txt").write_text("mine")
+    dc.remove_sharded_tensors(tmp_path, "optimizer")
+    assert folders_of(tmp_path) == {"model.w", "opt", "optimizer", "optimizer.state.avg.object"}
+    left = {
+        str(p.relative_to(tmp_path / "optimizer")) for p in (tmp_path / "optimizer").rglob("*.*")
+    }
+    assert left == {"deep/x/shard_0_1.pt", "extra/shard_0_1.pt"}
+    assert (tmp_path / "notes.txt").exists()
+
+
+@FORMAT
+@pytest.mark.parametrize(
+    "below", ["c", "c.x", "piece", "piece.x", "c.0.0x", "0x", "0.1.x", ".zarray.x"]
+)
+def test_an_object_below_a_removed_tensor_survives_whatever_its_name(
+    tmp_path: Path, file_format: Format, below: str
+) -> None:
+    save({"w": rows("model"), "o": cell(f"model/{below}")}, tmp_path, file_format)
+    dc.remove_sharded_tensors(tmp_path, "model")
+    assert dc.load_tensors_metadata(tmp_path) == {}
+    loaded: Any = load({"o": cell(f"model/{below}")}, tmp_path)
+    assert loaded == {"o": {"rank": 0}}
+
+
+@FORMAT
+@pytest.mark.parametrize(("prefix", "left"), [("", set()), ("nothing", {"a", "b"}), ("a", {"b"})])
+def test_removal_of_all_or_nothing_leaves_a_checkpoint(
+    tmp_path: Path, file_format: Format, prefix: str, left: set[str]
+) -> None:
+    save({"a": rows("a"), "b": rows("b"), "step": 1}, tmp_path, file_format)
+    for _ in range(2):
+        dc.remove_sharded_tensors(tmp_path, prefix)
+        assert set(dc.load_plain_tensors(tmp_path)) == left | {"step"}
+
+
+def test_removal_from_zarr_2_keeps_index_and_consolidated_metadata_in_step(tmp_path: Path) -> None:
+    import zarr
+
+    import dist_checkpointing.strategies.zarr  # noqa: F401 - teaches zarr bfloat16
+
+    save(removable(), tmp_path, ("zarr", 2))
+    dc.remove_sharded_tensors(tmp_path, "optimizer")
+    assert set(zarr.open_group(str(tmp_path), mode="r").keys()) == {"model.w", "opt"}
+    index = json.loads((tmp_path / ".dckpt" / "index.json").read_text())
+    assert set(index["keys"]) == {"model.w", "opt"}
+    assert index["pieces"] == {}
+    (tmp_path / ".dckpt" / "index.json").unlink()
+    assert set(dc.load_tensors_metadata(tmp_path)) == {"model.w", "opt"}
+    dc.remove_sharded_tensors(tmp_path, "opt")
+    assert set(dc.load_tensors_metadata(tmp_path)) == {"model.w"}
+
+
+def test_removal_keeps_the_codec(tmp_path: Path) -> None:
+    from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+
+    save({"a": rows("a"), "b": rows("b")}, tmp_path, Zarr3SaveShardedStrategy(codec="zstd"))
+    dc.remove_sharded_tensors(tmp_path, "a")
+    assert torch.equal(dc.load_plain_tensors(tmp_path)["b"], rows("b").data)  # type: ignore[arg-type]
+
+
+@FORMAT
+def test_a_save_over_a_checkpoint_with_removed_tensors_works(
+    tmp_path: Path, file_format: Format
+) -> None:
+    save(removable(), tmp_path, file_format)
+    dc.remove_sharded_tensors(tmp_path, "optimizer")
+    save(removable(), tmp_path, file_format, overwrite=True)
+    assert len(dc.load_tensors_metadata(tmp_path)) == 6
+
+
+def test_the_lock_folders_of_megatron_do_not_hinder_removal(tmp_path: Path) -> None:
+    save({"a": rows("a"), "b": rows("b")}, tmp_path, ("zarr", 1))
+    (tmp_path / "a.sync").mkdir()
+    (tmp_path / "a.sync" / ".zarray").touch()
+    dc.remove_sharded_tensors(tmp_path, "a")
+    assert set(dc.load_tensors_metadata(tmp_path)) == {"b"}

@@ -1,0 +1,321 @@
+"""Checkpoints written by real Megatron-Core releases load exactly, and we write the same bytes.
+
+``tests/golden/NAME.expected.json`` says what each holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dist_checkpointing as dc
+from dist_checkpointing import ShardedObject, ShardedTensor, load, save
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.mapping import ShardedBase
+from dist_checkpointing.testing import run_ranks
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAMES = ["mc0.12.0_zarr", "mc0.15.3_zarr"]
+FIXTURE = pytest.mark.parametrize("name", NAMES)
+
+
+@functools.cache
+def expected(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((GOLDEN / f"{name}.expected.json").read_text())
+    return content
+
+
+def unmarked(value: Any, mark: str = "") -> Any:
+    """Tuples and tensors of the common state, which JSON cannot say."""
+    if isinstance(value, dict):
+        names = [key.partition("(") for key in value]
+        return {
+            name: unmarked(below, kind.rstrip(")"))
+            for (name, _, kind), below in zip(names, value.values(), strict=True)
+        }
+    if mark == "tuple":
+        return tuple(value)
+    if mark.endswith(" tensor"):
+        return torch.tensor(value, dtype=getattr(torch, mark.removesuffix(" tensor")))
+    return value
+
+
+def full_tensors(name: str) -> dict[str, torch.Tensor]:
+    return {
+        key: torch.tensor(t["flat_values"], dtype=getattr(torch, t["dtype"])).reshape(t["shape"])
+        for key, t in expected(name)["tensors"].items()
+    }
+
+
+def assert_common_state(found: Any, name: str) -> None:
+    wanted = unmarked(expected(name)["common"])
+    assert list(found) == list(wanted)
+    for key, value in wanted.items():
+        if isinstance(value, torch.Tensor):
+            assert found[key].dtype == value.dtype
+            assert torch.equal(found[key], value)
+        else:
+            assert found[key] == value
+            assert type(found[key]) is type(value)
+    assert type(found["args"]["betas"]) is tuple
+
+
+def cut(key: str, full: torch.Tensor, rank: int, count: int) -> ShardedTensor:
+    """As even a part as there is along the first axis that is long enough."""
+    axis = next((a for a, extent in enumerate(full.shape) if extent >= count), 0)
+    extent = full.shape[axis]
+    start, stop = extent * rank // count, extent * (rank + 1) // count
+    shape = (*full.shape[:axis], stop - start, *full.shape[axis + 1 :])
+    offset = tuple(start if a == axis else 0 for a in range(full.ndim))
+    return ShardedTensor(
+        key,
+        torch.full(shape, 7, dtype=full.dtype),
+        full.dtype,
+        shape,
+        tuple(full.shape),
+        offset,
+        None,
+    )
+
+
+def flattened(key: str, full: torch.Tensor, rank: int, count: int) -> ShardedTensor:
+    """A part of the flattening of the whole tensor."""
+    start, stop = full.numel() * rank // count, full.numel() * (rank + 1) // count
+    data = torch.empty(stop - start, dtype=full.dtype)
+    return ShardedTensor.from_rank_offsets_flat(
+        key, data, tuple(full.shape), flattened_range=slice(start, stop)
+    )
+
+
+def part_of(full: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
+    box = full[leaf.global_slice()]
+    return box if leaf.flattened_range is None else box.reshape(-1)[leaf.flattened_range]
+
+
+@FIXTURE
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("with_data", [True, False])
+def test_every_tensor_loads_exactly_on_any_number_of_ranks(
+    name: str, ranks: int, *, with_data: bool
+) -> None:
+    full = full_tensors(name)
+
+    def load_rank(comm: Comm) -> None:
+        template: dict[str, Any] = {
+            make.__name__: {key: make(key, full[key], comm.rank, ranks) for key in full}
+            for make in (cut, flattened)
+        }
+        if not with_data:
+            for leaves in template.values():
+                for leaf in leaves.values():
+                    leaf.data = None
+        loaded = load(template, GOLDEN / name, comm=comm, validate_access_integrity=False)
+        for kind, key in itertools.product(template, full):
+            leaf, value = template[kind][key], loaded[kind][key]
+            assert value.dtype == full[key].dtype
+            assert torch.equal(value, part_of(full[key], leaf)), (kind, key)
+            if with_data:
+                assert value is leaf.data
+        assert_common_state({k: v for k, v in loaded.items() if k not in template}, name)
+
+    run_ranks(ranks, load_rank)
+
+
+def saved_by_megatron(name: str, rank: int, values: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The state dict that rank ``rank`` of the two saved, as README of the fixtures tells it."""
+
+    def even(key: str, axis: int) -> ShardedTensor:
+        data = values[key].chunk(2, axis)[rank].clone()
+        return ShardedTensor.from_rank_offsets(key, data, (axis, rank, 2))
+
+    def layer(number: int) -> ShardedTensor:
+        data = values["layers.w"][number].chunk(2, 0)[rank].clone()
+        return ShardedTensor.from_rank_offsets(
+            "layers.w", data, (0, number, 2), (1, rank, 2), prepend_axis_num=1
+        )
+
+    objects = expected(name)["sharded_objects"]
+    rng = objects[f"rng_state/shard_0.{rank}_1.2"]
+    extra = objects["module.extra_state/shard_0_1"]
+    state: dict[str, Any] = {
+        "embedding": even("embedding.word", 0),
+        "fc": even("fc.weight", 1),
+        "half": even("half", 1),
+        "ids": even("ids", 0),
+        "flags": even("flags", 0),
+        "norm": ShardedTensor.from_rank_offsets(
+            "norm.weight", values["norm.weight"].clone(), replica_id=rank
+        ),
+        "layers": [layer(0), layer(1)],
+        "optim": list(pieces(name, rank, values)),
+        "rng": ShardedObject("rng_state", rng, (1, 2), (0, rank)),
+        "extra": ShardedObject("module.extra_state", extra, (1,), (0,), replica_id=rank),
+    }
+    return state
+
+
+def pieces(name: str, rank: int, values: dict[str, torch.Tensor]) -> Iterator[ShardedTensor]:
+    """Flattened tensors as a distributed optimizer cuts them: rank r has piece r of each chunk."""
+    for key, layout in expected(name)["flattened_keys"].items():
+        for chunk in range(layout["fragmentation"][0]):
+            box = values[key].chunk(layout["fragmentation"][0], 0)[chunk].reshape(-1)
+            start, stop = layout["pieces_per_chunk"][rank]
+            yield ShardedTensor.from_rank_offsets_flat(
+                key,
+                box[start:stop].clone(),
+                tuple(layout["non_flat_local_shape"]),
+                (0, chunk, layout["fragmentation"][0]),
+                flattened_range=slice(start, stop),
+            )
+
+
+def leaves_of(nest: Any) -> Iterator[ShardedBase]:
+    if isinstance(nest, ShardedBase):
+        yield nest
+    elif isinstance(nest, dict | list):
+        for below in nest.values() if isinstance(nest, dict) else nest:
+            yield from leaves_of(below)
+
+
+@FIXTURE
+def test_the_state_loads_as_megatron_saved_it_flattened_pieces_and_objects_too(name: str) -> None:
+    full = full_tensors(name)
+    zeros = {key: torch.zeros_like(value) for key, value in full.items()}
+
+    def load_rank(comm: Comm) -> None:
+        template = saved_by_megatron(name, comm.rank, zeros)
+        wanted = saved_by_megatron(name, comm.rank, full)
+        loaded = load(
+            template, GOLDEN / name, comm=comm, validate_access_integrity=True, strict="raise_all"
+        )
+        assert loaded["rng"] == wanted["rng"].data
+        assert loaded["extra"] == wanted["extra"].data
+        for given, right in zip(leaves_of(template), leaves_of(wanted), strict=True):
+            if isinstance(given, ShardedTensor) and isinstance(right, ShardedTensor):
+                assert torch.equal(given.data, right.data), given  # type: ignore[arg-type]
+        assert loaded["layers"][1] is template["layers"][1].data
+        assert_common_state({k: v for k, v in loaded.items() if k not in template}, name)
+
+    run_ranks(2, load_rank)
+
+
+@FIXTURE
+def test_a_layer_of_a_prepended_axis_loads_alone(name: str) -> None:
+    for number in range(2):
+        template = ShardedTensor.from_rank_offsets(
+            "layers.w", torch.empty(4, 3), (0, number, 2), prepend_axis_num=1
+        )
+        loaded = load({"w": template}, GOLDEN / name)
+        assert torch.equal(loaded["w"], full_tensors(name)["layers.w"][number])
+
+
+@FIXTURE
+def test_the_listing_has_all_tensors_and_objects_and_no_lock_folders(name: str) -> None:
+    assert list((GOLDEN / name).glob("*.sync")), "the fixture has lock folders"
+    full = full_tensors(name)
+    metadata = dc.load_tensors_metadata(GOLDEN / name)
+    assert {k: (t.global_shape, t.dtype) for k, t in metadata.items()} == {
+        k: (tuple(t.shape), t.dtype) for k, t in full.items()
+    }
+    everything = dc.load_sharded_metadata(GOLDEN / name)
+    assert set(everything) == set(full) | set(expected(name)["sharded_objects"])
+    assert everything["rng_state/shard_0.1_1.2"] == ShardedObject("rng_state", None, (1, 2), (0, 1))
+
+
+@FIXTURE
+def test_plain_tensors_common_state_and_content_metadata_load_in_one_process(name: str) -> None:
+    assert dc.check_is_distributed_checkpoint(GOLDEN / name)
+    plain = dc.load_plain_tensors(GOLDEN / name)
+    full = full_tensors(name)
+    for key, value in full.items():
+        assert torch.equal(plain.pop(key), value)
+    assert_common_state(plain, name)
+    assert_common_state(dc.load_common_state_dict(GOLDEN / name), name)
+    content = dc.load_content_metadata(GOLDEN / name)
+    assert content == expected(name)["common"].get("content_metadata")
+
+
+@FIXTURE
+def test_nothing_in_a_checkpoint_changes_when_it_is_read(name: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(GOLDEN / name, tmp_path / "c")
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    dc.load_plain_tensors(copy)
+    dc.load_sharded_metadata(copy)
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+# What we write.
+
+
+def without_ours(folder: Path) -> set[str]:
+    """Files that Megatron would write too: no lock folders of theirs, no notes of ours."""
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.parts[len(folder.parts)].endswith((".sync", ".dckpt"))
+    }
+
+
+@pytest.fixture(params=NAMES)
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A folder that we wrote from the same state, and Megatron's."""
+    name: str = request.param
+    full, common = full_tensors(name), unmarked(expected(name)["common"])
+    content = common.pop("content_metadata", None)
+
+    def save_rank(comm: Comm) -> None:
+        state = saved_by_megatron(name, comm.rank, full)
+        save(state | common, tmp_path, ("zarr", 1), comm=comm, content_metadata=content)
+
+    run_ranks(2, save_rank)
+    return tmp_path, GOLDEN / name
+
+
+def test_we_write_the_same_files(written: tuple[Path, Path]) -> None:
+    ours, theirs = written
+    assert without_ours(ours) == without_ours(theirs)
+    assert {path.name for path in ours.iterdir() if path.name.startswith(".")} == {".dckpt"}
+
+
+def test_we_write_the_same_chunks_byte_for_byte(written: tuple[Path, Path]) -> None:
+    ours, theirs = written
+    chunks = [n for n in without_ours(theirs) if not n.endswith((".zarray", ".pt", ".json"))]
+    assert len(chunks) == 18
+    for name in chunks:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+
+
+def test_we_write_the_same_metadata(written: tuple[Path, Path]) -> None:
+    ours, theirs = written
+    assert (ours / "metadata.json").read_bytes() == (theirs / "metadata.json").read_bytes()
+    arrays = [name for name in without_ours(theirs) if name.endswith(".zarray")]
+    assert len(arrays) == 9
+    for name in arrays:
+        assert json.loads((ours / name).read_text()) == json.loads((theirs / name).read_text())
+
+
+def test_we_write_the_same_arrays_as_text(written: tuple[Path, Path]) -> None:
+    ours, theirs = written
+    for path in theirs.glob("*/.zarray"):
+        if path.stat().st_size:
+            assert (ours / path.relative_to(theirs)).read_text() == path.read_text()
+
+
+def test_we_write_the_same_pickles_by_content(written: tuple[Path, Path]) -> None:
+    ours, theirs = written
+    names = [name for name in without_ours(theirs) if name.endswith(".pt")]
+    assert len(names) == 4
+    for name in names:
+        mine, right = torch.load(ours / name), torch.load(theirs / name)
+        if name == "common.pt":
+            assert list(mine) == list(right)
+            assert torch.equal(mine.pop("common_tensor"), right.pop("common_tensor"))
+        assert mine == right, name

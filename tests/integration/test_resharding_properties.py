@@ -1,0 +1,556 @@
+"""Any save grid to any load grid. The oracle is the plain full tensor, compared bit by bit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dist_checkpointing as dc
+from dist_checkpointing import ShardedTensor, load, save
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.dtypes import DTYPES
+from dist_checkpointing.mapping import ReplicaId
+from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
+from dist_checkpointing.strategies.base import SaveShardedStrategy
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
+from dist_checkpointing.strategies.zarr.v2 import ZarrV2Writer
+from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+from dist_checkpointing.testing import run_ranks
+
+Ints = tuple[int, ...]
+Memory = Literal["contiguous", "transposed", "strided", "offset"]
+
+MEMORIES: tuple[Memory, ...] = ("contiguous", "transposed", "strided", "offset")
+MAX_PARTS = 10
+UNTOUCHED = 1  # what every byte is before a load; a valid bool too
+
+
+class TinyChunkWriter(ZarrV3Writer):
+    layout = RowBlockLayout(64)
+
+
+class TinyChunkStrategy(Zarr3SaveShardedStrategy):
+    def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
+        return TinyChunkWriter(checkpoint_dir, self.codec)
+
+
+class SharedChunkWriter(ZarrV2Writer):
+    layout = WholeShardLayout(max_chunks_per_shard=1)
+
+
+class SharedChunkStrategy(ZarrSaveShardedStrategy):
+    """Uneven cuts make one chunk into which several ranks write."""
+
+    writer_type = SharedChunkWriter
+
+
+FORMATS: dict[str, Any] = {
+    "zarr 1": ZarrSaveShardedStrategy,
+    "zarr 1 shared chunks": SharedChunkStrategy,
+    "zarr 2": Zarr3SaveShardedStrategy,
+    "zarr 2 zstd": functools.partial(Zarr3SaveShardedStrategy, codec="zstd"),
+    "zarr 2 gzip": functools.partial(Zarr3SaveShardedStrategy, codec="gzip"),
+    "zarr 2 blosc": functools.partial(Zarr3SaveShardedStrategy, codec="blosc"),
+    "zarr 2 tiny chunks": TinyChunkStrategy,
+    "zarr 2 tiny chunks zstd": functools.partial(TinyChunkStrategy, codec="zstd"),
+}
+FORMAT = pytest.mark.parametrize("file_format", FORMATS)
+
+
+def strategy(file_format: str) -> SaveShardedStrategy:
+    made: SaveShardedStrategy = FORMATS[file_format]()
+    return made
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a global tensor that one rank saves or wants.
+
+    ``memory`` is how its tensor lies in memory; None means a template without data.
+    """
+
+    rank: int
+    offset: Ints
+    shape: Ints
+    flat: tuple[int, int] | None = None
+    replica_id: ReplicaId = 0
+    prepend: int = 0
+    fragmentations: Ints | None = None
+    memory: Memory | None = "contiguous"
+
+    def of(self, full: torch.Tensor) -> torch.Tensor:
+        """What this part must hold."""
+        slices = tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+        box = full[slices].reshape(self.shape[self.prepend :])
+        return box if self.flat is None else box.reshape(-1)[slice(*self.flat)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A global tensor, how it is saved and how it is wanted."""
+
+    key: str
+    dtype: torch.dtype
+    shape: Ints
+    saved: tuple[Part, ...]
+    wanted: tuple[Part, ...]
+    seed: int = 0
+
+    @property
+    def full(self) -> torch.Tensor:
+        return random_bits(self.shape, self.dtype, self.seed)
+
+
+def random_bits(shape: Ints, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor of random bits: NaNs with payloads, infinities, subnormals and all."""
+    generator = torch.Generator().manual_seed(seed)
+    highest = 2 if dtype == torch.bool else 256
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, highest, (num_bytes,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(shape)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    packed = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return packed.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def allocate(shape: Ints, dtype: torch.dtype, memory: Memory) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor lying in memory as asked, and the whole memory as bytes."""
+    if memory == "transposed":
+        outer = shape[::-1]
+    elif memory == "strided":
+        outer = (*shape[:-1], 2 * shape[-1] + 1) if shape else (3,)
+    elif memory == "offset":
+        outer = tuple(extent + 2 for extent in shape) or (3,)
+    else:
+        outer = shape
+    raw = torch.full((math.prod(outer) * dtype.itemsize,), UNTOUCHED, dtype=torch.uint8)
+    base = raw.view(dtype).reshape(outer)
+    if memory == "transposed":
+        return base.permute(tuple(reversed(range(len(shape))))), raw
+    if memory == "strided":
+        return (base[..., 1::2] if shape else base[1]), raw
+    if memory == "offset":
+        return (base[tuple(slice(1, 1 + e) for e in shape)] if shape else base[1]), raw
+    return base, raw
+
+
+def leaf(case: Case, part: Part, data: torch.Tensor | None) -> ShardedTensor:
+    return ShardedTensor(
+        case.key,
+        data,
+        case.dtype,
+        part.shape[part.prepend :],
+        case.shape,
+        part.offset,
+        part.fragmentations,
+        part.replica_id,
+        part.prepend,
+        flattened_range=None if part.flat is None else slice(*part.flat),
+    )
+
+
+def save_cases(cases: Sequence[Case], world_size: int, folder: Path, file_format: str) -> None:
+    def save_rank(comm: Comm) -> None:
+        leaves = []
+        for case in cases:
+            for part in case.saved:
+                if part.rank == comm.rank:
+                    values = part.of(case.full)
+                    data, _ = allocate(tuple(values.shape), case.dtype, part.memory or "contiguous")
+                    data.copy_(values)
+                    leaves.append(leaf(case, part, data))
+        save({"leaves": leaves}, folder, strategy(file_format), comm=comm)
+
+    run_ranks(world_size, save_rank)
+
+
+def check_load(cases: Sequence[Case], world_size: int, folder: Path) -> None:
+    """Load what every rank wants, and compare each part with the full tensor."""
+
+    def load_rank(comm: Comm) -> None:
+        parts = [(c, p) for c in cases for p in c.wanted if p.rank == comm.rank]
+        leaves, memories = [], []
+        for case, part in parts:
+            shape = tuple(part.of(case.full).shape)
+            given, memory = None, None
+            if part.memory is not None:
+                given, memory = allocate(shape, case.dtype, part.memory)
+            leaves.append(leaf(case, part, given))
+            memories.append(memory)
+        loaded: Any = load({"leaves": leaves}, folder, comm=comm)
+        if not leaves:
+            return
+        for (case, part), asked, memory, got in zip(
+            parts, leaves, memories, loaded["leaves"], strict=True
+        ):
+            expected = part.of(case.full)
+            assert got.dtype == expected.dtype
+            assert got.shape == expected.shape
+            assert bits(got) == bits(expected), (case, part)
+            assert (memory is None) == (asked.data is None)
+            if memory is not None and asked.data is not None:
+                assert got is asked.data
+                asked.data.copy_(memory.new_ones(got.nbytes).view(got.dtype).view(got.shape))
+                assert (memory == UNTOUCHED).all(), "wrote outside of the given tensor"
+
+    run_ranks(world_size, load_rank)
+
+
+def check_whole(cases: Sequence[Case], folder: Path) -> None:
+    """One plain process reads everything."""
+    metadata = dc.load_tensors_metadata(folder)
+    assert {k: (t.global_shape, t.dtype) for k, t in metadata.items()} == {
+        case.key: (case.shape, case.dtype) for case in cases
+    }
+    plain = dc.load_plain_tensors(folder)
+    assert {key: bits(plain[key]) for key in metadata} == {
+        case.key: bits(case.full) for case in cases
+    }
+
+
+# How a tensor is cut: all boxes together cover it exactly once.
+
+
+def product_of(cuts: Sequence[Sequence[int]]) -> list[tuple[Ints, Ints]]:
+    """(offset, shape) of all boxes between the given cut points of every axis."""
+    intervals = [list(itertools.pairwise(points)) for points in cuts]
+    return [
+        (tuple(a for a, _ in box), tuple(b - a for a, b in box))
+        for box in itertools.product(*intervals)
+    ]
+
+
+@st.composite
+def regular_grids(draw: st.DrawFn, shape: Ints) -> tuple[list[tuple[Ints, Ints]], Ints]:
+    budget, counts = MAX_PARTS, []
+    for extent in shape:
+        divisors = [n for n in range(1, min(extent, budget) + 1) if extent % n == 0]
+        counts.append(draw(st.sampled_from(divisors or [1])))
+        budget //= counts[-1]
+    cuts = [
+        [i * (extent // count) for i in range(count + 1)]
+        for extent, count in zip(shape, counts, strict=True)
+    ]
+    return product_of(cuts), tuple(counts)
+
+
+@st.composite
+def uneven_grids(draw: st.DrawFn, shape: Ints) -> list[tuple[Ints, Ints]]:
+    budget, cuts = MAX_PARTS, []
+    for extent in shape:
+        points = draw(st.lists(st.integers(0, extent), max_size=min(3, budget - 1)))
+        cuts.append(sorted([0, *points, extent]))
+        budget //= len(points) + 1
+    return product_of(cuts)
+
+
+@st.composite
+def guillotine_cuts(
+    draw: st.DrawFn, offset: Ints, shape: Ints, depth: int = 3
+) -> list[tuple[Ints, Ints]]:
+    """Boxes that line up on no common grid."""
+    if not shape or depth == 0 or draw(st.booleans()):
+        return [(offset, shape)]
+    axis = draw(st.integers(0, len(shape) - 1))
+    cut = draw(st.integers(0, shape[axis]))
+    boxes = []
+    for begin, extent in ((0, cut), (cut, shape[axis] - cut)):
+        part_offset = (*offset[:axis], offset[axis] + begin, *offset[axis + 1 :])
+        part_shape = (*shape[:axis], extent, *shape[axis + 1 :])
+        boxes += draw(guillotine_cuts(part_offset, part_shape, depth - 1))
+    return boxes
+
+
+@st.composite
+def any_boxes(draw: st.DrawFn, shape: Ints, max_size: int) -> list[tuple[Ints, Ints]]:
+    """Boxes that may overlap, leave gaps, or be empty."""
+    boxes = []
+    for _ in range(draw(st.integers(0, max_size))):
+        ends = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
+        boxes.append((tuple(a for a, _ in ends), tuple(b - a for a, b in ends)))
+    return boxes
+
+
+@st.composite
+def flat_pieces(draw: st.DrawFn, shape: Ints) -> list[tuple[int, int]]:
+    size = math.prod(shape)
+    points = draw(st.lists(st.integers(0, size), max_size=3))
+    return list(itertools.pairwise(sorted([0, *points, size])))
+
+
+def leading_ones(shape: Ints) -> int:
+    return next((axis for axis, extent in enumerate(shape) if extent != 1), len(shape))
+
+
+MAIN_IDS: list[ReplicaId] = [0, (0,), (0, 0)]
+OTHER_IDS: list[ReplicaId] = [1, 3, (0, 1), (2, 0)]
+
+
+@st.composite
+def covers(draw: st.DrawFn, shape: Ints, world_size: int) -> list[Part]:
+    """Parts whose main replicas cover the tensor exactly once."""
+    ranks = st.integers(0, world_size - 1)
+    memories = st.sampled_from(MEMORIES)
+    counts: Ints | None = None
+    kind = draw(st.sampled_from(["regular", "uneven", "guillotine"]))
+    if kind == "regular":
+        boxes, counts = draw(regular_grids(shape))
+    elif kind == "uneven":
+        boxes = draw(uneven_grids(shape))
+    else:
+        boxes = draw(guillotine_cuts((0,) * len(shape), shape))
+    flatten = draw(st.sampled_from(["none", "none", "all", "some"]))
+    parts = []
+    for offset, box_shape in boxes:
+        prepend = draw(st.integers(0, leading_ones(box_shape)))
+        pieces: list[tuple[int, int] | None] = [None]
+        if flatten == "all" or (flatten == "some" and draw(st.booleans())):
+            pieces = list(draw(flat_pieces(box_shape)))
+        for flat in pieces:
+            holders = draw(st.lists(ranks, min_size=1, max_size=3))
+            for i, rank in enumerate(holders):
+                replica_id = draw(st.sampled_from(OTHER_IDS if i else MAIN_IDS))
+                memory = draw(memories)
+                parts.append(
+                    Part(rank, offset, box_shape, flat, replica_id, prepend, counts, memory)
+                )
+    # Shards that count for nothing: empty ones at any place, and replicas that line up with no main
+    # one.
+    for offset, box_shape in draw(any_boxes(shape, 2)):
+        replica_id = draw(st.sampled_from(OTHER_IDS))
+        if math.prod(box_shape) == 0:
+            replica_id = draw(st.sampled_from(MAIN_IDS + OTHER_IDS))
+        parts.append(Part(draw(ranks), offset, box_shape, None, replica_id))
+    order = draw(st.permutations(range(len(parts)))) if len(parts) < 8 else range(len(parts))
+    return [parts[i] for i in order]
+
+
+@st.composite
+def wishes(draw: st.DrawFn, shape: Ints, world_size: int) -> list[Part]:
+    """Any parts: a whole cut, or boxes that leave gaps and overlap; flattened or not."""
+    ranks = st.integers(0, world_size - 1)
+    memories = st.sampled_from([None, *MEMORIES])
+    if draw(st.booleans()):
+        parts = draw(covers(shape, world_size))
+        return [
+            Part(
+                p.rank,
+                p.offset,
+                p.shape,
+                p.flat,
+                p.replica_id,
+                p.prepend,
+                p.fragmentations,
+                draw(memories),
+            )
+            for p in parts
+        ]
+    parts = []
+    for offset, box_shape in draw(any_boxes(shape, 4)):
+        flat = None
+        if draw(st.booleans()):
+            size = math.prod(box_shape)
+            start, stop = sorted((draw(st.integers(0, size)), draw(st.integers(0, size))))
+            flat = (start, stop)
+        prepend = draw(st.integers(0, leading_ones(box_shape)))
+        parts.append(Part(draw(ranks), offset, box_shape, flat, 0, prepend, None, draw(memories)))
+    return parts
+
+
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12]), max_size=4).filter(
+    lambda shape: math.prod(shape) <= 600
+)
+KEYS = ["w", "decoder.layers.0.weight", "optimizer/state/exp_avg", "Gewicht ü %41", "-c.0"]
+
+
+@st.composite
+def cases(draw: st.DrawFn, save_size: int, load_size: int) -> list[Case]:
+    made = []
+    for key in draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True)):
+        shape = tuple(draw(SHAPES))
+        dtype = draw(st.sampled_from(DTYPES)).torch
+        saved = draw(covers(shape, save_size))
+        wanted = draw(wishes(shape, load_size))
+        made.append(Case(key, dtype, shape, tuple(saved), tuple(wanted), draw(st.integers(0, 99))))
+    return made
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[int, int, list[Case]]:
+    save_size, load_size = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    return save_size, load_size, draw(cases(save_size, load_size))
+
+
+@FORMAT
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(world=worlds())
+def test_any_save_grid_loads_into_any_load_grid(
+    file_format: str, world: tuple[int, int, list[Case]]
+) -> None:
+    save_size, load_size, tensors = world
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoint"
+        save_cases(tensors, save_size, folder, file_format)
+        check_load(tensors, load_size, folder)
+        check_whole(tensors, folder)
+
+
+@FORMAT
+@pytest.mark.parametrize("dtype", [row.torch for row in DTYPES], ids=[row.name for row in DTYPES])
+def test_every_bit_pattern_of_every_dtype_survives(
+    tmp_path: Path, dtype: torch.dtype, file_format: str
+) -> None:
+    whole = (6, 4)
+    rows = (
+        Part(0, (0, 0), (3, 4), None, 0, 0, (2, 1)),
+        Part(1, (3, 0), (3, 4), None, 0, 0, (2, 1)),
+    )
+    columns = (
+        Part(0, (0, 0), (6, 1), memory="strided"),
+        Part(1, (0, 1), (6, 3), memory=None),
+        Part(2, (0, 0), (6, 3), memory="transposed"),
+    )
+    flat = tuple(
+        Part(rank, (0, 0), whole, piece, 0, 0, (1, 1))
+        for rank, piece in enumerate([(0, 5), (5, 17), (17, 24)])
+    )
+    scalar = (Part(1, (), (), memory="offset"),)
+    tensors = [
+        Case("rows to columns", dtype, whole, rows, columns, 1),
+        Case("flat to columns", dtype, whole, flat, columns, 2),
+        Case("columns to flat", dtype, whole, columns[:2], flat, 3),
+        Case("scalar", dtype, (), scalar, scalar, 4),
+        Case("empty", dtype, (0, 3), (Part(0, (0, 0), (0, 3)),), (Part(1, (0, 0), (0, 3)),), 5),
+    ]
+    save_cases(tensors, 3, tmp_path / "checkpoint", file_format)
+    check_load(tensors, 3, tmp_path / "checkpoint")
+    check_whole(tensors, tmp_path / "checkpoint")
+
+
+@FORMAT
+def test_64_ranks_to_48_ranks(tmp_path: Path, file_format: str) -> None:
+    shape = (192, 4)
+    tensors = [
+        Case(
+            f"layer.{i}",
+            torch.bfloat16,
+            shape,
+            tuple(Part(r, (3 * r, 0), (3, 4), None, 0, 0, (64, 1)) for r in range(64)),
+            tuple(Part(r, (4 * r, 0), (4, 4), None, 0, 0, (48, 1)) for r in range(48)),
+            i,
+        )
+        for i in range(3)
+    ]
+    save_cases(tensors, 64, tmp_path / "checkpoint", file_format)
+    check_load(tensors, 48, tmp_path / "checkpoint")
+
+
+@FORMAT
+def test_views_that_are_no_plain_memory_are_saved_as_their_values(
+    tmp_path: Path, file_format: str
+) -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    tensors = {
+        "conjugate": values.conj(),
+        "negative": values.conj().imag,
+        "expanded": torch.tensor([[1.5], [2.5]]).expand(2, 3),
+        "requires grad": weight,
+        "inside a graph": weight * 2,
+        "diagonal": torch.arange(9.0).reshape(3, 3).diagonal(),
+        "overlapping windows": torch.arange(6.0).unfold(0, 3, 1),
+    }
+    state = {k: ShardedTensor.from_rank_offsets(k, t) for k, t in tensors.items()}
+    save(state, tmp_path / "checkpoint", strategy(file_format))
+    plain = dc.load_plain_tensors(tmp_path / "checkpoint")
+    for key, expected in tensors.items():
+        assert torch.equal(plain[key], expected.detach().resolve_conj().resolve_neg()), key
+
+
+@FORMAT
+@settings(
+    deadline=None,
+    max_examples=15,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    stored_rows=st.integers(0, 12),
+    save_counts=st.integers(1, 4),
+    wanted_shard_rows=st.integers(1, 5),
+    wanted_shards=st.integers(1, 4),
+    prepend=st.booleans(),
+    flat=st.booleans(),
+    given_memory=st.sampled_from([None, *MEMORIES]),
+)
+def test_with_allow_shape_mismatch_the_common_part_is_loaded_and_the_rest_is_zero(
+    file_format: str,
+    *,
+    stored_rows: int,
+    save_counts: int,
+    wanted_shard_rows: int,
+    wanted_shards: int,
+    prepend: bool,
+    flat: bool,
+    given_memory: Memory | None,
+) -> None:
+    """A padded vocabulary: the padding depends on the number of ranks."""
+    lead = (1,) if prepend else ()
+    shape = (*lead, stored_rows, 3)
+    cuts = [stored_rows * i // save_counts for i in range(save_counts + 1)]
+    saved = tuple(
+        Part(rank, (*(0,) * prepend, a, 0), (*lead, b - a, 3))
+        for rank, (a, b) in enumerate(itertools.pairwise(cuts))
+    )
+    case = Case("vocabulary", torch.float32, shape, saved, (), 7)
+    total = wanted_shard_rows * wanted_shards
+    expected = torch.zeros(total, 3)
+    kept = min(total, stored_rows)
+    expected[:kept] = case.full.reshape(stored_rows, 3)[:kept]
+
+    def load_rank(comm: Comm) -> torch.Tensor:
+        local = (wanted_shard_rows, 3)
+        flat_range = slice(1, 3 * wanted_shard_rows) if flat else None
+        data = None
+        if given_memory is not None:
+            own = (3 * wanted_shard_rows - 1,) if flat else local
+            data, _ = allocate(own, torch.float32, given_memory)
+        template = ShardedTensor(
+            "vocabulary",
+            data,
+            torch.float32,
+            local,
+            (*lead, total, 3),
+            (*(0,) * prepend, comm.rank * wanted_shard_rows, 0),
+            (*lead, wanted_shards, 1),
+            0,
+            len(lead),
+            allow_shape_mismatch=True,
+            flattened_range=flat_range,
+        )
+        loaded: Any = load({"w": template}, name, comm=comm)
+        return cast("torch.Tensor", loaded["w"])
+
+    with tempfile.TemporaryDirectory() as parent:
+        name = str(Path(parent) / "checkpoint")
+        save_cases([case], save_counts, Path(name), file_format)
+        shards = run_ranks(wanted_shards, load_rank)
+    for rank, shard in enumerate(shards):
+        rows = expected[rank * wanted_shard_rows : (rank + 1) * wanted_shard_rows]
+        assert bits(shard) == bits(rows.reshape(-1)[1:] if flat else rows)

@@ -1,0 +1,339 @@
+"""Coverage: every element of every global tensor is written exactly once, or the save is refused.
+
+The oracle counts elements one by one; the library must find whatever that finds, and nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTensor, validation
+from dist_checkpointing.catalog import ShardTable, concatenate, describe
+from dist_checkpointing.errors import Finding
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
+from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
+from dist_checkpointing.validation import check_coverage, find_coverage_problems
+
+Ints = tuple[int, ...]
+Part = tuple[Box, tuple[int, int] | None]
+
+
+def shard(
+    key: str, shape: Ints, box: Box, flat: tuple[int, int] | None = None, replica_id: int = 0
+) -> ShardedTensor:
+    return ShardedTensor(
+        key,
+        None,
+        torch.float32,
+        box.shape,
+        shape,
+        box.offset,
+        None,
+        replica_id,
+        flattened_range=None if flat is None else slice(*flat),
+    )
+
+
+def problems(ranks: Sequence[Sequence[Any]]) -> list[Finding]:
+    """What is found for the leaves of these ranks."""
+    catalog = concatenate([describe(leaves, rank) for rank, leaves in enumerate(ranks)])
+    return find_coverage_problems(catalog, written(catalog))
+
+
+def written(catalog: ShardTable) -> ShardTable:
+    return catalog.take(catalog.main & (catalog.num_elements > 0))
+
+
+def counted(shape: Ints, parts: Sequence[Part]) -> Any:
+    """How often each element is held, counted one by one."""
+    counts = np.zeros(shape, dtype=np.int64)
+    for box, flat in parts:
+        inside = np.zeros(box.num_elements, dtype=np.int64)
+        inside[slice(*flat) if flat is not None else slice(None)] = 1
+        counts[box.slices()] += inside.reshape(box.shape)
+    return counts
+
+
+# --- random shards against the element counter ----------------------------------------------------
+
+
+SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+
+
+@st.composite
+def tilings(draw: st.DrawFn, box: Box, depth: int = 5) -> list[Box]:
+    """``box`` cut into boxes at random; not always along a grid."""
+    axes = [axis for axis, extent in enumerate(box.shape) if extent > 1]
+    if not axes or not depth or not draw(st.booleans()):
+        return [box]
+    axis = draw(st.sampled_from(axes))
+    count = draw(st.integers(2, min(3, box.shape[axis])))
+    cuts = sorted(
+        draw(st.sets(st.integers(1, box.shape[axis] - 1), min_size=count - 1, max_size=count - 1))
+    )
+    tiles: list[Box] = []
+    for start, stop in zip([0, *cuts], [*cuts, box.shape[axis]], strict=True):
+        offset = (*box.offset[:axis], box.offset[axis] + start, *box.offset[axis + 1 :])
+        part = Box(offset, (*box.shape[:axis], stop - start, *box.shape[axis + 1 :]))
+        tiles += draw(tilings(part, depth - 1))
+    return tiles
+
+
+@st.composite
+def flattened(draw: st.DrawFn, box: Box) -> list[Part]:
+    """``box`` as a chain of flattened ranges, some perhaps empty."""
+    inner = draw(st.lists(st.integers(0, box.num_elements), max_size=3))
+    edges = sorted([0, *inner, box.num_elements])
+    return [(box, (a, b)) for a, b in zip(edges, [*edges[1:], box.num_elements], strict=True)]
+
+
+@st.composite
+def whole_sets(draw: st.DrawFn, shape: Ints) -> list[Part]:
+    """Shards that make up a tensor exactly once."""
+    parts: list[Part] = []
+    for box in draw(tilings(Box.whole(shape))):
+        parts += draw(flattened(box)) if draw(st.booleans()) else [(box, None)]
+    return parts
+
+
+@st.composite
+def loose_parts(draw: st.DrawFn, shape: Ints) -> list[Part]:
+    """Some boxes and ranges anywhere in a tensor."""
+    parts: list[Part] = []
+    for _ in range(draw(st.integers(0, 5))):
+        offset = tuple(draw(st.integers(0, n)) for n in shape)
+        extents = tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))
+        box = Box(offset, extents)
+        flat = None
+        if draw(st.booleans()):
+            edges = st.integers(0, box.num_elements)
+            start, stop = sorted((draw(edges), draw(edges)))
+            flat = (start, stop)
+        parts.append((box, flat))
+    return parts
+
+
+def dealt(draw: Any, shape: Ints, parts: Sequence[Part]) -> list[list[ShardedTensor]]:
+    """The parts, each on some rank, with a few copies that are not main replicas."""
+    ranks: list[list[ShardedTensor]] = [[] for _ in range(draw(st.integers(1, 4)))]
+    anywhere = st.integers(0, len(ranks) - 1)
+    for box, flat in parts:
+        ranks[draw(anywhere)].append(shard("w", shape, box, flat))
+        if draw(st.booleans()):
+            ranks[draw(anywhere)].append(shard("w", shape, box, flat, replica_id=1))
+    return ranks
+
+
+@given(st.data())
+def test_nothing_is_invented(data: st.DataObject) -> None:
+    shape: Ints = data.draw(SHAPES)
+    parts = data.draw(whole_sets(shape))
+    assert (counted(shape, parts) == 1).all()
+    assert problems(dealt(data.draw, shape, parts)) == []
+
+
+@given(st.data())
+def test_one_part_less_is_found(data: st.DataObject) -> None:
+    shape: Ints = data.draw(SHAPES)
+    parts = data.draw(whole_sets(shape))
+    lost = data.draw(st.integers(0, len(parts) - 1))
+    left = [part for i, part in enumerate(parts) if i != lost]
+    gap = bool((counted(shape, left) != 1).any())  # an empty range may be lost without harm
+    # With nothing left at all, nobody says that there is such a tensor.
+    assume(left)
+    assert bool(problems(dealt(data.draw, shape, left))) == gap
+
+
+@given(st.data())
+def test_one_part_more_is_found(data: st.DataObject) -> None:
+    shape: Ints = data.draw(SHAPES)
+    parts = data.draw(whole_sets(shape))
+    more = [*parts, *data.draw(loose_parts(shape))]
+    overlap = bool((counted(shape, more) != 1).any())
+    assert bool(problems(dealt(data.draw, shape, more))) == overlap
+
+
+@given(st.data())
+def test_any_gap_or_overlap_is_found(data: st.DataObject) -> None:
+    shape: Ints = data.draw(SHAPES)
+    parts = data.draw(loose_parts(shape))
+    assume(parts)
+    wrong = bool((counted(shape, parts) != 1).any())
+    found = problems(dealt(data.draw, shape, parts))
+    assert bool(found) or not wrong
+    assert all(finding.key == "w" for finding in found)
+
+
+@given(st.data())
+def test_the_sweep_for_huge_ragged_cuts_finds_the_same(data: st.DataObject) -> None:
+    """Where counting cells would take too much memory, overlaps are found by pairs."""
+    shape: Ints = data.draw(SHAPES)
+    boxes = data.draw(tilings(Box.whole(shape)))
+    for box, _ in data.draw(loose_parts(shape)):
+        boxes = [*boxes, box] if data.draw(st.booleans()) else boxes[1:]
+    parts: list[Part] = [(box, None) for box in boxes]
+    assume(any(box.num_elements for box in boxes))
+    wrong = bool((counted(shape, parts) != 1).any())
+    ranks = dealt(data.draw, shape, parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "_MAX_CELLS", 1)
+        found = problems(ranks)
+    assert bool(found) == wrong == bool(problems(ranks))
+
+
+@given(st.data())
+def test_what_is_reported_is_where_it_is(data: st.DataObject) -> None:
+    """The part that a finding names really is held that often, by those ranks."""
+    shape: Ints = data.draw(SHAPES)
+    boxes = data.draw(tilings(Box.whole(shape)))
+    extra = data.draw(st.sampled_from(boxes))
+    ranks = [[shard("w", shape, box)] for box in boxes]
+    ranks.append([shard("w", shape, extra)])
+    holders = (boxes.index(extra), len(boxes))
+    found = problems(ranks)
+    assert found
+    for finding in found:
+        assert finding.ranks == holders
+        assert finding.problem == "2 shards hold this part"
+        start, stop = ast.literal_eval(str(finding.found).replace("..", ","))
+        assert extra.contains(Box(start, tuple(b - a for a, b in zip(start, stop, strict=True))))
+
+
+# --- special cases --------------------------------------------------------------------------------
+
+
+def test_no_main_replica_at_all() -> None:
+    (finding,) = problems([[shard("w", (4,), Box((0,), (4,)), replica_id=1)], []])
+    assert (finding.key, finding.ranks) == ("w", (0,))
+    assert "main replica" in finding.problem
+
+
+def test_only_empty_main_replicas() -> None:
+    (finding,) = problems([[shard("w", (4,), Box((2,), (0,)))]])
+    assert finding.key == "w"
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0)])
+def test_a_tensor_without_elements_needs_nobody(shape: Ints) -> None:
+    assert problems([[shard("w", shape, Box.whole(shape))], []]) == []
+    assert problems([[shard("w", shape, Box.whole(shape), replica_id=1)]]) == []
+
+
+def test_a_scalar_twice() -> None:
+    (finding,) = problems([[shard("w", (), Box((), ()))], [shard("w", (), Box((), ()))]])
+    assert (finding.key, finding.ranks) == ("w", (0, 1))
+
+
+def test_cells_of_objects() -> None:
+    def cells(*offsets: Ints) -> list[ShardedObject]:
+        return [ShardedObject("o", 1, (2, 2), offset) for offset in offsets]
+
+    assert problems([cells((0, 0), (0, 1)), cells((1, 0), (1, 1))]) == []
+    (missing,) = problems([cells((0, 0), (0, 1)), cells((1, 1))])
+    assert (missing.key, missing.found) == ("o", "(1, 0) .. (2, 1)")
+    (twice,) = problems([cells((0, 0), (0, 1), (1, 0)), cells((1, 0), (1, 1))])
+    assert (twice.problem, twice.ranks) == ("2 ShardedObjects hold this part", (0, 1))
+
+
+def test_all_that_is_wrong_is_found_at_once() -> None:
+    whole, half = Box((0,), (4,)), Box((0,), (2,))
+    ranks: list[list[Any]] = [
+        [shard("gap", (4,), half), shard("twice", (4,), whole), shard("shape", (4,), whole)],
+        [shard("twice", (4,), whole), shard("shape", (5,), half), shard("fine", (4,), whole)],
+        [ShardedObject("kind", 1, (1,), (0,)), shard("dtype", (4,), half)],
+        [
+            shard("kind", (1,), Box((0,), (1,))),
+            replace(shard("dtype", (4,), Box((2,), (2,))), dtype=torch.int8),
+        ],
+    ]
+    catalog = concatenate([describe(leaves, rank) for rank, leaves in enumerate(ranks)])
+    with pytest.raises(InvalidShardingError) as raised:
+        check_coverage(catalog, written(catalog))
+    found = {finding.key: finding for finding in raised.value.findings}
+    assert found.keys() == {"gap", "twice", "shape", "kind", "dtype"}
+    assert found["twice"].ranks == (0, 1)
+    assert "kind (tensor or object)" in found["kind"].problem
+    assert "dtype" in found["dtype"].problem
+    assert "global shape" in found["shape"].problem
+
+
+# --- thousands of ranks ---------------------------------------------------------------------------
+
+
+WORLD = 4096
+KEYS = [f"layers.{i}.weight" for i in range(20)]
+
+
+def tables_of(world_size: int, *, flat: bool = False, uneven: bool = False) -> list[ShardTable]:
+    """One row block of each of 20 tensors on every rank."""
+    rows = 3
+    shape = (world_size * rows, 16)
+    first = describe([shard(key, shape, Box((0, 0), (rows, 16))) for key in KEYS], 0)
+    tables = []
+    for rank in range(world_size):
+        offsets, shapes = first.offsets.copy(), first.shapes.copy()
+        offsets[:, 0] = rank * rows
+        if uneven and rank:  # every block begins a row early, the first one is a row shorter
+            offsets[:, 0] -= 1
+        if uneven and rank == 0:
+            shapes[:, 0] = rows - 1
+        if uneven and rank == world_size - 1:
+            shapes[:, 0] = rows + 1
+        ranks = np.full(len(KEYS), rank)
+        table = replace(first, offsets=offsets, shapes=shapes, ranks=ranks)
+        if flat:
+            offsets[:, 0] = 0
+            shapes[:, 0] = shape[0]
+            size = rows * 16
+            ranges = np.tile(np.array([rank * size, (rank + 1) * size]), (len(KEYS), 1))
+            table = replace(table, flat=ranges)
+        tables.append(table)
+    return tables
+
+
+@pytest.mark.parametrize("kind", ["grid", "uneven", "flat"])
+def test_a_gap_on_one_of_4096_ranks_is_named(kind: str) -> None:
+    tables = tables_of(WORLD, flat=kind == "flat", uneven=kind == "uneven")
+    catalog = concatenate(tables)
+    assert find_coverage_problems(catalog, written(catalog)) == []
+    # Rank 1234 has lost one tensor, and rank 7 holds a part of another one that is not its own.
+    tables[1234] = tables[1234].take(tables[1234].keys != tables[1234].names.index(KEYS[13]))
+    stranger = tables[4000].take(tables[4000].keys == tables[4000].names.index(KEYS[4]))
+    tables.append(replace(stranger, ranks=np.array([7])))
+    catalog = concatenate(tables)
+    found = find_coverage_problems(catalog, written(catalog))
+    assert {finding.key for finding in found} == {KEYS[4], KEYS[13]}
+    by_key = {finding.key: finding for finding in found}
+    assert set(by_key[KEYS[4]].ranks) == {7, 4000}
+    if kind != "flat":
+        start = 1234 * 3 - (kind == "uneven")
+        assert by_key[KEYS[13]].found == f"({start}, 0) .. ({start + 3}, 16)"
+    else:
+        assert "59232:59280" in str(by_key[KEYS[13]].found)
+
+
+def test_a_world_of_4096_ranks_is_planned_alike_on_all() -> None:
+    """Each part of the global plan goes to the rank that holds it."""
+    tables = tables_of(WORLD)
+    planner = DefaultSavePlanner()
+    for layout in (RowBlockLayout(), WholeShardLayout()):
+        planner.configure_planner({}, is_coordinator=False, rank=5, layout=layout)
+        plans, index = planner.build_global_plan([SavePlan(table) for table in tables])
+        assert len(plans) == WORLD
+        assert list(index) == sorted(KEYS)
+        assert {index[key].chunk_shape for key in index} == {(3, 16)}
+        for rank in (0, 5, WORLD - 1):
+            assert {item.index.offset for item in plans[rank].items} == {(rank * 3, 0)}
+            assert len(plans[rank].items) == len(KEYS)
+        assert sum(plan.num_bytes for plan in plans) == 20 * math.prod((WORLD * 3, 16)) * 4

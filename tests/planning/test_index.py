@@ -1,0 +1,311 @@
+"""The index file: what is written is read back, and nothing else gets in."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_checkpointing import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    ShardedTensor,
+    UnsupportedFormatError,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.dtypes import DTYPES
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.index import (
+    FORMAT,
+    FORMAT_MINOR,
+    INDEX_NAME,
+    Index,
+    Pieces,
+    StoredTensor,
+    read_index,
+    write_index,
+)
+
+EXTENTS = st.integers(0, 2**48)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, key: str) -> StoredTensor:
+    shape = tuple(draw(st.lists(EXTENTS, max_size=4)))
+    dtype = draw(st.sampled_from(DTYPES))
+    if draw(st.booleans()):
+        chunk = tuple(draw(st.integers(1, max(extent, 1))) for extent in shape)
+        return StoredTensor(key, dtype, shape, chunk)
+    # Whole rows, and the last row in flattened ranges, so that nothing overlaps.
+    if not shape or shape[0] < 2 or math.prod(shape) > 2**60 or 0 in shape:
+        return StoredTensor(key, dtype, shape, None, Pieces.of(len(shape), [_piece(shape)]))
+    rest, zeros = shape[1:], (0,) * (len(shape) - 1)
+    first = (Box((0, *zeros), (shape[0] - 1, *rest)), None)
+    last = Box((shape[0] - 1, *zeros), (1, *rest))
+    at = draw(st.integers(0, last.num_elements))
+    pieces = [first, (last, (0, at)), (last, (at, last.num_elements))]
+    return StoredTensor(key, dtype, shape, None, Pieces.of(len(shape), pieces))
+
+
+def _piece(shape: tuple[int, ...]) -> tuple[Box, tuple[int, int] | None]:
+    return Box.whole(shape), None
+
+
+@st.composite
+def indices(draw: st.DrawFn) -> Index:
+    keys = draw(st.lists(st.text(), unique=True, max_size=6))
+    grids = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+    objects = draw(st.dictionaries(st.text(), grids, max_size=3))
+    return Index.of([draw(tensors(key)) for key in keys], objects)
+
+
+def seen(index: Index) -> dict[str, Any]:
+    """All there is to know of an index, as plain values."""
+    everything: dict[str, Any] = {"objects": dict(index.objects), "codec": index.codec}
+    for key in index:
+        tensor = index[key]
+        pieces = None if tensor.pieces is None else list(tensor.pieces)
+        everything[f"tensor {key}"] = (
+            tensor.key,
+            tensor.dtype,
+            tensor.global_shape,
+            tensor.chunk_shape,
+            pieces,
+        )
+    return everything
+
+
+@given(indices())
+def test_written_and_read_back(index: Index) -> None:
+    again = Index.from_json(index.to_json())
+    assert seen(again) == seen(index)
+    assert list(again) == list(index)
+    assert again.to_json() == index.to_json()
+
+
+def test_on_disk(tmp_path: Path) -> None:
+    assert read_index(tmp_path) is None
+    index = Index.of([StoredTensor("w", DTYPES[0], (3,), (2,))], {"rng": (2, 1)})
+    write_index(index, tmp_path)
+    again = read_index(tmp_path)
+    assert again is not None
+    assert seen(again) == seen(index)
+    assert [path.name for path in (tmp_path / ".dckpt").iterdir()] == ["index.json"]
+
+
+def test_without_some_tensors() -> None:
+    pieces = Pieces.of(1, [(Box((0,), (3,)), None)])
+    index = Index.of(
+        [
+            StoredTensor("a", DTYPES[0], (3,), (2,)),
+            StoredTensor("b", DTYPES[0], (3,), None, pieces),
+        ],
+        {"rng": (2,)},
+    )
+    less = index.without(["b", "absent"])
+    assert (list(less), dict(less.objects), dict(less.pieces)) == (["a"], {"rng": (2,)}, {})
+    assert list(index) == ["a", "b"]
+
+
+def test_a_later_minor_version_is_read() -> None:
+    content = json.loads(Index.of([StoredTensor("w", DTYPES[0], (3,), (2,))]).to_json())
+    content |= {"format_minor": FORMAT_MINOR + 1, "something_new": [1, 2]}
+    assert list(Index.from_json(sealed(content))) == ["w"]
+
+
+# --- hostile files ------------------------------------------------------------------------------
+
+
+INT64 = next(dtype for dtype in DTYPES if dtype.name == "int64")
+CUT, GRID = 0, 1
+
+
+def good() -> dict[str, Any]:
+    """The content of an index with a chunk grid, pieces, flattened pieces and an object."""
+    pieces = Pieces.of(
+        1, [(Box((0,), (2,)), None), (Box((2,), (4,)), (0, 1)), (Box((2,), (4,)), (1, 4))]
+    )
+    index = Index.of(
+        [
+            StoredTensor("cut", INT64, (6,), None, pieces),
+            StoredTensor("grid", INT64, (4, 6), (2, 6)),
+        ],
+        {"rng": (2,)},
+    )
+    content: dict[str, Any] = json.loads(index.to_json())
+    assert content["format"] == FORMAT
+    return content
+
+
+def sealed(content: dict[str, Any]) -> bytes:
+    """The bytes of an index file with this content. A forger knows checksums too."""
+    open_content = {name: value for name, value in content.items() if name != "checksum"}
+    body = json.dumps(open_content, separators=(",", ":")).encode()
+    return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
+
+
+Spoil = Callable[[dict[str, Any]], object]
+
+SPOILT: dict[str, Spoil] = {
+    "no keys": lambda c: c.pop("keys"),
+    "no objects": lambda c: c.pop("objects"),
+    "another format": lambda c: c.update(format="zip"),
+    "keys are no list": lambda c: c.update(keys="grid"),
+    "keys are no strings": lambda c: c.update(keys=["grid", 1]),
+    "a key twice": lambda c: c.update(keys=["cut", "cut"]),
+    "one key more": lambda c: c["keys"].append("more"),
+    "one dtype less": lambda c: c["dtypes"].pop(),
+    "one shape less": lambda c: c["global_shapes"].pop(),
+    "one chunk shape more": lambda c: c["chunk_shapes"].append([1]),
+    "an unknown dtype": lambda c: c.update(dtypes=["float4", "int8"]),
+    "dtypes are lists": lambda c: c.update(dtypes=[["int8"], ["int8"]]),
+    "a negative extent": lambda c: c["global_shapes"].__setitem__(GRID, [-4, 6]),
+    "an extent that is true": lambda c: c["global_shapes"].__setitem__(GRID, [True, 6]),
+    "an extent that is a float": lambda c: c["global_shapes"].__setitem__(GRID, [4.0, 6]),
+    "an extent that is a string": lambda c: c["global_shapes"].__setitem__(GRID, ["4", 6]),
+    "an extent over 64 bits": lambda c: c["global_shapes"].__setitem__(GRID, [10**30, 6]),
+    "more elements than 64 bits": lambda c: c["global_shapes"].__setitem__(GRID, [2**62, 2**62]),
+    "a shape that is no list": lambda c: c["global_shapes"].__setitem__(GRID, 4),
+    "a chunk of extent 0": lambda c: c["chunk_shapes"].__setitem__(GRID, [0, 6]),
+    "a chunk over 64 bits": lambda c: c["chunk_shapes"].__setitem__(GRID, [10**30, 6]),
+    "a chunk with other axes": lambda c: c["chunk_shapes"].__setitem__(GRID, [2]),
+    "neither chunks nor pieces": lambda c: c["chunk_shapes"].__setitem__(GRID, None),
+    "chunks and pieces": lambda c: c["chunk_shapes"].__setitem__(CUT, [6]),
+    "pieces are a list": lambda c: c.update(pieces=[]),
+    "pieces are no dict": lambda c: c["pieces"].update(cut=[[0], [2]]),
+    "pieces without shapes": lambda c: c["pieces"]["cut"].pop("shapes"),
+    "one offset more": lambda c: c["pieces"]["cut"]["offsets"].append([0]),
+    "one flat range less": lambda c: c["pieces"]["cut"]["flat"].pop(),
+    "ragged offsets": lambda c: c["pieces"]["cut"]["offsets"].__setitem__(0, [0, 0]),
+    "pieces with other axes": lambda c: c["pieces"]["cut"].update(
+        offsets=[[0, 0]], shapes=[[2, 2]], flat=[[-1, -1]]
+    ),
+    "a negative offset": lambda c: c["pieces"]["cut"]["offsets"].__setitem__(0, [-1]),
+    "an offset that is a float": lambda c: c["pieces"]["cut"]["offsets"].__setitem__(0, [0.5]),
+    "an offset that is text": lambda c: c["pieces"]["cut"]["offsets"].__setitem__(0, ["x"]),
+    "an offset over 64 bits": lambda c: c["pieces"]["cut"]["offsets"].__setitem__(0, [10**30]),
+    "a piece outside": lambda c: c["pieces"]["cut"]["offsets"].__setitem__(0, [5]),
+    "a flat range outside": lambda c: c["pieces"]["cut"]["flat"].__setitem__(2, [1, 9]),
+    "a flat range backwards": lambda c: c["pieces"]["cut"]["flat"].__setitem__(2, [4, 1]),
+    "half a flat range": lambda c: c["pieces"]["cut"]["flat"].__setitem__(2, [1, -1]),
+    "objects are a list": lambda c: c.update(objects=["rng"]),
+    "an object of negative extent": lambda c: c["objects"].update(rng=[-1]),
+    "an object whose shape is text": lambda c: c["objects"].update(rng="2"),
+    "a codec that is a number": lambda c: c.update(codec=5),
+    "a codec that is a list": lambda c: c.update(codec=["zstd"]),
+}
+
+RAW: dict[str, bytes] = {
+    "nothing": b"",
+    "a list": b"[]",
+    "null": b"null",
+    "a number": b"1",
+    "no utf-8": b'{"format": "\xff"}',
+    "cut off": sealed(good())[:-20],
+    "two of them": sealed(good()) * 2,
+    "too deep": b"[" * 100_000 + b"]" * 100_000,
+    "a pickle": b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00}\x94.",
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_index_is_refused(name: str) -> None:
+    content = good()
+    Index.from_json(sealed(content))
+    SPOILT[name](content)
+    with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
+        Index.from_json(sealed(content))
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_what_is_no_index_is_refused(name: str) -> None:
+    with pytest.raises(CorruptCheckpointError) as raised:
+        Index.from_json(RAW[name], "somewhere/index.json")
+    assert "somewhere/index.json" in str(raised.value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+        lambda values: st.lists(values, max_size=3),
+        max_leaves=6,
+    ),
+    st.data(),
+)
+def test_any_json_in_any_place_is_refused_or_read(value: Any, data: st.DataObject) -> None:
+    """Whatever a field holds, the answer is an index or an error of ours."""
+    content = good()
+    place = data.draw(st.sampled_from([*content, "offsets", "shapes", "flat"]))
+    (content["pieces"]["cut"] if place in ("offsets", "shapes", "flat") else content)[place] = value
+    try:
+        index = Index.from_json(sealed(content))
+    except CheckpointingException:
+        return
+    seen(index)
+
+
+HOSTILE_LOADS: dict[str, Spoil] = {
+    "pieces that overlap": lambda c: c["pieces"]["cut"]["offsets"].__setitem__(1, [0]),
+    "a piece twice, another lost": lambda c: c["pieces"]["cut"].update(
+        {name: [column[0], column[0]] for name, column in c["pieces"]["cut"].items()}
+    ),
+    "a larger tensor": lambda c: c["global_shapes"].__setitem__(GRID, [8, 6]),
+    "other chunks": lambda c: c["chunk_shapes"].__setitem__(GRID, [1, 6]),
+    "another dtype": lambda c: c["dtypes"].__setitem__(GRID, "int32"),
+    "a key that is not stored": lambda c: c["keys"].__setitem__(GRID, "../x"),
+    "a key that cannot be a name": lambda c: c["keys"].__setitem__(0, "\ud800"),
+    "a codec nobody knows": lambda c: c.update(codec="snappy"),
+    **SPOILT,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real checkpoint whose index is ``good()``, but for the object."""
+    folder, full = tmp_path_factory.mktemp("index") / "c", torch.arange(24).reshape(4, 6)
+    last = [
+        ShardedTensor("cut", full[0, a:b], full.dtype, (4,), (6,), (2,), None, flattened_range=flat)
+        for a, b, flat in ((2, 3, slice(0, 1)), (3, 6, slice(1, 4)))
+    ]
+    first = ShardedTensor("cut", full[0, :2], full.dtype, (2,), (6,), (0,), None)
+    rows = [
+        ShardedTensor.from_rank_offsets("grid", full[i : i + 2], (0, i // 2, 2)) for i in (0, 2)
+    ]
+    save({"cut": [first, *last], "grid": rows}, folder, ("zarr", 2))
+    content = json.loads((folder / INDEX_NAME).read_bytes())
+    assert {**content, "checksum": 0, "objects": 0} == {**good(), "checksum": 0, "objects": 0}
+    return folder
+
+
+@pytest.mark.parametrize("name", HOSTILE_LOADS)
+def test_a_spoilt_index_never_yields_tensors(tmp_path: Path, checkpoint: Path, name: str) -> None:
+    """The same in a real checkpoint: an error before any tensor is returned."""
+    folder = tmp_path / "c"
+    shutil.copytree(checkpoint, folder)
+    content = good()
+    (folder / INDEX_NAME).write_bytes(sealed(content))
+    assert load_plain_tensors(folder)["cut"].tolist() == [0, 1, 2, 3, 4, 5]
+    HOSTILE_LOADS[name](content)
+    (folder / INDEX_NAME).write_bytes(sealed(content))
+    with pytest.raises(CheckpointingException):
+        load_plain_tensors(folder)
+    assert {path.name for path in tmp_path.iterdir()} == {"c"}
+
+
+def test_a_flipped_digit_is_found() -> None:
+    data = sealed(good())
+    for place in range(len(data)):
+        if data[place : place + 1].isdigit():
+            flipped = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+            with pytest.raises(CorruptCheckpointError):
+                Index.from_json(flipped)

@@ -1,0 +1,175 @@
+"""Plans are tables, and items are how a planner sees them: both ways, nothing is lost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_checkpointing.catalog import ShardTable, describe
+from dist_checkpointing.dtypes import DTYPES
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.planning import (
+    DefaultSavePlanner,
+    MetadataIndex,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
+
+KEYS = st.text(min_size=1, max_size=8)
+
+
+@st.composite
+def tensor_items(draw: st.DrawFn) -> WriteItem:
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    offset = tuple(draw(st.integers(0, extent)) for extent in shape)
+    extents = tuple(
+        draw(st.integers(0, extent - start)) for start, extent in zip(offset, shape, strict=True)
+    )
+    flat = None
+    if draw(st.booleans()):
+        edges = st.integers(0, math.prod(extents))
+        start, stop = sorted((draw(edges), draw(edges)))
+        flat = (start, stop)
+    data = TensorWriteData(Box(offset, extents), draw(st.sampled_from(DTYPES)).name, shape, flat)
+    index = MetadataIndex(draw(KEYS), offset, draw(st.integers(0, 99)))
+    return WriteItem(index, WriteItemType.TENSOR, data, None, draw(st.booleans()))
+
+
+@st.composite
+def object_items(draw: st.DrawFn) -> WriteItem:
+    grid = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    cell = tuple(draw(st.integers(0, extent - 1)) for extent in grid)
+    index = MetadataIndex(draw(KEYS), cell, draw(st.integers(0, 99)))
+    return WriteItem(index, WriteItemType.BYTE_IO, None, grid, draw(st.booleans()))
+
+
+ITEMS = st.lists(st.one_of(tensor_items(), object_items()), max_size=12)
+
+
+def plan_of_rank(rank: int, key: str = "k") -> SavePlan:
+    leaf = ShardedTensor.from_rank_offsets(key, torch.empty(2))
+    return SavePlan(describe([leaf], rank), planner_data="mine", storage_data=7)
+
+
+@given(ITEMS)
+def test_items_to_table_and_back(items: list[WriteItem]) -> None:
+    assert plan_of_rank(3).with_items(items).items == tuple(items)
+
+
+@given(ITEMS, st.randoms(use_true_random=False))
+def test_table_to_items_and_back(items: list[WriteItem], random: Any) -> None:
+    plan = plan_of_rank(3).with_items(items)
+    again = plan.with_items(plan.items)
+    assert same(again.table, plan.table)
+    shuffled = list(plan.items)
+    random.shuffle(shuffled)
+    assert plan.with_items(shuffled).items == tuple(shuffled)
+
+
+@given(ITEMS)
+def test_the_rest_of_the_plan_is_kept(items: list[WriteItem]) -> None:
+    plan = plan_of_rank(5).with_items(items)
+    assert (plan.planner_data, plan.storage_data) == ("mine", 7)
+    assert plan.table.ranks.tolist() == [5] * len(items)
+
+
+@given(ITEMS)
+def test_bytes_of_a_plan_are_those_of_its_items(items: list[WriteItem]) -> None:
+    sizes = [item.tensor_storage_size() for item in items]
+    for item, size in zip(items, sizes, strict=True):
+        assert (size is None) == (item.type is WriteItemType.BYTE_IO)
+        if item.tensor_data is not None:
+            data = item.tensor_data
+            count = math.prod(data.chunk.shape)
+            if data.flat_range is not None:
+                count = len(range(*data.flat_range))
+            itemsize = next(d.torch.itemsize for d in DTYPES if d.name == data.dtype)
+            assert size == count * itemsize
+    assert plan_of_rank(0).with_items(items).num_bytes == sum(filter(None, sizes))
+
+
+def same(one: ShardTable, two: ShardTable) -> bool:
+    columns = [f.name for f in fields(ShardTable) if f.name != "names"]
+    return one.names == two.names and all(
+        np.array_equal(getattr(one, name), getattr(two, name)) for name in columns
+    )
+
+
+def test_what_a_leaf_looks_like_as_an_item() -> None:
+    tensor = ShardedTensor.from_rank_offsets(
+        "w", torch.zeros(3, 4), (0, 1, 2), (1, 2, 3), prepend_axis_num=1, replica_id=(0, 1)
+    )
+    flat = ShardedTensor.from_rank_offsets_flat(
+        "f", torch.zeros(5, dtype=torch.int8), (3, 4), (1, 1, 2), flattened_range=slice(2, 7)
+    )
+    cell = ShardedObject("o", {}, (2, 3), (1, 2))
+    one, two, three = SavePlan(describe([tensor, flat, cell], 4)).items
+    assert one == WriteItem(
+        MetadataIndex("w", (1, 6, 0), 0),
+        WriteItemType.TENSOR,
+        TensorWriteData(Box((1, 6, 0), (1, 3, 4)), "float32", (2, 9, 4)),
+        None,
+        is_main_replica=False,
+    )
+    assert two.tensor_data == TensorWriteData(Box((0, 4), (3, 4)), "int8", (3, 8), (2, 7))
+    assert two.tensor_storage_size() == 5
+    assert three == WriteItem(
+        MetadataIndex("o", (1, 2), 2), WriteItemType.BYTE_IO, object_cell=(2, 3)
+    )
+
+
+def test_every_item_of_a_final_plan_has_data_of_its_shape() -> None:
+    """What ``get_data`` gives for an item is what its description says, whatever the layout."""
+    full = torch.arange(96, dtype=torch.int16).reshape(8, 12)
+    leaves: list[Any] = [
+        ShardedTensor.from_rank_offsets("rows", full),
+        ShardedTensor("uneven", full[:5], full.dtype, (5, 12), (8, 12), (0, 0), None),
+        ShardedTensor("uneven", full[5:], full.dtype, (3, 12), (8, 12), (5, 0), None),
+        ShardedTensor.from_rank_offsets_flat(
+            "flat", full.reshape(-1)[:50], (8, 12), flattened_range=slice(0, 50)
+        ),
+        ShardedTensor.from_rank_offsets_flat(
+            "flat", full.reshape(-1)[50:], (8, 12), flattened_range=slice(50, 96)
+        ),
+        *(
+            ShardedTensor.from_rank_offsets("layers", row, (0, i, 8), prepend_axis_num=1)
+            for i, row in enumerate(full)
+        ),
+    ]
+    for layout in (RowBlockLayout(max_chunk_bytes=40), RowBlockLayout(), WholeShardLayout()):
+        planner = DefaultSavePlanner()
+        state = {(i,): leaf for i, leaf in enumerate(leaves)}
+        planner.configure_planner(
+            state,  # type: ignore[arg-type]
+            is_coordinator=True,
+            rank=0,
+            layout=layout,
+        )
+        (plan,), _ = planner.build_global_plan([planner.build_local_plan()])
+        seen = {key: torch.zeros(8, 12, dtype=torch.int16) for key in ("rows", "uneven", "flat")}
+        seen["layers"] = torch.zeros(8, 12, dtype=torch.int16)
+        for item in planner.finalize_plan(plan).items:
+            data, part = planner.get_data(item), item.tensor_data
+            assert isinstance(data, torch.Tensor)
+            assert part is not None
+            assert data.nbytes == item.tensor_storage_size()
+            target = seen[item.index.fqn][part.chunk.slices()]
+            if part.flat_range is None:
+                assert tuple(data.shape) == part.chunk.shape
+                target += data
+            else:
+                flat = torch.zeros(target.numel(), dtype=torch.int16)
+                flat[slice(*part.flat_range)] = data
+                target += flat.reshape(target.shape)
+        for key, whole in seen.items():
+            assert torch.equal(whole, full), (layout, key)

@@ -1,0 +1,421 @@
+"""How to change what is saved and loaded: subclass a default planner, and pass it to a strategy.
+
+A planner works on *items*: on save, ``build_local_plan`` says what this rank brings, and
+``get_data`` answers for one item; on load, ``configure_planner`` is given what is wanted, and
+``apply_tensor`` puts one item where it belongs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointingException,
+    InvalidShardingError,
+    ShardedObject,
+    ShardedTensor,
+    StateMismatchError,
+    load,
+    load_plain_tensors,
+    load_tensors_metadata,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.index import Index
+from dist_checkpointing.planning import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+)
+from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.strategies.base import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+
+BACKENDS = pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2), ("tensorstore", 1)])
+
+
+def saver(backend: tuple[str, int], planner: DefaultSavePlanner) -> PlannedSaveStrategy:
+    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)
+    return type(strategy)(planner=planner)  # type: ignore[no-any-return]
+
+
+def loader(backend: tuple[str, int], planner: DefaultLoadPlanner) -> PlannedLoadStrategy:
+    strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *backend)
+    return type(strategy)(planner=planner)  # type: ignore[no-any-return]
+
+
+def rows(key: str, comm: Comm, data: torch.Tensor) -> ShardedTensor:
+    """This rank's rows of ``data``."""
+    part = data.chunk(comm.world_size)[comm.rank].clone()
+    return ShardedTensor.from_rank_offsets(key, part, (0, comm.rank, comm.world_size))
+
+
+def whole(key: str, data: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, data)
+
+
+WEIGHT = torch.linspace(-3, 3, 24).reshape(4, 6)
+BIAS = torch.arange(4.0)
+
+
+# --- rename a key -------------------------------------------------------------------------------
+
+
+class SaveUnder(DefaultSavePlanner):
+    """Saves under other names: old key -> new key."""
+
+    def __init__(self, new_names: dict[str, str]) -> None:
+        super().__init__()
+        self.new_names = new_names
+
+    def build_local_plan(self) -> SavePlan:
+        plan = super().build_local_plan()
+        return plan.with_items(self.renamed(item) for item in plan.items)
+
+    def renamed(self, item: WriteItem) -> WriteItem:
+        key = self.new_names.get(item.index.fqn, item.index.fqn)
+        return replace(item, index=replace(item.index, fqn=key))
+
+
+@BACKENDS
+def test_save_under_another_name(tmp_path: Path, backend: tuple[str, int]) -> None:
+    def one(comm: Comm) -> None:
+        state = {"w": rows("weight", comm, WEIGHT), "b": rows("bias", comm, BIAS)}
+        strategy = saver(backend, SaveUnder({"weight": "decoder.weight"}))
+        save(state, tmp_path / "c", strategy, comm=comm)
+        assert state["w"].key == "weight"
+
+    run_ranks(2, one)
+    saved = load_plain_tensors(tmp_path / "c")
+    assert saved.keys() == {"decoder.weight", "bias"}
+    assert torch.equal(saved["decoder.weight"], WEIGHT)
+    assert torch.equal(saved["bias"], BIAS)
+
+
+@BACKENDS
+def test_two_names_may_change_places(tmp_path: Path, backend: tuple[str, int]) -> None:
+    state = {"a": whole("a", WEIGHT), "b": whole("b", WEIGHT + 1)}
+    save(state, tmp_path / "c", saver(backend, SaveUnder({"a": "b", "b": "a"})))
+    saved = load_plain_tensors(tmp_path / "c")
+    assert torch.equal(saved["b"], WEIGHT)
+    assert torch.equal(saved["a"], WEIGHT + 1)
+
+
+def test_two_keys_cannot_become_one(tmp_path: Path) -> None:
+    state = {"a": whole("a", WEIGHT), "b": whole("b", WEIGHT)}
+    with pytest.raises(InvalidShardingError, match="2 shards hold this part"):
+        save(state, tmp_path / "c", saver(("zarr", 2), SaveUnder({"a": "b"})))
+    assert not (tmp_path / "c").exists()
+
+
+class LoadFrom(DefaultLoadPlanner):
+    """Loads from other names: key in the template -> key in the checkpoint."""
+
+    def __init__(self, stored_names: dict[str, str]) -> None:
+        super().__init__()
+        self.stored_names = stored_names
+
+    def configure_planner(
+        self, state_dict: Leaves, metadata: Index, *, is_coordinator: bool, rank: int
+    ) -> None:
+        renamed = {path: self.renamed(leaf) for path, leaf in state_dict.items()}
+        super().configure_planner(renamed, metadata, is_coordinator=is_coordinator, rank=rank)
+
+    def renamed(self, leaf: Any) -> Any:
+        return replace(leaf, key=self.stored_names.get(leaf.key, leaf.key))
+
+
+@BACKENDS
+def test_load_from_another_name(tmp_path: Path, backend: tuple[str, int]) -> None:
+    save({"w": whole("old.weight", WEIGHT)}, tmp_path / "c", backend)
+
+    def one(comm: Comm) -> torch.Tensor:
+        given = torch.zeros(2, 6)
+        strategy = loader(backend, LoadFrom({"new.weight": "old.weight"}))
+        wanted = rows("new.weight", comm, torch.zeros(4, 6))
+        wanted.data = given
+        result: Any = load({"w": wanted}, tmp_path / "c", strategy, comm=comm)
+        assert result["w"].data_ptr() == given.data_ptr()
+        return given
+
+    assert torch.equal(torch.cat(run_ranks(2, one)), WEIGHT)
+
+
+@BACKENDS
+def test_load_from_another_name_by_the_strategy_itself(
+    tmp_path: Path, backend: tuple[str, int]
+) -> None:
+    save({"w": whole("old.weight", WEIGHT)}, tmp_path / "c", backend)
+    strategy = loader(backend, LoadFrom({"new.weight": "old.weight"}))
+    result = strategy.load({"w": whole("new.weight", torch.zeros(4, 6))}, tmp_path / "c")
+    assert torch.equal(result["w"], WEIGHT)
+
+
+def test_a_name_that_is_not_stored_either(tmp_path: Path) -> None:
+    save({"w": whole("old.weight", WEIGHT)}, tmp_path / "c")
+    strategy = Zarr3LoadShardedStrategy(planner=LoadFrom({"new.weight": "older.weight"}))
+    with pytest.raises(StateMismatchError, match=r"older\.weight|new\.weight"):
+        load({"w": whole("new.weight", torch.zeros(4, 6))}, tmp_path / "c", strategy)
+
+
+# --- skip a key ---------------------------------------------------------------------------------
+
+
+class SaveWithout(DefaultSavePlanner):
+    """Leaves out all keys that begin with a prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def build_local_plan(self) -> SavePlan:
+        plan = super().build_local_plan()
+        return plan.with_items(
+            item for item in plan.items if not item.index.fqn.startswith(self.prefix)
+        )
+
+
+@BACKENDS
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_save_without_some_keys(
+    tmp_path: Path, backend: tuple[str, int], world_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = torch.arange(18.0).reshape(6, 3)
+
+    def one(comm: Comm) -> None:
+        state = {key: rows(key, comm, data) for key in ("model.w", "cache.k", "cache.v")}
+        if comm.rank == 2:
+            # All that this rank holds is left out.
+            state = {"w": rows("cache.k", comm, data), "v": rows("cache.v", comm, data)}
+        save(state, tmp_path / "c", saver(backend, SaveWithout("cache.")), comm=comm)
+
+    caplog.set_level(logging.INFO, "dist_checkpointing")
+    if world_size == 3:
+        with pytest.raises(InvalidShardingError, match=r"model\.w"):
+            run_ranks(3, one)  # the third rank's rows of model.w are really missing
+        world_size = 2
+    run_ranks(world_size, one)
+    saved = load_plain_tensors(tmp_path / "c")
+    assert saved.keys() == {"model.w"}
+    assert torch.equal(saved["model.w"], data)
+    assert "left out by the planner: cache.k, cache.v" in caplog.text
+
+
+class LoadWithout(DefaultLoadPlanner):
+    """Leaves the memory of some keys as it is."""
+
+    def __init__(self, kept: Sequence[str]) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def configure_planner(
+        self, state_dict: Leaves, metadata: Index, *, is_coordinator: bool, rank: int
+    ) -> None:
+        wanted = {path: leaf for path, leaf in state_dict.items() if leaf.key not in self.kept}
+        super().configure_planner(wanted, metadata, is_coordinator=is_coordinator, rank=rank)
+
+
+@BACKENDS
+def test_load_without_some_keys(tmp_path: Path, backend: tuple[str, int]) -> None:
+    save({"w": whole("w", WEIGHT), "b": whole("b", BIAS)}, tmp_path / "c", backend)
+    wanted = {"w": whole("w", torch.full((4, 6), 7.0)), "b": whole("b", torch.full((4,), 7.0))}
+    result = load(wanted, tmp_path / "c", loader(backend, LoadWithout(["w"])))
+    assert torch.equal(result["w"], torch.full((4, 6), 7.0))
+    assert torch.equal(result["b"], BIAS)
+
+
+def test_keep_what_the_checkpoint_does_not_have(tmp_path: Path) -> None:
+    """A new layer keeps its initial values when an old checkpoint is loaded."""
+    save({"b": whole("b", BIAS)}, tmp_path / "c")
+    wanted = {"new": whole("new", torch.full((2,), 7.0)), "b": whole("b", torch.zeros(4))}
+    strategy = Zarr3LoadShardedStrategy(planner=LoadWithout(["new"]))
+    result = load(wanted, tmp_path / "c", strategy)
+    assert torch.equal(result["new"], torch.full((2,), 7.0))
+    assert torch.equal(result["b"], BIAS)
+
+
+# --- change a dtype -----------------------------------------------------------------------------
+
+
+class SaveAsBfloat16(DefaultSavePlanner):
+    """Saves float32 tensors in half the space."""
+
+    def build_local_plan(self) -> SavePlan:
+        plan = super().build_local_plan()
+        return plan.with_items(self.smaller(item) for item in plan.items)
+
+    def smaller(self, item: WriteItem) -> WriteItem:
+        data = item.tensor_data
+        if data is None or data.dtype != "float32":
+            return item
+        return replace(item, tensor_data=replace(data, dtype="bfloat16"))
+
+    def get_data(self, item: WriteItem) -> Any:
+        data = super().get_data(item)
+        if item.tensor_data is not None and item.tensor_data.dtype == "bfloat16":
+            assert isinstance(data, torch.Tensor)
+            return data.to(torch.bfloat16)
+        return data
+
+
+@BACKENDS
+def test_save_in_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None:
+    steps = torch.arange(4)
+
+    def one(comm: Comm) -> None:
+        state = {"w": rows("w", comm, WEIGHT), "steps": rows("steps", comm, steps)}
+        state["f"] = ShardedTensor.from_rank_offsets_flat(
+            "f",
+            WEIGHT.reshape(-1)[5 * comm.rank : 5 + 19 * comm.rank],
+            (4, 6),
+            flattened_range=slice(5 * comm.rank, 5 + 19 * comm.rank),
+        )
+        save(state, tmp_path / "c", saver(backend, SaveAsBfloat16()), comm=comm)
+        assert state["w"].dtype == torch.float32
+
+    run_ranks(2, one)
+    listed = load_tensors_metadata(tmp_path / "c")
+    assert listed["w"].dtype == listed["f"].dtype == torch.bfloat16
+    assert listed["steps"].dtype == torch.int64
+    saved = load_plain_tensors(tmp_path / "c")
+    assert torch.equal(saved["w"], WEIGHT.to(torch.bfloat16))
+    assert torch.equal(saved["f"], WEIGHT.to(torch.bfloat16))
+    assert torch.equal(saved["steps"], steps)
+
+
+@BACKENDS
+def test_load_into_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None:
+    """For this no planner is needed: ``cast`` says that the difference is meant."""
+    save({"w": whole("w", WEIGHT)}, tmp_path / "c", saver(backend, SaveAsBfloat16()))
+    wanted = {"w": whole("w", torch.zeros(4, 6))}
+    with pytest.raises(StateMismatchError, match="dtype differs"):
+        load(wanted, tmp_path / "c")
+    result = load(wanted, tmp_path / "c", cast="widen")
+    assert torch.equal(result["w"], WEIGHT.to(torch.bfloat16).float())
+
+
+class LoadScaled(DefaultLoadPlanner):
+    """Changes values on their way in; readers hand them over in the stored dtype."""
+
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        # New memory, so that the reader never writes unscaled values into the destination.
+        return torch.empty_like(super().acquire_tensor(item))
+
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        super().acquire_tensor(item).copy_(tensor * 10)
+
+
+@BACKENDS
+def test_change_values_while_loading(tmp_path: Path, backend: tuple[str, int]) -> None:
+    save({"w": whole("w", WEIGHT)}, tmp_path / "c", backend)
+
+    def one(comm: Comm) -> Any:
+        strategy = loader(backend, LoadScaled())
+        wanted = {"w": rows("w", comm, torch.zeros(4, 6))}
+        return load(wanted, tmp_path / "c", strategy, comm=comm)["w"]
+
+    assert torch.equal(torch.cat(run_ranks(4, one)), WEIGHT * 10)
+
+
+# --- what a planner must not break ----------------------------------------------------------------
+
+
+class DropsRows(DefaultSavePlanner):
+    """A bug: one rank leaves a shard out that nobody else has."""
+
+    def build_local_plan(self) -> SavePlan:
+        plan = super().build_local_plan()
+        return plan.with_items(plan.items[:-1] if self._rank == 1 else plan.items)
+
+
+def test_a_planner_that_makes_a_gap_is_refused(tmp_path: Path) -> None:
+    def one(comm: Comm) -> None:
+        strategy = Zarr3SaveShardedStrategy(planner=DropsRows())
+        save({"w": rows("w", comm, WEIGHT)}, tmp_path / "c", strategy, comm=comm)
+
+    with pytest.raises(InvalidShardingError, match="no shard holds this part"):
+        run_ranks(2, one)
+    assert not (tmp_path / "c").exists()
+
+
+class Breaks(DefaultSavePlanner):
+    def get_data(self, item: WriteItem) -> Any:
+        raise RuntimeError(f"no data for {item.index.fqn}")
+
+
+def test_a_planner_that_raises_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    def one(comm: Comm) -> None:
+        planner = Breaks() if comm.rank == 1 else DefaultSavePlanner()
+        strategy = Zarr3SaveShardedStrategy(planner=planner)
+        with pytest.raises(CheckpointingException, match="no data for w"):
+            save({"w": rows("w", comm, WEIGHT)}, tmp_path / "c", strategy, comm=comm)
+
+    run_ranks(2, one)
+
+
+class AddsATensor(DefaultSavePlanner):
+    """Rank 1 has something to add, although its state dict is empty."""
+
+    def configure_planner(self, state_dict: Leaves, *, rank: int, **rest: Any) -> None:
+        extra: Any = {}
+        if rank == 1:
+            extra = {("extra",): whole("extra", BIAS)}
+        super().configure_planner({**state_dict, **extra}, rank=rank, **rest)
+
+
+def test_a_planner_may_add_leaves(tmp_path: Path) -> None:
+    def one(comm: Comm) -> None:
+        state = {"w": whole("w", WEIGHT)} if comm.rank == 0 else {}
+        save(state, tmp_path / "c", Zarr3SaveShardedStrategy(planner=AddsATensor()), comm=comm)
+
+    run_ranks(2, one)
+    saved = load_plain_tensors(tmp_path / "c")
+    assert torch.equal(saved["extra"], BIAS)
+    assert torch.equal(saved["w"], WEIGHT)
+
+
+def test_items_added_to_an_empty_plan_belong_to_their_rank(tmp_path: Path) -> None:
+    class Late(DefaultSavePlanner):
+        """Takes all items out, and puts them back in a second step."""
+
+        def build_local_plan(self) -> SavePlan:
+            plan = super().build_local_plan()
+            return plan.with_items([]).with_items(plan.items)
+
+    def one(comm: Comm) -> None:
+        strategy = Zarr3SaveShardedStrategy(planner=Late())
+        save({"w": rows("w", comm, WEIGHT)}, tmp_path / "c", strategy, comm=comm)
+
+    run_ranks(2, one)
+    assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], WEIGHT)
+
+
+@pytest.mark.parametrize("backend", [("tensorstore", 1)])
+def test_objects_can_be_renamed_and_skipped_too(tmp_path: Path, backend: tuple[str, int]) -> None:
+    """Where the backend stores ShardedObjects itself, they are items like any other."""
+
+    def objects() -> dict[str, Any]:
+        return {key: ShardedObject(key, [key], (1,), (0,)) for key in ("rng", "log.a")}
+
+    save(objects(), tmp_path / "a", saver(backend, SaveUnder({"rng": "random"})))
+    wanted = {"rng": ShardedObject("random", None, (1,), (0,))}
+    assert load(wanted, tmp_path / "a") == {"rng": ["rng"]}
+    save(objects(), tmp_path / "b", saver(backend, SaveWithout("log.")))
+    with pytest.raises(StateMismatchError, match=r"log\.a"):
+        load(objects(), tmp_path / "b")
+    assert load({"rng": objects()["rng"]}, tmp_path / "b") == {"rng": ["rng"]}

@@ -1,0 +1,202 @@
+"""``plan_load`` is a pure function: it plans for checkpoints and ranks that do not exist."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_checkpointing import dtypes
+from dist_checkpointing.geometry import Box, Window
+from dist_checkpointing.index import Index, Pieces, StoredTensor
+from dist_checkpointing.planning import LoadPlan, MetadataIndex, ReadItem, plan_load
+from dist_checkpointing.planning.reads import WantedShard
+
+Ints = tuple[int, ...]
+Array = npt.NDArray[np.int64]
+Part = tuple[Box, tuple[int, int] | None]
+INT64 = dtypes.from_name("int64")
+
+
+def numbered(shape: Ints) -> Array:
+    return np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: Ints) -> Box:
+    offset = tuple(draw(st.integers(0, extent)) for extent in shape)
+    return Box(
+        offset, tuple(draw(st.integers(0, n - o)) for o, n in zip(offset, shape, strict=True))
+    )
+
+
+@st.composite
+def parts(draw: st.DrawFn, box: Box, depth: int = 4) -> list[Part]:
+    """``box`` cut into boxes at random, some of those into flattened ranges."""
+    axes = [axis for axis, extent in enumerate(box.shape) if extent > 1]
+    if axes and depth and draw(st.booleans()):
+        axis = draw(st.sampled_from(axes))
+        at = draw(st.integers(1, box.shape[axis] - 1))
+        first = Box(box.offset, (*box.shape[:axis], at, *box.shape[axis + 1 :]))
+        offset = (*box.offset[:axis], box.offset[axis] + at, *box.offset[axis + 1 :])
+        rest = Box(offset, (*box.shape[:axis], box.shape[axis] - at, *box.shape[axis + 1 :]))
+        return [*draw(parts(first, depth - 1)), *draw(parts(rest, depth - 1))]
+    if not box.num_elements:
+        return []
+    if draw(st.booleans()):
+        return [(box, None)]
+    edges = sorted({0, box.num_elements, *draw(st.lists(st.integers(0, box.num_elements)))})
+    return [(box, (a, b)) for a, b in itertools.pairwise(edges)]
+
+
+SHAPES = st.lists(st.integers(1, 6), max_size=3).map(tuple)
+
+
+@st.composite
+def stored_tensors(draw: st.DrawFn) -> StoredTensor:
+    shape: Ints = draw(SHAPES)
+    if draw(st.booleans()):
+        chunk = tuple(draw(st.integers(1, extent)) for extent in shape)
+        return StoredTensor("w", INT64, shape, chunk)
+    pieces = Pieces.of(len(shape), draw(parts(Box.whole(shape))))
+    return StoredTensor("w", INT64, shape, None, pieces)
+
+
+def buffer_of(tensor: StoredTensor, chunk: MetadataIndex) -> Array:
+    """The elements of a stored chunk as they lie on the disk, the values being their places."""
+    full = numbered(tensor.global_shape)
+    if tensor.pieces is not None:
+        assert chunk.index is not None
+        box, flat = tensor.pieces[chunk.index]
+        assert box.offset == chunk.offset
+        return full[box.slices()].reshape(-1)[slice(*flat) if flat else slice(None)]
+    assert tensor.chunk_shape is not None
+    assert chunk.offset is not None
+    stored = np.full(tensor.chunk_shape, -1, dtype=np.int64)
+    ends = zip(chunk.offset, tensor.chunk_shape, strict=True)
+    inside = full[tuple(slice(o, o + n) for o, n in ends)]
+    stored[tuple(slice(0, n) for n in inside.shape)] = inside
+    return stored.reshape(-1)
+
+
+def view(buffer: Array, window: Window) -> Array:
+    array = buffer[window.start : window.start + math.prod(window.shape)]
+    where: tuple[Any, ...] = (*window.box.slices(), ...)
+    part: Array = array.reshape(window.shape)[where]
+    return part
+
+
+def carried_out(tensor: StoredTensor, shard: WantedShard, items: list[ReadItem]) -> Array:
+    """What ends up in the wanted shard's memory; -9 where nothing was read."""
+    size = shard.box.num_elements
+    if shard.flat_range is not None:
+        size = shard.flat_range[1] - shard.flat_range[0]
+    memory = np.full(size, -9, dtype=np.int64)
+    for item in items:
+        assert item.lengths == item.storage.box.shape
+        assert item.dest_index == MetadataIndex("w", shard.box.offset, shard.source)
+        target = view(memory, item.dest)
+        assert (target == -9).all(), "read twice"
+        target[...] = view(buffer_of(tensor, item.storage_index), item.storage)
+    return memory
+
+
+@given(stored_tensors(), st.data())
+def test_any_part_from_any_chunks(tensor: StoredTensor, data: st.DataObject) -> None:
+    """The reads fill the wanted part with the right elements, and read not one element more."""
+    box = data.draw(boxes(tensor.global_shape))
+    expected = numbered(tensor.global_shape)[box.slices()].reshape(-1)
+    flat = None
+    if data.draw(st.booleans()):
+        edges = st.integers(0, box.num_elements)
+        start, stop = sorted((data.draw(edges), data.draw(edges)))
+        flat, expected = (start, stop), expected[start:stop]
+    shard = WantedShard("w", box, flat, data.draw(st.integers(0, 3)))
+    items, findings = plan_load(Index.of([tensor]), [shard])
+    assert findings == []
+    assert LoadPlan(items).num_elements == expected.size
+    assert carried_out(tensor, shard, items).tolist() == expected.tolist()
+
+
+@given(st.data())
+def test_what_is_not_stored_is_found(data: st.DataObject) -> None:
+    """With one piece lost, exactly those parts are reported that needed it."""
+    shape: Ints = data.draw(SHAPES)
+    cut = data.draw(parts(Box.whole(shape)))
+    lost = data.draw(st.integers(0, len(cut) - 1))
+    tensor = StoredTensor("w", INT64, shape, None, Pieces.of(len(shape), cut))
+    lost_box, lost_flat = cut[lost]
+    full = numbered(shape)
+    lost_elements = full[lost_box.slices()].reshape(-1)[
+        slice(*lost_flat) if lost_flat else slice(None)
+    ]
+    pieces = Pieces.of(len(shape), [part for i, part in enumerate(cut) if i != lost])
+    holed = Index.of([StoredTensor("w", INT64, shape, None, pieces)])
+    box = data.draw(boxes(shape))
+    needs_it = bool(np.isin(full[box.slices()], lost_elements).any())
+    _, findings = plan_load(holed, [WantedShard("w", box, None, 0)])
+    assert bool(findings) == needs_it
+    assert all(finding.key == "w" for finding in findings)
+    assert plan_load(Index.of([tensor]), [WantedShard("w", box, None, 0)])[1] == []
+
+
+def test_a_piece_twice_does_not_hide_another_that_is_lost() -> None:
+    """Counting elements is not enough: these pieces have as many as the tensor."""
+    first, second = Box((0,), (2,)), Box((2,), (2,))
+    for cut in ([first, first], [second, second]):
+        pieces = Pieces.of(1, [(box, None) for box in cut])
+        index = Index.of([StoredTensor("w", INT64, (4,), None, pieces)])
+        _, findings = plan_load(index, [WantedShard("w", Box((0,), (4,)), None, 0)])
+        assert findings
+
+
+def grid_shards(shape: Ints, counts: Ints) -> Iterator[WantedShard]:
+    """A regular grid of shards of a tensor, one a rank."""
+    extents = tuple(n // c for n, c in zip(shape, counts, strict=True))
+    for cell in np.ndindex(*counts):
+        offset = tuple(i * e for i, e in zip(cell, extents, strict=True))
+        yield WantedShard("w", Box(offset, extents), None, 0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [((64, 1), (1, 4096)), ((4096, 1), (64, 64)), ((1, 1), (128, 32)), ((96, 1), (64, 1))],
+)
+def test_thousands_of_ranks_that_do_not_exist(stored: Ints, wanted: Ints) -> None:
+    """Bytes planned are bytes needed, for ranks all over a world of 4096."""
+    shape = (24576, 16384)
+    chunk = tuple(n // c for n, c in zip(shape, stored, strict=True))
+    index = Index.of([StoredTensor("w", dtypes.from_name("bfloat16"), shape, chunk)])
+    planned = needed = 0
+    for shard in list(grid_shards(shape, wanted))[::16]:
+        items, findings = plan_load(index, [shard])
+        assert not findings
+        planned += LoadPlan(items).num_elements
+        needed += shard.box.num_elements
+    assert planned == needed
+
+
+def test_a_whole_tensor_larger_than_any_memory() -> None:
+    """A petabyte, planned in no time: only the chunks that are met are ever looked at."""
+    shape = (2**25, 2**24)
+    index = Index.of([StoredTensor("w", dtypes.from_name("float16"), shape, (2**10, 2**10))])
+    corner = Box((2**25 - 5, 2**24 - 7), (5, 7))
+    items, findings = plan_load(index, [WantedShard("w", corner, None, 0)])
+    assert not findings
+    (item,) = items
+    assert item.storage_index.offset == (2**25 - 2**10, 2**24 - 2**10)
+    assert item.storage_offsets == (2**10 - 5, 2**10 - 7)
+
+
+def test_a_part_that_sticks_out_needs_only_what_is_inside() -> None:
+    index = Index.of([StoredTensor("w", INT64, (4,), (3,))])
+    items, findings = plan_load(index, [WantedShard("w", Box((2,), (5,)), None, 0)])
+    assert not findings
+    assert LoadPlan(items).num_elements == 2

@@ -1,0 +1,326 @@
+"""Strategies of third parties that have no StorageWriter: they get state dicts, and a folder."""
+
+from __future__ import annotations
+
+import gc
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    InvalidShardingError,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    check_is_distributed_checkpoint,
+    load,
+    load_sharded_metadata,
+    save,
+)
+from dist_checkpointing.mapping import is_main_replica
+from dist_checkpointing.strategies.async_calls import AsyncRequest
+from dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+)
+from dist_checkpointing.testing import StrategyConformance, run_ranks
+from dist_checkpointing.tree import flatten, unflatten
+
+Where = tuple[Any, ...]
+
+
+def place(shard: ShardedTensor) -> Where:
+    """Index of the shard's elements in the global tensor."""
+    return shard.global_slice() if shard.flattened_range is None else shard.global_coordinates()
+
+
+def write(state_dict: dict[str, Any], folder: Path) -> None:
+    """One file a shard."""
+    leaves, _ = flatten(state_dict)
+    for leaf in leaves.values():
+        if is_main_replica(leaf.replica_id):
+            path = folder / "shards" / f"{uuid.uuid4()}.pt"
+            path.parent.mkdir(exist_ok=True)
+            torch.save(leaf, path)
+
+
+class PlainSave(SaveShardedStrategy):
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        write(sharded_state_dict, Path(checkpoint_dir))
+
+
+class PlainLoad(LoadShardedStrategy):
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != "plain":
+            raise CheckpointingException(f"backend {loaded_backend}")
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version != 1:
+            raise CheckpointingException(f"version {loaded_version}")
+
+    def stored(self, folder: Any) -> list[Any]:
+        paths = sorted(Path(folder).glob("shards/*.pt"))
+        return [torch.load(path, weights_only=False) for path in paths]
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> dict[str, Any]:
+        leaves, skeleton = flatten(sharded_state_dict)
+        values: dict[Any, Any] = {}
+        stored = self.stored(checkpoint_dir)
+        for path, leaf in leaves.items():
+            shards = [shard for shard in stored if shard.key == leaf.key]
+            if isinstance(leaf, ShardedObject):
+                (values[path],) = (s.data for s in shards if s.unique_key == leaf.unique_key)
+            else:
+                values[path] = self.filled(leaf, shards)
+        result: dict[str, Any] = unflatten(skeleton, values)
+        return result
+
+    def filled(self, leaf: ShardedTensor, shards: list[ShardedTensor]) -> torch.Tensor:
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(
+            leaf.dtype.itemsize, leaf.dtype
+        )
+        whole = torch.zeros(leaf.global_shape, dtype=bits)
+        seen = torch.zeros(leaf.global_shape, dtype=torch.bool)
+        for shard in shards:
+            assert shard.data is not None
+            whole[place(shard)] = shard.data.detach().resolve_conj().resolve_neg().view(bits)
+            seen[place(shard)] = True
+        if not bool(seen[place(leaf)].all()):
+            raise CorruptCheckpointError(f"{leaf.key}: some shards are lost")
+        leaf.init_data("cpu")
+        assert leaf.data is not None
+        leaf.data.detach().copy_(whole[place(leaf)].view(leaf.dtype))
+        return leaf.data
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, ShardedTensor]:
+        found = {s.key: s for s in self.stored(checkpoint_dir) if isinstance(s, ShardedTensor)}
+        return {
+            key: ShardedTensor(key, None, s.dtype, shape, shape, zeros, (1,) * len(shape))
+            for key, s in found.items()
+            for shape in [tuple(s.global_shape)]
+            for zeros in [(0,) * len(shape)]
+        }
+
+
+class AsyncSave(AsyncSaveShardedStrategy):
+    """Takes a copy, and writes it when asked to."""
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> AsyncRequest:
+        leaves, skeleton = flatten(sharded_state_dict)
+        staged = {path: leaf.without_data() for path, leaf in leaves.items()}
+        for path, leaf in leaves.items():
+            staged[path].data = leaf.data.clone() if hasattr(leaf.data, "clone") else leaf.data
+        done = Path(checkpoint_dir) / "strategy-was-finalized"
+        return AsyncRequest(
+            write, (unflatten(skeleton, staged), Path(checkpoint_dir)), [done.touch]
+        )
+
+
+class TestPlain(StrategyConformance):
+    backend = ("plain", 1)
+
+    def save_strategy(self) -> PlainSave:
+        return PlainSave("plain", 1)
+
+    def load_strategy(self) -> PlainLoad:
+        return PlainLoad()
+
+
+class TestAsyncUsedAsSync(TestPlain):
+    def save_strategy(self) -> AsyncSave:  # type: ignore[override]
+        return AsyncSave("plain", 1)
+
+
+def shard(key: str, data: torch.Tensor, rank: int = 0, world_size: int = 1) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, data, (0, rank, world_size))
+
+
+def test_one_method_is_enough(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Tiny(SaveShardedStrategy):
+        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+            seen.append(sharded_state_dict)
+            (Path(checkpoint_dir) / "mine").touch()
+
+    one, two = shard("a", torch.ones(2)), shard("b", torch.ones(3))
+    rng = ShardedObject("rng", [1], (1,), (0,))
+    state = {"model": {"a": one, "list": [7, two]}, "rng": rng, "step": 3}
+    save(state, tmp_path / "c", Tiny("tiny", 4))
+    # Nested as it was, sharded tensors only; the rest is the common strategy's.
+    (given,) = seen
+    assert given["model"]["a"] is one
+    assert given["model"]["list"] == {1: two}
+    assert "step" not in given
+    assert "rng" not in given
+    assert (tmp_path / "c" / "mine").exists()
+    assert (tmp_path / "c" / "rng" / "shard_0_1.pt").exists()
+    assert json.loads((tmp_path / "c" / "metadata.json").read_text()) == {
+        "sharded_backend": "tiny",
+        "sharded_backend_version": 4,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+
+
+def test_factories_are_built_and_merged(tmp_path: Path) -> None:
+    def build(key: str, data: Any, replica_id: Any, flattened_range: Any) -> Any:
+        del replica_id, flattened_range
+        return {"gate": shard(f"{key}.gate", data[:2]), "up": shard(f"{key}.up", data[2:])}
+
+    def merge(parts: Any) -> Any:
+        return torch.cat([parts["gate"], parts["up"]])
+
+    def state(data: torch.Tensor) -> dict[str, Any]:
+        return {"mlp": [ShardedTensorFactory("mlp", data, build, merge)]}
+
+    data = torch.arange(4.0)
+    save(state(data), tmp_path / "c", PlainSave("plain", 1))
+    result = load(state(torch.zeros(4)), tmp_path / "c", PlainLoad())
+    assert torch.equal(result["mlp"][0], data)
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_shards_are_checked_for_it(tmp_path: Path, validate: bool) -> None:
+    gap = shard("w", torch.ones(2), 0, 2)
+    if validate:
+        with pytest.raises(InvalidShardingError, match="no shard holds this part"):
+            save({"w": gap}, tmp_path / "c", PlainSave("plain", 1))
+        assert not (tmp_path / "c").exists()
+    else:
+        save({"w": gap}, tmp_path / "c", PlainSave("plain", 1), validate_access_integrity=False)
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_can_handle_sharded_objects_may_be_a_method(tmp_path: Path, answer: bool) -> None:
+    class Save(PlainSave):
+        def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]
+            return answer
+
+    class Load(PlainLoad):
+        def can_handle_sharded_objects(self) -> bool:  # type: ignore[override]
+            return answer
+
+        def load_sharded_metadata(self, checkpoint_dir: Any) -> dict[str, Any]:
+            stored = self.stored(checkpoint_dir)
+            objects = [s.without_data() for s in stored if isinstance(s, ShardedObject)]
+            tensors = self.load_tensors_metadata(checkpoint_dir)
+            return {**tensors, **{o.unique_key: o for o in objects}}
+
+    def state(rng: object) -> dict[str, Any]:
+        cell = ShardedObject("rng", rng, (1,), (0,))
+        return {"w": shard("w", torch.ones(2)), "deep": [{"rng": cell}, 5]}
+
+    save(state([1, 2]), tmp_path / "c", Save("plain", 1))
+    by_common = list((tmp_path / "c").rglob("shard_0_1.pt"))
+    assert bool(by_common) is not answer
+    result = load(state(None), tmp_path / "c", Load())
+    assert result["deep"] == [{"rng": [1, 2]}, 5]
+    assert load_sharded_metadata(tmp_path / "c", Load()).keys() == {"w", "rng/shard_0_1"}
+
+
+class TestAsync:
+    def request(self, folder: Path, data: torch.Tensor, **options: Any) -> AsyncRequest:
+        strategy = AsyncSave("plain", 1)
+        state = {"w": shard("w", data), "step": 3}
+        request = save(state, folder, strategy, async_sharded_save=True, **options)
+        assert request is not None
+        return request
+
+    def test_by_hand(self, tmp_path: Path) -> None:
+        folder, data = tmp_path / "c", torch.arange(4.0)
+        request = self.request(folder, data)
+        assert (folder / "common.pt").exists()
+        assert not (folder / "shards").exists()
+        data.zero_()  # training goes on
+        assert request.async_fn is not None
+        request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+        assert (folder / "shards").exists()
+        assert not check_is_distributed_checkpoint(folder)
+        *own, commit = request.finalize_fns
+        for finalize in own:
+            finalize()
+        assert (folder / "strategy-was-finalized").exists()
+        assert not check_is_distributed_checkpoint(folder)
+        commit()
+        assert check_is_distributed_checkpoint(folder)
+        result = load({"w": shard("w", torch.empty(4))}, folder, PlainLoad())
+        assert result["step"] == 3
+        assert torch.equal(result["w"], torch.arange(4.0))
+
+    def test_execute_sync(self, tmp_path: Path) -> None:
+        self.request(tmp_path / "c", torch.ones(2)).execute_sync()
+        assert check_is_distributed_checkpoint(tmp_path / "c")
+
+    def test_a_failing_write_commits_nothing(self, tmp_path: Path) -> None:
+        request = self.request(tmp_path / "c", torch.ones(2))
+
+        def fail(*_: object) -> None:
+            raise OSError(28, "no space left on device")
+
+        with pytest.raises(CheckpointingException, match="no space left"):
+            request._replace(async_fn=fail).execute_sync()
+        assert not check_is_distributed_checkpoint(tmp_path / "c")
+
+    def test_a_live_request_owns_its_folder(self, tmp_path: Path) -> None:
+        request = self.request(tmp_path / "c", torch.ones(2))
+        with pytest.raises(CheckpointingException, match="another save"):
+            save({"w": shard("w", torch.zeros(2))}, tmp_path / "c", PlainSave("plain", 1))
+        request.execute_sync()
+        result = load({"w": shard("w", torch.empty(2))}, tmp_path / "c", PlainLoad())
+        assert torch.equal(result["w"], torch.ones(2))
+
+    @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the lock that went with it
+    def test_a_dropped_request_frees_its_folder(self, tmp_path: Path) -> None:
+        request = self.request(tmp_path / "c", torch.ones(2))
+        del request
+        gc.collect()
+        assert not check_is_distributed_checkpoint(tmp_path / "c")
+        save({"w": shard("w", torch.zeros(2))}, tmp_path / "c", PlainSave("plain", 1))
+        assert check_is_distributed_checkpoint(tmp_path / "c")
+
+    def test_only_for_strategies_that_can(self, tmp_path: Path) -> None:
+        state = {"w": shard("w", torch.ones(2))}
+        with pytest.raises(CheckpointingException, match="Cannot apply async_save to non-async"):
+            save(state, tmp_path / "c", PlainSave("plain", 1), async_sharded_save=True)
+        assert not (tmp_path / "c").exists()
+
+    def test_a_frozen_request_takes_no_more_steps(self) -> None:
+        request = AsyncRequest(None, (), [])
+        request.add_finalize_fn(lambda: None)
+        with pytest.raises(RuntimeError, match="frozen"):
+            request.freeze().add_finalize_fn(lambda: None)
+
+    def test_preload_replaces_the_second_argument(self) -> None:
+        seen: list[tuple[object, ...]] = []
+
+        def run(*args: object, **kwargs: object) -> None:
+            seen.append((*args, kwargs))
+
+        request = AsyncRequest(run, (1, None, 3), [], {"k": 4}, lambda: 2)
+        request.execute_sync()
+        assert seen == [(1, 2, 3, {"k": 4})]
+
+
+def test_a_rank_without_shards_is_called_too(tmp_path: Path) -> None:
+    """A strategy may be collective: no rank may be left out."""
+    called: list[int] = []
+
+    def one(comm: Any) -> None:
+        class Save(PlainSave):
+            def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+                called.append(comm.rank)
+                super().save(sharded_state_dict, checkpoint_dir)
+
+        state = {"w": shard("w", torch.ones(2))} if comm.rank == 1 else {}
+        save(state, tmp_path / "c", Save("plain", 1), comm=comm)
+
+    run_ranks(3, one)
+    assert sorted(called) == [0, 1, 2]

@@ -1,0 +1,222 @@
+"""Backends are found by name, from what is installed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointingException,
+    ShardedTensor,
+    StrategyNotFoundError,
+    load,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.strategies.base import (
+    StrategyAction,
+    default_strategies,
+    get_default_strategy,
+    register_default_strategy,
+)
+from dist_checkpointing.strategies.registry import available_strategies
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+
+Install = Callable[..., None]
+
+
+def state() -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Puts another distribution with these entry points on the path."""
+
+    def install(**entry_points: str) -> None:
+        folder = tmp_path / f"site-{len(list(tmp_path.iterdir()))}"
+        info = folder / "another-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: another\nVersion: 1.0\n")
+        lines = [f"{name} = {value}" for name, value in entry_points.items()]
+        text = "\n".join(["[dist_checkpointing.strategies]", *lines])
+        (info / "entry_points.txt").write_text(text)
+        monkeypatch.syspath_prepend(str(folder))
+
+    return install
+
+
+@pytest.fixture
+def clean_registry() -> Iterator[None]:
+    before = {action: dict(known) for action, known in default_strategies.items()}
+    yield
+    default_strategies.clear()
+    default_strategies.update(before)
+
+
+def test_found_by_name_and_again_on_load(tmp_path: Path) -> None:
+    save(state(), tmp_path / "c", "npy")
+    config = json.loads((tmp_path / "c" / "metadata.json").read_text())
+    assert (config["sharded_backend"], config["sharded_backend_version"]) == ("npy", 1)
+    assert list((tmp_path / "c" / "w").glob("*.npy"))
+    result = load({"w": ShardedTensor.from_rank_offsets("w", torch.empty(6))}, tmp_path / "c")
+    assert torch.equal(result["w"], torch.arange(6.0))
+
+
+def test_found_by_name_and_version(tmp_path: Path) -> None:
+    save(state(), tmp_path / "c", ("npy", 1))
+    assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], torch.arange(6.0))
+
+
+def test_unknown_backend_lists_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(StrategyNotFoundError) as raised:
+        save(state(), tmp_path / "c", "npz")
+    text = str(raised.value)
+    assert "('save_sharded', 'npz', 1)" in text
+    assert all(name in text for name in ("npy 1", "zarr 1", "zarr 2"))
+    assert "dist_checkpointing.strategies" in text
+    assert not (tmp_path / "c").exists()
+
+
+def test_unknown_version_lists_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(StrategyNotFoundError, match="npy 1"):
+        save(state(), tmp_path / "c", ("npy", 2))
+
+
+def test_backend_of_a_checkpoint_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state(), tmp_path / "c", "npy")
+    monkeypatch.undo()
+    with pytest.raises(StrategyNotFoundError, match="npy") as raised:
+        load({}, tmp_path / "c")
+    assert "zarr 2" in str(raised.value)
+
+
+def test_module_of_an_entry_point_is_missing(tmp_path: Path, install: Install) -> None:
+    install(**{"save_sharded.broken.1": "module_that_nobody_has:Save"})
+    assert ("broken", 1) in available_strategies(StrategyAction.SAVE_SHARDED)
+    with pytest.raises(CheckpointingException) as raised:
+        save(state(), tmp_path / "c", "broken")
+    text = str(raised.value)
+    assert "Cannot import a default strategy for: ('save_sharded', 'broken', 1). Error: " in text
+    assert "No module named 'module_that_nobody_has'" in text
+    assert "Hint: " in text
+    # The others do not suffer.
+    save(state(), tmp_path / "c", "npy")
+
+
+def test_name_of_an_entry_point_is_missing(tmp_path: Path, install: Install) -> None:
+    install(**{"save_sharded.broken.1": "npy_backend:NoSuchClass"})
+    with pytest.raises(CheckpointingException) as raised:
+        save(state(), tmp_path / "c", "broken")
+    text = str(raised.value)
+    assert "Cannot import a default strategy for: ('save_sharded', 'broken', 1). Error: " in text
+    assert "NoSuchClass" in text
+    assert "Hint: " in text
+
+
+def test_malformed_entry_points_are_ignored(tmp_path: Path, install: Install) -> None:
+    before = available_strategies(StrategyAction.SAVE_SHARDED)
+    install(
+        **{
+            "save_sharded.npy": "npy_backend:NpySaveStrategy",
+            "save_sharded.npy.two": "npy_backend:NpySaveStrategy",
+            "save_sharded..3": "npy_backend:NpySaveStrategy",
+            "nonsense": "npy_backend:NpySaveStrategy",
+        }
+    )
+    assert available_strategies(StrategyAction.SAVE_SHARDED) == before
+    save(state(), tmp_path / "c", "npy")
+
+
+def test_a_name_means_its_newest_version(
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 10 is newer than 9, although not as text.
+    for version in (9, 10):
+        install(
+            **{
+                f"save_sharded.npy.{version}": f"npy_versions:Save{version}",
+                f"load_sharded.npy.{version}": f"npy_versions:Load{version}",
+            }
+        )
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "npy_versions.py").write_text(
+        "from npy_backend import NpyLoadStrategy, NpySaveStrategy\n"
+        + "".join(
+            f"class Save{v}(NpySaveStrategy):\n    writes = ('npy', {v})\n"
+            f"class Load{v}(NpyLoadStrategy):\n    reads = frozenset({{('npy', {v})}})\n"
+            for v in (9, 10)
+        )
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    save(state(), tmp_path / "newest", "npy")
+    save(state(), tmp_path / "first", ("npy", 1))
+    versions = [
+        json.loads((tmp_path / name / "metadata.json").read_text())["sharded_backend_version"]
+        for name in ("newest", "first")
+    ]
+    assert versions == [10, 1]
+    for name in ("newest", "first"):
+        assert torch.equal(load_plain_tensors(tmp_path / name)["w"], torch.arange(6.0))
+
+
+def test_an_entry_point_does_not_replace_a_built_in_backend(
+    tmp_path: Path, install: Install
+) -> None:
+    install(**{"save_sharded.zarr.2": "npy_backend:NpySaveStrategy"})
+    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 2)
+    assert isinstance(strategy, Zarr3SaveShardedStrategy)
+    save(state(), tmp_path / "c", ("zarr", 2))
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_what_is_registered_by_hand_comes_first(tmp_path: Path) -> None:
+    for backend, version in (("npy", 1), ("zarr", 2)):
+        mine = Zarr3SaveShardedStrategy(codec="zstd")
+        register_default_strategy(StrategyAction.SAVE_SHARDED, backend, version, mine)
+        for _ in range(2):  # and stays
+            assert get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version) is mine
+    save(state(), tmp_path / "default")
+    assert '"zstd"' in (tmp_path / "default" / "w" / "zarr.json").read_text()
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_registered_by_hand_under_a_new_name(tmp_path: Path) -> None:
+    known = available_strategies(StrategyAction.SAVE_SHARDED)
+    save_npy = get_default_strategy(StrategyAction.SAVE_SHARDED, "npy", 1)
+    register_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 3, save_npy)
+    found = available_strategies(StrategyAction.SAVE_SHARDED)
+    assert found == sorted([*known, ("mine", 3)])
+    save(state(), tmp_path / "c", "mine")
+    # The checkpoint says what wrote it, not under which name that was found.
+    assert json.loads((tmp_path / "c" / "metadata.json").read_text())["sharded_backend"] == "npy"
+
+
+@pytest.mark.parametrize("selection", [3, b"npy", object(), ("npy",), ("npy", 1, 2)])
+def test_a_selection_that_is_none(tmp_path: Path, selection: Any) -> None:
+    with pytest.raises(CheckpointingException):
+        save(state(), tmp_path / "c", selection)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_load_strategy_cannot_save(tmp_path: Path) -> None:
+    reader = get_default_strategy(StrategyAction.LOAD_SHARDED, "npy", 1)
+    with pytest.raises(CheckpointingException, match="SaveShardedStrategy"):
+        save(state(), tmp_path / "c", reader)
+    save(state(), tmp_path / "c", "npy")
+    writer = get_default_strategy(StrategyAction.SAVE_SHARDED, "npy", 1)
+    with pytest.raises(CheckpointingException, match="LoadShardedStrategy"):
+        load(state(), tmp_path / "c", writer)
+
+
+def test_another_backends_reader_is_refused(tmp_path: Path) -> None:
+    save(state(), tmp_path / "c", "npy")
+    with pytest.raises(CheckpointingException, match="backend"):
+        load(state(), tmp_path / "c", ("zarr", 2))

@@ -1,0 +1,213 @@
+"""The conformance suite fails for backends that do not conform: each of these breaks one rule."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import testing
+from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.index import Index
+from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from dist_checkpointing.storage import WriteResult, done
+from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies.zarr.v3 import ZarrV3Reader, ZarrV3Writer
+from dist_checkpointing.testing import StrategyConformance
+from dist_checkpointing.testing.conformance.shards import (
+    CUT_SHAPE,
+    CUTS,
+    data_of,
+    poisoned,
+    random_bits,
+)
+
+Test = Callable[[StrategyConformance, Path], object]
+
+
+class Sound(StrategyConformance):
+    """The base of all broken ones, which passes."""
+
+    backend = ("zarr", 2)
+    writer: type[ZarrV3Writer] = ZarrV3Writer
+    reader: type[ZarrV3Reader] = ZarrV3Reader
+
+    def save_strategy(self) -> Zarr3SaveShardedStrategy:
+        strategy = Zarr3SaveShardedStrategy()
+        strategy.make_writer = self.writer  # type: ignore[method-assign]
+        return strategy
+
+    def load_strategy(self) -> Zarr3LoadShardedStrategy:
+        strategy = Zarr3LoadShardedStrategy()
+        strategy.make_reader = self.reader  # type: ignore[method-assign]
+        return strategy
+
+
+class ForgetsAnItem(Sound):
+    class writer(ZarrV3Writer):  # noqa: N801 - the attribute it overrides
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+            return super().write_data(plan.with_items(plan.items[:-1]), planner)
+
+
+class SwapsTwoItems(Sound):
+    class writer(ZarrV3Writer):  # noqa: N801
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+            results = super().write_data(plan, planner).result()
+            return done(results[::-1])
+
+
+class CommitsByItself(Sound):
+    class writer(ZarrV3Writer):  # noqa: N801
+        def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+            (self.checkpoint_dir / "metadata.json").write_text("{}")
+            super().finish(metadata, results)
+
+
+class LeavesAFile(Sound):
+    class writer(ZarrV3Writer):  # noqa: N801
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+            (self.checkpoint_dir / "notes.txt").write_text("hello")
+            return super().write_data(plan, planner)
+
+
+class StoresWhereItIs(Sound):
+    class writer(ZarrV3Writer):  # noqa: N801
+        def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+            super().finish(metadata, results)
+            (self.checkpoint_dir / ".dckpt" / "home").write_text(str(self.checkpoint_dir))
+
+
+class ReadsNothing(Sound):
+    class reader(ZarrV3Reader):  # noqa: N801
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            del plan, planner
+            return done(None)
+
+
+class ReadsZerosForLostData(Sound):
+    class reader(ZarrV3Reader):  # noqa: N801
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            try:
+                super().read_data(plan, planner).result()
+            except CheckpointingException:
+                for item in plan.items:
+                    planner.apply_tensor(item, torch.zeros(item.lengths))
+            return done(None)
+
+
+class ReadsTheIndexOnEveryRank(Sound):
+    class reader(ZarrV3Reader):  # noqa: N801
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            self.read_metadata()
+            return super().read_data(plan, planner)
+
+
+class TakesAnyVersion(Sound):
+    def load_strategy(self) -> Zarr3LoadShardedStrategy:
+        strategy = super().load_strategy()
+        strategy.reads = frozenset({("zarr", 2), ("zarr", 10**6)})  # type: ignore[misc]
+        return strategy
+
+
+class ListsTooLittle(Sound):
+    class reader(ZarrV3Reader):  # noqa: N801
+        def read_metadata(self) -> Index:
+            index = super().read_metadata()
+            return index.without(list(index)[:1])
+
+
+class StoresFloat64AsFloat32(Sound):
+    class writer(ZarrV3Writer):  # noqa: N801
+        def write_item(self, tensor: Any, item: Any, data: torch.Tensor) -> Any:
+            if data.dtype == torch.float64:
+                data = data.float().double()
+            return super().write_item(tensor, item, data)
+
+
+BROKEN: list[tuple[type[Sound], Test]] = [
+    (ForgetsAnItem, lambda s, p: s.test_every_dtype_bit_for_bit(p, 2)),
+    (ForgetsAnItem, lambda s, p: s.test_every_cut_to_every_cut(p, 2, 1)),
+    (ForgetsAnItem, lambda s, p: s.test_many_keys(p)),
+    (ForgetsAnItem, lambda s, p: s.test_a_result_for_every_item(p, 1)),
+    (SwapsTwoItems, lambda s, p: s.test_a_result_for_every_item(p, 2)),
+    (CommitsByItself, lambda s, p: s.test_order_of_writer_calls(p, 1)),
+    (LeavesAFile, lambda s, p: s.test_created_names_cover_every_file(p)),
+    (LeavesAFile, lambda s, p: s.test_one_failing_rank_fails_all(p, 2)),
+    (StoresWhereItIs, lambda s, p: s.test_moved_folder(p)),
+    (ReadsNothing, lambda s, p: s.test_every_cut_to_every_cut(p, 1, 2)),
+    (ReadsNothing, lambda s, p: s.test_views_as_sources_and_destinations(p, 1, "strided")),
+    (ReadsNothing, lambda s, p: s.test_partial_templates(p, 1)),
+    (ReadsNothing, lambda s, p: s.test_direct_calls(p)),
+    (ReadsNothing, lambda s, p: s.test_mixed_containers(p, 1)),
+    (
+        ReadsZerosForLostData,
+        lambda s, p: s.test_missing_data_is_an_error(p, 1, "by_rows", "damage"),
+    ),
+    (
+        ReadsZerosForLostData,
+        lambda s, p: s.test_missing_data_is_an_error(p, 2, "flattened", "shorten"),
+    ),
+    (ReadsTheIndexOnEveryRank, lambda s, p: s.test_order_of_reader_calls(p, 2)),
+    (TakesAnyVersion, lambda s, p: s.test_unknown_backend_or_version(p)),
+    (ListsTooLittle, lambda s, p: s.test_metadata_lists_what_was_saved(p, 1)),
+    (ListsTooLittle, lambda s, p: s.test_weird_keys(p)),
+    (StoresFloat64AsFloat32, lambda s, p: s.test_every_dtype_bit_for_bit(p, 1)),
+    (StoresFloat64AsFloat32, lambda s, p: s.test_data_none_is_allocated(p, 2)),
+]
+
+
+@pytest.mark.parametrize(("suite", "test"), BROKEN)
+def test_a_broken_backend_fails(tmp_path: Path, suite: type[Sound], test: Test) -> None:
+    test(Sound(), tmp_path / "sound")
+    (tmp_path / "broken").mkdir()
+    with pytest.raises((AssertionError, Exception, pytest.fail.Exception)):
+        test(suite(), tmp_path / "broken")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_cut_is_whole(cut: str, world_size: int) -> None:
+    """The shards that the suite saves are what their names say: each element once."""
+    full = torch.arange(float(torch.Size(CUT_SHAPE).numel())).reshape(CUT_SHAPE)
+    ranks = CUTS[cut]("w", full, world_size)
+    assert len(ranks) == world_size
+    times = torch.zeros(CUT_SHAPE)
+    for shard in (shard for shards in ranks for shard in shards):
+        flat = shard.flattened_range is not None
+        where: Any = shard.global_coordinates() if flat else shard.global_slice()
+        assert torch.equal(full[where], data_of(shard))
+        if shard.replica_id in (0, (0, 0)):
+            times[where] += 1
+    assert (times == 1).all()
+
+
+@pytest.mark.parametrize("dtype", StrategyConformance.dtypes, ids=str)
+def test_poisoned_memory_differs_everywhere(dtype: torch.dtype) -> None:
+    expected = random_bits((3, 5), dtype)
+    memory = poisoned(expected)
+    assert (memory.dtype, memory.shape) == (dtype, expected.shape)
+    if dtype == torch.bool:
+        assert bool((memory != expected).all())
+    else:
+        assert bool((memory.view(torch.uint8) != expected.view(torch.uint8)).all())
+
+
+def test_simulated_ranks_do_not_need_pytest() -> None:
+    program = (
+        "import sys; sys.modules['pytest'] = None\n"
+        "from dist_checkpointing.testing import run_ranks\n"
+        "assert run_ranks(3, lambda comm: comm.rank) == [0, 1, 2]\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_testing_exports_nothing_else() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Suite'"):
+        _ = testing.Suite
+    assert testing.StrategyConformance is StrategyConformance

@@ -1,0 +1,9 @@
+"""("tensorstore", 1): zarr v3 arrays in an OCDBT database."""
+
+from __future__ import annotations
+
+from dist_checkpointing.testing import StrategyConformance
+
+
+class TestTensorStore(StrategyConformance):
+    backend = ("tensorstore", 1)

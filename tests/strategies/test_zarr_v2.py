@@ -1,0 +1,11 @@
+"""("zarr", 1): zarr v2 as Megatron writes it."""
+
+from __future__ import annotations
+
+from dist_checkpointing.testing import StrategyConformance
+
+
+class TestZarrV2(StrategyConformance):
+    backend = ("zarr", 1)
+    # Keys are folder names as they are: that is the format.
+    refused_keys = frozenset({"k" * 300, "metadata.json", "common.pt"})

@@ -1,0 +1,35 @@
+"""("zarr", 2): zarr v3, raw and with every codec."""
+
+from __future__ import annotations
+
+from dist_checkpointing.options import Durability, StorageOptions
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import StrategyConformance
+
+# Durability is tested with raw chunks; compressed ones are about their content.
+FAST = StorageOptions(durability=Durability.PAGE_CACHE)
+
+
+class TestZarrV3(StrategyConformance):
+    backend = ("zarr", 2)
+
+
+class TestZarrV3Zstd(StrategyConformance):
+    backend = ("zarr", 2)
+
+    def save_strategy(self) -> Zarr3SaveShardedStrategy:
+        return Zarr3SaveShardedStrategy(codec="zstd", options=FAST)
+
+
+class TestZarrV3Gzip(StrategyConformance):
+    backend = ("zarr", 2)
+
+    def save_strategy(self) -> Zarr3SaveShardedStrategy:
+        return Zarr3SaveShardedStrategy(codec="gzip", options=FAST)
+
+
+class TestZarrV3Blosc(StrategyConformance):
+    backend = ("zarr", 2)
+
+    def save_strategy(self) -> Zarr3SaveShardedStrategy:
+        return Zarr3SaveShardedStrategy(codec="blosc", options=FAST)

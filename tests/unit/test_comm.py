@@ -1,0 +1,478 @@
+"""Ranks as threads. The same promises over real processes: tests/distributed/test_torch_comm.py."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm, default_comm
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    InvalidShardingError,
+    RankFailedError,
+    StateMismatchError,
+)
+from dist_checkpointing.testing import run_ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 8, 64])
+
+
+def outcomes(
+    world_size: int, fn: Callable[[Comm], Any], *, timeout_seconds: float = 30.0
+) -> list[Any]:
+    """What each rank returned or raised. A rank that raises leaves the meeting."""
+    meeting = ThreadComm.Meeting(world_size, timeout_seconds)
+    results: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = fn(ThreadComm(meeting, rank))
+        except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt is one of the outcomes
+            results[rank] = error
+            meeting.leave(rank)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_seconds + 30)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def failures(world_size: int, fn: Callable[[Comm], Any], **kwargs: Any) -> list[Exception]:
+    """The exceptions of all ranks: every one must fail."""
+    results = outcomes(world_size, fn, **kwargs)
+    assert all(isinstance(result, Exception) for result in results), results
+    return results
+
+
+def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingException:
+    """The error of rank 0, having checked that all ranks raise the same."""
+    raised = failures(world_size, fn)
+    assert {type(error) for error in raised} == {type(raised[0])}
+    assert {str(error) for error in raised} == {str(raised[0])}
+    first = raised[0]
+    assert isinstance(first, CheckpointingException)
+    return first
+
+
+def bring(errors: dict[int, Exception]) -> Callable[[Comm], None]:
+    """Each rank raises its own error, with a traceback, inside one agreed step."""
+
+    def body(comm: Comm) -> None:
+        with comm.agreed("write"):
+            if comm.rank in errors:
+                raise errors[comm.rank]
+
+    return body
+
+
+@WORLD_SIZES
+def test_all_gather_keeps_rank_order_round_after_round(world_size: int) -> None:
+    def body(comm: Comm) -> list[list[tuple[int, int]]]:
+        return [comm.all_gather((turn, comm.rank)) for turn in range(20)]
+
+    expected = [[(turn, rank) for rank in range(world_size)] for turn in range(20)]
+    assert outcomes(world_size, body) == [expected] * world_size
+
+
+@WORLD_SIZES
+def test_broadcast_is_the_value_of_rank_0(world_size: int) -> None:
+    assert outcomes(world_size, lambda comm: comm.broadcast(comm.rank + 7)) == [7] * world_size
+
+
+@WORLD_SIZES
+def test_exchange_is_what_every_rank_produces(world_size: int) -> None:
+    def body(comm: Comm) -> list[int]:
+        return comm.exchange("describe", lambda: comm.rank**2)
+
+    assert outcomes(world_size, body) == [[rank**2 for rank in range(world_size)]] * world_size
+
+
+@WORLD_SIZES
+def test_from_rank0_produces_once(world_size: int) -> None:
+    calls: list[int] = []
+
+    def body(comm: Comm) -> str:
+        def produce() -> str:
+            calls.append(comm.rank)
+            return "value"
+
+        return comm.from_rank0("read", produce)
+
+    assert outcomes(world_size, body) == ["value"] * world_size
+    assert calls == [0]
+
+
+@WORLD_SIZES
+def test_none_is_a_value_like_any_other(world_size: int) -> None:
+    def body(comm: Comm) -> tuple[Any, Any]:
+        return comm.exchange("a", lambda: None), comm.from_rank0("b", lambda: None)
+
+    assert outcomes(world_size, body) == [([None] * world_size, None)] * world_size
+
+
+@WORLD_SIZES
+def test_agreement_without_errors_is_silent(world_size: int) -> None:
+    def body(comm: Comm) -> str:
+        comm.agree("step", None)
+        with comm.agreed("step"):
+            pass
+        return "on"
+
+    assert outcomes(world_size, body) == ["on"] * world_size
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("failing", ["first", "last", "all"])
+def test_a_shared_class_is_raised_as_itself_on_all_ranks(world_size: int, failing: str) -> None:
+    ranks = {"first": [0], "last": [world_size - 1], "all": list(range(world_size))}[failing]
+    errors: dict[int, Exception] = {
+        rank: InvalidShardingError("bad shards", [Finding("overlap", "w", found=(rank % 2,))])
+        for rank in ranks
+    }
+    error = the_one_error(world_size, bring(errors))
+    assert type(error) is InvalidShardingError
+    assert error.message == "bad shards"
+    assert len(error.findings) == min(len(ranks), 2)
+    if world_size > 1:
+        named = [rank for finding in error.findings for rank in finding.ranks]
+        assert sorted(named) == ranks
+
+
+def test_findings_that_name_ranks_already_keep_them() -> None:
+    errors: dict[int, Exception] = {
+        1: StateMismatchError("m", [Finding("p", ranks=(0, 5)), Finding("q")])
+    }
+    error = the_one_error(3, bring(errors))
+    assert [finding.ranks for finding in error.findings] == [(0, 5), (1,)]
+
+
+@pytest.mark.parametrize("found", [[1, 2], slice(0, 3), {"a": 1}], ids=["list", "slice", "dict"])
+def test_findings_may_hold_values_that_cannot_be_hashed(found: object) -> None:
+    errors: dict[int, Exception] = {
+        rank: InvalidShardingError("bad", [Finding("p", "w", found=found)]) for rank in (0, 1)
+    }
+    error = the_one_error(3, bring(errors))
+    assert type(error) is InvalidShardingError
+    assert [finding.ranks for finding in error.findings] == [(0, 1)]
+
+
+def test_an_error_without_findings_still_names_its_rank_and_says_its_words() -> None:
+    errors: dict[int, Exception] = {
+        1: CorruptCheckpointError("chunk 7 is short"),
+        2: CorruptCheckpointError("index is empty"),
+    }
+    error = the_one_error(4, bring(errors))
+    assert type(error) is CorruptCheckpointError
+    text = str(error)
+    assert "chunk 7 is short" in text
+    assert "index is empty" in text
+    assert sorted(rank for finding in error.findings for rank in finding.ranks) == [1, 2]
+
+
+def test_messages_of_all_ranks_are_heard() -> None:
+    errors: dict[int, Exception] = {
+        0: StateMismatchError("shapes differ", [Finding("p", "w")]),
+        1: StateMismatchError("keys are missing", [Finding("q", "v")]),
+    }
+    text = str(the_one_error(2, bring(errors)))
+    assert "shapes differ" in text
+    assert "keys are missing" in text
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 64])
+def test_different_classes_become_a_rank_failed_error(world_size: int) -> None:
+    last = world_size - 1
+    errors: dict[int, Exception] = {
+        0: InvalidShardingError("wrong words"),
+        last: CorruptCheckpointError("broken file", [Finding("short", path="a.bin")]),
+    }
+    error = the_one_error(world_size, bring(errors))
+    assert isinstance(error, RankFailedError)
+    assert error.ranks == (0, last)
+    text = str(error)
+    for word in ("write", f"0, {last} of {world_size}", "wrong words", "broken file", "a.bin"):
+        assert word in text
+    assert set(error.tracebacks) == {0, last}
+
+
+@WORLD_SIZES
+def test_a_foreign_exception_travels_as_text_and_stays_the_cause_at_home(world_size: int) -> None:
+    last = world_size - 1
+    own = ZeroDivisionError("one over nothing")
+    raised = failures(world_size, bring({last: own}))
+    for rank, error in enumerate(raised):
+        assert isinstance(error, RankFailedError)
+        assert error.ranks == (last,)
+        assert "raise errors[comm.rank]" in error.tracebacks[last]
+        assert "ZeroDivisionError: one over nothing" in str(error)
+        assert error.__cause__ is (own if rank == last else None)
+    assert len({str(error) for error in raised}) == 1
+
+
+def test_the_cause_is_kept_for_our_own_errors_too() -> None:
+    own = CorruptCheckpointError("m", [Finding("p")])
+    raised = failures(2, bring({1: own}))
+    assert raised[1].__cause__ is own
+    assert raised[0].__cause__ is None
+
+
+def test_a_shared_foreign_class_is_a_rank_failed_error_too() -> None:
+    error = the_one_error(3, bring({0: OSError("disk"), 2: OSError("disk")}))
+    assert isinstance(error, RankFailedError)
+    assert error.ranks == (0, 2)
+
+
+def test_a_rank_failed_error_from_below_keeps_the_ranks_it_names() -> None:
+    below = RankFailedError("collective", [Finding("gone", ranks=(5,))])
+    error = the_one_error(2, bring({1: below}))
+    assert isinstance(error, RankFailedError)
+    assert error.ranks == (5,)
+    assert "write" in str(error)
+    assert "gone" in str(error)
+
+
+def test_an_error_class_that_cannot_travel_goes_as_text() -> None:
+    class Plugin(CheckpointingException):
+        def __init__(self, path: str) -> None:
+            super().__init__(f"cannot read {path}")
+
+    error = the_one_error(3, bring({1: Plugin("x/y")}))
+    assert isinstance(error, RankFailedError)
+    assert error.ranks == (1,)
+    assert "cannot read x/y" in str(error)
+
+
+def test_a_finding_that_cannot_be_pickled_does_not_hide_the_error() -> None:
+    error = the_one_error(3, bring({1: StateMismatchError("m", [Finding("odd", found=lambda: 0)])}))
+    assert isinstance(error, RankFailedError)
+    assert "odd" in str(error)
+
+
+def test_an_error_that_cannot_even_be_printed_reaches_all_ranks() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    error = the_one_error(3, bring({1: Mute()}))
+    assert isinstance(error, RankFailedError)
+    assert error.ranks == (1,)
+    assert "Mute" in str(error)
+
+
+@WORLD_SIZES
+def test_exchange_and_from_rank0_fail_alike(world_size: int) -> None:
+    def produce() -> None:
+        raise CorruptCheckpointError("bad", [Finding("p")])
+
+    def exchange(comm: Comm) -> object:
+        ok = comm.rank != world_size - 1
+        return comm.exchange("describe", (lambda: None) if ok else produce)
+
+    def read(comm: Comm) -> object:
+        return comm.from_rank0("read", produce)
+
+    for body in (exchange, read):
+        assert type(the_one_error(world_size, body)) is CorruptCheckpointError
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_ranks_go_on_together_after_a_caught_failure(world_size: int) -> None:
+    def body(comm: Comm) -> list[Any]:
+        seen: list[Any] = []
+        for turn in range(10):
+            divisor = comm.rank - turn % comm.world_size
+            try:
+                comm.exchange("turn", partial(divmod, 1, divisor))
+            except RankFailedError as error:
+                seen.append(error.ranks)
+            seen.append(comm.all_gather(comm.rank))
+        return seen
+
+    ranks = list(range(world_size))
+    expected = [x for turn in range(10) for x in ((turn % world_size,), ranks)]
+    assert outcomes(world_size, body) == [expected] * world_size
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interrupt_is_not_turned_into_an_agreement(stop: type[BaseException]) -> None:
+    reached: list[str] = []
+
+    class Recording(SingleProcess):
+        def agree(self, step: str, error: Exception | None) -> None:
+            reached.append(step)
+            super().agree(step, error)
+
+    with pytest.raises(stop), Recording().agreed("step"):
+        raise stop
+    assert reached == []
+
+    results = outcomes(3, bring({1: stop()}))  # type: ignore[dict-item]
+    assert type(results[1]) is stop
+    assert isinstance(results[0], RankFailedError)
+    assert isinstance(results[2], RankFailedError)
+
+
+@pytest.mark.parametrize("error", [StopIteration("end"), StopAsyncIteration(), RuntimeError("r")])
+def test_awkward_exceptions_pass_through_the_context_manager(error: Exception) -> None:
+    raised = failures(2, bring({1: error}))
+    assert all(isinstance(each, RankFailedError) and each.ranks == (1,) for each in raised)
+    assert raised[1].__cause__ is error
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_a_rank_that_never_comes_is_named_after_the_timeout(world_size: int) -> None:
+    def body(comm: Comm) -> None:
+        if comm.rank != 1:
+            comm.agree("commit", None)
+
+    results = outcomes(world_size, body, timeout_seconds=0.3)
+    raised = [result for rank, result in enumerate(results) if rank != 1]
+    assert all(type(error) is RankFailedError for error in raised)
+    assert all(error.ranks == (1,) for error in raised)
+    assert len({str(error) for error in raised}) == 1
+    assert "'commit'" in str(raised[0])
+    assert "0.3 s" in str(raised[0])
+
+
+def test_a_late_rank_hears_that_it_was_given_up() -> None:
+    def body(comm: Comm) -> None:
+        if comm.rank == 1:
+            time.sleep(0.6)
+        comm.agree("commit", None)
+
+    results = outcomes(3, body, timeout_seconds=0.2)
+    assert all(isinstance(result, RankFailedError) for result in results), results
+    assert [result.ranks for result in results] == [(1,)] * 3
+
+
+def test_a_round_that_was_given_up_is_not_completed_with_values_of_the_next() -> None:
+    def body(comm: Comm) -> list[str]:
+        seen = []
+        for step in ("first", "second"):
+            if comm.rank == 1 and step == "first":
+                time.sleep(0.4)
+            try:
+                seen.append("".join(sorted(set(comm.all_gather(step)))))
+            except RankFailedError:
+                seen.append("failed")
+        return seen
+
+    for seen in outcomes(2, body, timeout_seconds=0.3):
+        assert "firstsecond" not in seen
+
+
+def test_several_absent_ranks_are_all_named() -> None:
+    def body(comm: Comm) -> None:
+        if comm.rank in (0, 3):
+            comm.agree("commit", None)
+
+    results = outcomes(5, body, timeout_seconds=0.3)
+    assert results[0].ranks == results[3].ranks == (1, 2, 4)
+
+
+def test_nobody_waits_for_a_rank_that_left() -> None:
+    def body(comm: Comm) -> None:
+        if comm.rank == 2:
+            time.sleep(0.2)  # the others have come by then
+            raise MemoryError
+        comm.all_gather(0)
+
+    results = outcomes(4, body, timeout_seconds=60)
+    for rank in (0, 1, 3):
+        assert isinstance(results[rank], RankFailedError)
+        assert results[rank].ranks == (2,)
+
+
+def test_all_hear_the_same_even_if_the_first_to_hear_leaves_at_once() -> None:
+    """The first rank out of an agreement unwinds, and its runner aborts the meeting."""
+    body = bring({0: StateMismatchError("template", [Finding("p")])})
+    for _ in range(40):
+        assert type(the_one_error(16, body)) is StateMismatchError
+
+
+def test_a_last_step_is_not_spoilt_by_a_rank_that_fails_right_after_it() -> None:
+    def body(comm: Comm) -> list[int]:
+        ranks = comm.all_gather(comm.rank)
+        if comm.rank == 0:
+            raise MemoryError
+        return ranks
+
+    for _ in range(40):
+        results = outcomes(16, body)
+        assert results[1:] == [list(range(16))] * 15
+
+
+class TestRunRanks:
+    @WORLD_SIZES
+    def test_results_come_in_rank_order(self, world_size: int) -> None:
+        ranks = run_ranks(world_size, lambda comm: (comm.rank, comm.world_size))
+        assert ranks == [(rank, world_size) for rank in range(world_size)]
+
+    def test_the_error_of_the_rank_that_failed_is_raised(self) -> None:
+        def body(comm: Comm) -> None:
+            if comm.rank == 2:
+                raise ZeroDivisionError
+            comm.all_gather(0)
+
+        for _ in range(20):
+            with pytest.raises(ZeroDivisionError):
+                run_ranks(4, body)
+
+    def test_an_agreed_error_is_raised_as_agreed(self) -> None:
+        for _ in range(20):
+            with pytest.raises(StateMismatchError) as caught:
+                run_ranks(8, bring({5: StateMismatchError("m", [Finding("p")])}))
+            assert caught.value.findings == (Finding("p", ranks=(5,)),)
+
+    def test_the_timeout_is_passed_on(self) -> None:
+        def body(comm: Comm) -> None:
+            if comm.rank:
+                comm.agree("step", None)
+
+        with pytest.raises(RankFailedError, match=r"0\.2 s"):
+            run_ranks(2, body, timeout_seconds=0.2)
+
+
+class TestSingleProcess:
+    def test_values_come_straight_back(self) -> None:
+        comm, value = SingleProcess(), object()
+        assert (comm.rank, comm.world_size) == (0, 1)
+        assert comm.all_gather(value) == [value]
+        assert comm.broadcast(value) is value
+        assert comm.exchange("s", lambda: value) == [value]
+        assert comm.from_rank0("s", lambda: value) is value
+        comm.agree("s", None)
+
+    def test_our_error_is_raised_as_the_very_object(self) -> None:
+        error = InvalidShardingError("m", [Finding("p")])
+        with pytest.raises(InvalidShardingError) as caught:
+            SingleProcess().agree("step", error)
+        assert caught.value is error
+        assert error.__cause__ is None
+        with pytest.raises(InvalidShardingError) as caught, SingleProcess().agreed("step"):
+            raise error
+        assert caught.value is error
+        assert error.findings == (Finding("p"),)
+
+    def test_a_foreign_error_is_the_cause(self) -> None:
+        error = OSError(28, "No space left on device")
+        with pytest.raises(RankFailedError) as caught, SingleProcess().agreed("write"):
+            raise error
+        assert caught.value.__cause__ is error
+        assert caught.value.ranks == (0,)
+        assert "No space left" in str(caught.value)
+
+    def test_it_is_the_default_without_torch_distributed(self) -> None:
+        assert type(default_comm()) is SingleProcess

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from dist_checkpointing import dtypes
+from dist_checkpointing.dtypes import DTYPES, DType, as_numpy, as_tensor, is_lossless
+from dist_checkpointing.errors import InvalidShardingError, UnsupportedFormatError
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+each_dtype = pytest.mark.parametrize("row", DTYPES, ids=lambda row: row.name)
+
+
+def random_bits(row: DType, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Any bits at all, NaNs with all kinds of payloads among them; bool has only two values."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if row.torch == torch.bool else 256
+    raw = torch.randint(0, high, (*shape, row.itemsize), generator=generator, dtype=torch.uint8)
+    return raw.view(row.torch).reshape(shape)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    if tensor.numel() == 0:
+        return b""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def test_the_table_has_every_documented_dtype() -> None:
+    names = [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ]
+    assert {row.name for row in DTYPES} == {name for name in names if hasattr(torch, name)}
+    for field in ("name", "torch", "numpy", "zarr_v2"):
+        assert len({getattr(row, field) for row in DTYPES}) == len(DTYPES)
+
+
+@each_dtype
+def test_all_names_of_a_row_mean_the_same(row: DType) -> None:
+    assert row.torch == getattr(torch, row.name)
+    assert row.numpy.name == row.name
+    assert row.itemsize == row.torch.itemsize == row.numpy.itemsize
+    assert dtypes.from_name(row.name) is row
+    assert dtypes.from_torch(row.torch) is row
+    assert dtypes.from_zarr_v2(row.zarr_v2) is row
+    assert pickle.loads(pickle.dumps(row)) == row
+
+
+def test_zarr_v2_names_are_those_of_the_format() -> None:
+    spelled = {row.name: row.zarr_v2 for row in DTYPES}
+    assert spelled["bool"] == "|b1"
+    assert spelled["uint8"] == "|u1"
+    assert spelled["int64"] == "<i8"
+    assert spelled["float32"] == "<f4"
+    assert spelled["complex128"] == "<c16"
+    assert spelled["bfloat16"] == "bfloat16"
+    for name, spelling in spelled.items():
+        if spelling != name:
+            assert np.dtype(spelling) == np.dtype(name)
+
+
+@pytest.mark.parametrize("name", ["", "float", "f4", "<f4", "Float32", "float128", "object", "|O"])
+def test_unknown_names_say_what_is_known(name: str) -> None:
+    with pytest.raises(UnsupportedFormatError) as caught:
+        dtypes.from_name(name)
+    assert repr(name) in str(caught.value)
+    assert "bfloat16" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", ">f4", ">i8", "float32", "|O", "<U4", "|V2", "=f4"])
+def test_unknown_zarr_v2_names_say_what_is_known(name: str) -> None:
+    with pytest.raises(UnsupportedFormatError) as caught:
+        dtypes.from_zarr_v2(name)
+    assert repr(name) in str(caught.value)
+    assert "<f4" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.quint8, torch.qint32])
+def test_an_unknown_torch_dtype_names_the_key_and_a_way_out(dtype: torch.dtype) -> None:
+    with pytest.raises(InvalidShardingError) as caught:
+        dtypes.from_torch(dtype, key="layer.weight")
+    (finding,) = caught.value.findings
+    assert finding.key == "layer.weight"
+    assert finding.found == str(dtype)
+    assert finding.remedy
+    assert "float32" in str(caught.value)
+    with pytest.raises(InvalidShardingError):
+        dtypes.from_torch(dtype)
+    with pytest.raises(InvalidShardingError):
+        is_lossless(dtype, torch.float32)
+    with pytest.raises(InvalidShardingError):
+        is_lossless(torch.float32, dtype)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda t: t,
+    "rows": lambda t: t[1:3],
+    "columns": lambda t: t[:, 1::2],
+    "transposed": lambda t: t.t(),
+    "strided": lambda t: t[::2, ::3].t(),
+    "one element": lambda t: t[2, 3],
+    "no rows": lambda t: t[2:2],
+    "no columns": lambda t: t[:, :0],
+    "expanded": lambda t: t[:1].expand(5, -1),
+    "3-d": lambda t: t.reshape(2, 2, 6).permute(2, 0, 1),
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bits_survive_the_way_through_numpy(row: DType, layout: str) -> None:
+    tensor = LAYOUTS[layout](random_bits(row, (4, 6)))
+    array = as_numpy(tensor)
+    assert array.dtype == row.numpy
+    assert array.shape == tuple(tensor.shape)
+    assert array.tobytes() == tensor_bytes(tensor)
+    again = as_tensor(array, row.torch)
+    assert again.dtype == row.torch
+    assert again.shape == tensor.shape
+    assert tensor_bytes(again) == tensor_bytes(tensor)
+    if tensor.numel():
+        assert again.data_ptr() == tensor.data_ptr()
+        assert again.stride() == tensor.stride()
+
+
+@each_dtype
+def test_every_bit_pattern_of_the_small_dtypes_survives(row: DType) -> None:
+    if row.itemsize > 2 or row.torch == torch.bool:
+        tensor = random_bits(row, (4096,), seed=1)
+    else:
+        tensor = all_values(row.torch)
+    array = as_numpy(tensor)
+    assert array.tobytes() == tensor_bytes(tensor)
+    assert tensor_bytes(as_tensor(array, row.torch)) == tensor_bytes(tensor)
+    assert tensor_bytes(as_tensor(array.copy(), row.torch)) == tensor_bytes(tensor)
+
+
+def test_nan_payloads_are_kept() -> None:
+    single = torch.tensor([0x7FC12345, 0x7F812345, -1], dtype=torch.int32).view(torch.float32)
+    assert torch.isnan(single).all()
+    bits = as_tensor(as_numpy(single), torch.float32).view(torch.int32)
+    assert bits.tolist() == [0x7FC12345, 0x7F812345, -1]
+    brain = torch.tensor([0x7FC1, 0x7F81, -1], dtype=torch.int16).view(torch.bfloat16)
+    bits = as_tensor(as_numpy(brain), torch.bfloat16).view(torch.int16)
+    assert bits.tolist() == [0x7FC1, 0x7F81, -1]
+
+
+@each_dtype
+def test_numpy_reads_the_same_values_as_torch(row: DType) -> None:
+    values = torch.tensor([0, 1, 1, 0, 1]).to(row.torch)
+    if row.name == "float8_e8m0fnu":  # has no zero
+        values = torch.tensor([0.5, 1, 2, 4, 8]).to(row.torch)
+    assert as_numpy(values).astype(np.complex128).tolist() == values.tolist()
+
+
+@each_dtype
+def test_memory_is_shared_both_ways(row: DType) -> None:
+    tensor = random_bits(row, (3, 4))
+    array = as_numpy(tensor)
+    array[1, 2] = array[0, 0]
+    assert tensor_bytes(tensor[1, 2]) == tensor_bytes(tensor[0, 0])
+    again = as_tensor(array, row.torch)
+    again[2] = again[0]
+    assert tensor_bytes(tensor[2]) == tensor_bytes(tensor[0])
+
+
+@each_dtype
+def test_arrays_of_raw_bits_become_tensors(row: DType) -> None:
+    """What a file reader has: the right bytes under the name of another dtype."""
+    tensor = random_bits(row, (3, 4))
+    if row.name == "complex128":
+        raw: npt.NDArray[Any] = as_numpy(tensor).view("V16")
+    else:
+        raw = as_numpy(tensor).view(f"u{row.itemsize}")
+    again = as_tensor(raw, row.torch)
+    assert again.shape == (3, 4)
+    assert tensor_bytes(again) == tensor_bytes(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_lazy_conjugates_and_negations_are_resolved(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([[1 + 2j, -3j], [0.5, 4]], dtype=dtype)
+    conjugate, negative = tensor.conj(), tensor.conj().imag
+    assert conjugate.is_conj()
+    assert negative.is_neg()
+    assert as_numpy(conjugate).tolist() == [[1 - 2j, 3j], [0.5, 4]]
+    assert as_numpy(conjugate.t()[1]).tolist() == [3j, 4]
+    assert as_numpy(negative).tolist() == [[-2, 3], [0, 0]]
+    assert tensor.tolist() == [[1 + 2j, -3j], [0.5, 4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_give_up_their_memory_without_a_graph(dtype: torch.dtype) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    array = as_numpy(parameter)
+    array[0] = 5
+    assert parameter.tolist() == [5, 1, 1]
+    assert parameter.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_what_has_no_row_is_refused() -> None:
+    with pytest.raises(InvalidShardingError):
+        as_numpy(torch.empty(2, dtype=torch.complex32))
+    with pytest.raises(InvalidShardingError):
+        as_tensor(np.zeros(2, np.int32), torch.complex32)
+
+
+def all_values(dtype: torch.dtype) -> torch.Tensor:
+    """Every value of an 8- or 16-bit dtype."""
+    if dtype == torch.bool:
+        return torch.tensor([False, True])
+    bits = BITS[dtype.itemsize]
+    count = 1 << (8 * dtype.itemsize)
+    return torch.arange(count).to(bits).view(dtype)
+
+
+def edge_values(dtype: torch.dtype) -> torch.Tensor:
+    """Values of a 32- or 64-bit dtype that only just fit."""
+    if dtype.is_complex:
+        part = edge_values(torch.float32 if dtype == torch.complex64 else torch.float64)
+        return torch.complex(part, part.flip(0))
+    if dtype.is_floating_point:
+        info = torch.finfo(dtype)
+        tiny = torch.tensor(info.smallest_normal, dtype=dtype)
+        values = [info.max, info.min, 1 + info.eps, 1 / 3, float("inf"), -0.0]
+        return torch.cat([torch.tensor(values, dtype=dtype), (tiny * info.eps)[None]])
+    ints = torch.iinfo(dtype)
+    candidates = [ints.min, ints.max, 2**24 + 1, 2**31 - 1, 2**31 + 1, 2**53 + 1, 1, -1]
+    return torch.tensor([v for v in candidates if ints.min <= v <= ints.max], dtype=dtype)
+
+
+def changed_by(values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+    """Those of ``values``, NaN aside, that do not come back from a trip through ``wanted``."""
+    back = values.to(wanted).to(values.dtype)
+    bits = BITS.get(values.dtype.itemsize)
+    if bits is None or values.dtype.is_complex:
+        return values[back != values]
+    is_nan = torch.isnan(values.to(torch.float64)) if values.dtype.is_floating_point else None
+    differs = back.view(bits) != values.view(bits)
+    return values[differs if is_nan is None else differs & ~is_nan]
+
+
+PAIRS = [
+    pytest.param(source.torch, target.torch, id=f"{source.name}-{target.name}")
+    for source in DTYPES
+    for target in DTYPES
+]
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real discards")
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_lossless_means_that_every_value_comes_back_and_refused_that_some_do_not(
+    source: torch.dtype, target: torch.dtype
+) -> None:
+    values = all_values(source) if source.itemsize <= 2 else edge_values(source)
+    if not is_lossless(source, target):
+        # Integers that change their sign come back, and nothing can say what a NaN becomes.
+        exact = not (target.is_complex or target.is_floating_point)
+        assert exact or changed_by(values, target).numel()
+        return
+    assert changed_by(values, target).tolist() == []
+    if not target.is_complex and source.itemsize <= 2:
+        before, after = values.to(torch.float64), values.to(target).to(torch.float64)
+        assert torch.equal(before.nan_to_num(nan=7), after.nan_to_num(nan=7))
+
+
+def test_the_oracle_notices_a_loss() -> None:
+    assert changed_by(all_values(torch.float16), torch.bfloat16).numel() > 10_000
+    assert changed_by(all_values(torch.int16), torch.float16).numel() > 0
+    assert changed_by(edge_values(torch.int64), torch.float64).numel() > 0
+    assert changed_by(edge_values(torch.float64), torch.float32).numel() > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.float8_e5m2, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.float32),
+        (torch.float32, torch.complex64),
+        (torch.int8, torch.int16),
+        (torch.int32, torch.int64),
+        (torch.uint8, torch.int16),
+        (torch.bool, torch.uint8),
+        (torch.int32, torch.float64),
+    ],
+)
+def test_the_usual_widenings_are_lossless_and_their_inverse_is_not(
+    source: torch.dtype, target: torch.dtype
+) -> None:
+    assert is_lossless(source, target)
+    assert not is_lossless(target, source)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.int8, torch.uint8),
+        (torch.uint8, torch.int8),
+        (torch.int16, torch.float16),
+        (torch.float8_e4m3fn, torch.float8_e5m2),
+        (torch.float32, torch.int64),
+        (torch.int64, torch.float64),
+        (torch.uint64, torch.float64),
+        (torch.uint64, torch.int64),
+        (torch.int64, torch.complex128),
+        (torch.complex64, torch.float64),
+    ],
+)
+def test_these_lose_something(source: torch.dtype, target: torch.dtype) -> None:
+    assert not is_lossless(source, target)
+
+
+@each_dtype
+def test_a_dtype_holds_its_own_values(row: DType) -> None:
+    assert is_lossless(row.torch, row.torch)
+
+
+def test_ml_dtypes_rows_are_the_ml_dtypes_types() -> None:
+    assert dtypes.from_name("bfloat16").numpy == np.dtype(ml_dtypes.bfloat16)
+    assert dtypes.from_name("float8_e4m3fn").numpy == np.dtype(ml_dtypes.float8_e4m3fn)

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from dist_checkpointing import errors
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    Finding,
+    InvalidShardingError,
+    RankFailedError,
+    StateMismatchError,
+    StrategyNotFoundError,
+    UnsupportedFormatError,
+    merge_findings,
+)
+
+TREE: dict[type[CheckpointingException], tuple[type[Exception], ...]] = {
+    InvalidShardingError: (ValueError,),
+    StateMismatchError: (),
+    CheckpointNotFoundError: (FileNotFoundError, OSError),
+    CheckpointExistsError: (FileExistsError, OSError),
+    CorruptCheckpointError: (),
+    UnsupportedFormatError: (),
+    StrategyNotFoundError: (LookupError,),
+    RankFailedError: (),
+}
+BUILTINS = (ValueError, OSError, LookupError, RuntimeError, TypeError)
+FULL = Finding(
+    problem="shapes differ",
+    key="layer.weight",
+    expected=(4, 8),
+    found=(4, 7),
+    ranks=(3, 5),
+    path="a/b.bin",
+    remedy="Save again.",
+)
+
+
+def test_the_tree_is_exactly_what_is_documented() -> None:
+    assert set(CheckpointingException.__subclasses__()) == set(TREE)
+    defined = {
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    }
+    assert defined == {CheckpointingException, *TREE}
+
+
+@pytest.mark.parametrize("cls", TREE, ids=lambda cls: cls.__name__)
+def test_an_error_is_the_builtins_it_promises_and_no_others(
+    cls: type[CheckpointingException],
+) -> None:
+    promised = TREE[cls]
+    assert all(issubclass(cls, builtin) for builtin in promised)
+    assert not any(issubclass(cls, other) for other in BUILTINS if other not in promised)
+
+
+@pytest.mark.parametrize("cls", [CheckpointingException, *TREE], ids=lambda cls: cls.__name__)
+def test_fields_survive_pickling(cls: type[CheckpointingException]) -> None:
+    error = cls("no luck", [FULL, Finding("other")])
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        again = pickle.loads(pickle.dumps(error, protocol))
+        assert type(again) is cls
+        assert again.message == "no luck"
+        assert again.findings == (FULL, Finding("other"))
+        assert str(again) == str(error)
+
+
+def test_rank_failed_error_keeps_its_tracebacks_when_pickled() -> None:
+    error = RankFailedError("write failed", [Finding("boom", ranks=(7,))], {7: "Traceback: line 1"})
+    again = pickle.loads(pickle.dumps(error))
+    assert again.tracebacks == {7: "Traceback: line 1"}
+    assert again.ranks == (7,)
+    assert "line 1" in str(again)
+    assert str(again) == str(error)
+
+
+def test_an_error_may_be_pickled_many_times() -> None:
+    error = CheckpointNotFoundError("nothing at x", [FULL])
+    for _ in range(3):
+        error = pickle.loads(pickle.dumps(error))
+    assert str(error).startswith("nothing at x\n")
+    assert error.findings == (FULL,)
+
+
+@pytest.mark.parametrize("cls", [CheckpointNotFoundError, CheckpointExistsError])
+def test_os_errors_do_not_hold_a_sentence_where_a_number_belongs(
+    cls: type[CheckpointNotFoundError | CheckpointExistsError],
+) -> None:
+    error = cls("nothing here", [FULL])
+    assert error.errno is None or isinstance(error.errno, int)
+    assert error.strerror is None or isinstance(error.strerror, str)
+
+
+@pytest.mark.parametrize("cls", [CheckpointingException, *TREE], ids=lambda cls: cls.__name__)
+def test_an_error_needs_no_arguments(cls: type[CheckpointingException]) -> None:
+    error = cls()
+    assert error.findings == ()
+    assert str(error) == ""
+    assert str(cls("one sentence")) == "one sentence"
+
+
+def test_findings_may_come_from_an_iterator() -> None:
+    error = StateMismatchError("m", (Finding(str(i)) for i in range(3)))
+    assert [finding.problem for finding in error.findings] == ["0", "1", "2"]
+
+
+def test_the_text_says_everything_a_reader_needs() -> None:
+    text = str(StateMismatchError("template and checkpoint differ", [FULL]))
+    for word in (
+        "template and checkpoint differ",
+        "'layer.weight'",
+        "shapes differ",
+        "expected (4, 8)",
+        "found (4, 7)",
+        "ranks 3, 5",
+        "a/b.bin",
+        "Save again.",
+    ):
+        assert word in text
+
+
+def test_one_rank_is_a_rank_and_rank_0_is_named() -> None:
+    assert "rank 0" in str(Finding("p", ranks=(0,)))
+    assert "ranks" not in str(Finding("p", ranks=(0,)))
+
+
+def test_falsy_values_are_said_and_absent_ones_are_not() -> None:
+    text = str(Finding("p", key="", expected=0, found=(), remedy="r"))
+    assert text.startswith("'': p")
+    assert "expected 0" in text
+    assert "found ()" in text
+    bare = str(Finding("p"))
+    assert bare == "p"
+
+
+def test_a_finding_is_a_value() -> None:
+    with pytest.raises(AttributeError):
+        FULL.key = "other"  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(FULL)) == FULL
+    assert {FULL: 1}[pickle.loads(pickle.dumps(FULL))] == 1
+
+
+@pytest.mark.parametrize(("count", "hidden"), [(50, None), (51, 1), (1000, 950)])
+def test_many_findings_are_cut_in_print_only(count: int, hidden: int | None) -> None:
+    error = StateMismatchError("many", [Finding(f"problem {i:04}") for i in range(count)])
+    assert len(error.findings) == count
+    text = str(error)
+    assert text.count("problem ") == min(count, 50)
+    assert "problem 0049" in text
+    if hidden is None:
+        assert "more" not in text
+    else:
+        assert "problem 0050" not in text
+        assert f"{hidden} more" in text
+    assert pickle.loads(pickle.dumps(error)).findings == error.findings
+
+
+def test_rank_failed_error_lists_the_ranks_of_all_findings_sorted() -> None:
+    found = [Finding("a", ranks=(9, 2)), Finding("b", ranks=(2,)), Finding("c")]
+    assert RankFailedError("m", found).ranks == (2, 9)
+    assert RankFailedError("m").ranks == ()
+
+
+def test_rank_failed_error_prints_the_first_tracebacks_and_keeps_all() -> None:
+    error = RankFailedError("m", (), {rank: f"text of {rank}\n" for rank in range(20, 0, -1)})
+    text = str(error)
+    assert "rank 1" in text
+    assert "text of 1" in text
+    assert "text of 20" not in text
+    assert len(error.tracebacks) == 20
+
+
+def test_rank_failed_error_copies_the_tracebacks_it_is_given() -> None:
+    given = {0: "t"}
+    error = RankFailedError("m", (), given)
+    given.clear()
+    assert error.tracebacks == {0: "t"}
+
+
+def test_merge_unites_findings_that_differ_only_in_rank() -> None:
+    def on(*ranks: int, key: str = "a", found: object = 1) -> Finding:
+        return Finding("p", key, found=found, ranks=ranks)
+
+    merged = merge_findings(
+        [on(4), on(0, 2, key="b"), on(1), on(4), on(0), on(7, found=2), on(2, key="b")]
+    )
+    assert merged == (on(0, 1, 4), on(0, 2, key="b"), on(7, found=2))
+
+
+def test_merge_of_nothing_and_of_findings_without_ranks() -> None:
+    assert merge_findings([]) == ()
+    assert merge_findings(iter([Finding("p"), Finding("p"), Finding("p", ranks=(1,))])) == (
+        Finding("p", ranks=(1,)),
+    )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1, 2], {"a": 1}, {1}, slice(0, 3), ([1], 2), Path("x")],
+    ids=lambda value: type(value).__name__,
+)
+def test_merge_takes_whatever_was_expected_or_found(value: object) -> None:
+    found = [Finding("p", "k", found=value, ranks=(rank,)) for rank in (1, 0)]
+    (merged,) = merge_findings(found)
+    assert merged.ranks == (0, 1)
+    assert str(value) in str(merged)
+
+
+def test_errors_are_caught_as_the_builtins_they_are() -> None:
+    with pytest.raises(FileNotFoundError):
+        raise CheckpointNotFoundError("m")
+    with pytest.raises(FileExistsError):
+        raise CheckpointExistsError("m")
+    with pytest.raises(LookupError):
+        raise StrategyNotFoundError("m")
+    with pytest.raises(ValueError, match="m"):
+        raise InvalidShardingError("m")

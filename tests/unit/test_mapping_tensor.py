@@ -1,0 +1,672 @@
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from abc import ABC
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_checkpointing import mapping
+from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
+from dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ReplicaId,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+
+settings.register_profile("mapping", deadline=None, max_examples=200, derandomize=True)
+MAPPING = settings.get_profile("mapping")
+
+
+def shard(**changes: Any) -> ShardedTensor:
+    """The second of two rows of blocks of a (4, 6) tensor, unless changed."""
+    values: dict[str, Any] = {
+        "key": "w",
+        "data": torch.arange(12.0).reshape(2, 6),
+        "dtype": torch.float32,
+        "local_shape": (2, 6),
+        "global_shape": (4, 6),
+        "global_offset": (2, 0),
+        "axis_fragmentations": (2, 1),
+    }
+    return ShardedTensor(**(values | changes))
+
+
+def flat_shard(**changes: Any) -> ShardedTensor:
+    """SPEC's example: elements 5 .. 10 of a local (3, 4)."""
+    values: dict[str, Any] = {
+        "data": torch.arange(5.0, 10.0),
+        "local_shape": (3, 4),
+        "global_shape": (6, 4),
+        "global_offset": (3, 0),
+        "flattened_range": slice(5, 10),
+    }
+    return shard(**(values | changes))
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+class TestReplicas:
+    @pytest.mark.parametrize("replica_id", [0, False, (0,), (0, 0, 0), (), [], [0, 0]])
+    def test_main(self, replica_id: ReplicaId) -> None:
+        assert is_main_replica(replica_id)
+
+    @pytest.mark.parametrize("replica_id", [1, -1, True, (1,), (0, 1), (0, 0, 2), [0, 1]])
+    def test_not_main(self, replica_id: ReplicaId) -> None:
+        assert not is_main_replica(replica_id)
+
+
+class TestShardedBase:
+    def test_it_is_how_leaves_are_recognised(self) -> None:
+        assert issubclass(ShardedBase, ABC)
+        for cls in (ShardedTensor, ShardedObject, ShardedTensorFactory):
+            assert issubclass(cls, ShardedBase)
+        assert not issubclass(LocalNonpersistentObject, ShardedBase)
+
+    def test_it_asks_for_both_methods(self) -> None:
+        assert ShardedBase.__abstractmethods__ == {"validate_metadata_integrity", "without_data"}
+
+    def test_the_error_is_reachable_where_users_import_it(self) -> None:
+        assert mapping.CheckpointingException is CheckpointingException
+
+    def test_all_names_exist(self) -> None:
+        assert all(hasattr(mapping, name) for name in mapping.__all__)
+
+
+class TestDataclass:
+    def test_field_order_and_defaults(self) -> None:
+        assert [field.name for field in fields(ShardedTensor)] == [
+            "key",
+            "data",
+            "dtype",
+            "local_shape",
+            "global_shape",
+            "global_offset",
+            "axis_fragmentations",
+            "replica_id",
+            "prepend_axis_num",
+            "allow_shape_mismatch",
+            "flattened_range",
+        ]
+        positional = ShardedTensor("w", None, torch.float32, (2,), (4,), (2,), (2,))
+        assert positional.replica_id == 0
+        assert positional.prepend_axis_num == 0
+        assert positional.allow_shape_mismatch is False
+        assert positional.flattened_range is None
+
+    def test_repr_is_what_peers_look_for(self) -> None:
+        tensor = ShardedTensor("a", torch.zeros(2), torch.float32, (2,), (4,), (2,), (2,))
+        assert repr(tensor) == (
+            "ShardedTensor(key='a', dtype=torch.float32, local_shape=(2,), global_shape=(4,), "
+            "global_offset=(2,), axis_fragmentations=(2,), replica_id=0, prepend_axis_num=0, "
+            "allow_shape_mismatch=False, flattened_range=None)"
+        )
+
+    def test_repr_of_a_flat_replica_of_an_uneven_tensor(self) -> None:
+        tensor = flat_shard(replica_id=(0, 1), data=None)
+        assert "replica_id=(0, 1)" in repr(tensor)
+        assert repr(tensor).endswith("flattened_range=slice(5, 10, None))")
+        assert "axis_fragmentations=None" in repr(shard(axis_fragmentations=None))
+
+    def test_it_is_mutable_and_comparable(self) -> None:
+        one, other = shard(data=None), shard(data=None)
+        assert one == other
+        one.key = "other"
+        one.replica_id = (0, 1)
+        assert one != other
+
+    def test_it_can_be_copied_and_pickled(self) -> None:
+        tensor = flat_shard(replica_id=(0, 3), data=None)
+        assert pickle.loads(pickle.dumps(tensor)) == tensor
+        assert copy.deepcopy(tensor) == tensor
+
+    def test_changed_fields_are_checked_on_demand(self) -> None:
+        tensor = shard()
+        tensor.global_offset = (3, 0)
+        with pytest.raises(CheckpointingException):
+            tensor.validate_metadata_integrity()
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            pytest.param({"dtype": torch.float64}, id="1-dtype"),
+            pytest.param({"data": torch.zeros(6, 2)}, id="2-shape"),
+            pytest.param({"data": torch.zeros(12)}, id="2-ndim"),
+            pytest.param({"data": torch.zeros(())}, id="2-scalar"),
+            pytest.param({"global_offset": (2,)}, id="4-short-offset"),
+            pytest.param({"global_offset": (2, 0, 0)}, id="4-long-offset"),
+            pytest.param({"local_shape": (12,), "data": None}, id="5-axes"),
+            pytest.param({"prepend_axis_num": 1}, id="5-prepended"),
+            pytest.param({"global_offset": (1, 0)}, id="6-offset"),
+            pytest.param({"global_offset": (3, 0)}, id="6-bounds"),
+            pytest.param({"global_offset": (4, 0)}, id="bounds"),
+            pytest.param({"global_shape": (4, 5)}, id="bounds-other-axis"),
+            pytest.param({"global_offset": (-2, 0)}, id="negative-offset"),
+            pytest.param({"global_shape": (-4, 6)}, id="negative-shape"),
+            pytest.param({"global_offset": (2.0, 0)}, id="float-offset"),
+            pytest.param({"axis_fragmentations": (2,)}, id="short-fragmentations"),
+        ],
+    )
+    def test_each_rule_names_the_key(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(InvalidShardingError) as caught:
+            shard(**changes)
+        assert isinstance(caught.value, CheckpointingException)
+        assert "'w'" in str(caught.value)
+        assert all(finding.key == "w" for finding in caught.value.findings)
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            pytest.param({"data": torch.zeros(1, 5)}, id="3-ndim"),
+            pytest.param({"data": torch.zeros(())}, id="3-scalar"),
+            pytest.param({"data": torch.zeros(6)}, id="3-longer"),
+            pytest.param({"data": torch.zeros(4)}, id="3-shorter"),
+            pytest.param({"data": torch.zeros(3, 4)}, id="3-not-flat"),
+            pytest.param({"flattened_range": slice(8, 13)}, id="3-outside"),
+            pytest.param({"flattened_range": slice(-5, 0)}, id="3-negative"),
+            pytest.param({"flattened_range": slice(10, 5), "data": torch.zeros(0)}, id="backward"),
+            pytest.param({"flattened_range": slice(None, 5)}, id="no-start"),
+            pytest.param({"flattened_range": slice(7, None)}, id="no-stop"),
+            pytest.param({"flattened_range": slice(5, 10, 1)}, id="7-step-1"),
+            pytest.param({"flattened_range": slice(0, 10, 2)}, id="7-step-2"),
+            pytest.param({"dtype": torch.int32}, id="1-dtype"),
+        ],
+    )
+    def test_each_rule_for_flattened_shards(self, changes: dict[str, Any]) -> None:
+        with pytest.raises(InvalidShardingError):
+            flat_shard(**changes)
+
+    def test_errors_say_what_was_expected_and_found(self) -> None:
+        with pytest.raises(InvalidShardingError) as caught:
+            shard(data=torch.zeros(6, 2))
+        assert "expected (2, 6)" in str(caught.value)
+        assert "found (6, 2)" in str(caught.value)
+        with pytest.raises(InvalidShardingError) as caught:
+            shard(dtype=torch.float64)
+        assert "expected torch.float64" in str(caught.value)
+        assert "found torch.float32" in str(caught.value)
+
+    def test_negative_number_of_prepended_axes(self) -> None:
+        with pytest.raises(InvalidShardingError):
+            ShardedTensor("w", None, torch.float32, (2,), (), (), None, prepend_axis_num=-1)
+
+    def test_a_grid_of_no_chunks_is_refused(self) -> None:
+        with pytest.raises(InvalidShardingError):
+            shard(axis_fragmentations=(0, 1)).max_allowed_chunks()
+
+    def test_uneven_cuts_need_no_multiple(self) -> None:
+        tensor = shard(axis_fragmentations=None, global_offset=(1, 0))
+        assert not tensor.has_regular_grid
+        with pytest.raises(InvalidShardingError):
+            shard(axis_fragmentations=None, global_offset=(3, 0))
+
+    def test_the_offset_on_prepended_axes_is_an_index(self) -> None:
+        tensor = shard(
+            global_shape=(7, 4, 6),
+            global_offset=(5, 2, 0),
+            axis_fragmentations=(7, 2, 1),
+            prepend_axis_num=1,
+        )
+        assert tensor.global_slice() == (5, slice(2, 4), slice(0, 6))
+        with pytest.raises(InvalidShardingError):
+            shard(
+                global_shape=(7, 4, 6),
+                global_offset=(7, 2, 0),
+                axis_fragmentations=(7, 2, 1),
+                prepend_axis_num=1,
+            )
+
+    def test_a_shard_may_be_empty_anywhere(self) -> None:
+        for offset in ((0, 0), (1, 0), (3, 0), (4, 0)):
+            tensor = shard(data=torch.zeros(0, 6), local_shape=(0, 6), global_offset=offset)
+            assert tensor.box.num_elements == 0
+
+    def test_padding_sticks_out_only_if_shapes_may_differ(self) -> None:
+        changes = {"global_shape": (3, 6)}
+        with pytest.raises(InvalidShardingError):
+            shard(**changes)
+        assert shard(**changes, allow_shape_mismatch=True).global_shape == (3, 6)
+
+    def test_scalars(self) -> None:
+        tensor = ShardedTensor("s", torch.tensor(1.0), torch.float32, (), (), (), ())
+        assert tensor.global_slice() == ()
+        assert tensor.local_chunk_offset_in_global() == ()
+        assert tensor.max_allowed_chunks() == ()
+        assert tensor.box.num_elements == 1
+        stacked = ShardedTensor(
+            "s", torch.tensor(1.0), torch.float32, (), (3,), (2,), (3,), prepend_axis_num=1
+        )
+        assert stacked.global_slice() == (2,)
+
+    @pytest.mark.parametrize("kind", [list, tuple, torch.Size])
+    def test_shapes_may_be_any_sequence_of_ints(self, kind: Any) -> None:
+        tensor = shard(
+            local_shape=kind([2, 6]), global_shape=kind([4, 6]), global_offset=kind([2, 0])
+        )
+        assert tensor.global_slice() == (slice(2, 4), slice(0, 6))
+        assert tensor.local_chunk_offset_in_global() == (1, 0)
+        assert tensor.box.stop == (4, 6)
+        assert tensor.max_allowed_chunks() == (2, 6)
+        (narrowed,) = tensor.narrow(1, 0, 3)
+        assert tuple(narrowed.global_shape) == (4, 3)
+
+    def test_data_may_be_on_no_device_at_all(self) -> None:
+        assert shard(data=meta(2, 6)).data is not None
+
+
+class TestPlaces:
+    def test_global_slice_ignores_the_flat_range(self) -> None:
+        assert flat_shard().global_slice() == (slice(3, 6), slice(0, 4))
+        assert shard(axis_fragmentations=None, global_offset=(1, 0)).global_slice() == (
+            slice(1, 3),
+            slice(0, 6),
+        )
+
+    def test_chunk_offset(self) -> None:
+        assert shard().local_chunk_offset_in_global() == (1, 0)
+        stacked = shard(
+            global_shape=(7, 4, 6),
+            global_offset=(5, 2, 0),
+            axis_fragmentations=(7, 2, 1),
+            prepend_axis_num=1,
+        )
+        assert stacked.local_chunk_offset_in_global() == (5, 1, 0)
+
+    def test_chunk_offset_is_0_on_empty_axes(self) -> None:
+        tensor = shard(data=None, local_shape=(0, 6), global_offset=(3, 0))
+        assert tensor.local_chunk_offset_in_global() == (0, 0)
+
+    def test_chunk_offset_of_an_uneven_cut_is_not_invented(self) -> None:
+        tensor = shard(axis_fragmentations=None, global_offset=(1, 0))
+        with pytest.raises(CheckpointingException):
+            tensor.local_chunk_offset_in_global()
+
+    def test_max_allowed_chunks(self) -> None:
+        assert shard().max_allowed_chunks() == (2, 6)
+        uneven = shard(global_shape=(5, 6), data=None)
+        with pytest.raises(InvalidShardingError, match="'w'"):
+            uneven.max_allowed_chunks()
+        uneven.allow_shape_mismatch = True
+        assert uneven.max_allowed_chunks() == (2, 6)
+
+    def test_an_uneven_grid_has_no_chunk_extent(self) -> None:
+        with pytest.raises(CheckpointingException):
+            shard(axis_fragmentations=None).max_allowed_chunks()
+
+    def test_has_regular_grid_is_what_was_declared(self) -> None:
+        assert shard().has_regular_grid
+        assert flat_shard().has_regular_grid
+        assert not shard(axis_fragmentations=None).has_regular_grid
+
+    @MAPPING
+    @given(st.data())
+    def test_coordinates_are_those_of_numpy(self, data: st.DataObject) -> None:
+        local = tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
+        prepended = tuple(data.draw(st.lists(st.integers(1, 3), max_size=2)))
+        counts = tuple(data.draw(st.integers(1, 3)) for _ in local)
+        place = tuple(data.draw(st.integers(0, n - 1)) for n in (*prepended, *counts))
+        shape = prepended + tuple(n * e for n, e in zip(counts, local, strict=True))
+        offset = place[: len(prepended)] + tuple(
+            p * e for p, e in zip(place[len(prepended) :], local, strict=True)
+        )
+        size = math.prod(local)
+        start = data.draw(st.integers(0, size))
+        stop = data.draw(st.integers(start, size))
+        tensor = ShardedTensor(
+            "w",
+            None,
+            torch.float32,
+            local,
+            shape,
+            offset,
+            prepended + counts,
+            prepend_axis_num=len(prepended),
+            flattened_range=slice(start, stop),
+        )
+        local_numbers = np.arange(size).reshape(local)
+        seen = tensor.local_coordinates()
+        assert len(seen) == len(local)
+        assert local_numbers[seen].tolist() == list(range(start, stop))
+
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        whole = numbers[tensor.global_slice()]
+        at = tensor.global_coordinates()
+        assert len(at) == len(shape)
+        assert numbers[at].tolist() == whole.ravel()[start:stop].tolist()
+
+    def test_coordinates_of_a_flattened_scalar(self) -> None:
+        tensor = ShardedTensor(
+            "s", None, torch.float32, (), (), (), (), flattened_range=slice(0, 1)
+        )
+        assert tensor.local_coordinates() == ()
+        assert tensor.global_coordinates() == ()
+
+    def test_only_flattened_shards_have_coordinates(self) -> None:
+        for method in ("local_coordinates", "global_coordinates"):
+            with pytest.raises(CheckpointingException):
+                getattr(shard(), method)()
+
+
+class TestData:
+    def test_without_data_is_a_copy(self) -> None:
+        tensor = flat_shard(replica_id=(0, 1))
+        empty = tensor.without_data()
+        assert empty.data is None
+        assert tensor.data is not None
+        assert empty.flattened_range == slice(5, 10)
+        assert empty.replica_id == (0, 1)
+        tensor.data = None
+        assert empty == tensor
+
+    def test_init_data_allocates_what_is_missing(self) -> None:
+        tensor = shard(data=None, dtype=torch.bfloat16)
+        tensor.init_data("cpu", torch.zeros)
+        assert tensor.data is not None
+        assert tensor.data.dtype == torch.bfloat16
+        assert tensor.data.shape == (2, 6)
+        assert not tensor.data.any()
+        tensor.validate_metadata_integrity()
+
+    def test_init_data_of_a_flattened_shard_is_flat(self) -> None:
+        tensor = flat_shard(data=None)
+        tensor.init_data(torch.device("cpu"))
+        assert tensor.data is not None
+        assert tensor.data.shape == (5,)
+        tensor.validate_metadata_integrity()
+
+    def test_init_data_leaves_what_is_there(self) -> None:
+        tensor = shard()
+        before = tensor.data
+
+        def never(*_args: object, **_kwargs: object) -> torch.Tensor:
+            raise AssertionError
+
+        tensor.init_data("meta", never)
+        assert tensor.data is before
+
+    def test_init_data_uses_the_device(self) -> None:
+        tensor = shard(data=None)
+        tensor.init_data("meta")
+        assert tensor.data is not None
+        assert tensor.data.device.type == "meta"
+
+
+class TestNarrow:
+    def test_the_example_of_a_flattened_shard(self) -> None:
+        tensor = flat_shard()
+        (narrowed,) = tensor.narrow(0, 1, 1)
+        assert tuple(narrowed.local_shape) == (1, 4)
+        assert narrowed.flattened_range == slice(1, 4)
+        assert narrowed.data is not None
+        assert narrowed.data.tolist() == [5.0, 6.0, 7.0]
+        assert tuple(narrowed.global_shape) == (2, 4)
+        assert tuple(narrowed.global_offset) == (1, 0)
+        assert narrowed.axis_fragmentations == tensor.axis_fragmentations
+
+    def test_a_whole_shard_keeps_its_memory(self) -> None:
+        tensor = shard()
+        (narrowed,) = tensor.narrow(1, 2, 3)
+        assert tensor.data is not None
+        assert narrowed.data is not None
+        assert torch.equal(narrowed.data, tensor.data[:, 2:5])
+        narrowed.data[0, 0] = 99
+        assert tensor.data[0, 2] == 99
+        assert tuple(narrowed.local_shape) == (2, 3)
+        assert tuple(narrowed.global_shape) == (4, 3)
+        assert tuple(narrowed.global_offset) == (2, 0)
+        assert narrowed.axis_fragmentations == (2, 1)
+
+    def test_the_global_place_shrinks_in_proportion(self) -> None:
+        (narrowed,) = shard().narrow(0, 1, 1)
+        assert tuple(narrowed.global_shape) == (2, 6)
+        assert tuple(narrowed.global_offset) == (1, 0)
+
+    def test_dim_counts_local_axes_and_may_be_negative(self) -> None:
+        stacked = shard(
+            global_shape=(7, 4, 6),
+            global_offset=(5, 2, 0),
+            axis_fragmentations=(7, 2, 1),
+            prepend_axis_num=1,
+        )
+        (first,) = stacked.narrow(0, 0, 1)
+        assert tuple(first.global_shape) == (7, 2, 6)
+        assert tuple(first.global_offset) == (5, 1, 0)
+        (last,) = stacked.narrow(-1, 0, 2)
+        assert tuple(last.global_shape) == (7, 4, 2)
+
+    def test_without_data(self) -> None:
+        (narrowed,) = shard(data=None).narrow(0, 0, 1)
+        assert narrowed.data is None
+        (flat,) = flat_shard(data=None).narrow(0, 2, 1)
+        assert flat.data is None
+        assert flat.flattened_range == slice(0, 2)
+
+    def test_rows_without_an_element_give_nothing(self) -> None:
+        assert flat_shard().narrow(0, 0, 1) == []
+
+    def test_a_flattened_shard_has_only_rows(self) -> None:
+        with pytest.raises(CheckpointingException):
+            flat_shard().narrow(1, 0, 1)
+        with pytest.raises(CheckpointingException):
+            flat_shard().narrow(-1, 0, 1)
+
+    def test_an_uneven_axis_cannot_be_narrowed(self) -> None:
+        with pytest.raises(CheckpointingException):
+            shard(axis_fragmentations=None, global_offset=(1, 0)).narrow(0, 0, 1)
+        with pytest.raises(CheckpointingException):
+            shard(global_shape=(5, 6)).narrow(0, 0, 1)
+        with pytest.raises(CheckpointingException):
+            shard(data=None, local_shape=(0, 6)).narrow(0, 0, 0)
+
+    @pytest.mark.parametrize("dim", [2, 5, -3])
+    def test_an_axis_that_does_not_exist_is_an_error(self, dim: int) -> None:
+        with pytest.raises((CheckpointingException, IndexError)):
+            shard(data=None).narrow(dim, 0, 1)
+
+    def test_a_scalar_cannot_be_narrowed(self) -> None:
+        tensor = ShardedTensor("s", None, torch.float32, (), (), (), ())
+        with pytest.raises((CheckpointingException, IndexError)):
+            tensor.narrow(0, 0, 1)
+
+    @pytest.mark.parametrize(("start", "length"), [(1, 2), (0, 3), (-1, 1), (2, 1), (0, -1)])
+    @pytest.mark.parametrize("flat", [False, True])
+    def test_rows_that_do_not_exist_are_an_error_even_without_data(
+        self, start: int, length: int, *, flat: bool
+    ) -> None:
+        tensor = shard(data=None)
+        if flat:
+            tensor = shard(data=None, flattened_range=slice(0, 12))
+        with pytest.raises((CheckpointingException, IndexError)):
+            tensor.narrow(0, start, length)
+
+    @MAPPING
+    @given(st.data())
+    def test_flattened_narrowing_selects_what_numpy_selects(self, data: st.DataObject) -> None:
+        local = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+        size, row = math.prod(local), math.prod(local[1:])
+        begin = data.draw(st.integers(0, size))
+        end = data.draw(st.integers(begin, size))
+        start = data.draw(st.integers(0, local[0] - 1))
+        length = data.draw(st.integers(1, local[0] - start))
+        values = torch.arange(float(size))
+        tensor = ShardedTensor.from_rank_offsets_flat(
+            "w", values[begin:end], local, (0, 1, 2), flattened_range=slice(begin, end)
+        )
+        found = tensor.narrow(0, start, length)
+        rows = range(start * row, (start + length) * row)
+        expected = [n for n in range(begin, end) if n in rows]
+        if not expected:
+            assert found == []
+            return
+        (narrowed,) = found
+        assert narrowed.data is not None
+        assert narrowed.data.tolist() == expected
+        block = values.reshape(local)[start : start + length].reshape(-1)
+        assert narrowed.flattened_range is not None
+        assert block[narrowed.flattened_range].tolist() == expected
+        assert tuple(narrowed.local_shape) == (length, *local[1:])
+        assert narrowed.global_shape[0] == 2 * length
+        assert narrowed.global_offset[0] == length
+
+
+class TestFromRankOffsets:
+    def test_a_regular_grid(self) -> None:
+        data = torch.zeros(2, 3)
+        tensor = ShardedTensor.from_rank_offsets("w", data, (1, 2, 4), (0, 0, 2), replica_id=(0, 1))
+        assert tensor.data is data
+        assert tensor.dtype == torch.float32
+        assert tensor.local_shape == (2, 3)
+        assert tensor.global_shape == (4, 12)
+        assert tensor.global_offset == (0, 6)
+        assert tensor.axis_fragmentations == (2, 4)
+        assert tensor.replica_id == (0, 1)
+
+    def test_prepended_axes(self) -> None:
+        tensor = ShardedTensor.from_rank_offsets(
+            "w", torch.zeros(2, 3), (0, 5, 8), (2, 1, 2), prepend_axis_num=1
+        )
+        assert tensor.global_shape == (8, 2, 6)
+        assert tensor.global_offset == (5, 0, 3)
+        assert tensor.axis_fragmentations == (8, 1, 2)
+        assert tensor.prepend_axis_num == 1
+
+    def test_no_cut_at_all(self) -> None:
+        tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))
+        assert (tensor.global_shape, tensor.global_offset) == ((2, 3), (0, 0))
+        scalar = ShardedTensor.from_rank_offsets("s", torch.tensor(1))
+        assert scalar.global_shape == ()
+        assert scalar.dtype == torch.int64
+
+    def test_shapes_are_plain_tuples_of_ints(self) -> None:
+        tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))
+        for name in ("local_shape", "global_shape", "global_offset", "axis_fragmentations"):
+            value = getattr(tensor, name)
+            assert type(value) is tuple
+            assert all(type(extent) is int for extent in value)
+
+    def test_an_empty_shard(self) -> None:
+        tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(0, 3), (0, 1, 2))
+        assert tensor.global_shape == (0, 3)
+        assert tensor.global_offset == (0, 0)
+
+    def test_more_fields_go_to_the_constructor(self) -> None:
+        tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2), allow_shape_mismatch=True)
+        assert tensor.allow_shape_mismatch
+
+    @pytest.mark.parametrize(
+        "rank_offsets",
+        [
+            pytest.param([(-1, 0, 1)], id="negative-axis"),
+            pytest.param([(0, -1, 2)], id="negative-position"),
+            pytest.param([(0, 0, 0)], id="no-parts"),
+            pytest.param([(0, 0, -1)], id="negative-parts"),
+            pytest.param([(0, 2, 2)], id="position-too-large"),
+            pytest.param([(2, 0, 1)], id="axis-too-large"),
+            pytest.param([(0, 0, 2), (0, 1, 2)], id="axis-twice"),
+            pytest.param([(1, 0, 2), (1, 0, 2)], id="axis-twice-alike"),
+        ],
+    )
+    def test_impossible_positions(self, rank_offsets: list[tuple[int, int, int]]) -> None:
+        with pytest.raises(CheckpointingException, match="Invalid rank offsets") as caught:
+            ShardedTensor.from_rank_offsets("my.key", torch.zeros(2, 3), *rank_offsets)
+        assert "for key my.key" in str(caught.value)
+
+    def test_the_axis_limit_counts_prepended_axes(self) -> None:
+        tensor = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (1, 1, 2), prepend_axis_num=1)
+        assert tensor.global_offset == (0, 2)
+        with pytest.raises(CheckpointingException):
+            ShardedTensor.from_rank_offsets("w", torch.zeros(2), (2, 0, 2), prepend_axis_num=1)
+
+    def test_a_flat_range_is_a_value_error_of_its_own_kind(self) -> None:
+        with pytest.raises(ValueError, match="from_rank_offsets_flat"):
+            ShardedTensor.from_rank_offsets(
+                "w",
+                torch.zeros(2),
+                flattened_range=slice(0, 2),  # type: ignore[arg-type]
+            )
+
+
+class TestFromRankOffsetsFlat:
+    def test_a_slice_of_a_grid_shard(self) -> None:
+        data = torch.arange(5)
+        tensor = ShardedTensor.from_rank_offsets_flat(
+            "w", data, (3, 4), (0, 1, 2), flattened_range=slice(5, 10), replica_id=1
+        )
+        assert tensor.data is data
+        assert tensor.dtype == torch.int64
+        assert tensor.local_shape == (3, 4)
+        assert tensor.global_shape == (6, 4)
+        assert tensor.global_offset == (3, 0)
+        assert tensor.axis_fragmentations == (2, 1)
+        assert tensor.flattened_range == slice(5, 10)
+        assert tensor.replica_id == 1
+
+    def test_prepended_axes_and_more_fields(self) -> None:
+        tensor = ShardedTensor.from_rank_offsets_flat(
+            "w",
+            torch.zeros(2),
+            (2, 2),
+            (0, 3, 4),
+            flattened_range=slice(1, 3),
+            prepend_axis_num=1,
+            allow_shape_mismatch=True,
+        )
+        assert tensor.global_shape == (4, 2, 2)
+        assert tensor.global_offset == (3, 0, 0)
+        assert tensor.allow_shape_mismatch
+
+    def test_a_scalar_and_an_empty_range(self) -> None:
+        scalar = ShardedTensor.from_rank_offsets_flat(
+            "s", torch.zeros(1), (), flattened_range=slice(0, 1)
+        )
+        assert scalar.local_shape == ()
+        empty = ShardedTensor.from_rank_offsets_flat(
+            "w", torch.zeros(0), (2, 2), flattened_range=slice(3, 3)
+        )
+        assert empty.flat_range == (3, 3)
+
+    @pytest.mark.parametrize("shape", [(3, 4), [3, 4], torch.Size([3, 4])])
+    def test_the_shape_may_be_any_sequence(self, shape: Any) -> None:
+        tensor = ShardedTensor.from_rank_offsets_flat(
+            "w", torch.zeros(5), shape, flattened_range=slice(5, 10)
+        )
+        assert tensor.local_shape == (3, 4)
+
+    @pytest.mark.parametrize(
+        ("data", "flattened_range"),
+        [
+            pytest.param(torch.zeros(5), None, id="no-range"),
+            pytest.param(torch.zeros(4), slice(5, 10), id="too-short"),
+            pytest.param(torch.zeros(6), slice(5, 10), id="too-long"),
+            pytest.param(torch.zeros(1, 5), slice(5, 10), id="not-flat"),
+            pytest.param(torch.zeros(()), slice(5, 6), id="scalar"),
+            pytest.param(torch.zeros(5), slice(8, 13), id="outside"),
+            pytest.param(torch.zeros(5), slice(5, 10, 1), id="step"),
+            pytest.param(torch.zeros(5), slice(None, 5), id="no-start"),
+            pytest.param(torch.zeros(5), slice(7, None), id="no-stop"),
+        ],
+    )
+    def test_what_does_not_fit(self, data: torch.Tensor, flattened_range: slice | None) -> None:
+        with pytest.raises(CheckpointingException, match="'w'"):
+            ShardedTensor.from_rank_offsets_flat("w", data, (3, 4), flattened_range=flattened_range)
+
+    def test_impossible_positions(self) -> None:
+        with pytest.raises(CheckpointingException, match="Invalid rank offsets"):
+            ShardedTensor.from_rank_offsets_flat(
+                "w", torch.zeros(5), (3, 4), (0, 2, 2), flattened_range=slice(5, 10)
+            )

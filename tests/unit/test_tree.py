@@ -1,0 +1,459 @@
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_checkpointing.errors import StateMismatchError
+from dist_checkpointing.tree import (
+    MISSING,
+    DictKey,
+    Path,
+    Position,
+    containers_with,
+    flatten,
+    is_container,
+    overlay,
+    path_text,
+    unflatten,
+    unflatten_part,
+    value_at,
+)
+
+settings.register_profile("tree", deadline=None, max_examples=300, derandomize=True)
+TREE = settings.get_profile("tree")
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+Old = namedtuple("Old", "only")  # noqa: PYI024 - users have these too
+
+
+class Wrapped:
+    """Stands for a sharded leaf: equal to nothing but itself."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __deepcopy__(self, memo: object) -> Wrapped:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Wrapped({self.name})"
+
+
+keys = st.one_of(
+    st.integers(-2, 3),
+    st.sampled_from(["", "a", "b", "0", "1", "a.b", "x/y", "[0]"]),
+    st.tuples(st.integers(0, 1), st.sampled_from(["", "z"])),
+    st.none(),
+)
+leaves: st.SearchStrategy[Any] = st.one_of(
+    st.integers(), st.text(max_size=3), st.none(), st.just(torch.Size([1, 2])), st.just(frozenset())
+)
+
+
+def _default_dict(values: dict[Any, Any]) -> defaultdict[Any, Any]:
+    return defaultdict(list, values)
+
+
+def _nests(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    dicts = st.dictionaries(keys, children, max_size=4)
+    return st.one_of(
+        dicts,
+        dicts.map(OrderedDict),
+        dicts.map(_default_dict),
+        st.lists(children, max_size=4),
+        st.lists(children, max_size=3).map(tuple),
+        st.builds(Point, children, children),
+        st.builds(Old, children),
+    )
+
+
+trees = st.recursive(leaves, _nests, max_leaves=14)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal with all types and the order of keys, where ``==`` looks at neither."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        if isinstance(a, defaultdict) and a.default_factory is not b.default_factory:
+            return False
+        pairs = zip(a.items(), b.items(), strict=False)
+        return len(a) == len(b) and all(same(k, m) and same(v, w) for (k, v), (m, w) in pairs)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(v, w) for v, w in zip(a, b, strict=True))
+    return a is b or bool(a == b)
+
+
+def identities(tree: Any) -> Any:
+    """The nest with every container as ``(id, contents)``: notices an exchanged container."""
+    if isinstance(tree, dict):
+        return id(tree), [(k, identities(v)) for k, v in tree.items()]
+    if isinstance(tree, list | tuple):
+        return id(tree), [identities(v) for v in tree]
+    return id(tree)
+
+
+@TREE
+@given(trees)
+def test_unflatten_inverts_flatten(tree: Any) -> None:
+    before, ids = copy.deepcopy(tree), identities(tree)
+    found, skeleton = flatten(tree)
+    again = unflatten(skeleton, found)
+    assert same(again, tree)
+    assert same(tree, before)
+    assert identities(tree) == ids
+
+
+@TREE
+@given(trees)
+def test_result_shares_no_mutable_container_with_the_input(tree: Any) -> None:
+    found, skeleton = flatten(tree)
+    one, other = unflatten(skeleton, found), unflatten(skeleton, found)
+
+    def mutable(value: Any) -> set[int]:
+        ids = {id(value)} if isinstance(value, dict | list) else set()
+        below = value.values() if isinstance(value, dict) else value
+        if isinstance(value, dict | list | tuple):
+            for child in below:
+                ids |= mutable(child)
+        return ids
+
+    assert not mutable(tree) & mutable(one)
+    assert not mutable(other) & mutable(one)
+
+
+@TREE
+@given(trees)
+def test_a_prefix_goes_before_every_path(tree: Any) -> None:
+    prefix: Path = (DictKey("model"), Position(3))
+    plain, _ = flatten(tree)
+    found, skeleton = flatten(tree, prefix)
+    assert list(found) == [prefix + path for path in plain]
+    assert same(unflatten(skeleton, found, prefix), tree)
+
+
+@TREE
+@given(trees)
+def test_leaves_come_in_the_order_of_the_tree(tree: Any) -> None:
+    def walk(value: Any) -> list[Any]:
+        if isinstance(value, dict):
+            return [leaf for child in value.values() for leaf in walk(child)]
+        if isinstance(value, list) or (isinstance(value, tuple) and not _is_size(value)):
+            return [leaf for child in value for leaf in walk(child)]
+        return [value]
+
+    found, _ = flatten(tree)
+    expected = walk(tree)
+    assert len(found) == len(expected)
+    assert all(a is b for a, b in zip(found.values(), expected, strict=True))
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, torch.Size)
+
+
+@TREE
+@given(trees, st.data())
+def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
+    tree: Any, data: st.DataObject
+) -> None:
+    template_leaves, skeleton = flatten(tree)
+    is_wrapped = data.draw(
+        st.lists(st.booleans(), min_size=len(template_leaves), max_size=len(template_leaves))
+    )
+    wrapped = {p: v for (p, v), w in zip(template_leaves.items(), is_wrapped, strict=True) if w}
+    common = {p: v for p, v in template_leaves.items() if p not in wrapped}
+
+    part = unflatten_part(skeleton, common)
+    before, ids = copy.deepcopy(part), identities(part)
+    again = overlay(part, skeleton, wrapped)
+    assert same(again, tree)
+    assert part is MISSING or same(part, before)
+    assert identities(part) == ids
+
+
+@TREE
+@given(trees)
+def test_part_of_everything_is_the_tree_and_of_nothing_has_no_leaf(tree: Any) -> None:
+    found, skeleton = flatten(tree)
+    assert same(unflatten_part(skeleton, found), tree)
+    rest = unflatten_part(skeleton, {})
+    # Empty containers stay, and a None keeps the place of what is gone beside them in a list.
+    assert rest is MISSING or set(flatten(rest)[0].values()) <= {None}
+
+
+def _is_wrapped(leaf: object) -> bool:
+    return isinstance(leaf, Wrapped)
+
+
+@TREE
+@given(trees, st.data())
+def test_only_the_way_to_wanted_leaves_is_opened(tree: Any, data: st.DataObject) -> None:
+    found, skeleton = flatten(tree)
+    chosen = data.draw(st.lists(st.booleans(), min_size=len(found), max_size=len(found)))
+    marked = {
+        path: Wrapped("w") if choice else leaf
+        for (path, leaf), choice in zip(found.items(), chosen, strict=True)
+    }
+    mixed = unflatten(skeleton, marked)
+    some, ways = flatten(mixed, only=containers_with(mixed, _is_wrapped))
+    assert same(unflatten(ways, some), mixed)
+    wrapped = {path for path, leaf in marked.items() if isinstance(leaf, Wrapped)}
+    assert {path for path, leaf in some.items() if isinstance(leaf, Wrapped)} == wrapped
+    for path, leaf in some.items():
+        assert value_at(mixed, path) is leaf
+        # What is left closed stands beside a wrapped leaf, never further down.
+        assert path == () or any(way[: len(path) - 1] == path[:-1] for way in wrapped)
+
+
+def test_containers_with_finds_every_container_on_the_way() -> None:
+    inner, plain = [Wrapped("w")], {"x": 1}
+    tree = {"a": inner, "b": plain, "c": (inner, [])}
+    assert containers_with(tree, _is_wrapped) == {id(tree), id(inner), id(tree["c"])}
+    assert containers_with(Wrapped("w"), _is_wrapped) == set()
+
+
+def _close_gaps(tree: Any) -> Any:
+    """What a Megatron writer leaves of a nest of dicts and lists when wrapped leaves are taken out.
+
+    Megatron treats tuples as leaves, drops what became empty and closes the gaps in lists.
+    """
+    if isinstance(tree, dict):
+        kept: Any = {k: _close_gaps(v) for k, v in tree.items() if not isinstance(v, Wrapped)}
+        return {k: v for k, v in kept.items() if v or not _is_nest(tree[k]) or not tree[k]}
+    if isinstance(tree, list):
+        pairs = [(v, _close_gaps(v)) for v in tree if not isinstance(v, Wrapped)]
+        return [v for old, v in pairs if v or not _is_nest(old) or not old]
+    return tree
+
+
+def _is_nest(value: object) -> bool:
+    return isinstance(value, dict | list)
+
+
+def _wrapped() -> Wrapped:
+    return Wrapped("w")
+
+
+old_trees = st.dictionaries(
+    st.sampled_from("abcd"),
+    st.recursive(
+        st.one_of(st.integers(0, 9), st.text(max_size=2), st.builds(_wrapped)),
+        lambda children: (
+            st.lists(children, max_size=4)
+            | st.dictionaries(st.sampled_from("xyz"), children, max_size=3)
+        ),
+        max_leaves=12,
+    ),
+    max_size=3,
+)
+
+
+@TREE
+@given(old_trees)
+def test_overlay_opens_the_lists_that_an_older_writer_closed(tree: dict[str, Any]) -> None:
+    found, skeleton = flatten(tree)
+    wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
+    assert same(overlay(_close_gaps(tree), skeleton, wrapped), tree)
+
+
+@pytest.mark.parametrize(
+    ("template", "stored"),
+    [
+        (lambda w: [w("0"), 1, w("2"), 3], [1, 3]),
+        (lambda w: {"a": [w("0"), [w("1"), 5], 7]}, {"a": [[5], 7]}),
+        (lambda w: {"a": [w("0"), {"s": w("1"), "lr": 5}]}, {"a": [{"lr": 5}]}),
+        (lambda w: {"a": [{"s": w("0")}, {"lr": 5}, w("2")]}, {"a": [{"lr": 5}]}),
+        (lambda w: {"a": [w("0"), [], {}]}, {"a": [[], {}]}),
+    ],
+    ids=["flat", "list-in-list", "half-plain-dict", "vanished-dict", "empty"],
+)
+def test_closed_lists_by_example(
+    template: Callable[[Callable[[str], Wrapped]], Any], stored: Any
+) -> None:
+    tree = template(Wrapped)
+    found, skeleton = flatten(tree)
+    wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
+    assert same(overlay(stored, skeleton, wrapped), tree)
+
+
+def test_mixed_lists_keep_their_places() -> None:
+    first, last = Wrapped("0"), Wrapped("2")
+    tree = {"a": [first, 1, last], "t": (2, first), "p": Point(first, 3), "all": [first]}
+    found, skeleton = flatten(tree)
+    common = {path: leaf for path, leaf in found.items() if not isinstance(leaf, Wrapped)}
+    part = unflatten_part(skeleton, common)
+    assert same(part, {"a": [None, 1, None], "t": (2, None), "p": (None, 3)})
+
+
+def test_empty_containers_survive_in_the_common_part() -> None:
+    tree = {"a": {}, "b": [[], ()], "c": {"d": OrderedDict(), "w": Wrapped("w")}}
+    _, skeleton = flatten(tree)
+    assert same(unflatten_part(skeleton, {}), {"a": {}, "b": [[], ()], "c": {"d": OrderedDict()}})
+
+
+def test_keys_that_look_alike_do_not_collide() -> None:
+    tree = {1: "int", "1": "str", (1,): "tuple", "x": ["at 0", "at 1"]}
+    found, skeleton = flatten(tree)
+    assert len(found) == 5
+    assert len({(DictKey(1),), (DictKey("1"),), (Position(1),)}) == 3
+    assert same(unflatten(skeleton, found), tree)
+    list_and_dict = {"l": ["a"], "d": {0: "a"}}
+    assert len(flatten(list_and_dict)[0]) == 2
+
+
+def test_a_bare_leaf_is_a_tree() -> None:
+    found, skeleton = flatten(7)
+    assert found == {(): 7}
+    assert skeleton is None
+    assert unflatten(skeleton, found) == 7
+    assert unflatten_part(skeleton, {}) is MISSING
+    assert overlay(MISSING, skeleton, {(): 8}) == 8
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.Size([2, 3]), "text", b"bytes", range(3), {1, 2}, torch.zeros(2), torch.ones(2).max(0)],
+    ids=lambda leaf: type(leaf).__name__,
+)
+def test_what_means_one_value_is_a_leaf(leaf: object) -> None:
+    assert not is_container(leaf)
+    found, _ = flatten({"x": leaf})
+    assert found[(DictKey("x"),)] is leaf
+
+
+@pytest.mark.parametrize(
+    "container",
+    [{}, [], (), Point(1, 2), Old(1), OrderedDict(), defaultdict(int), Counter()],
+    ids=lambda container: type(container).__name__,
+)
+def test_what_holds_values_is_a_container(container: object) -> None:
+    assert is_container(container)
+
+
+class Annotated(dict[str, Any]):
+    note = ""
+
+
+class Strict(list[Any]):
+    def __init__(self, values: list[Any], limit: int) -> None:
+        super().__init__(values)
+        self.limit = limit
+
+
+def test_subclasses_keep_their_class_and_attributes() -> None:
+    annotated = Annotated(a=1)
+    annotated.note = "kept"
+    strict = Strict([1, Wrapped("w")], 7)
+    tree = {"d": annotated, "l": strict, "c": Counter("abb"), "e": Counter()}
+    found, skeleton = flatten(tree)
+    again = unflatten(skeleton, found)
+    assert same(again, tree)
+    assert again["d"].note == "kept"
+    assert again["l"].limit == 7
+    assert again["c"] == Counter("abb")
+
+
+def test_module_state_dict_keeps_its_metadata() -> None:
+    state = torch.nn.Linear(2, 2).state_dict()
+    found, skeleton = flatten(state)
+    again = unflatten(skeleton, found)
+    assert type(again) is type(state)
+    assert again._metadata == state._metadata  # type: ignore[attr-defined]
+
+
+def test_a_skeleton_keeps_no_leaf_alive() -> None:
+    leaf = Wrapped("large")
+    tree = {"d": {"x": leaf}, "l": [leaf], "t": (leaf,), "p": Point(leaf, leaf)}
+    alive = weakref.ref(leaf)
+    found, skeleton = flatten(tree)
+    del tree, found, leaf
+    assert skeleton is not None
+    assert alive() is None, "large tensors must not wait for the garbage collector either"
+
+
+def test_unflatten_needs_every_leaf() -> None:
+    found, skeleton = flatten({"a": 1, "b": 2})
+    del found[DictKey("a"),]
+    with pytest.raises(KeyError):
+        unflatten(skeleton, found)
+
+
+def _overlaid(template: Any, base: Any) -> Any:
+    found, skeleton = flatten(template)
+    wrapped = {path: leaf for path, leaf in found.items() if isinstance(leaf, Wrapped)}
+    return overlay(base, skeleton, wrapped)
+
+
+W = Wrapped("w")
+
+
+@pytest.mark.parametrize(
+    ("template", "base", "where"),
+    [
+        ({"a": {"w": W}}, {"a": {"w": 5}}, "state_dict['a']['w']"),
+        ({"a": {"w": W}}, {"a": {"w": {}}}, "state_dict['a']['w']"),
+        ({"a": {"w": W}}, {"a": 3}, "state_dict['a']"),
+        ({"a": {"w": W}}, {"a": [1]}, "state_dict['a']"),
+        ({"a": [W, 1]}, {"a": {"0": 1}}, "state_dict['a']"),
+        ({"a": [W, 1]}, {"a": "ab"}, "state_dict['a']"),
+        ({"a": [W, 1]}, {"a": [1, 2, 3]}, "state_dict['a']"),
+        ({"a": [W, 1]}, {"a": [5, 1]}, "state_dict['a'][0]"),
+        ({1: {(2, "x"): [1, W]}}, {1: {(2, "x"): [1, 2]}}, "state_dict[1][(2, 'x')][1]"),
+        ({"a": W}, [1], "state_dict"),
+        (W, 5, "state_dict"),
+    ],
+)
+def test_conflicts_name_the_place(template: Any, base: Any, where: str) -> None:
+    with pytest.raises(StateMismatchError) as caught:
+        _overlaid(template, base)
+    (finding,) = caught.value.findings
+    assert finding.problem.split(" ", 1)[0] == where.split(" ", 1)[0]
+    assert where in str(caught.value)
+    assert finding.expected
+    assert finding.found
+    assert finding.remedy
+
+
+def test_conflict_with_a_tensor_does_not_print_its_values() -> None:
+    with pytest.raises(StateMismatchError) as caught:
+        _overlaid({"a": W}, {"a": torch.zeros(100)})
+    assert "Tensor" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_the_base_is_not_changed() -> None:
+    base = {"a": [None, 1], "only stored": [1, 2]}
+    before = copy.deepcopy(base)
+    result = _overlaid({"a": [W, 1], "b": {"c": W}}, base)
+    assert base == before
+    assert result == {"a": [W, 1], "b": {"c": W}, "only stored": [1, 2]}
+
+
+def test_common_values_of_the_checkpoint_win_and_extra_keys_stay() -> None:
+    template = {"w": W, "step": 1, "new": 2}
+    assert _overlaid(template, {"step": 9, "extra": 3}) == {"w": W, "step": 9, "extra": 3}
+
+
+def test_path_text_is_code() -> None:
+    path = (DictKey("a"), Position(0), DictKey(1), DictKey((2, "b")))
+    assert path_text(path) == "state_dict['a'][0][1][(2, 'b')]"
+    assert path_text(()) == "state_dict"
+
+
+def test_a_wide_tree_is_handled_in_linear_time() -> None:
+    tree = {"layers": [{"w": Wrapped("w"), "n": i} for i in range(20_000)]}
+    assert same(_overlaid(tree, {"layers": [{"n": i} for i in range(20_000)]}), tree)
