@@ -74,7 +74,7 @@ def save(
             wherever they are; of everything else ("common state") rank 0's is saved.
         checkpoint_dir: made if it is missing; the same path on every rank.
         sharded_strategy: backend name (its newest version), (name, version), or a strategy; by
-            default ("zarr", 2).
+            default ("tensorstore", 1).
         common_strategy: likewise, for common state; by default ("torch", 1).
         validate_access_integrity: also compare the common state of all ranks (a difference is
             logged) and, for third-party strategies, check that the shards make up each global

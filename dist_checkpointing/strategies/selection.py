@@ -20,7 +20,7 @@ from dist_checkpointing.strategies.registry import (
 S = TypeVar("S")
 Selection: TypeAlias = Union[S, str, tuple[str, int], None]  # noqa: UP007 - S | str is no alias
 
-DEFAULT_SHARDED = ("zarr", 2)
+DEFAULT_SHARDED = ("tensorstore", 1)
 DEFAULT_COMMON = ("torch", 1)
 
 _KINDS: dict[StrategyAction, type[Any]] = {

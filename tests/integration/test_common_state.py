@@ -361,7 +361,7 @@ def test_trusted_unpickles_anything(tmp_path: Path, name: str) -> None:
     """And this is what that means."""
     marker = tmp_path / "marker"
     value, _ = hostile(marker)[name]
-    save({"o": ShardedObject("o", 5, (1,), (0,))}, tmp_path / "c")
+    save({"o": ShardedObject("o", 5, (1,), (0,))}, tmp_path / "c", ("zarr", 2))
     torch.save({"v": value}, tmp_path / "c" / "common.pt")
     load_common_state_dict(tmp_path / "c", trusted=True)
     assert marker.exists()

@@ -583,7 +583,7 @@ def test_a_key_that_is_no_text_is_refused(
 )
 def test_zarr_2_stores_a_tensor_under_any_key_inside_its_folder(tmp_path: Path, key: str) -> None:
     folder = tmp_path / "in" / "deep" / "c"
-    run_ranks(2, lambda comm: save({"x": rows(key, comm.rank, 2)}, folder, comm=comm))
+    run_ranks(2, lambda comm: save({"x": rows(key, comm.rank, 2)}, folder, ("zarr", 2), comm=comm))
     assert [p for p in tmp_path.rglob("*") if not p.is_relative_to(folder) and p.is_file()] == []
     assert list(dc.load_tensors_metadata(folder)) == [key]
     loaded: Any = load({"x": rows(key, 1, 2)}, folder)

@@ -159,7 +159,11 @@ def test_one_part_less_is_found(data: st.DataObject) -> None:
 def test_one_part_more_is_found(data: st.DataObject) -> None:
     shape: Ints = data.draw(SHAPES)
     parts = data.draw(whole_sets(shape))
-    more = [*parts, *data.draw(loose_parts(shape))]
+    box, _ = data.draw(st.sampled_from(parts))
+    # Beside anything anywhere: ranges of a box that is there already.
+    more = [*parts, *data.draw(loose_parts(shape)), *data.draw(st.permutations(parts))[:1]]
+    if data.draw(st.booleans()):
+        more.append(data.draw(st.sampled_from(data.draw(flattened(box)))))
     overlap = bool((counted(shape, more) != 1).any())
     assert bool(problems(dealt(data.draw, shape, more))) == overlap
 

@@ -128,6 +128,7 @@ def test_a_later_minor_version_is_read() -> None:
 
 INT64 = next(dtype for dtype in DTYPES if dtype.name == "int64")
 CUT, GRID = 0, 1
+COLUMNS = ("keys", "dtypes", "global_shapes", "chunk_shapes")
 
 
 def good() -> dict[str, Any]:
@@ -162,7 +163,7 @@ SPOILT: dict[str, Spoil] = {
     "another format": lambda c: c.update(format="zip"),
     "keys are no list": lambda c: c.update(keys="grid"),
     "keys are no strings": lambda c: c.update(keys=["grid", 1]),
-    "a key twice": lambda c: c.update(keys=["cut", "cut"]),
+    "a key twice": lambda c: [c[column].append(c[column][GRID]) for column in COLUMNS],
     "one key more": lambda c: c["keys"].append("more"),
     "one dtype less": lambda c: c["dtypes"].pop(),
     "one shape less": lambda c: c["global_shapes"].pop(),

@@ -167,7 +167,7 @@ def test_load_from_another_name_by_the_strategy_itself(
 
 
 def test_a_name_that_is_not_stored_either(tmp_path: Path) -> None:
-    save({"w": whole("old.weight", WEIGHT)}, tmp_path / "c")
+    save({"w": whole("old.weight", WEIGHT)}, tmp_path / "c", ("zarr", 2))
     strategy = Zarr3LoadShardedStrategy(planner=LoadFrom({"new.weight": "older.weight"}))
     with pytest.raises(StateMismatchError, match=r"older\.weight|new\.weight"):
         load({"w": whole("new.weight", torch.zeros(4, 6))}, tmp_path / "c", strategy)
@@ -241,7 +241,7 @@ def test_load_without_some_keys(tmp_path: Path, backend: tuple[str, int]) -> Non
 
 def test_keep_what_the_checkpoint_does_not_have(tmp_path: Path) -> None:
     """A new layer keeps its initial values when an old checkpoint is loaded."""
-    save({"b": whole("b", BIAS)}, tmp_path / "c")
+    save({"b": whole("b", BIAS)}, tmp_path / "c", ("zarr", 2))
     wanted = {"new": whole("new", torch.full((2,), 7.0)), "b": whole("b", torch.zeros(4))}
     strategy = Zarr3LoadShardedStrategy(planner=LoadWithout(["new"]))
     result = load(wanted, tmp_path / "c", strategy)

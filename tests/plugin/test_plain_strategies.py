@@ -31,6 +31,7 @@ from dist_checkpointing.strategies.base import (
     SaveShardedStrategy,
 )
 from dist_checkpointing.testing import StrategyConformance, run_ranks
+from dist_checkpointing.testing.conformance import Failures, StorageProtocol
 from dist_checkpointing.tree import flatten, unflatten
 
 Where = tuple[Any, ...]
@@ -133,9 +134,16 @@ class TestPlain(StrategyConformance):
         return PlainLoad()
 
 
-class TestAsyncUsedAsSync(TestPlain):
-    def save_strategy(self) -> AsyncSave:  # type: ignore[override]
+class TestAsyncUsedAsSync(StorageProtocol, Failures):
+    """What is not the same for both: the files are written by the same function."""
+
+    backend = ("plain", 1)
+
+    def save_strategy(self) -> AsyncSave:
         return AsyncSave("plain", 1)
+
+    def load_strategy(self) -> PlainLoad:
+        return PlainLoad()
 
 
 def shard(key: str, data: torch.Tensor, rank: int = 0, world_size: int = 1) -> ShardedTensor:

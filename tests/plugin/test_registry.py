@@ -183,8 +183,8 @@ def test_what_is_registered_by_hand_comes_first(tmp_path: Path) -> None:
         register_default_strategy(StrategyAction.SAVE_SHARDED, backend, version, mine)
         for _ in range(2):  # and stays
             assert get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version) is mine
-    save(state(), tmp_path / "default")
-    assert '"zstd"' in (tmp_path / "default" / "w" / "zarr.json").read_text()
+        save(state(), tmp_path / backend, (backend, version))
+        assert '"zstd"' in (tmp_path / backend / "w" / "zarr.json").read_text()
 
 
 @pytest.mark.usefixtures("clean_registry")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dist_checkpointing.options import Durability, StorageOptions
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import StrategyConformance
-
-# Durability is tested with raw chunks; compressed ones are about their content.
-FAST = StorageOptions(durability=Durability.PAGE_CACHE)
 
 
 class TestZarrV3(StrategyConformance):
@@ -18,18 +14,18 @@ class TestZarrV3Zstd(StrategyConformance):
     backend = ("zarr", 2)
 
     def save_strategy(self) -> Zarr3SaveShardedStrategy:
-        return Zarr3SaveShardedStrategy(codec="zstd", options=FAST)
+        return Zarr3SaveShardedStrategy(codec="zstd")
 
 
 class TestZarrV3Gzip(StrategyConformance):
     backend = ("zarr", 2)
 
     def save_strategy(self) -> Zarr3SaveShardedStrategy:
-        return Zarr3SaveShardedStrategy(codec="gzip", options=FAST)
+        return Zarr3SaveShardedStrategy(codec="gzip")
 
 
 class TestZarrV3Blosc(StrategyConformance):
     backend = ("zarr", 2)
 
     def save_strategy(self) -> Zarr3SaveShardedStrategy:
-        return Zarr3SaveShardedStrategy(codec="blosc", options=FAST)
+        return Zarr3SaveShardedStrategy(codec="blosc")

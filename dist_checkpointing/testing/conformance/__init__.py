@@ -17,12 +17,22 @@ from dist_checkpointing.testing.conformance.hooks import failures_on
 from dist_checkpointing.testing.conformance.protocol import StorageProtocol
 from dist_checkpointing.testing.conformance.round_trips import RoundTrips
 
-__all__ = ["HOSTILE_KEYS", "WEIRD_KEYS", "StrategyConformance", "failures_on"]
+__all__ = [
+    "HOSTILE_KEYS",
+    "WEIRD_KEYS",
+    "Contents",
+    "Failures",
+    "RoundTrips",
+    "StorageProtocol",
+    "StrategyConformance",
+    "failures_on",
+]
 
 
 class StrategyConformance(RoundTrips, Contents, StorageProtocol, Failures):
     """All that ``save`` and ``load`` promise, tested with one backend on 1, 2 and 4 ranks.
 
     Set ``backend``. May be overridden: ``save_strategy``, ``load_strategy``, ``dtypes``,
-    ``refused_keys``, ``damage``; see BackendHooks. The tests are the methods of the four bases.
+    ``refused_keys``, ``damage``, ``shorten``; see BackendHooks. The tests are the methods of the
+    four bases, which may be used by themselves too.
     """
