@@ -370,7 +370,7 @@ def wishes(draw: st.DrawFn, shape: Ints, world_size: int) -> list[Part]:
     return parts
 
 
-SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12]), max_size=4).filter(
+SHAPES = st.lists(st.sampled_from([0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 8, 12]), max_size=4).filter(
     lambda shape: math.prod(shape) <= 600
 )
 KEYS = ["w", "decoder.layers.0.weight", "optimizer/state/exp_avg", "Gewicht ü %41", "-c.0"]
@@ -442,6 +442,48 @@ def test_every_bit_pattern_of_every_dtype_survives(
     save_cases(tensors, 3, tmp_path / "checkpoint", file_format)
     check_load(tensors, 3, tmp_path / "checkpoint")
     check_whole(tensors, tmp_path / "checkpoint")
+
+
+def every_box(shape: Ints) -> list[Part]:
+    """All boxes of a tensor, those without elements left out."""
+    spans = [[(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in shape]
+    return [
+        Part(0, tuple(a for a, _ in box), tuple(b - a for a, b in box), memory=None)
+        for box in itertools.product(*spans)
+    ]
+
+
+@FORMAT
+@pytest.mark.parametrize("shape", [(3, 1, 4), (2, 3, 1, 2), (1, 3, 3), (4, 2, 1)], ids=str)
+def test_every_box_of_a_tensor_loads_however_it_was_cut(
+    tmp_path: Path, shape: Ints, file_format: str
+) -> None:
+    size, whole = math.prod(shape), (0,) * len(shape)
+    axis = shape.index(max(shape))
+    halves = [(0, 1), (1, shape[axis])]
+    cuts: dict[str, list[Part]] = {
+        "whole": [Part(0, whole, shape)],
+        "uneven": [
+            Part(
+                rank,
+                (*whole[:axis], start, *whole[axis + 1 :]),
+                (*shape[:axis], stop - start, *shape[axis + 1 :]),
+            )
+            for rank, (start, stop) in enumerate(halves)
+        ],
+        "flat": [
+            Part(rank, whole, shape, flat)
+            for rank, flat in enumerate([(0, size // 3), (size // 3, size)])
+        ],
+    }
+    boxes = every_box(shape)
+    flat_boxes = [Part(0, p.offset, p.shape, (1, math.prod(p.shape)), memory=None) for p in boxes]
+    tensors = [
+        Case(name, torch.int16, shape, tuple(parts), (*boxes, *flat_boxes), seed)
+        for seed, (name, parts) in enumerate(cuts.items())
+    ]
+    save_cases(tensors, 2, tmp_path / "checkpoint", file_format)
+    check_load(tensors, 1, tmp_path / "checkpoint")
 
 
 @FORMAT

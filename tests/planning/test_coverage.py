@@ -160,10 +160,9 @@ def test_one_part_more_is_found(data: st.DataObject) -> None:
     shape: Ints = data.draw(SHAPES)
     parts = data.draw(whole_sets(shape))
     box, _ = data.draw(st.sampled_from(parts))
-    # Beside anything anywhere: ranges of a box that is there already.
-    more = [*parts, *data.draw(loose_parts(shape)), *data.draw(st.permutations(parts))[:1]]
-    if data.draw(st.booleans()):
-        more.append(data.draw(st.sampled_from(data.draw(flattened(box)))))
+    # Anything anywhere, or a range of a box that is there already.
+    ranges = flattened(box).map(lambda chain: chain[:1])
+    more = [*parts, *data.draw(st.one_of(loose_parts(shape), ranges))]
     overlap = bool((counted(shape, more) != 1).any())
     assert bool(problems(dealt(data.draw, shape, more))) == overlap
 
@@ -194,6 +193,24 @@ def test_the_sweep_for_huge_ragged_cuts_finds_the_same(data: st.DataObject) -> N
         patch.setattr(validation, "_MAX_CELLS", 1)
         found = problems(ranks)
     assert bool(found) == wrong == bool(problems(ranks))
+
+
+@given(st.data(), st.sampled_from([1, 1 << 22]))
+def test_one_twice_does_not_hide_one_that_is_lost(data: st.DataObject, max_cells: int) -> None:
+    """As many elements as the tensor has, but not all of its elements."""
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple))
+    chunk = data.draw(st.tuples(*(st.integers(1, 3) for _ in counts)))
+    grid = [
+        Box(tuple(i * c for i, c in zip(cell, chunk, strict=True)), chunk)
+        for cell in np.ndindex(*counts)
+    ]
+    assume(len(grid) > 1)
+    twice, lost = data.draw(st.permutations(range(len(grid))))[:2]
+    shape = tuple(n * c for n, c in zip(counts, chunk, strict=True))
+    parts: list[Part] = [(grid[twice] if i == lost else b, None) for i, b in enumerate(grid)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validation, "_MAX_CELLS", max_cells)
+        assert problems(dealt(data.draw, shape, parts))
 
 
 @given(st.data())

@@ -55,6 +55,7 @@ WEIRD_KEYS = (
     "k" * 300,
     "metadata.json",
     "common.pt",
+    "layers/optimizer.sync",
 )
 """Keys that real models and file systems disagree about."""
 
