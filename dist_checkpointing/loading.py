@@ -67,13 +67,25 @@ def open_checkpoint(
     )
     sharded.check_backend_compatibility(backend)
     sharded.check_version_compatibility(version)
+    return LoadStrategies(config, sharded, common_reader(config, common_strategy))
+
+
+def common_reader(
+    config: CheckpointingConfig, common_strategy: Selection[LoadCommonStrategy] = None
+) -> LoadCommonStrategy:
+    """The strategy for the common state alone, which needs no sharded backend.
+
+    Raises:
+        StrategyNotFoundError: if nobody reads it.
+        UnsupportedFormatError: if the strategy that the caller asked for does not.
+    """
     backend, version = config.common_backend, config.common_backend_version
     common: LoadCommonStrategy = select(
         StrategyAction.LOAD_COMMON, common_strategy, (backend, version)
     )
     common.check_backend_compatibility(backend)
     common.check_version_compatibility(version)
-    return LoadStrategies(config, sharded, common)
+    return common
 
 
 _ReturningFlag = Literal[
@@ -165,13 +177,14 @@ def load(
         UnsupportedFormatError: a format or a pickled class that is not read.
         StrategyNotFoundError: the backend is unknown here.
         RankFailedError: anything else that failed, on the ranks it names.
+        ValueError: for a ``strict`` or ``cast`` that does not exist.
     """
     comm = default_comm() if comm is None else comm
     meter = Meter("load", comm.rank, progress)
+    flag = parse_strict_flag(strict)
+    if cast not in ("error", "widen", "any"):
+        raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
     with meter.phase("planning"), comm.agreed("opening the checkpoint"):
-        flag = parse_strict_flag(strict)
-        if cast not in ("error", "widen", "any"):
-            raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
         found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
         if trusted:
             found = replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())

@@ -6,8 +6,8 @@ from os import PathLike
 from typing import Any
 
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.commit import check_is_distributed_checkpoint
-from dist_checkpointing.loading import load, open_checkpoint
+from dist_checkpointing.commit import check_is_distributed_checkpoint, read_config
+from dist_checkpointing.loading import common_reader, load, open_checkpoint
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.saving import CONTENT_METADATA_KEY, save
 from dist_checkpointing.strategies.base import (
@@ -50,7 +50,7 @@ def load_common_state_dict(
         checkpoint_dir: a committed checkpoint.
         trusted: unpickle anything, see ``load``.
     """
-    reader = open_checkpoint(checkpoint_dir).common
+    reader = common_reader(read_config(checkpoint_dir))
     return (reader.trusting() if trusted else reader).load_common(checkpoint_dir)
 
 

@@ -158,7 +158,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
         found = [
             ShardedObject.empty_from_unique_key(path.relative_to(root).with_suffix("").as_posix())
             for path in sorted(root.rglob("shard_*.pt"))
-            if path.parent != root
+            if path.parent != root and path.is_file()
         ]
         last: dict[str, int] = {}
         for leaf in found:

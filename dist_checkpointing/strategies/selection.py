@@ -57,7 +57,7 @@ def select(
         selection = default or _DEFAULTS[action]
     if isinstance(selection, str):
         selection = (selection, newest_version(action, selection))
-    if isinstance(selection, tuple):
+    if isinstance(selection, tuple) and list(map(type, selection)) == [str, int]:
         selection = get_default_strategy(action, *selection)
     kind = _KINDS[action]
     if not isinstance(selection, kind):

@@ -53,6 +53,8 @@ def array_json(
         fill = False
     elif dtype.name.startswith("complex"):
         fill = [0.0, 0.0]
+    elif dtype.name == "float8_e8m0fnu":
+        fill = 1.0  # it has no zero
     elif "float" in dtype.name:
         fill = 0.0
     return {

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from dist_checkpointing import (
-    CheckpointingException,
     InvalidShardingError,
     ShardedObject,
     ShardedTensor,
@@ -43,7 +42,7 @@ from dist_checkpointing.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
 from dist_checkpointing.testing import run_ranks
 
 BACKENDS = pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2), ("tensorstore", 1)])
@@ -332,77 +331,7 @@ def test_change_values_while_loading(tmp_path: Path, backend: tuple[str, int]) -
     assert torch.equal(torch.cat(run_ranks(4, one)), WEIGHT * 10)
 
 
-# --- what a planner must not break ----------------------------------------------------------------
-
-
-class DropsRows(DefaultSavePlanner):
-    """A bug: one rank leaves a shard out that nobody else has."""
-
-    def build_local_plan(self) -> SavePlan:
-        plan = super().build_local_plan()
-        return plan.with_items(plan.items[:-1] if self._rank == 1 else plan.items)
-
-
-def test_a_planner_that_makes_a_gap_is_refused(tmp_path: Path) -> None:
-    def one(comm: Comm) -> None:
-        strategy = Zarr3SaveShardedStrategy(planner=DropsRows())
-        save({"w": rows("w", comm, WEIGHT)}, tmp_path / "c", strategy, comm=comm)
-
-    with pytest.raises(InvalidShardingError, match="no shard holds this part"):
-        run_ranks(2, one)
-    assert not (tmp_path / "c").exists()
-
-
-class Breaks(DefaultSavePlanner):
-    def get_data(self, item: WriteItem) -> Any:
-        raise RuntimeError(f"no data for {item.index.fqn}")
-
-
-def test_a_planner_that_raises_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
-    def one(comm: Comm) -> None:
-        planner = Breaks() if comm.rank == 1 else DefaultSavePlanner()
-        strategy = Zarr3SaveShardedStrategy(planner=planner)
-        with pytest.raises(CheckpointingException, match="no data for w"):
-            save({"w": rows("w", comm, WEIGHT)}, tmp_path / "c", strategy, comm=comm)
-
-    run_ranks(2, one)
-
-
-class AddsATensor(DefaultSavePlanner):
-    """Rank 1 has something to add, although its state dict is empty."""
-
-    def configure_planner(self, state_dict: Leaves, *, rank: int, **rest: Any) -> None:
-        extra: Any = {}
-        if rank == 1:
-            extra = {("extra",): whole("extra", BIAS)}
-        super().configure_planner({**state_dict, **extra}, rank=rank, **rest)
-
-
-def test_a_planner_may_add_leaves(tmp_path: Path) -> None:
-    def one(comm: Comm) -> None:
-        state = {"w": whole("w", WEIGHT)} if comm.rank == 0 else {}
-        save(state, tmp_path / "c", Zarr3SaveShardedStrategy(planner=AddsATensor()), comm=comm)
-
-    run_ranks(2, one)
-    saved = load_plain_tensors(tmp_path / "c")
-    assert torch.equal(saved["extra"], BIAS)
-    assert torch.equal(saved["w"], WEIGHT)
-
-
-def test_items_added_to_an_empty_plan_belong_to_their_rank(tmp_path: Path) -> None:
-    class Late(DefaultSavePlanner):
-        """Takes all items out, and puts them back in a second step."""
-
-        def build_local_plan(self) -> SavePlan:
-            plan = super().build_local_plan()
-            return plan.with_items([]).with_items(plan.items)
-
-    def one(comm: Comm) -> None:
-        strategy = Zarr3SaveShardedStrategy(planner=Late())
-        save({"w": rows("w", comm, WEIGHT)}, tmp_path / "c", strategy, comm=comm)
-
-    run_ranks(2, one)
-    assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], WEIGHT)
+# --- objects -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", [("tensorstore", 1)])
