@@ -7,6 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 Ints = tuple[int, ...]
 
 
@@ -101,6 +104,13 @@ def _unravel(position: int, shape: Ints) -> Ints:
         position, index = divmod(position, extent)
         offset.append(index)
     return tuple(reversed(offset))
+
+
+def unravel_range(start: int, stop: int, shape: Ints) -> tuple[npt.NDArray[np.int64], ...]:
+    """Index arrays, one an axis, of a range of the flattening of an array of ``shape``."""
+    if not shape:  # a scalar has no axes to index
+        return ()
+    return np.unravel_index(np.arange(start, stop), shape)
 
 
 def split_flat_range(shape: Ints, start: int, stop: int) -> list[Box]:

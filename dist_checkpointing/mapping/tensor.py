@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.geometry import Box
+from dist_checkpointing.geometry import Box, unravel_range
 from dist_checkpointing.mapping.base import ReplicaId, ShardedBase
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
 
@@ -210,12 +210,12 @@ class ShardedTensor(ShardedBase):
     def local_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
         """Index arrays, one a local axis, of the elements in ``flattened_range``."""
         flat = self._require_flat()
-        return _unravel(flat, tuple(self.local_shape))
+        return unravel_range(flat.start, flat.stop, tuple(self.local_shape))
 
     def global_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
         """Index arrays, one a global axis, of the elements in ``flattened_range``."""
         flat, box = self._require_flat(), self.box
-        axes = _unravel(flat, box.shape)
+        axes = unravel_range(flat.start, flat.stop, box.shape)
         return tuple(a + offset for a, offset in zip(axes, box.offset, strict=True))
 
     def _require_flat(self) -> slice:
@@ -393,10 +393,3 @@ class ShardedTensor(ShardedBase):
         shape = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
         whole = cls.from_rank_offsets(key, shape, *rank_offsets, **kwargs)
         return replace(whole, data=data, flattened_range=flattened_range)
-
-
-def _unravel(flat: slice, shape: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], ...]:
-    """Index arrays, one an axis, of a range of the flattening of an array of ``shape``."""
-    if not shape:  # a scalar has no axes to index
-        return ()
-    return np.unravel_index(np.arange(flat.start, flat.stop), shape)
