@@ -166,7 +166,7 @@ class TensorStoreWriter(StorageWriter):
             held = database.contents(folder)
             return WriteResult(MetadataIndex(name), held.num_bytes, (name, held))
 
-        with ThreadPoolExecutor(_LANES, thread_name_prefix="lane") as pool:
+        with ThreadPoolExecutor(min(_LANES, self.options.threads), "lane") as pool:
             filled = list(pool.map(fill, lanes))
         return done([*(result for result in results if result is not None), *filled])
 
