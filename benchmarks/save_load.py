@@ -1,0 +1,150 @@
+"""Compare saving and loading with what the machine can do and with what others do.
+
+python benchmarks/save_load.py                        # everything, under ten minutes
+python benchmarks/save_load.py --quick                # that it runs, in half a minute
+python benchmarks/save_load.py --cases small durable --rounds 9
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench_cases import CASES, Case, choose
+from bench_contestants import Contestant, Memcpy, Raw, Safetensors, TorchSave
+from bench_goals import judge
+from bench_megatron import megatron_contestants, megatron_is_installed
+from bench_ours import our_contestants
+from bench_plot import draw
+from bench_probes import environment
+from bench_rounds import CaseRun
+from bench_tables import case_table, goals_table
+from bench_torch_dcp import dcp_contestants
+from bench_world import World, start_world
+
+_CALLS = 3
+_FREE_FACTOR = 3
+
+
+def all_contestants() -> list[Contestant]:
+    """In the order of the tables."""
+    return [
+        Raw(),
+        Memcpy(),
+        TorchSave(),
+        Safetensors(),
+        *dcp_contestants(),
+        *megatron_contestants(),
+        *our_contestants(),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The cases of one world size, run in its processes.
+
+    Attributes:
+        cases: with the share that each may take of the time that is left when it begins.
+        end: ``time.monotonic()`` when all cases of all worlds should be done.
+        calls: back-to-back calls a round, of which the fastest counts.
+    """
+
+    cases: Sequence[tuple[Case, float]]
+    end: float
+    calls: int
+
+    def __call__(self, world: World, folder: Path) -> None:
+        def say(text: str) -> None:
+            if world.rank == 0:
+                sys.stderr.write(f"{datetime.now(UTC):%H:%M:%S} {text}\n")
+
+        for case, share in self.cases:
+            now = time.monotonic()
+            deadline = now + share * (self.end - now)
+            run = CaseRun(case, world, folder, self.calls, say)
+            report = run.measure(all_contestants(), deadline)
+            if world.rank == 0:
+                (folder / f"{case.name}.json").write_text(json.dumps(report))
+
+
+def run_cases(cases: Sequence[Case], folder: Path, minutes: float, calls: int) -> dict[str, Any]:
+    """Case name -> report, in the order of ``cases``."""
+    end = time.monotonic() + minutes * 60
+    left = sum(case.weight for case in cases)
+    for size in sorted({case.world_size for case in cases}):
+        shares = []
+        for case in cases:
+            if case.world_size == size:
+                shares.append((case, case.weight / left))
+                left -= case.weight
+        start_world(size, Job(shares, end, calls), folder, group_of_one=megatron_is_installed())
+    return {case.name: json.loads((folder / f"{case.name}.json").read_text()) for case in cases}
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ", ".join(case.name for case in CASES)
+    parser.add_argument("--cases", nargs="+", metavar="NAME", help=f"some of: {names}")
+    parser.add_argument("--rounds", type=int, help="counted rounds of every case")
+    parser.add_argument("--quick", action="store_true", help="small sizes, one round, one call")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no round begins after its time")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; by default --output")
+    parser.add_argument("--output", type=Path, default=Path("bench-output"), help="JSON and plot")
+    arguments = parser.parse_args()
+    try:
+        arguments.cases = choose(arguments.cases, quick=arguments.quick, rounds=arguments.rounds)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def main() -> None:
+    arguments = _parse()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    place = arguments.folder or arguments.output
+    place.mkdir(parents=True, exist_ok=True)
+    needed = _FREE_FACTOR * max(case.num_bytes for case in arguments.cases)
+    if shutil.disk_usage(place).free < needed:
+        raise SystemExit(f"{place} needs {needed / 2**30:.0f} GiB of free space")
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="scratch-", dir=place) as folder:
+        calls = 1 if arguments.quick else _CALLS
+        cases = run_cases(arguments.cases, Path(folder).resolve(), arguments.minutes, calls)
+    verdicts = judge(cases)
+    report = {
+        "environment": environment(),
+        "quick": arguments.quick,
+        "calls_a_round": calls,
+        "seconds": time.monotonic() - begin,
+        "cases": list(cases.values()),
+        "goals": verdicts,
+    }
+    (arguments.output / "save_load.json").write_text(json.dumps(report, indent=2))
+    draw(list(cases.values()), arguments.output / "save_load.png")
+    for case in cases.values():
+        console.print(case_table(case), "")
+    if arguments.quick:
+        console.print("A quick run: numbers mean nothing.")
+    elif verdicts:
+        console.print(goals_table(verdicts), "")
+    console.print(
+        f"{report['seconds']:.0f} s; save_load.json and save_load.png are in {arguments.output}/"
+    )
+
+
+if __name__ == "__main__":
+    main()
