@@ -154,16 +154,26 @@ class Index(Mapping[str, StoredTensor]):
     def _row(self) -> dict[str, int]:
         return {key: row for row, key in enumerate(self.keys_column)}
 
+    @cached_property
+    def _asked_for(self) -> dict[str, StoredTensor]:
+        return {}
+
     def __getitem__(self, key: str) -> StoredTensor:
-        row = self._row[key]
-        chunk_shape = self.chunk_shape_column[row]
-        return StoredTensor(
-            key,
-            dtypes.from_name(self.dtype_column[row]),
-            tuple(self.global_shape_column[row]),
-            None if chunk_shape is None else tuple(chunk_shape),
-            self.pieces.get(key),
-        )
+        tensor = self._asked_for.get(key)
+        if tensor is None:
+            row = self._row[key]
+            chunk_shape = self.chunk_shape_column[row]
+            tensor = self._asked_for[key] = StoredTensor(
+                key,
+                dtypes.from_name(self.dtype_column[row]),
+                tuple(self.global_shape_column[row]),
+                None if chunk_shape is None else tuple(chunk_shape),
+                self.pieces.get(key),
+            )
+        return tensor
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._row
 
     def chunk_shape(self, key: str) -> Sequence[int] | None:
         """Chunk shape of a tensor; None if it is stored as pieces, or not at all."""

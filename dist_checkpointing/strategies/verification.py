@@ -21,6 +21,8 @@ from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadS
 from dist_checkpointing.tree import DictKey
 from dist_checkpointing.tree import Path as TreePath
 
+_ALIGNMENT_BYTES = 64
+
 
 def verify_parts(
     wanted: Sequence[ShardedTensor],
@@ -51,9 +53,13 @@ def verify_parts(
         and any(part.box.intersect(box) is not None for box in boxes.get(part.key, ()))
     ]
     meter.expect(sum(_num_bytes(part, index) for part in touched))
+    most = strategy.options.buffer_bytes // 2
+    # One piece of memory for all batches: an allocator would keep what each of them gave back.
+    largest = max((_padded_bytes(part, index) for part in touched), default=0)
+    memory = torch.empty(max(most, largest), dtype=torch.uint8)
     findings = []
-    for batch in _batches(touched, index, strategy.options.buffer_bytes // 2):
-        findings += _verify(batch, strategy, checkpoint_dir, index)
+    for batch in _batches(touched, index, len(memory)):
+        findings += _verify(batch, strategy, checkpoint_dir, index, memory)
         meter.add(sum(_num_bytes(part, index) for part in batch))
     if findings:
         raise CorruptCheckpointError("stored data is not what was saved", findings)
@@ -66,17 +72,22 @@ def _num_bytes(part: StoredPart, index: Index) -> int:
     return count * index[part.key].dtype.itemsize
 
 
+def _padded_bytes(part: StoredPart, index: Index) -> int:
+    """Bytes of memory for a part, so that the next one begins where any dtype may."""
+    return -(-_num_bytes(part, index) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
 def _batches(
     parts: Sequence[StoredPart], index: Index, most_bytes: int
 ) -> Iterator[list[StoredPart]]:
     batch: list[StoredPart] = []
     size = 0
     for part in parts:
-        if batch and size + _num_bytes(part, index) > most_bytes:
+        if batch and size + _padded_bytes(part, index) > most_bytes:
             yield batch
             batch, size = [], 0
         batch.append(part)
-        size += _num_bytes(part, index)
+        size += _padded_bytes(part, index)
     if batch:
         yield batch
 
@@ -86,10 +97,16 @@ def _verify(
     strategy: PlannedLoadStrategy,
     checkpoint_dir: Path,
     index: Index,
+    memory: torch.Tensor,
 ) -> list[Finding]:
-    leaves: dict[TreePath, ShardedTensor] = {
-        (DictKey(number),): _leaf(part, index) for number, part in enumerate(batch)
-    }
+    leaves: dict[TreePath, ShardedTensor] = {}
+    start = 0
+    for number, part in enumerate(batch):
+        leaf = _leaf(part, index)
+        own = memory[start : start + _num_bytes(part, index)].view(leaf.dtype)
+        leaf.data = own.view(part.box.shape if part.flat_range is None else -1)
+        leaves[DictKey(number),] = leaf
+        start += _padded_bytes(part, index)
     reader = strategy.make_reader(checkpoint_dir)
     try:
         strategy.read(leaves, index, reader, SingleProcess())
@@ -97,7 +114,9 @@ def _verify(
         if len(batch) == 1:
             return list(error.findings)
         # One of them cannot even be read: look at each by itself.
-        return [f for part in batch for f in _verify([part], strategy, checkpoint_dir, index)]
+        return [
+            f for part in batch for f in _verify([part], strategy, checkpoint_dir, index, memory)
+        ]
     return [
         Finding(
             "checksum differs: bits were flipped after it was saved",
@@ -114,7 +133,7 @@ def _verify(
 def _leaf(part: StoredPart, index: Index) -> ShardedTensor:
     tensor = index[part.key]
     flat = None if part.flat_range is None else slice(*part.flat_range)
-    leaf = ShardedTensor(
+    return ShardedTensor(
         part.key,
         None,
         tensor.dtype.torch,
@@ -124,8 +143,6 @@ def _leaf(part: StoredPart, index: Index) -> ShardedTensor:
         None,
         flattened_range=flat,
     )
-    leaf.init_data("cpu", torch.empty)
-    return leaf
 
 
 def _digests(leaves: Mapping[TreePath, ShardedTensor]) -> list[int]:

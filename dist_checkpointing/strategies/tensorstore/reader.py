@@ -65,7 +65,6 @@ class TensorStoreReader(StorageReader):
         self._context = database.make_context(self.options, self.checkpoint_dir)
         self._maps_files = self.options.maps_files(self.checkpoint_dir)
         self._arrays: dict[str, Any] = {}
-        self._last_tensor: StoredTensor | None = None
         if not (metadata or metadata.objects):
             return  # nothing was saved, so no database was made
         if not (self.checkpoint_dir / database.MANIFEST_NAME).is_file():
@@ -76,13 +75,8 @@ class TensorStoreReader(StorageReader):
     def location(self, chunk: MetadataIndex) -> str:
         return f"{self.checkpoint_dir} (OCDBT), {self._chunk_key(chunk)}"
 
-    def _tensor(self, key: str) -> StoredTensor:
-        if self._last_tensor is None or self._last_tensor.key != key:
-            self._last_tensor = self._index[key]
-        return self._last_tensor
-
     def _part(self, chunk: MetadataIndex) -> tuple[StoredTensor, Box, tuple[int, int] | None]:
-        tensor = self._tensor(chunk.fqn)
+        tensor = self._index[chunk.fqn]
         assert chunk.offset is not None
         if tensor.pieces is None:
             return tensor, tensor.grid.box(tensor.grid.index_at(chunk.offset)), None
@@ -231,7 +225,7 @@ class TensorStoreReader(StorageReader):
             except ValueError as error:
                 raise self._corrupt(item.storage_index, f"cannot be read: {error}") from error
             if item.type is LoadItemType.TENSOR:
-                tensor = self._tensor(item.storage_index.fqn)
+                tensor = self._index[item.storage_index.fqn]
                 self.report(item.dest.box.num_elements * tensor.dtype.itemsize)
 
         return run
