@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 QUICK = ("one_fp32", "small", "durable", "two_ranks", "reshard_4_2_axis1")
-EVERYBODY = frozenset({"raw", "memcpy", "torch", "safetensors", "dcp", "megatron", "ours"})
-SHARDED = frozenset({"raw", "dcp", "megatron", "ours"})
+OTHERS = frozenset({"memcpy", "torch.save", "safetensors", "DCP default", "megatron-core"})
+REFERENCES = frozenset({"raw", "DCP best"})
+CHECKSUM = "tensorstore 1 + checksum"
+"""Our default backend with its default options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,10 @@ class Case:
             to the ranks.
         durable: files are fsynced before a save returns.
         measures: "save", "load" or both.
+        contestants: names of those that take part, if they are there.
         rounds: counted rounds, unless ``--rounds`` says otherwise.
-        families: of contestants that take part.
-        weight: its share of the time that the whole run may take.
+        calls: back-to-back calls a round, of which the fastest counts.
+        weight: about how many seconds it takes: its share of the time that the run may take.
     """
 
     name: str
@@ -43,9 +46,10 @@ class Case:
     axis: int | None = None
     durable: bool = False
     measures: tuple[str, ...] = ("save", "load")
+    contestants: frozenset[str] = frozenset()
     rounds: int = 5
-    families: frozenset[str] = EVERYBODY
-    weight: float = 1.0
+    calls: int = 3
+    weight: float = 30.0
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +70,7 @@ class Case:
         """The same in small: to see that everything runs, not how fast."""
         count = min(self.num_tensors, 200 if self.num_tensors > 1000 else 8)
         shape = tuple(min(extent, 256) for extent in self.shape)
-        return replace(self, num_tensors=count, shape=shape, rounds=1)
+        return replace(self, num_tensors=count, shape=shape, rounds=1, calls=1)
 
     def tiny(self) -> Case:
         """A few bytes of the same kind: what a first call imports is not what it costs."""
@@ -87,21 +91,36 @@ def _resharding(save_ranks: int, load_ranks: int, axis: int) -> Case:
         load_ranks=load_ranks,
         axis=axis,
         measures=("load",),
-        families=SHARDED,
+        contestants=REFERENCES | {"tensorstore 1", "tensorstore 1 (pread)", "zarr 2"},
     )
 
 
 CASES = (
-    Case("one_fp32", "1 GiB in 64 tensors, fp32, one rank", 64, _SQUARE),
+    Case(
+        "one_fp32",
+        "1 GiB in 64 tensors, fp32, one rank",
+        64,
+        _SQUARE,
+        contestants=REFERENCES | OTHERS | {"tensorstore 1", CHECKSUM, "zarr 2", "zarr 1"},
+        weight=120,
+    ),
     Case(
         "one_bf16",
         "1 GiB in 64 tensors, bf16, one rank",
         64,
         (4096, 2048),
         torch.bfloat16,
-        families=frozenset({"raw", "safetensors", "dcp", "ours"}),
+        contestants=REFERENCES | {"tensorstore 1", "zarr 2"},
     ),
-    Case("small", "5,000 tensors of 4 KiB, one rank", 5000, (1024,)),
+    Case(
+        "small",
+        "5,000 tensors of 4 KiB, one rank",
+        5000,
+        (1024,),
+        contestants=REFERENCES | OTHERS - {"DCP default"} | {"tensorstore 1", "zarr 2", "zarr 1"},
+        calls=2,
+        weight=90,
+    ),
     Case(
         "durable",
         "1 GiB in 64 tensors, one rank, durable",
@@ -109,16 +128,19 @@ CASES = (
         _SQUARE,
         durable=True,
         measures=("save",),
+        contestants=REFERENCES | {"tensorstore 1", CHECKSUM, "zarr 2 + checksum"},
         rounds=9,
-        families=SHARDED,
+        calls=2,
+        weight=90,
     ),
     Case(
         "one_tensor",
         "one tensor of 2 GiB: memory",
         1,
         (32768, 16384),
-        rounds=1,
-        families=frozenset({"raw", "ours"}),
+        contestants=frozenset({"raw", "tensorstore 1", CHECKSUM, "zarr 2", "zarr 1"}),
+        rounds=0,
+        weight=15,
     ),
     Case(
         "two_ranks",
@@ -128,7 +150,8 @@ CASES = (
         save_ranks=2,
         load_ranks=2,
         axis=0,
-        families=SHARDED,
+        contestants=REFERENCES | {"megatron-core", "tensorstore 1", CHECKSUM, "zarr 2", "zarr 1"},
+        weight=60,
     ),
     Case(
         "small_two_ranks",
@@ -137,7 +160,8 @@ CASES = (
         (1024,),
         save_ranks=2,
         load_ranks=2,
-        families=SHARDED,
+        contestants=REFERENCES | {"tensorstore 1"},
+        calls=1,
     ),
     Case(
         "four_ranks",
@@ -147,7 +171,8 @@ CASES = (
         save_ranks=4,
         load_ranks=4,
         axis=0,
-        families=SHARDED,
+        contestants=REFERENCES | {"tensorstore 1", "zarr 2"},
+        weight=45,
     ),
     _resharding(4, 2, 0),
     _resharding(4, 2, 1),

@@ -36,26 +36,25 @@ class Contestant(ABC):
 
     Attributes:
         name: in tables and JSON.
-        family: what a case names to let it take part.
+        family: for colours.
         detail: its settings.
-        one_rank_only: it knows no ranks.
         candidate: one of several settings, of which only the best is measured in full.
+        timed: it takes part in rounds, not only in the warm-up.
+        max_calls: back-to-back calls a round; slow ones of which no goal speaks need not repeat.
         saved_by_loaders: the ranks that load save their own parts; it cannot reshard.
     """
 
     name: str
     family: str
     detail: str = ""
-    one_rank_only: bool = False
     candidate: bool = False
+    timed: bool = True
+    max_calls: int = 3
     saved_by_loaders: bool = False
 
     @abstractmethod
     def open(self, work: Work) -> Calls:
         """Everything that a training job would have ready before it saves or loads."""
-
-    def takes_part(self, work: Work) -> bool:
-        return not (self.one_rank_only and work.case.world_size > 1)
 
 
 class Raw(Contestant):
@@ -138,7 +137,6 @@ class Memcpy(Contestant):
     name = "memcpy"
     family = "memcpy"
     detail = "torch copy_"
-    one_rank_only = True
 
     def open(self, work: Work) -> Calls:
         def copy(folder: Path) -> None:
@@ -155,7 +153,7 @@ class TorchSave(Contestant):
     name = "torch.save"
     family = "torch"
     detail = "torch.load + copy"
-    one_rank_only = True
+    max_calls = 1
 
     def open(self, work: Work) -> Calls:
         state = {tensor.key: tensor.data for tensor in work.saved}
@@ -174,7 +172,6 @@ class Safetensors(Contestant):
     name = "safetensors"
     family = "safetensors"
     detail = "load_file + copy"
-    one_rank_only = True
 
     def open(self, work: Work) -> Calls:
         state = {tensor.key: tensor.data for tensor in work.saved}

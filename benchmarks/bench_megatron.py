@@ -16,17 +16,17 @@ from bench_state import LocalTensor, Work
 
 
 class Megatron(Contestant):
-    """Its default strategy, which writes with two processes a rank and always fsyncs."""
+    """Its default strategy, which writes with two processes a rank and always fsyncs.
+
+    It knows no ranks but all of them, and cannot take part where ranks reshard.
+    """
 
     name = "megatron-core"
     family = "megatron"
+    max_calls = 1
 
     def __init__(self) -> None:
         self.detail = f"{version('megatron-core')}, always durable"
-
-    def takes_part(self, work: Work) -> bool:
-        """It knows no ranks but all of them."""
-        return not work.case.reshards
 
     def open(self, work: Work) -> Calls:
         _allow_cpu_only()

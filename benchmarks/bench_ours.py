@@ -44,21 +44,12 @@ class Ours(Contestant):
         self.backend = backend
         self.variant = variant
         self.name = contestant_name(backend, variant)
+        self.timed = variant is not Variant.PREAD
         self.detail = {
             Variant.PLAIN: "no checksums",
             Variant.CHECKSUM: "default checksums; load(verify=True)",
             Variant.PREAD: "read_mode PREAD: what it reads can be counted",
         }[variant]
-
-    def takes_part(self, work: Work) -> bool:
-        """All variants of the default backend; of the others the one that the case is about."""
-        case = work.case
-        main = self.backend == BACKENDS[0]
-        if self.variant is Variant.CHECKSUM:
-            return "save" in case.measures and (main or case.durable)
-        if self.variant is Variant.PREAD:
-            return main and case.reshards
-        return main or not case.durable
 
     def open(self, work: Work) -> Calls:
         save_strategy, load_strategy = make_strategies(

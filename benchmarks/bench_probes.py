@@ -19,63 +19,68 @@ _INTERVAL_SECONDS = 0.002
 _PACKAGES = ("torch", "tensorstore", "zarr", "numpy", "safetensors", "xxhash", "megatron-core")
 
 
-def anonymous_bytes() -> int | None:
-    """Anonymous memory of this process: file pages that are mapped do not count."""
-    return _proc_number("status", "RssAnon:", 1024)
+class Watch:
+    """What a call costs besides time; see ``watched``.
 
-
-def read_bytes() -> int | None:
-    """Bytes that this process ever got from read calls; what is read through a map is not in it."""
-    return _proc_number("io", "rchar:", 1)
-
-
-def _proc_number(name: str, field: str, unit: int) -> int | None:
-    try:
-        text = Path(f"/proc/self/{name}").read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * unit
-    return None
-
-
-class PeakMemory:
-    """``with peak_memory() as peak``: ``peak.extra_bytes`` is the most that was added inside."""
+    Attributes:
+        extra_bytes: the most anonymous memory that was added. Mapped file pages do not count.
+        read_bytes: what read calls returned, to any thread; what is read through a map is not in
+            it. Both are None where the system does not say.
+    """
 
     def __init__(self) -> None:
-        self._before = anonymous_bytes()
-        self._peak = self._before or 0
+        self.extra_bytes: int | None = None
+        self.read_bytes: int | None = None
+        self._own_bytes = 0
+        self._read_before = self._number("io", "rchar:")
+        self._memory_before = self._number("status", "RssAnon:")
+        self.sample()
 
     def sample(self) -> None:
-        self._peak = max(self._peak, anonymous_bytes() or 0)
+        now, before = self._number("status", "RssAnon:"), self._memory_before
+        if now is not None and before is not None:
+            self.extra_bytes = max(self.extra_bytes or 0, (now - before) * 1024)
 
-    @property
-    def extra_bytes(self) -> int | None:
-        return None if self._before is None else self._peak - self._before
+    def end(self) -> None:
+        self.sample()
+        own, before = self._own_bytes, self._read_before
+        now = self._number("io", "rchar:")
+        if now is not None and before is not None:
+            self.read_bytes = max(0, now - before - own)
+
+    def _number(self, name: str, field: str) -> int | None:
+        try:
+            text = Path(f"/proc/self/{name}").read_text()
+        except OSError:
+            return None
+        self._own_bytes += len(text)
+        for line in text.splitlines():
+            if line.startswith(field):
+                return int(line.split()[1])
+        return None
 
 
 @contextmanager
-def peak_memory() -> Iterator[PeakMemory]:
-    """Sample the anonymous memory in a thread; memory that is free but kept goes back first."""
+def watched() -> Iterator[Watch]:
+    """Sample the memory in a thread; what is free but still held is given back first."""
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
-    peak = PeakMemory()
+    watch = Watch()
     ended = threading.Event()
 
     def sample() -> None:
         while not ended.wait(_INTERVAL_SECONDS):
-            peak.sample()
+            watch.sample()
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     try:
-        yield peak
+        yield watch
     finally:
-        peak.sample()
         ended.set()
         thread.join()
+        watch.end()
 
 
 def folder_size(folder: Path) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench_cases import Case
 from bench_contestants import Calls, Contestant
-from bench_probes import folder_size, peak_memory, read_bytes
+from bench_probes import folder_size, watched
 from bench_state import Side, Work, make_side
 from bench_world import ContestantFailedError, World
 
@@ -26,7 +26,6 @@ class Result:
         family: of the contestant.
         detail: its settings.
         seconds: "save" and "load" -> the fastest call of each counted round.
-        warm_up_seconds: the same of the round that does not count.
         peak_bytes: "save" and "load" -> anonymous memory beyond the state, on the worst rank.
         num_files: of a checkpoint.
         stored_bytes: of a checkpoint.
@@ -39,7 +38,6 @@ class Result:
     family: str
     detail: str
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"save": [], "load": []})
-    warm_up_seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, int | None] = field(default_factory=dict)
     num_files: int = 0
     stored_bytes: int = 0
@@ -62,21 +60,17 @@ class CaseRun:
         case: what to measure.
         world: the ranks.
         folder: empty; checkpoints come and go in it.
-        calls: back-to-back calls a round, of which the fastest counts; with 1 the warm-up is
-            shorter too, and its memory includes what a first call imports.
         say: called with a line of progress.
     """
 
-    def __init__(
-        self, case: Case, world: World, folder: Path, calls: int, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, case: Case, world: World, folder: Path, say: Callable[[str], None]) -> None:
         self.case = case
         self._world = world
         self._folder = folder
-        self._num_calls = calls
         self._say = say
         self._number = 0
         self._last: Path | None = None
+        self._tried: dict[str, float] = {}
         self._saving = make_side(case.save_ranks, world.rank, world.size)
         self._loading = make_side(case.load_ranks, world.rank, world.size)
         self._work = Work.make(case, self._saving, self._loading)
@@ -85,29 +79,25 @@ class CaseRun:
         """Everything about the case.
 
         Args:
-            contestants: all there are; those that do not fit the case are left out.
+            contestants: all there are; those that the case does not name are left out.
             deadline: ``time.monotonic()`` after which no further round begins.
         """
-        entrants = [
-            self._enter(c)
-            for c in contestants
-            if c.family in self.case.families and c.takes_part(self._work)
-        ]
+        chosen = [c for c in contestants if c.name in self.case.contestants]
+        entrants = self._with_best_settings([self._enter(contestant) for contestant in chosen])
         for entrant in entrants:
-            self._say(f"{self.case.name}: warm-up, {entrant.result.name} {entrant.result.detail}")
+            self._say(f"{self.case.name}: warm-up, {entrant.result.name}")
             self._guarded(entrant, self._warm_up)
-        racing = self._with_best_settings([e for e in entrants if not e.result.failed])
+        racing = [entrant for entrant in entrants if entrant.contestant.timed]
         for number in range(self.case.rounds):
             late = number > 0 and time.monotonic() > deadline
             if self._world.from_rank0(late):
                 self._say(f"{self.case.name}: out of time after {number} rounds")
                 break
             self._say(f"{self.case.name}: round {number + 1} of {self.case.rounds}")
-            first = number % max(1, len(racing))
+            first = number % len(racing) if racing else 0
             for entrant in racing[first:] + racing[:first]:
                 if not entrant.result.failed:
                     self._guarded(entrant, self._round)
-        settled = {id(entrant) for entrant in racing}
         return {
             "name": self.case.name,
             "title": self.case.title,
@@ -119,12 +109,9 @@ class CaseRun:
             "axis": self.case.axis,
             "durable": self.case.durable,
             "measures": list(self.case.measures),
-            "contestants": [
-                asdict(e.result) for e in entrants if id(e) in settled or e.result.failed
-            ],
-            "settings_tried": [
-                asdict(e.result) for e in entrants if id(e) not in settled and not e.result.failed
-            ],
+            "calls_a_round": self.case.calls,
+            "contestants": [asdict(entrant.result) for entrant in entrants],
+            "settings_tried": self._tried,
         }
 
     def _enter(self, contestant: Contestant) -> _Entrant:
@@ -140,31 +127,46 @@ class CaseRun:
         finally:
             self._remove()
 
+    def _with_best_settings(self, entrants: list[_Entrant]) -> list[_Entrant]:
+        """Of candidates only the fastest, by the better of two calls; the same on all ranks."""
+        candidates = [entrant for entrant in entrants if entrant.contestant.candidate]
+        for entrant in candidates:
+            self._say(f"{self.case.name}: trying {entrant.result.name}, {entrant.result.detail}")
+            self._guarded(entrant, self._try)
+        fit = [entrant for entrant in candidates if not entrant.result.failed]
+        if not fit:
+            return entrants
+        best = min(fit, key=lambda entrant: self._tried[entrant.result.detail])
+        return [entrant for entrant in entrants if entrant is best or entrant not in candidates]
+
+    def _try(self, entrant: _Entrant) -> None:
+        if "save" in self.case.measures:
+            times = [self._save(entrant) for _ in range(min(2, self.case.calls))]
+        else:
+            self._save(entrant)
+            times = [self._load(entrant) for _ in range(min(2, self.case.calls))]
+        self._tried[entrant.result.detail] = min(times)
+
     def _warm_up(self, entrant: _Entrant) -> None:
-        """Imports, then memory and correctness, then what one call takes."""
+        """Imports; then memory, bytes, files and whether what is loaded is right."""
         result = entrant.result
-        if self._num_calls > 1:
+        if self.case.calls > 1 or self.case.rounds > 1:
             self._import_everything(entrant.contestant)
-        with peak_memory() as peak:
-            result.warm_up_seconds["save"] = self._save(entrant)
-        result.peak_bytes["save"] = self._worst(peak.extra_bytes)
+        with watched() as watch:
+            self._save(entrant)
+        result.peak_bytes["save"] = self._worst(watch.extra_bytes)
         if self._last is not None and self._world.rank == 0:
             result.num_files, result.stored_bytes = folder_size(self._last)
         result.needed_bytes = sum(self._world.gather(self._work.target_bytes))
         if "load" in self.case.measures:
             self._work.clear_target()
-            with peak_memory() as peak:
+            with watched() as watch:
                 self._load(entrant)
-            result.peak_bytes["load"] = self._worst(peak.extra_bytes)
+            result.peak_bytes["load"] = self._worst(watch.extra_bytes)
+            counts = [count or 0 for count in self._world.gather(watch.read_bytes)]
+            result.read_bytes = sum(counts) if sum(counts) > 0.95 * result.needed_bytes else None
             if not all(self._world.gather(self._work.target_is_right)):
                 raise ContestantFailedError("what it loaded is not what it saved")
-            before = read_bytes()
-            result.warm_up_seconds["load"] = self._load(entrant)
-            counts = self._world.gather(None if before is None else (read_bytes() or 0) - before)
-            total = sum(count or 0 for count in counts)
-            result.read_bytes = total if total > 0.95 * result.needed_bytes else None
-        if "save" in self.case.measures and self._num_calls > 1:
-            result.warm_up_seconds["save"] = self._save(entrant)
 
     def _import_everything(self, contestant: Contestant) -> None:
         work = Work.make(self.case.tiny(), self._saving, self._loading)
@@ -174,25 +176,15 @@ class CaseRun:
             self._load(_Entrant(contestant, calls, Result("", "", "")))
         self._remove()
 
-    def _with_best_settings(self, entrants: list[_Entrant]) -> list[_Entrant]:
-        """Of candidates only the fastest of the warm-up; the same on all ranks."""
-        operation = self.case.measures[0]
-        candidates = [entrant for entrant in entrants if entrant.contestant.candidate]
-        if not candidates:
-            return entrants
-        best = min(candidates, key=lambda e: e.result.warm_up_seconds[operation])
-        return [e for e in entrants if e is best or e not in candidates]
-
     def _round(self, entrant: _Entrant) -> None:
         seconds = entrant.result.seconds
+        calls = range(min(self.case.calls, entrant.contestant.max_calls))
         if "save" in self.case.measures:
-            times = [self._save(entrant) for _ in range(self._num_calls)]
-            seconds["save"].append(min(times))
+            seconds["save"].append(min([self._save(entrant) for _ in calls]))
+        else:
+            self._save(entrant)
         if "load" in self.case.measures:
-            if self._last is None:
-                self._save(entrant)
-            times = [self._load(entrant) for _ in range(self._num_calls)]
-            seconds["load"].append(min(times))
+            seconds["load"].append(min([self._load(entrant) for _ in calls]))
 
     def _save(self, entrant: _Entrant, work: Work | None = None) -> float:
         """One save into a new, empty folder; the one before is removed."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bench_cases import Case
 from dist_checkpointing.comm import Comm, TorchComm
 
-_BLOCK_ELEMENTS = 1 << 22
+_BLOCK_ELEMENTS = 1 << 18  # small enough to reuse memory that was touched before
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 

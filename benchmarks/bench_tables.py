@@ -22,7 +22,11 @@ def case_table(case: Report) -> Group:
     by_name = {entry["name"]: entry for entry in entries}
     references = [name for name in ("raw", "DCP best") if name in by_name]
     settings = [f"{e['name']}: {e['detail']}" for e in entries if e["name"] == "DCP best"]
-    caption = "; ".join([f"{case['num_bytes'] / MIB:.4g} MiB", f"{rounds} rounds", *settings])
+    calls = case["calls_a_round"]
+    counted = (
+        f"{rounds} rounds of {calls} call{'s' if calls > 1 else ''}" if rounds else "no rounds"
+    )
+    caption = "; ".join([f"{case['num_bytes'] / MIB:.4g} MiB", counted, *settings])
     table = Table(title=case["title"], caption=caption, title_justify="left")
     table.add_column("", no_wrap=True)
     for operation in case["measures"]:

@@ -33,7 +33,6 @@ from bench_tables import case_table, goals_table
 from bench_torch_dcp import dcp_contestants
 from bench_world import World, start_world
 
-_CALLS = 3
 _FREE_FACTOR = 3
 
 
@@ -57,12 +56,10 @@ class Job:
     Attributes:
         cases: with the share that each may take of the time that is left when it begins.
         end: ``time.monotonic()`` when all cases of all worlds should be done.
-        calls: back-to-back calls a round, of which the fastest counts.
     """
 
     cases: Sequence[tuple[Case, float]]
     end: float
-    calls: int
 
     def __call__(self, world: World, folder: Path) -> None:
         def say(text: str) -> None:
@@ -72,13 +69,13 @@ class Job:
         for case, share in self.cases:
             now = time.monotonic()
             deadline = now + share * (self.end - now)
-            run = CaseRun(case, world, folder, self.calls, say)
+            run = CaseRun(case, world, folder, say)
             report = run.measure(all_contestants(), deadline)
             if world.rank == 0:
                 (folder / f"{case.name}.json").write_text(json.dumps(report))
 
 
-def run_cases(cases: Sequence[Case], folder: Path, minutes: float, calls: int) -> dict[str, Any]:
+def run_cases(cases: Sequence[Case], folder: Path, minutes: float) -> dict[str, Any]:
     """Case name -> report, in the order of ``cases``."""
     end = time.monotonic() + minutes * 60
     left = sum(case.weight for case in cases)
@@ -88,7 +85,7 @@ def run_cases(cases: Sequence[Case], folder: Path, minutes: float, calls: int) -
             if case.world_size == size:
                 shares.append((case, case.weight / left))
                 left -= case.weight
-        start_world(size, Job(shares, end, calls), folder, group_of_one=megatron_is_installed())
+        start_world(size, Job(shares, end), folder, group_of_one=megatron_is_installed())
     return {case.name: json.loads((folder / f"{case.name}.json").read_text()) for case in cases}
 
 
@@ -122,13 +119,11 @@ def main() -> None:
         raise SystemExit(f"{place} needs {needed / 2**30:.0f} GiB of free space")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="scratch-", dir=place) as folder:
-        calls = 1 if arguments.quick else _CALLS
-        cases = run_cases(arguments.cases, Path(folder).resolve(), arguments.minutes, calls)
+        cases = run_cases(arguments.cases, Path(folder).resolve(), arguments.minutes)
     verdicts = judge(cases)
     report = {
         "environment": environment(),
         "quick": arguments.quick,
-        "calls_a_round": calls,
         "seconds": time.monotonic() - begin,
         "cases": list(cases.values()),
         "goals": verdicts,

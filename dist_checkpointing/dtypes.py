@@ -154,7 +154,8 @@ def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
     Conjugate or negative views have no such memory and are materialised first.
     """
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     dtype = from_torch(tensor.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding, InvalidSh
 
 _MAX_NAME_BYTES = 200
 _MAX_COMPONENT_BYTES = 255
+_PLAIN_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{,{_MAX_NAME_BYTES - 1}}}")
 _TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
 
 
@@ -26,6 +28,8 @@ def disk_name(key: str) -> str:
     checkpoint uses itself. A name over 200 bytes is cut and ends in ``~`` and 16 hex digits; the
     index maps it back.
     """
+    if _PLAIN_NAME.fullmatch(key) and key not in _TAKEN_NAMES:
+        return key
     name = quote(key, safe="").replace("~", "%7E")
     if name.startswith(".") or name in _TAKEN_NAMES:
         name = f"%{ord(name[0]):02X}{name[1:]}"

@@ -84,7 +84,9 @@ class DefaultSavePlanner(SavePlanner):
             assert leaf.flattened_range is not None
             origin = leaf.flattened_range.start
             return leaf.data[part.flat_range[0] - origin : part.flat_range[1] - origin]
-        whole = leaf.data[(None,) * leaf.prepend_axis_num]
+        whole = leaf.data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else leaf.data
+        if part.chunk.shape == whole.shape:
+            return whole
         return whole[part.chunk.relative_to(leaf.box.offset).slices()]
 
 
@@ -156,7 +158,7 @@ class DefaultLoadPlanner(LoadPlanner):
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
         leaf = self._leaf(item)
         assert leaf.data is not None
-        data: torch.Tensor = leaf.data.detach()
+        data: torch.Tensor = leaf.data.detach() if leaf.data.requires_grad else leaf.data
         if leaf.flattened_range is None:
             whole = data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else data
         else:

@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import numpy.typing as npt
 import tensorstore as ts
 import torch
@@ -184,14 +183,14 @@ class TensorStoreWriter(StorageWriter):
         assert tensor is not None
         part = item.tensor_data
         assert part is not None
-        on_cpu = data.detach().to("cpu")
-        array = np.ascontiguousarray(dtypes.as_numpy(on_cpu)).reshape(tuple(data.shape))
-        copied = array.nbytes > 0 and array.ctypes.data != data.data_ptr()
+        on_cpu = data.detach() if data.device.type == "cpu" else data.detach().to("cpu")
+        array = dtypes.as_numpy(on_cpu.contiguous())
         digest = checksum(array) if self.options.checksum is Checksum.XXH3 else None
         whole = tensor.pieces is not None or part.chunk.shape == tensor.grid.chunk_shape
         if whole and array.nbytes < _SMALL_BYTES:
             lane.put(keys.chunk_key(tensor, part.chunk, part.flat_range), array.tobytes())
         else:
+            copied = array.ctypes.data != data.data_ptr()
             lane.put_chunk(tensor, item, array, copied=copied)
         self.report(array.nbytes)
         return WriteResult(item.index, array.nbytes, checksum=digest)
