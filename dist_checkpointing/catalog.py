@@ -7,7 +7,6 @@ arithmetic.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -149,14 +148,6 @@ class ShardTable:
         """Elements that each row holds (the range only, if flattened)."""
         boxes = self.shapes.prod(axis=1)
         return np.where(self.flat[:, 0] >= 0, self.flat[:, 1] - self.flat[:, 0], boxes)
-
-    def fingerprint(self) -> bytes:
-        """A digest that differs if any column differs."""
-        digest = hashlib.blake2b(repr(self.names).encode(), digest_size=16)
-        for field in fields(self):
-            if field.name != "names":
-                digest.update(np.ascontiguousarray(getattr(self, field.name)).tobytes())
-        return digest.digest()
 
 
 class TableRows:
