@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -118,6 +119,8 @@ def main() -> None:
     if shutil.disk_usage(place).free < needed:
         raise SystemExit(f"{place} needs {needed / 2**30:.0f} GiB of free space")
     begin = time.monotonic()
+    # So that a run that is stopped removes its gigabytes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     with tempfile.TemporaryDirectory(prefix="scratch-", dir=place) as folder:
         cases = run_cases(arguments.cases, Path(folder).resolve(), arguments.minutes)
     verdicts = judge(cases)
