@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from dist_checkpointing.catalog import ShardTable, concatenate, describe
+from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
@@ -101,7 +102,7 @@ def save(
     """
     comm = default_comm() if comm is None else comm
     meter = Meter("save", comm.rank, progress)
-    with meter.phase("planning"), comm.agreed("preparing the save"):
+    with meter.phase("planning"), paused_collector(), comm.agreed("preparing the save"):
         work = _prepare(
             sharded_state_dict,
             Path(checkpoint_dir),
@@ -113,7 +114,7 @@ def save(
             raise CheckpointingException(
                 f"Cannot apply async_save to non-async strategy {work.strategy}"
             )
-    with meter.phase("planning"):
+    with meter.phase("planning"), paused_collector():
         if validate_access_integrity:
             _compare_common(work.common, preprocess_common_before_consistancy_check, comm)
         planned, objects = _plan(work, comm, validate=validate_access_integrity)

@@ -17,6 +17,7 @@ import numpy as np
 
 from dist_checkpointing.catalog import concatenate
 from dist_checkpointing.checksums import CHECKSUMS_NAME, write_checksums
+from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.index import INDEX_NAME, Index, read_index, write_index
@@ -259,7 +260,7 @@ def read(
 
     All that is missing is found before the first byte is read.
     """
-    with comm.agreed("planning the load"):
+    with paused_collector(), comm.agreed("planning the load"):
         planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
         plan = planner.build_local_plan()
     if type(planner).build_global_plan is not LoadPlanner.build_global_plan:

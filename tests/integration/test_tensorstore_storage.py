@@ -114,7 +114,8 @@ def test_dropping_the_optimizer_frees_its_space(tmp_path: Path) -> None:
 
     before = used()
     remove_sharded_tensors(tmp_path, "optimizer")
-    assert before - used() > full["optimizer.m"].nbytes
+    # The tree of keys is written anew, and keeps its old nodes.
+    assert before - used() > 0.999 * full["optimizer.m"].nbytes
     left = load_plain_tensors(tmp_path)
     assert {"model.w", "model.b"} <= set(left)
     assert not any(key.startswith("optimizer") for key in left)
