@@ -26,6 +26,7 @@ from dist_checkpointing.mapping import (
     ShardedStateDict,
     is_main_replica,
 )
+from dist_checkpointing.options import Durability
 from dist_checkpointing.partition import Partition, partition
 from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.storage import PlannedSave, StorageWriter
@@ -200,6 +201,7 @@ def _prepare(
     writer = None
     if isinstance(strategy, PlannedSaveStrategy):
         writer = strategy.make_writer(folder)
+        common_writer = common_writer.lasting(writer.options.durability)
     return _Work(strategy, common_writer, folder, parts, common, by_strategy, by_common, writer)
 
 
@@ -232,7 +234,10 @@ def _claim(
             if planned is not None and work.writer is not None:
                 names += work.writer.created_names(planned.index)
             _refuse_clashes(names, objects, planned)
-            attempt = Attempt.begin(work.folder, names, overwrite=overwrite)
+            durability = Durability.FSYNC
+            if work.writer is not None:
+                durability = work.writer.options.durability
+            attempt = Attempt.begin(work.folder, names, overwrite=overwrite, durability=durability)
     return attempt
 
 

@@ -110,7 +110,7 @@ class StorageWriter(ABC):
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         """Write, on rank 0, what describes the checkpoint as a whole, durably."""
         del results
-        write_index(metadata, self.checkpoint_dir)
+        write_index(metadata, self.checkpoint_dir, self.options.durability)
 
 
 class StorageReader(ABC):

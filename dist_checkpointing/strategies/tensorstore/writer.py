@@ -29,7 +29,7 @@ from dist_checkpointing.storage import StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import database, keys
 
-_LANES = 2
+_MOST_LANES = 2
 _MIN_LANE_BYTES = 64 * 2**20
 _SMALL_BYTES = 2**20
 """Below this a copy of the bytes costs less than opening an array for them."""
@@ -178,7 +178,7 @@ class TensorStoreWriter(StorageWriter):
             held = database.contents(folder)
             return WriteResult(MetadataIndex(name), held.num_bytes, (name, held))
 
-        with ThreadPoolExecutor(min(_LANES, self.options.threads), "lane") as pool:
+        with ThreadPoolExecutor(min(_MOST_LANES, self.options.threads), "lane") as pool:
             filled = list(pool.map(fill, work))
         return done([*(result for result in results if result is not None), *filled])
 
@@ -196,7 +196,7 @@ class TensorStoreWriter(StorageWriter):
         return [
             share
             for section, (names, tasks) in sections.items()
-            for share in _lanes(section, names, tasks)
+            for share in _lanes(section, names, tasks, max(1, self.options.threads // 2))
         ]
 
     def _write_item(
@@ -236,17 +236,19 @@ class TensorStoreWriter(StorageWriter):
                 store.fsync_file(self.checkpoint_dir / database.MANIFEST_NAME)
             folders = {self.checkpoint_dir / name for name, _ in parts}
             store.fsync_folders(folders, self.checkpoint_dir)
-        write_index(metadata, self.checkpoint_dir)
+        write_index(metadata, self.checkpoint_dir, self.options.durability)
 
 
 def _existing(folder: Path) -> Path:
     return folder if folder.exists() else _existing(folder.parent)
 
 
-def _lanes(section: str, described: list[str], tasks: list[tuple[Task, int]]) -> list[_Share]:
+def _lanes(
+    section: str, described: list[str], tasks: list[tuple[Task, int]], most_lanes: int
+) -> list[_Share]:
     small = [task for task, size in tasks if size < _SMALL_BYTES]
     large = [(task, size) for task, size in tasks if size >= _SMALL_BYTES]
-    count = max(1, min(_LANES, sum(size for _, size in large) // _MIN_LANE_BYTES))
+    count = max(1, min(_MOST_LANES, most_lanes, sum(size for _, size in large) // _MIN_LANE_BYTES))
     lanes: list[list[Task]] = [[] for _ in range(count)]
     loads = [0] * count
     for task, size in large:
