@@ -68,6 +68,7 @@ def open_checkpoint(
     )
     sharded.check_backend_compatibility(backend)
     sharded.check_version_compatibility(version)
+    sharded = sharded.for_format(backend, version)
     return LoadStrategies(config, sharded, common_reader(config, common_strategy))
 
 

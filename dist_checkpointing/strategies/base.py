@@ -129,6 +129,11 @@ class LoadCommonStrategy(LoadStrategyBase):
 class LoadShardedStrategy(LoadStrategyBase):
     """Reads ShardedTensors."""
 
+    def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
+        """The strategy for one of the formats that it understands: by default itself."""
+        del backend, version
+        return self
+
     @abstractmethod
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
         """The same nested dict with every ShardedTensor replaced by its loaded tensor."""
