@@ -1,0 +1,5 @@
+"""Doors to torch: DTensor state dicts, and distributed checkpoint (DCP) storage in both ways."""
+
+from dist_checkpointing.interop.dtensor import shard_state_dict, unshard_state_dict
+
+__all__ = ["shard_state_dict", "unshard_state_dict"]
