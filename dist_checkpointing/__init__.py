@@ -1,6 +1,7 @@
 """Distributed checkpoints: saved by any set of ranks, loaded by any other."""
 
 import importlib
+import typing
 
 from dist_checkpointing.commit import check_is_distributed_checkpoint
 from dist_checkpointing.errors import (
@@ -59,7 +60,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> typing.Any:
     # On first use: it imports torch.distributed.checkpoint, which not everybody needs.
     if name == "interop":
         return importlib.import_module(f"{__name__}.interop")
