@@ -30,7 +30,12 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.interop import DCPStorageLoadStrategy, DCPStorageSaveStrategy
+from dist_checkpointing.interop import (
+    DCPReader,
+    DCPStorageLoadStrategy,
+    DCPStorageSaveStrategy,
+    DCPWriter,
+)
 from dist_checkpointing.strategies.base import StrategyAction
 from dist_checkpointing.strategies.registry import default_strategies
 from dist_checkpointing.testing import StrategyConformance, run_ranks
@@ -176,6 +181,20 @@ def test_flattened_ranges_are_stored_as_boxes_that_dcp_reads(tmp_path: Path) -> 
     found = {"f": torch.zeros(7, 10)}
     dcp_load(found, storage_reader=FileSystemReader(tmp_path / "dcp"))
     assert torch.equal(found["f"], FULL)
+
+
+def test_both_doors_at_once(tmp_path: Path) -> None:
+    """DCP saves into a storage of ours that is one of DCP's: no use, but all hooks in order."""
+    strategy = DCPStorageSaveStrategy(writes_files)
+    dcp_save({"rows": FULL, "step": 4}, storage_writer=DCPWriter(tmp_path, strategy))
+    found: dict[str, Any] = {"rows": torch.zeros(7, 10), "step": None}
+    reader = DCPReader(tmp_path, DCPStorageLoadStrategy(FileSystemReader))
+    dcp_load(found, storage_reader=reader)
+    assert torch.equal(found["rows"], FULL)
+    assert found["step"] == 4
+    inner = {"rows": torch.zeros(7, 10)}
+    dcp_load(inner, storage_reader=FileSystemReader(tmp_path / "dcp"))
+    assert torch.equal(inner["rows"], FULL)
 
 
 def test_a_safetensors_file_cannot_hold_two_parts_of_a_tensor(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from torch.distributed.checkpoint import planner as dcp
 from torch.distributed.checkpoint import storage as dcp_storage
 from torch.futures import Future
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.catalog import TableRows, concatenate
 from dist_checkpointing.commit import Attempt, CheckpointingConfig, check_distinct
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -34,8 +32,17 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.index import Index
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys
-from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
-from dist_checkpointing.storage import StorageWriter, WriteResult, write_plan
+from dist_checkpointing.interop.torch_dcp.shares import (
+    Report,
+    Share,
+    check_complete,
+    full_plans,
+    is_usable,
+    lay_out,
+    make_shares,
+)
+from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
+from dist_checkpointing.storage import StorageWriter, write_plan
 from dist_checkpointing.strategies.base import (
     PlannedSaveStrategy,
     SaveCommonStrategy,
@@ -43,7 +50,6 @@ from dist_checkpointing.strategies.base import (
 )
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select
-from dist_checkpointing.validation import check_agreement, check_coverage
 
 
 class DCPWriter(dcp_storage.StorageWriter):
@@ -124,20 +130,19 @@ class DCPWriter(dcp_storage.StorageWriter):
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """Decide on the layout, check that nothing is missing, and claim the folder."""
-        every = _full_plans(plans)
-        writer = self._make_writer()
-        writer.set_up_storage_writer(rank=0, world_size=len(plans))
+        every = full_plans(plans)
+        writer = self._strategy.make_writer(self.path)
+        laid_out = [lay_out(full, writer.layout) for full in every]
         names: dict[str, None] = {}
-        shares: list[_Share] = []
-        for full in every:
-            shares = _plan(full, writer, self._writes)
-            assert shares[0].plan.index is not None
-            created = [*writer.created_names(shares[0].plan.index), DCP_KEYS_NAME]
-            created += self._common.created_names([])
+        for _, index in laid_out:
+            created = [*writer.created_names(index), *self._common.created_names([]), DCP_KEYS_NAME]
             check_distinct(created)
             names |= dict.fromkeys(created)
         self._attempt = Attempt.begin(self.path, names, overwrite=self.overwrite)
-        if not any(map(_is_usable, plans)):
+        writer.set_up_storage_writer(rank=0, world_size=len(plans))
+        self._writer = writer
+        shares = make_shares(laid_out[0][0], writer, self._writes)
+        if not any(map(is_usable, plans)):
             return plans  # nothing has changed: every rank has its share from an earlier save
         pairs = zip(every[0], shares, strict=True)
         return [replace(plan, storage_data=share) for plan, share in pairs]
@@ -146,22 +151,22 @@ class DCPWriter(dcp_storage.StorageWriter):
         self, plan: dcp.SavePlan, planner: dcp.SavePlanner
     ) -> Future[list[dcp_storage.WriteResult]]:
         share = plan.storage_data
-        if not isinstance(share, _Share) or share.writes != self._writes:
+        if not isinstance(share, Share) or share.writes != self._writes:
             finding = Finding(
                 "the plan was cached by a save into another storage",
                 expected=self._writes,
-                found=share.writes if isinstance(share, _Share) else type(share).__name__,
+                found=share.writes if isinstance(share, Share) else type(share).__name__,
                 remedy="With enable_plan_caching, use a planner class of its own a storage.",
             )
             raise CheckpointingException("the plan is not for this storage", [finding])
-        self._writer = self._make_writer()
         self._index = share.plan.index
-        self._writer.set_up_storage_writer(rank=share.rank, world_size=share.world_size)
-        own = self._writer.prepare_local_plan(share.plan)
+        if self._writer is None:
+            self._writer = self._strategy.make_writer(self.path)
+            self._writer.set_up_storage_writer(rank=share.rank, world_size=share.world_size)
         data = _ResolvedData(plan.items, share.plan.items, planner)
-        written = write_plan(own, data, self._writer, share.rank)
+        written = write_plan(share.plan, data, self._writer, share.rank)
         noted = [r for r in written if r.storage_data is not None]
-        report = _Report(
+        report = Report(
             share.save_plan_id,
             tuple(noted) if self._writer.gathers_results else (),
             {
@@ -186,9 +191,9 @@ class DCPWriter(dcp_storage.StorageWriter):
         assert self._writer is not None
         assert self._index is not None
         assert self._attempt is not None
-        reports: list[_Report] = [of_rank[-1].storage_data for of_rank in results]
+        reports: list[Report] = [of_rank[-1].storage_data for of_rank in results]
         contents = {name: value for report in reports for name, value in report.contents.items()}
-        _check_complete(metadata, reports, self._index, contents.keys())
+        check_complete(metadata, reports, self._index, contents.keys())
         self._writer.finish(self._index, [report.noted for report in reports])
         values, raw = _loaded(contents)
         names = metadata.state_dict_metadata
@@ -206,48 +211,10 @@ class DCPWriter(dcp_storage.StorageWriter):
     def _writes(self) -> tuple[str, int]:
         return self._strategy.backend, self._strategy.version
 
-    def _make_writer(self) -> StorageWriter:
-        return self._strategy.make_writer(self.path)
-
     def _give_up(self) -> None:
         if self._attempt is not None:
             self._attempt.abandon()
         self._attempt = self._writer = self._index = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What the coordinator tells a rank, inside of DCP's plan.
-
-    Attributes:
-        plan: the rank's part of the save, cut up as it is stored. ``sources`` are positions among
-            the items of DCP's plan.
-        rank: this rank.
-        world_size: number of ranks.
-        writes: the (backend, version) that this was made for.
-        save_plan_id: the same for all shares of one plan.
-    """
-
-    plan: SavePlan
-    rank: int
-    world_size: int
-    writes: tuple[str, int]
-    save_plan_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """What a rank tells the coordinator, as the last of its results.
-
-    Attributes:
-        save_plan_id: of its share.
-        noted: results with something for the writer's ``finish``.
-        contents: the bytes of what is not a tensor.
-    """
-
-    save_plan_id: str
-    noted: tuple[WriteResult, ...]
-    contents: Mapping[str, bytes]
 
 
 class _ResolvedData(DefaultSavePlanner):
@@ -302,74 +269,6 @@ class _ResolvedData(DefaultSavePlanner):
             return tensor
 
 
-def _is_usable(plan: dcp.SavePlan) -> bool:
-    return bool(getattr(plan, "usable", True))
-
-
-def _full_plans(plans: Sequence[dcp.SavePlan]) -> list[list[dcp.SavePlan]]:
-    """The plans with all items: more than one possibility if DCP's plan cache leaves them open.
-
-    With plan caching the coordinator is given nothing for ranks whose part of the global plan has
-    not changed. The layout of a tensor follows from the parts on all ranks, so these are looked up
-    where the planner has them.
-
-    Raises:
-        CheckpointingException: if they are not found there.
-    """
-    if all(map(_is_usable, plans)):
-        return [list(plans)]
-    cache: Mapping[str, list[dcp.SavePlan]] = getattr(dcp.SavePlanner, "_cached_global_plan", {})
-    found = [
-        list(cached)
-        for cached in cache.values()
-        if len(cached) == len(plans)
-        and all(new is old or not _is_usable(new) for new, old in zip(plans, cached, strict=True))
-    ]
-    if not found or (len(found) > 1 and any(map(_is_usable, plans))):
-        finding = Finding(
-            "the planner left out the plans of some ranks",
-            ranks=tuple(rank for rank, plan in enumerate(plans) if not _is_usable(plan)),
-            remedy="Switch enable_plan_caching off.",
-        )
-        raise CheckpointingException("cached plans cannot be found", [finding])
-    return found
-
-
-def _plan(
-    plans: Sequence[dcp.SavePlan], writer: StorageWriter, writes: tuple[str, int]
-) -> list[_Share]:
-    """Lay out what DCP wants written, and check that it is every element exactly once."""
-    tables = [_table(plan, rank) for rank, plan in enumerate(plans)]
-    planner = DefaultSavePlanner()
-    planner.configure_planner({}, is_coordinator=True, rank=0, layout=writer.layout)
-    announced = concatenate([plan.table for plan in tables])
-    check_agreement(announced)
-    own_plans, _ = planner.build_global_plan(tables)
-    check_coverage(announced, concatenate([plan.table for plan in own_plans]))
-    final = writer.prepare_global_plan([planner.finalize_plan(plan) for plan in own_plans])
-    save_plan_id = uuid.uuid4().hex
-    return [_Share(plan, rank, len(plans), writes, save_plan_id) for rank, plan in enumerate(final)]
-
-
-def _table(plan: dcp.SavePlan, rank: int) -> SavePlan:
-    rows = TableRows()
-    for position, item in enumerate(plan.items):
-        data = item.tensor_data
-        if data is None:
-            continue
-        rows.add(
-            key=item.index.fqn,
-            dtype=dtypes.from_torch(data.properties.dtype, key=item.index.fqn).name,
-            global_shape=tuple(data.size),
-            offset=tuple(data.chunk.offsets),
-            shape=tuple(data.chunk.sizes),
-            flat=None,
-            main=True,  # DCP has chosen among replicas
-            source=position,
-        )
-    return SavePlan(rows.table(rank))
-
-
 def _content(stream: Any) -> bytes:
     if isinstance(stream, io.BytesIO):
         return stream.getvalue()
@@ -378,7 +277,7 @@ def _content(stream: Any) -> bytes:
     return content
 
 
-def _num_bytes(item: dcp.WriteItem, report: _Report) -> int:
+def _num_bytes(item: dcp.WriteItem, report: Report) -> int:
     data = item.tensor_data
     if data is None:
         return len(report.contents[item.index.fqn])
@@ -399,30 +298,3 @@ def _loaded(contents: Mapping[str, bytes]) -> tuple[dict[str, Any], list[str]]:
             values[name] = content
             raw.append(name)
     return values, raw
-
-
-def _check_complete(
-    metadata: dcp_metadata.Metadata,
-    reports: Sequence[_Report],
-    index: Index,
-    values: Any,
-) -> None:
-    """Whether what was written is what DCP thinks it is: its plan cache can be out of date."""
-    findings = []
-    if len({report.save_plan_id for report in reports}) > 1:
-        findings.append(Finding("the ranks wrote plans of different saves"))
-    for name, stored in metadata.state_dict_metadata.items():
-        if isinstance(stored, dcp_metadata.BytesStorageMetadata):
-            if name not in values:
-                findings.append(Finding("was not written by any rank", name))
-        elif name not in index:
-            findings.append(Finding("was not written by any rank", name))
-        elif index[name].global_shape != tuple(stored.size):
-            expected, found = tuple(stored.size), index[name].global_shape
-            findings.append(Finding("another shape was written", name, expected, found))
-    if findings:
-        remedy = "Switch enable_plan_caching off, or save again."
-        raise CheckpointingException(
-            "DCP's cached plans are not those of this state dict",
-            [replace(finding, remedy=remedy) for finding in findings],
-        )
