@@ -13,7 +13,7 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO
@@ -24,6 +24,7 @@ from dist_checkpointing.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Finding,
+    InvalidShardingError,
 )
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,18 @@ class Attempt:
     def release(self) -> None:
         """Let go of the folder as it is; the next attempt clears away what is there."""
         self._close()
+
+
+def check_distinct(names: Sequence[str]) -> None:
+    """Refuse to let two keys of a save have the same file.
+
+    Raises:
+        InvalidShardingError: naming the files.
+    """
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        findings = [Finding("two keys want the same file", path=name) for name in twice]
+        raise InvalidShardingError("keys of the state dict clash", findings)
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:

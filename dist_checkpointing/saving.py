@@ -18,7 +18,7 @@ import torch
 from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.commit import Attempt, CheckpointingConfig
+from dist_checkpointing.commit import Attempt, CheckpointingConfig, check_distinct
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
 from dist_checkpointing.mapping import (
     CommonStateDict,
@@ -307,11 +307,9 @@ def _refuse_clashes(names: list[str], objects: ShardTable, planned: PlannedSave 
             for key in sorted(set(objects.key_column))
             if key in planned.index
         ]
-    if not findings and len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        findings = [Finding("two keys want the same file", path=name) for name in twice]
     if findings:
         raise InvalidShardingError("keys of the state dict clash", findings)
+    check_distinct(names)
 
 
 def _compare_common(

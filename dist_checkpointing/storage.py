@@ -240,17 +240,25 @@ def write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
             comm.rank
         ]
     with comm.agreed("writing"):
-        results = writer.write_data(plan, planned.planner).result()
-        digests = [result.checksum for result in results[: len(plan.table)]]
-        path = write_checksums(writer.checkpoint_dir, comm.rank, plan.table, digests)
-        if path is not None and writer.options.durability is Durability.FSYNC:
-            fsync_file(path)
-            fsync_folders([path], writer.checkpoint_dir)
+        results = write_plan(plan, planned.planner, writer, comm.rank)
     noted = [result for result in results if result.storage_data is not None]
     all_results = comm.all_gather(noted) if writer.gathers_results else [noted]
     with comm.agreed("finishing the write"):
         if comm.rank == 0:
             writer.finish(planned.index, all_results)
+
+
+def write_plan(
+    plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank: int
+) -> list[WriteResult]:
+    """Write what one rank has to write, and its checksums, durably. Not collective."""
+    results = writer.write_data(plan, planner).result()
+    digests = [result.checksum for result in results[: len(plan.table)]]
+    path = write_checksums(writer.checkpoint_dir, rank, plan.table, digests)
+    if path is not None and writer.options.durability is Durability.FSYNC:
+        fsync_file(path)
+        fsync_folders([path], writer.checkpoint_dir)
+    return results
 
 
 def read(
