@@ -28,8 +28,9 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.options import Durability
 from dist_checkpointing.partition import Partition, partition
+from dist_checkpointing.planned_save import PlanCache, PlannedSave
 from dist_checkpointing.progress import Meter, ProgressCallback
-from dist_checkpointing.storage import PlannedSave, StorageWriter
+from dist_checkpointing.storage import StorageWriter
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -65,6 +66,7 @@ def save(
     comm: Comm | None = None,
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
+    plan_cache: PlanCache | None = None,
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -90,6 +92,8 @@ def save(
         overwrite: give up a committed checkpoint at ``checkpoint_dir`` as soon as the new one is
             planned. From then on the old one is gone, also if this save fails.
         progress: called with a Progress, from any thread, whenever there is something to report.
+        plan_cache: the same object for every save of one training run: while nothing but values
+            has changed, on any rank, the plan of the last save is used again.
 
     Returns:
         None, or the request to schedule.
@@ -118,7 +122,7 @@ def save(
     with meter.phase("planning"), paused_collector():
         if validate_access_integrity:
             _compare_common(work.common, preprocess_common_before_consistancy_check, comm)
-        planned, objects = _plan(work, comm, validate=validate_access_integrity)
+        planned, objects = _plan(work, comm, plan_cache, validate=validate_access_integrity)
         attempt = _claim(work, planned, objects, comm, overwrite=overwrite)
 
     def commit() -> None:
@@ -205,12 +209,14 @@ def _prepare(
     return _Work(strategy, common_writer, folder, parts, common, by_strategy, by_common, writer)
 
 
-def _plan(work: _Work, comm: Comm, *, validate: bool) -> tuple[PlannedSave | None, ShardTable]:
+def _plan(
+    work: _Work, comm: Comm, cache: PlanCache | None, *, validate: bool
+) -> tuple[PlannedSave | None, ShardTable]:
     """Decide who writes what: the plan of a planned strategy, and all ranks' ``by_common``."""
     planned = None
     if work.writer is not None:
         assert isinstance(work.strategy, PlannedSaveStrategy)
-        planned = work.strategy.plan(work.by_strategy, work.writer, comm)
+        planned = work.strategy.plan(work.by_strategy, work.writer, comm, cache)
         if planned.dropped and comm.rank == 0:
             logger.info("left out by the planner: %s", ", ".join(planned.dropped))
     elif validate:

@@ -9,19 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-import numpy as np
-
-from dist_checkpointing.catalog import concatenate
 from dist_checkpointing.checksums import CHECKSUMS_NAME, write_checksums
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.index import INDEX_NAME, Index, read_index, write_index
 from dist_checkpointing.options import Durability, StorageOptions
+from dist_checkpointing.planned_save import PlannedSave
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
@@ -32,7 +30,6 @@ from dist_checkpointing.planning import (
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.store import disk_name, fsync_file, fsync_folders
-from dist_checkpointing.validation import check_agreement, check_coverage
 
 T = TypeVar("T")
 
@@ -176,54 +173,6 @@ def done(value: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(value)
     return future
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlannedSave:
-    """A save decided to the last chunk, before anything is written.
-
-    Attributes:
-        plan: what this rank writes.
-        index: what the checkpoint will hold.
-        planner: answers for the data of the plan's items.
-        dropped: keys in the state dict that a user's planner left out on purpose.
-    """
-
-    plan: SavePlan
-    index: Index
-    planner: SavePlanner
-    dropped: tuple[str, ...] = ()
-
-
-def plan_save(leaves: Leaves, planner: SavePlanner, layout: Layout, comm: Comm) -> PlannedSave:
-    """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
-
-    Raises:
-        InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
-            tensor exactly once.
-    """
-
-    def local_plan() -> SavePlan:
-        planner.configure_planner(
-            leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
-        )
-        return planner.build_local_plan()
-
-    local_plans = [
-        # Who brought a plan is who holds its shards, whatever a user's planner put there.
-        replace(plan, table=replace(plan.table, ranks=np.full(len(plan.table), rank)))
-        for rank, plan in enumerate(comm.exchange("planning the save", local_plan))
-    ]
-    with comm.agreed("planning the save"):
-        announced = concatenate([plan.table for plan in local_plans])
-        check_agreement(announced)
-        plans, index = planner.build_global_plan(local_plans)
-        tables = [plan.table for plan in plans]
-        check_coverage(announced, concatenate(tables))
-        plan = planner.finalize_plan(plans[comm.rank])
-        asked = {leaf.key for leaf in leaves.values()}
-        dropped = tuple(sorted(asked - {announced.names[k] for k in np.unique(announced.keys)}))
-    return PlannedSave(plan, index, planner, dropped)
 
 
 def write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 DEFAULT_TIMEOUT_SECONDS = 1800.0
 _PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.01
+_NO_NUMBER = 2**62
 
 
 class TorchComm(Comm):
@@ -70,6 +71,17 @@ class TorchComm(Comm):
             dist.broadcast_object_list(values, src=source, group=self._group)
         result: T = values[0]
         return result
+
+    def all_same(self, number: int | None) -> bool:
+        if self._group_is_broken:
+            return set(self._through_store(number)) == {number} - {None}
+        # Equal numbers have equal maxima of themselves and of their negatives; None has none.
+        extremes = [_NO_NUMBER, _NO_NUMBER] if number is None else [number, -number]
+        both = torch.tensor(extremes, dtype=torch.int64)
+        with self._contact_loss_named():
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        highest, lowest = both.tolist()
+        return bool(highest == -lowest)
 
     def _through_store(self, value: T) -> list[T]:
         """What all ranks bring, without the group: slow, and only after a rank was too late."""

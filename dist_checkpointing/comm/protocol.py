@@ -91,6 +91,14 @@ class Comm(ABC):
         """``value`` of rank 0."""
 
     @abstractmethod
+    def all_same(self, number: int | None) -> bool:
+        """Whether every rank brings the same number, and none brings None.
+
+        Args:
+            number: from 0 to 2**62 - 1.
+        """
+
+    @abstractmethod
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
         """The failures that ranks bring to ``step``; an absent rank counts as failed."""
 
@@ -158,6 +166,9 @@ class SingleProcess(Comm):
 
     def broadcast(self, value: T) -> T:
         return value
+
+    def all_same(self, number: int | None) -> bool:
+        return number is not None
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:  # noqa: ARG002
         return {} if failure is None else {0: failure}

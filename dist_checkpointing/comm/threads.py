@@ -81,6 +81,9 @@ class ThreadComm(Comm):
     def broadcast(self, value: T) -> T:
         return self.all_gather(value)[0]
 
+    def all_same(self, number: int | None) -> bool:
+        return set(self.all_gather(number)) == {number} - {None}
+
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
         outcomes: list[Failure | None] = self._meet(step, failure)
         return {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}

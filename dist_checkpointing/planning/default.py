@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +33,11 @@ class DefaultSavePlanner(SavePlanner):
         self._leaves: list[ShardedBase] = []
         self._rank = 0
         self._layout: Layout = RowBlockLayout()
+
+    @property
+    def settings(self) -> Hashable | None:
+        # A subclass may do anything, and says itself when its plans can be used again.
+        return () if type(self) is DefaultSavePlanner else None
 
     def configure_planner(
         self, state_dict: Leaves, *, is_coordinator: bool, rank: int, layout: Layout

@@ -7,7 +7,7 @@ default planners to rename, skip or convert, and pass the planner to a strategy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
@@ -25,8 +25,17 @@ class SavePlanner(ABC):
     """Decides what is written, by whom, under which names.
 
     Called in this order on every rank: ``configure_planner``, ``build_local_plan``,
-    ``build_global_plan``, ``finalize_plan``, then ``get_data`` once an item.
+    ``build_global_plan``, ``finalize_plan``, then ``get_data`` once an item. A save that uses an
+    earlier plan again calls ``configure_planner`` and ``get_data`` only.
     """
+
+    @property
+    def settings(self) -> Hashable | None:
+        """What the plans of this planner depend on besides the leaves and the layout.
+
+        None (the default): on anything, so that a plan is never used again.
+        """
+        return None
 
     @abstractmethod
     def configure_planner(

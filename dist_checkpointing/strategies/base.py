@@ -26,6 +26,7 @@ from dist_checkpointing.mapping import (
     StateDict,
 )
 from dist_checkpointing.options import Durability, StorageOptions
+from dist_checkpointing.planned_save import PlanCache, PlannedSave, plan_save
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -33,14 +34,7 @@ from dist_checkpointing.planning import (
     SavePlanner,
 )
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.storage import (
-    PlannedSave,
-    StorageReader,
-    StorageWriter,
-    plan_save,
-    read,
-    write,
-)
+from dist_checkpointing.storage import StorageReader, StorageWriter, read, write
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.registry import (
     StrategyAction,
@@ -246,10 +240,23 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         writer.options = self.options
         return writer
 
-    def plan(self, leaves: Leaves, writer: StorageWriter, comm: Comm) -> PlannedSave:
-        """Decide who writes what. Collective, touches no file."""
+    def plan(
+        self,
+        leaves: Leaves,
+        writer: StorageWriter,
+        comm: Comm,
+        cache: PlanCache | None = None,
+    ) -> PlannedSave:
+        """Decide who writes what. Collective, touches no file.
+
+        Args:
+            leaves: of this rank.
+            writer: knows the layout.
+            comm: the ranks that save together.
+            cache: the last plan, to be used again if nothing has changed.
+        """
         planner = DefaultSavePlanner() if self.planner is None else self.planner
-        return plan_save(leaves, planner, writer.layout, comm)
+        return plan_save(leaves, planner, writer.layout, comm, cache)
 
     def write(self, planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
         """Write what was planned. Collective, durable, not committed."""

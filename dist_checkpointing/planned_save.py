@@ -1,0 +1,159 @@
+"""How ranks come to one plan for a save, and when they may use the last one again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from dist_checkpointing.catalog import concatenate
+from dist_checkpointing.collector import paused_collector
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.index import Index
+from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from dist_checkpointing.packing import pack, unpack
+from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning.layout import Layout
+from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.validation import check_agreement, check_coverage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedSave:
+    """A save decided to the last chunk, before anything is written.
+
+    Attributes:
+        plan: what this rank writes.
+        index: what the checkpoint will hold.
+        planner: answers for the data of the plan's items.
+        dropped: keys in the state dict that a user's planner left out on purpose.
+    """
+
+    plan: SavePlan
+    index: Index
+    planner: SavePlanner
+    dropped: tuple[str, ...] = ()
+
+
+class PlanCache:
+    """The plan of the last save, used again as long as nothing about it has changed on any rank.
+
+    Whoever saves the same kind of state many times owns one, and passes it to every save. What
+    counts is what the plan was made of: keys, shapes, dtypes, offsets, replica ids and order of all
+    sharded leaves, the layout, the planner and the ranks. It is compared in full, not by a hash,
+    and one difference on one rank makes all ranks plan anew. Values do not count, and none is kept.
+    """
+
+    def __init__(self) -> None:
+        self._description: object = None
+        self._number: int | None = None
+        self._plan: tuple[SavePlan, Index, tuple[str, ...]] | None = None
+
+    def number_of(self, description: object) -> int | None:
+        """A number that all ranks share if their plans belong together; None for a plan anew."""
+        return self._number if self._description == description else None
+
+    def plan_for(self, planner: SavePlanner) -> PlannedSave:
+        """The plan, for a planner that has been told the leaves."""
+        assert self._plan is not None
+        plan, index, dropped = self._plan
+        return PlannedSave(plan, index, planner, dropped)
+
+    def keep(self, description: object, planned: PlannedSave, number: int) -> None:
+        """Remember a plan and what it was made of, but not the planner, which knows the leaves."""
+        self._description, self._number = description, number
+        self._plan = planned.plan, planned.index, planned.dropped
+
+
+def plan_save(
+    leaves: Leaves,
+    planner: SavePlanner,
+    layout: Layout,
+    comm: Comm,
+    cache: PlanCache | None = None,
+) -> PlannedSave:
+    """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
+
+    Raises:
+        InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
+            tensor exactly once.
+    """
+    description, number = None, None
+    if cache is not None and planner.settings is not None:
+        description = (type(planner), planner.settings, layout, comm.rank, comm.world_size)
+        description = (*description, *_described(leaves.values()))
+        number = cache.number_of(description)
+    if comm.all_same(number):
+        assert cache is not None
+        with comm.agreed("planning the save"):
+            planner.configure_planner(
+                leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
+            )
+        return cache.plan_for(planner)
+
+    def local_plan() -> tuple[SavePlan, bytes]:
+        planner.configure_planner(
+            leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
+        )
+        plan = planner.build_local_plan()
+        return replace(plan, table=plan.table.take(slice(0, 0))), pack(plan.table)
+
+    exchanged = comm.exchange("planning the save", local_plan)
+    with paused_collector(), comm.agreed("planning the save"):
+        # Who brought a plan is who holds its shards, whatever a user's planner put there.
+        local_plans = [
+            replace(plan, table=unpack(packed, rank))
+            for rank, (plan, packed) in enumerate(exchanged)
+        ]
+        announced = concatenate([plan.table for plan in local_plans])
+        check_agreement(announced)
+        plans, index = planner.build_global_plan(local_plans)
+        check_coverage(announced, concatenate([plan.table for plan in plans]))
+        plan = planner.finalize_plan(plans[comm.rank])
+        asked = {leaf.key for leaf in leaves.values()}
+        dropped = tuple(sorted(asked - {announced.names[k] for k in np.unique(announced.keys)}))
+        planned = PlannedSave(plan, index, planner, dropped)
+        if cache is not None and description is not None:
+            digest = xxhash.xxh3_64()
+            for _, packed in exchanged:
+                digest.update(packed)
+            cache.keep(description, planned, digest.intdigest() >> 2)
+    return planned
+
+
+_FIELDS = attrgetter(
+    "key",
+    "dtype",
+    "local_shape",
+    "global_shape",
+    "global_offset",
+    "axis_fragmentations",
+    "replica_id",
+    "prepend_axis_num",
+    "allow_shape_mismatch",
+    "flattened_range",
+)
+
+
+def _described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
+    """Everything about the leaves that a plan depends on, as values that nobody can change."""
+    for leaf in leaves:
+        data = leaf.data
+        if isinstance(leaf, ShardedTensor):
+            row = _FIELDS(leaf)
+            if isinstance(data, torch.Tensor):
+                row += (data.dtype, data.shape)
+        elif isinstance(leaf, ShardedObject):
+            row = (leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id)
+        else:
+            row = (object(),)  # equal to nothing: let the planner say what is wrong with it
+        yield (
+            tuple(tuple(v) if type(v) is list else v for v in row)
+            if list in map(type, row)
+            else row
+        )
