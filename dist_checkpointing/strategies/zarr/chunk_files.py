@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +16,7 @@ from dist_checkpointing.dtypes import DType
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box, Ints, Window
 
-T = TypeVar("T")
-R = TypeVar("R")
 Array = npt.NDArray[Any]
-
-_BATCHES_PER_THREAD = 8
 
 
 class Codec(Protocol):
@@ -32,22 +27,6 @@ class Codec(Protocol):
 
     def decode(self, data: Any) -> Any:
         """The bytes of the array."""
-
-
-def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list[R]:
-    """``work`` done for all tasks, a few at a time; the first error ends it.
-
-    Tasks go to the threads in batches: handing over one costs as much as writing a small file.
-    """
-    size = max(1, len(tasks) // (threads * _BATCHES_PER_THREAD))
-    batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
-    with ThreadPoolExecutor(threads, thread_name_prefix="chunk-io") as pool:
-        futures = [pool.submit(lambda b: [work(task) for task in b], batch) for batch in batches]
-        try:
-            return [result for future in futures for result in future.result()]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def chunk_array(data: torch.Tensor, chunk_shape: Ints) -> Array:

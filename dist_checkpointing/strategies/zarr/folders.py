@@ -26,11 +26,8 @@ from dist_checkpointing.planning import (
     WriteItem,
 )
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
-from dist_checkpointing.strategies.zarr.chunk_files import (
-    ChunkFile,
-    Codec,
-    in_threads,
-)
+from dist_checkpointing.strategies.thread_batches import in_threads
+from dist_checkpointing.strategies.zarr.chunk_files import ChunkFile, Codec
 
 
 @dataclass(frozen=True, slots=True)

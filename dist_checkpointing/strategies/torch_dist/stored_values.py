@@ -1,0 +1,254 @@
+"""The values in one record of a .distcp file, and how any part of them gets into memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.lib.stride_tricks import as_strided
+
+from dist_checkpointing import dtypes
+from dist_checkpointing.geometry import Box, Ints, Window, ravel_offset
+from dist_checkpointing.index import StoredTensor
+from dist_checkpointing.planning import LoadPlanner, ReadItem
+from dist_checkpointing.strategies.safe_pickle import deserialize
+from dist_checkpointing.strategies.torch_dist.metadata import Place
+from dist_checkpointing.strategies.torch_dist.records import (
+    BadRecord,
+    contiguous_stride,
+    find_tensor,
+)
+
+Array = npt.NDArray[Any]
+
+SMALL_BYTES = 1 << 16
+"""Records up to this size are read whole: one system call costs more than that many bytes."""
+_EDGE_BYTES = 1 << 12
+"""What is read of either end of a larger record to find the values in it."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """The descriptor of a file, to read."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+class OpenRecord:
+    """One record of an open file, of which only what is asked for is read.
+
+    Args:
+        descriptor: of the file.
+        place: where the record is.
+
+    Raises:
+        BadRecord: if the file ends before it.
+    """
+
+    def __init__(self, descriptor: int, place: Place) -> None:
+        self._descriptor = descriptor
+        self.start, self.length = place.offset, place.length
+        size = os.fstat(descriptor).st_size
+        # A mapped file that is too short would kill the process instead of raising.
+        if self.start + self.length > size:
+            raise BadRecord(f"the file ends at byte {size}, before the record does")
+        if self.length <= SMALL_BYTES:
+            self._head, self._tail = self._pread(0, self.length), b""
+        else:
+            self._head = self._pread(0, _EDGE_BYTES)
+            self._tail = self._pread(self.length - _EDGE_BYTES, _EDGE_BYTES)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether all of it has been read."""
+        return len(self._head) == self.length
+
+    def read(self, start: int, count: int) -> bytes:
+        """A part of the record."""
+        if start + count <= len(self._head):
+            return self._head[start : start + count]
+        behind = start - (self.length - len(self._tail))
+        if behind >= 0 and behind + count <= len(self._tail):
+            return self._tail[behind : behind + count]
+        return self._pread(start, count)
+
+    def _pread(self, start: int, count: int) -> bytes:
+        if start + count > self.length:
+            raise BadRecord("it refers to bytes outside of it")
+        data = os.pread(self._descriptor, count, self.start + start)
+        if len(data) != count:
+            raise BadRecord("the file ended early")
+        return data
+
+    def read_into(self, start: int, view: memoryview) -> None:
+        """Fill memory from byte ``start`` on."""
+        position = self.start + start
+        while view:
+            count = os.preadv(self._descriptor, [view], position)
+            if count == 0:
+                raise BadRecord("the file ended early")
+            view, position = view[count:], position + count
+
+    def bytes_at(self, start: int, count: int, *, mapped: bool) -> npt.NDArray[np.uint8]:
+        """A part of the record as an array: mapped, or read."""
+        if start + count > self.length:
+            raise BadRecord("it refers to bytes outside of it")
+        if self.is_in_memory:
+            return np.frombuffer(self._head, dtype=np.uint8, count=count, offset=start)
+        if not mapped:
+            data = np.empty(count, dtype=np.uint8)
+            self.read_into(start, memoryview(data))  # type: ignore[arg-type]
+            return data
+        position = self.start + start
+        page = position - position % mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(
+            self._descriptor, position + count - page, prot=mmap.PROT_READ, offset=page
+        )
+        return np.frombuffer(pages, dtype=np.uint8, count=count, offset=position - page)
+
+
+def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
+    """The object in a record of Megatron's, which is a list of all cells that had its name.
+
+    Raises:
+        BadRecord: if it is none.
+    """
+    value = deserialize(record.read(0, record.length), where, trusted=trusted)
+    if not isinstance(value, list) or not value:
+        raise BadRecord(f"expected a list with a sharded object, found {type(value).__name__}")
+    return value[0]
+
+
+class StoredValues:
+    """The values in one record, from which windows are read.
+
+    Args:
+        record: it.
+        tensor: that the values are a part of.
+        shape: of the part.
+        where: the record is, for messages.
+
+    Raises:
+        BadRecord: if the record does not hold a tensor of this dtype and shape.
+    """
+
+    def __init__(self, record: OpenRecord, tensor: StoredTensor, shape: Ints, where: str) -> None:
+        self._record = record
+        self._tensor = tensor
+        self._shape = shape
+        self._where = where
+        self._found = find_tensor(record.read, record.length)
+        self._copy: Array | None = None
+        if self._found.layout is not None:
+            self._check(self._found.layout.dtype, self._found.layout.shape)
+
+    def _check(self, dtype: torch.dtype, shape: Ints) -> None:
+        # Megatron's flattened pieces have axes of extent 1 in front.
+        own = shape[len(shape) - len(self._shape) :]
+        in_front = shape[: len(shape) - len(self._shape)]
+        if (dtype, own) != (self._tensor.dtype.torch, self._shape) or set(in_front) - {1}:
+            expected = f"{self._tensor.dtype.torch} of shape {self._shape}"
+            raise BadRecord(f"expected {expected}, found {dtype} of shape {shape}")
+
+    def read_item(self, item: ReadItem, planner: LoadPlanner, most_copied: int | None) -> None:
+        """Copy the window of an item to where it belongs.
+
+        Args:
+            item: of this record.
+            planner: knows the destination.
+            most_copied: bytes of memory for what cannot be read in place; None if files are mapped.
+        """
+        # On a grid, a plan takes the chunks at the edge for full ones; here they end at the edge.
+        window = item.storage
+        if self._tensor.pieces is None:
+            window = replace(window, shape=self._shape)
+        destination = planner.acquire_tensor(item)
+        target = dtypes.fillable(destination, self._tensor.dtype.torch)
+        if target is not None:
+            self._read(window, target, most_copied)
+            planner.apply_tensor(item, destination)
+            return
+        staged = np.empty(item.lengths, dtype=self._tensor.dtype.numpy)
+        self._read(window, staged, most_copied)
+        planner.apply_tensor(item, dtypes.as_tensor(staged, self._tensor.dtype.torch))
+
+    def _read(self, window: Window, target: Array, most_copied: int | None) -> None:
+        layout = self._found.layout
+        run = window.contiguous_range()
+        if layout is None or not layout.is_contiguous:
+            _copy(self._rebuilt()[_first(window) :], window, target)
+        elif run is not None and target.flags.c_contiguous and not self._record.is_in_memory:
+            view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+            self._record.read_into(self._found.start + run[0] * target.itemsize, view)
+        else:
+            whole = most_copied is None or self._record.is_in_memory
+            most = None if whole else max(1, (most_copied or 0) // target.itemsize)
+            for box in _boxes_within(window, most):
+                part = replace(window, box=box)
+                start, stop = _first(part) * target.itemsize, _last(part) * target.itemsize
+                values = self._record.bytes_at(
+                    self._found.start + start, stop - start, mapped=most_copied is None
+                )
+                into = target[..., *box.relative_to(window.box.offset).slices()]
+                _copy(values.view(_bits(target.dtype)), part, into)
+
+    def _rebuilt(self) -> Array:
+        """All values in C order, of a tensor that lies otherwise in its storage."""
+        if self._copy is None:
+            content = self._record.read(0, self._record.length)
+            tensor = deserialize(content, self._where)
+            if not isinstance(tensor, torch.Tensor):
+                raise BadRecord(f"expected a tensor, found {type(tensor).__name__}")
+            self._check(tensor.dtype, tuple(tensor.shape))
+            array = dtypes.as_numpy(tensor.detach().contiguous()).reshape(-1)
+            self._copy = array.view(_bits(array.dtype))
+        return self._copy
+
+
+def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """A dtype of the same size that numpy itself knows, to move elements wherever they lie."""
+    return dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
+
+
+def _first(window: Window) -> int:
+    """Position of the first element of the window's box in the buffer."""
+    return window.start + ravel_offset(window.box.offset, window.shape)
+
+
+def _last(window: Window) -> int:
+    """First position behind the window's box in the buffer."""
+    last = tuple(stop - 1 for stop in window.box.stop)
+    return window.start + ravel_offset(last, window.shape) + 1
+
+
+def _copy(values: Array, window: Window, target: Array) -> None:
+    """Copy the window's box out of the elements of the buffer from its first one on."""
+    strides = tuple(step * values.itemsize for step in contiguous_stride(window.shape))
+    bits = target.view(values.dtype)
+    bits[...] = as_strided(values, window.box.shape, strides, writeable=False)
+
+
+def _boxes_within(window: Window, most_elements: int | None) -> Iterator[Box]:
+    """The window's box, cut until no part spans more than so many elements of the buffer."""
+    box = window.box
+    span = _last(window) - _first(window)
+    axis = next((a for a, extent in enumerate(box.shape) if extent > 1), None)
+    if most_elements is None or span <= most_elements or axis is None:
+        yield box
+        return
+    half = box.shape[axis] // 2
+    for begin, extent in ((0, half), (half, box.shape[axis] - half)):
+        offset = (*box.offset[:axis], box.offset[axis] + begin, *box.offset[axis + 1 :])
+        shape = (*box.shape[:axis], extent, *box.shape[axis + 1 :])
+        yield from _boxes_within(replace(window, box=Box(offset, shape)), most_elements)

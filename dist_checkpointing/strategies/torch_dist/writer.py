@@ -1,0 +1,311 @@
+"""Writes .distcp files, a few a rank, and ``.metadata``."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+from zlib import crc32
+
+import numpy as np
+import torch
+import xxhash
+from torch.serialization import get_crc32_options
+
+from dist_checkpointing import dtypes, store
+from dist_checkpointing.checksums import CHECKSUMS_NAME
+from dist_checkpointing.commit import DCP_METADATA_NAME
+from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.geometry import Box, Ints, split_flat_range, split_rows
+from dist_checkpointing.index import Index
+from dist_checkpointing.mapping import ShardedObject
+from dist_checkpointing.options import Checksum, Durability
+from dist_checkpointing.planning import (
+    MetadataIndex,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.storage import StorageWriter, WriteResult, done
+from dist_checkpointing.strategies.safe_pickle import serialize
+from dist_checkpointing.strategies.torch_dist.contents import unique_keys
+from dist_checkpointing.strategies.torch_dist.flattened import (
+    common_box_shape,
+    flattened_chunk,
+    flattened_size,
+)
+from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, DcpTensor, Place
+from dist_checkpointing.strategies.torch_dist.metadata_pickle import to_pickle
+from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format
+
+_MIN_FILE_BYTES = 32 * 2**20
+_MAX_PENDING_BYTES = 2**20
+_MAX_PENDING_PARTS = 512  # of the 1024 that one system call takes
+
+Row = tuple[str, Ints | None, Ints | None, Place]
+"""What a rank wrote: key, offsets and sizes of a chunk (None for a value), and where it is."""
+
+Chunk = tuple[tuple[Ints, Ints], torch.Tensor]
+"""Offsets and sizes of a chunk as DCP counts them, and its values in that shape."""
+
+
+def file_name(rank: int, number: int) -> str:
+    """The name of a data file, from which Megatron's tools tell the rank."""
+    return f"__{rank}_{number}.distcp"
+
+
+class _DataFile:
+    """A file that grows at its end, by whatever lies in memory, without copying it together."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._pending: list[memoryview] = []
+        self._pending_bytes = 0
+        self.size = 0
+
+    def append(self, data: Any) -> None:
+        """Add bytes, which must stay as they are until the next ``flush``."""
+        view = memoryview(data)
+        if view.nbytes:
+            self._pending.append(view)
+            self._pending_bytes += view.nbytes
+            self.size += view.nbytes
+        if self._pending_bytes >= _MAX_PENDING_BYTES or len(self._pending) >= _MAX_PENDING_PARTS:
+            self.flush()
+
+    def align(self) -> None:
+        """Begin the next record where its values will be aligned in memory, if it is mapped."""
+        self.append(bytes(-self.size % ALIGNMENT))
+
+    def flush(self) -> None:
+        """Hand everything to the operating system."""
+        parts, self._pending, self._pending_bytes = self._pending, [], 0
+        while parts:
+            written = os.writev(self._descriptor, parts)
+            while parts and written >= len(parts[0]):
+                written -= len(parts.pop(0))
+            if written:
+                parts[0] = parts[0][written:]
+
+    def close(self) -> None:
+        """Close it, without a flush."""
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """An item of the plan and its position there."""
+
+    position: int
+    item: WriteItem
+
+
+class TorchDistWriter(StorageWriter):
+    """Writes what plain torch DCP and Megatron-Core read.
+
+    Attributes:
+        world_size: of the save; known before the folder is claimed, since file names depend on it.
+    """
+
+    # A chunk is a shard, however large it is.
+    layout = RowBlockLayout(max_chunk_bytes=1 << 62)
+    gathers_results: ClassVar[bool] = True
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        super().__init__(checkpoint_dir)
+        self.world_size = 1
+        self._rank = 0
+
+    def created_names(self, index: Index) -> Iterable[str]:
+        clashes = [key for key in unique_keys(index) if key in index]
+        if clashes:
+            raise InvalidShardingError(
+                "keys of the state dict clash",
+                [
+                    Finding(
+                        "is also the name of a cell of a ShardedObject", key, remedy="Rename it."
+                    )
+                    for key in clashes
+                ],
+            )
+        names = [
+            file_name(rank, number)
+            for rank in range(self.world_size)
+            for number in range(self.options.threads)
+        ]
+        return [DCP_METADATA_NAME, CHECKSUMS_NAME, *names]
+
+    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
+        self._rank, self.world_size = rank, world_size
+        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        assert plan.index is not None
+        index = plan.index
+        keys = {item.index.fqn for item in plan.items if item.tensor_data is not None}
+        flattened = {key: common_box_shape(index[key]) is not None for key in keys}
+        parts = _split(plan.items, self.options.threads)
+        buffer_bytes = max(1, self.options.buffer_bytes // max(1, len(parts)))
+        results: list[WriteResult | None] = [None] * len(plan.items)
+
+        def fill(work: tuple[int, list[_Task]]) -> list[Row]:
+            number, tasks = work
+            name = file_name(self._rank, number)
+            file = _DataFile(self.checkpoint_dir / name)
+            rows: list[Row] = []
+            try:
+                for task in tasks:
+                    item = task.item
+                    data = planner.get_data(item)
+                    if item.type is WriteItemType.BYTE_IO:
+                        written, digest = [_write_object(file, name, item, data)], None
+                    else:
+                        assert isinstance(data, torch.Tensor)
+                        digest = xxhash.xxh3_64() if self._keeps_checksums else None
+                        chunks = _chunks(item, data, as_one=flattened[item.index.fqn])
+                        written = [
+                            _write_chunk(file, name, item.index.fqn, chunk, digest, buffer_bytes)
+                            for chunk in chunks
+                        ]
+                        self.report(data.nbytes)
+                    rows += written
+                    results[task.position] = WriteResult(
+                        item.index,
+                        sum(row[3].length for row in written),
+                        checksum=None if digest is None else digest.intdigest(),
+                    )
+                file.flush()
+            finally:
+                file.close()
+            if self.options.durability is Durability.FSYNC:
+                store.fsync_file(self.checkpoint_dir / name)
+            return rows
+
+        with ThreadPoolExecutor(max(1, len(parts)), "distcp") as pool:
+            rows = [row for part in pool.map(fill, enumerate(parts)) for row in part]
+        if self.options.durability is Durability.FSYNC and parts:
+            store.fsync_folder(self.checkpoint_dir)
+        # One result for all places: it is cheaper to send than one an item.
+        places = WriteResult(MetadataIndex(""), sum(row[3].length for row in rows), rows)
+        return done([*(result for result in results if result is not None), places])
+
+    @property
+    def _keeps_checksums(self) -> bool:
+        return self.options.checksum is Checksum.XXH3
+
+    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+        chunks: dict[str, list[tuple[Ints, Ints]]] = {key: [] for key in metadata}
+        values: list[str] = []
+        places: dict[tuple[str, Ints | None], Place] = {}
+        rows: Iterator[Any] = (
+            row for of_rank in results for result in of_rank for row in _rows(result)
+        )
+        for key, offsets, sizes, place in rows:
+            places[key, offsets] = place
+            if offsets is None:
+                values.append(key)
+            else:
+                chunks[key].append((offsets, sizes))
+        tensors = {key: _dcp_tensor(metadata, key, chunks[key]) for key in metadata}
+        content = to_pickle(DcpMetadata(tensors, tuple(values), places))
+        store.write_atomic(self.checkpoint_dir / DCP_METADATA_NAME, content)
+
+
+def _rows(result: WriteResult) -> list[Row]:
+    assert isinstance(result.storage_data, list)
+    return result.storage_data
+
+
+def _dcp_tensor(index: Index, key: str, chunks: list[tuple[Ints, Ints]]) -> DcpTensor:
+    stored = index[key]
+    box_shape, shape = common_box_shape(stored), stored.global_shape
+    size = shape if box_shape is None else flattened_size(shape, box_shape)
+    whole = None if box_shape is None else shape
+    return DcpTensor(stored.dtype.torch, size, tuple(chunks), whole)
+
+
+def _split(items: Sequence[WriteItem], threads: int) -> list[list[_Task]]:
+    """The items of one rank on one file, or on several of about the same bytes."""
+    if not items:
+        return []
+    sizes = [item.tensor_storage_size() or 0 for item in items]
+    count = max(1, min(threads, sum(sizes) // _MIN_FILE_BYTES))
+    parts: list[list[_Task]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for position, (item, size) in enumerate(zip(items, sizes, strict=True)):
+        least = loads.index(min(loads))
+        parts[least].append(_Task(position, item))
+        loads[least] += size
+    return parts
+
+
+def _chunks(item: WriteItem, data: torch.Tensor, *, as_one: bool) -> Iterator[Chunk]:
+    """An item as DCP will know it.
+
+    Args:
+        item: of the plan.
+        data: its values.
+        as_one: whether its tensor is stored flattened, if it is; else a flattened range becomes
+            the boxes that it consists of, which every reader of DCP understands.
+    """
+    part = item.tensor_data
+    assert part is not None
+    if part.flat_range is None:
+        yield (part.chunk.offset, part.chunk.shape), data
+    elif as_one:
+        chunk = flattened_chunk(part.chunk, part.flat_range)
+        yield chunk, data.view(chunk[1])
+    else:
+        start = 0
+        for local in split_flat_range(part.chunk.shape, *part.flat_range):
+            offset = tuple(a + b for a, b in zip(part.chunk.offset, local.offset, strict=True))
+            values = data[start : start + local.num_elements]
+            yield (offset, local.shape), values.reshape(local.shape)
+            start += local.num_elements
+
+
+def _write_chunk(
+    file: _DataFile, name: str, key: str, chunk: Chunk, digest: Any, buffer_bytes: int
+) -> Row:
+    (offsets, sizes), data = chunk
+    file.align()
+    start, frame, crc = file.size, record_format(data.dtype, sizes), 0
+    file.append(frame.head)
+    with_crc = get_crc32_options()
+    for block in _blocks(data, buffer_bytes):
+        if digest is not None:
+            digest.update(block)
+        if with_crc:
+            crc = crc32(block, crc)
+        file.append(block)
+    file.append(frame.tail(crc))
+    return key, offsets, sizes, Place(name, start, file.size - start)
+
+
+def _blocks(data: torch.Tensor, buffer_bytes: int) -> Iterator[memoryview]:
+    """The bytes of a tensor in C order: all of it in place, or copies of a part at a time."""
+    data = data.detach()
+    plain = data.device.type == "cpu" and data.is_contiguous()
+    most = math.prod(data.shape) if plain else max(1, buffer_bytes // data.dtype.itemsize)
+    for box in split_rows(Box.whole(tuple(data.shape)), most):
+        array = dtypes.as_numpy(data[box.slices()].to("cpu"))
+        flat = np.ascontiguousarray(array).reshape(-1)
+        yield memoryview(flat.view(np.uint8))  # type: ignore[arg-type]
+
+
+def _write_object(file: _DataFile, name: str, item: WriteItem, data: object) -> Row:
+    assert item.index.offset is not None
+    assert item.object_cell is not None
+    key = item.index.fqn
+    cell = ShardedObject(key, None, item.object_cell, item.index.offset).unique_key
+    file.align()
+    start = file.size
+    # Megatron keeps a list of all cells of this name on the rank.
+    file.append(serialize([data], f"the ShardedObject {key!r}"))
+    return cell, None, None, Place(name, start, file.size - start)
