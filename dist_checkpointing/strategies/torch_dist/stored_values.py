@@ -200,8 +200,8 @@ class StoredValues:
                 values = self._record.bytes_at(
                     self._found.start + start, stop - start, mapped=most_copied is None
                 )
-                into = target[..., *box.relative_to(window.box.offset).slices()]
-                _copy(values.view(_bits(target.dtype)), part, into)
+                inside: Any = (..., *box.relative_to(window.box.offset).slices())
+                _copy(values.view(_bits(target.dtype)), part, target[inside])
 
     def _rebuilt(self) -> Array:
         """All values in C order, of a tensor that lies otherwise in its storage."""
