@@ -8,6 +8,7 @@ already; reading finds the run and reads any part of it.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import pickle
 import struct
@@ -33,6 +34,7 @@ _END64_LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _EXTRA = struct.Struct("<2H")
 _SIZES64 = struct.Struct("<2Q")
+_DESCRIPTOR_SIZES = (16, 24)
 _OVERFLOW = 0xFFFFFFFF
 _SIZES_FOLLOW = 0x8
 _UTF8 = 0x800
@@ -269,19 +271,15 @@ def _entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
     where, size, count = _find_directory(read, length)
     directory = read(where, size)
     entries: dict[str, tuple[int, int]] = {}
+    edges = [(where, where, 0)]
     position = 0
     try:
         for _ in range(count):
             fields = _CENTRAL.unpack_from(directory, position)
-            signature, flags, method, (packed, plain) = (
-                fields[0],
-                fields[3],
-                fields[4],
-                fields[8:10],
-            )
-            name_size, extra_size, comment_size, start = *fields[10:13], fields[16]
-            if signature != b"PK\x01\x02":
+            flags, method, (packed, plain), start = fields[3], fields[4], fields[8:10], fields[16]
+            if fields[0] != b"PK\x01\x02":
                 raise BadRecord("its directory is damaged")
+            name_size, extra_size, comment_size = fields[10:13]
             position += _CENTRAL.size
             name = directory[position : position + name_size].decode()
             position += name_size
@@ -293,11 +291,17 @@ def _entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
                 raise BadRecord(f"{name} is compressed, which PyTorch never does")
             local = _LOCAL.unpack(read(start, _LOCAL.size))
             begin = start + _LOCAL.size + local[9] + local[10]
-            if local[0] != b"PK\x03\x04" or begin + plain > where:
+            if local[0] != b"PK\x03\x04":
                 raise BadRecord(f"{name} is not where the directory says")
             entries[name.partition("/")[2]] = begin, plain
+            edges.append((start, begin + plain, flags & _SIZES_FOLLOW))
     except (struct.error, UnicodeDecodeError) as error:
         raise BadRecord(f"its directory is damaged: {error}") from error
+    # A number that is wrong by a little would shift all values: entries must lie end to end.
+    edges.sort()
+    for (_, stop, descriptor), (start, _, _) in itertools.pairwise(edges):
+        if start - stop not in (_DESCRIPTOR_SIZES if descriptor else (0,)):
+            raise BadRecord("its entries do not follow each other")
     return entries
 
 
