@@ -179,7 +179,8 @@ class LocalShardsContainer(_WithoutMemory):
         # The hint may count the chunks of all ranks.
         candidates = shards[hint : hint + 1] if hint is not None and hint >= 0 else []
         for shard in (*candidates, *shards):
-            if shard._sh_ten.box.offset == tuple(index.offset):  # noqa: SLF001
+            at = shard._sh_ten.box.offset  # noqa: SLF001
+            if at == tuple(index.offset) and not shard._is_empty_part:  # noqa: SLF001
                 return shard.__get_tensor_shard__(index)
         raise ValueError(f"{index.fqn!r} has no part at {tuple(index.offset)} on this rank")
 

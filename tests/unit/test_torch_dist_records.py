@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from dist_checkpointing import dtypes
-from dist_checkpointing.strategies.torch_dist.records import (
-    ALIGNMENT,
+from dist_checkpointing.strategies.torch_dist.record_search import (
     BadRecord,
     FoundTensor,
     find_tensor,
-    record_format,
 )
+from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format
 from dist_checkpointing.testing.conformance.shards import assert_same_bits, random_bits
 
 SHAPES = pytest.mark.parametrize("shape", [(2, 3), (), (1,), (0, 3), (300, 1, 2), (70_000,)])

@@ -21,11 +21,8 @@ from dist_checkpointing.index import StoredTensor
 from dist_checkpointing.planning import LoadPlanner, ReadItem
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_dist.metadata import Place
-from dist_checkpointing.strategies.torch_dist.records import (
-    BadRecord,
-    contiguous_stride,
-    find_tensor,
-)
+from dist_checkpointing.strategies.torch_dist.record_search import BadRecord, find_tensor
+from dist_checkpointing.strategies.torch_dist.records import contiguous_stride
 
 Array = npt.NDArray[Any]
 
@@ -208,8 +205,9 @@ class StoredValues:
         if self._copy is None:
             content = self._record.read(0, self._record.length)
             tensor = deserialize(content, self._where)
-            if not isinstance(tensor, torch.Tensor):
-                raise BadRecord(f"expected a tensor, found {type(tensor).__name__}")
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            if not plain or tensor.layout is not torch.strided or not tensor.is_cpu:
+                raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
             self._check(tensor.dtype, tuple(tensor.shape))
             array = dtypes.as_numpy(tensor.detach().contiguous()).reshape(-1)
             self._copy = array.view(_bits(array.dtype))

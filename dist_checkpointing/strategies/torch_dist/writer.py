@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-from zlib import crc32
 
-import numpy as np
 import torch
 import xxhash
 from torch.serialization import get_crc32_options
 
-from dist_checkpointing import dtypes, store
+from dist_checkpointing import store
 from dist_checkpointing.checksums import CHECKSUMS_NAME
 from dist_checkpointing.commit import DCP_METADATA_NAME
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.geometry import Box, Ints, split_flat_range, split_rows
+from dist_checkpointing.geometry import Ints, split_flat_range
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.options import Checksum, Durability
@@ -35,6 +31,7 @@ from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.storage import StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.torch_dist.contents import unique_keys
+from dist_checkpointing.strategies.torch_dist.data_files import DataFile, file_name
 from dist_checkpointing.strategies.torch_dist.flattened import (
     common_box_shape,
     flattened_chunk,
@@ -42,60 +39,14 @@ from dist_checkpointing.strategies.torch_dist.flattened import (
 )
 from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, DcpTensor, Place
 from dist_checkpointing.strategies.torch_dist.metadata_pickle import to_pickle
-from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format
 
 _MIN_FILE_BYTES = 32 * 2**20
-_MAX_PENDING_BYTES = 2**20
-_MAX_PENDING_PARTS = 512  # of the 1024 that one system call takes
 
 Row = tuple[str, Ints | None, Ints | None, Place]
 """What a rank wrote: key, offsets and sizes of a chunk (None for a value), and where it is."""
 
 Chunk = tuple[tuple[Ints, Ints], torch.Tensor]
 """Offsets and sizes of a chunk as DCP counts them, and its values in that shape."""
-
-
-def file_name(rank: int, number: int) -> str:
-    """The name of a data file, from which Megatron's tools tell the rank."""
-    return f"__{rank}_{number}.distcp"
-
-
-class _DataFile:
-    """A file that grows at its end, by whatever lies in memory, without copying it together."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._pending: list[memoryview] = []
-        self._pending_bytes = 0
-        self.size = 0
-
-    def append(self, data: Any) -> None:
-        """Add bytes, which must stay as they are until the next ``flush``."""
-        view = memoryview(data)
-        if view.nbytes:
-            self._pending.append(view)
-            self._pending_bytes += view.nbytes
-            self.size += view.nbytes
-        if self._pending_bytes >= _MAX_PENDING_BYTES or len(self._pending) >= _MAX_PENDING_PARTS:
-            self.flush()
-
-    def align(self) -> None:
-        """Begin the next record where its values will be aligned in memory, if it is mapped."""
-        self.append(bytes(-self.size % ALIGNMENT))
-
-    def flush(self) -> None:
-        """Hand everything to the operating system."""
-        parts, self._pending, self._pending_bytes = self._pending, [], 0
-        while parts:
-            written = os.writev(self._descriptor, parts)
-            while parts and written >= len(parts[0]):
-                written -= len(parts.pop(0))
-            if written:
-                parts[0] = parts[0][written:]
-
-    def close(self) -> None:
-        """Close it, without a flush."""
-        os.close(self._descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,38 +104,21 @@ class TorchDistWriter(StorageWriter):
         parts = _split(plan.items, self.options.threads)
         buffer_bytes = max(1, self.options.buffer_bytes // max(1, len(parts)))
         results: list[WriteResult | None] = [None] * len(plan.items)
+        with_crc = get_crc32_options()  # which other threads may not see
 
         def fill(work: tuple[int, list[_Task]]) -> list[Row]:
             number, tasks = work
-            name = file_name(self._rank, number)
-            file = _DataFile(self.checkpoint_dir / name)
+            path = self.checkpoint_dir / file_name(self._rank, number)
             rows: list[Row] = []
-            try:
+            with DataFile.created(path, with_crc=with_crc, buffer_bytes=buffer_bytes) as file:
                 for task in tasks:
                     item = task.item
-                    data = planner.get_data(item)
-                    if item.type is WriteItemType.BYTE_IO:
-                        written, digest = [_write_object(file, name, item, data)], None
-                    else:
-                        assert isinstance(data, torch.Tensor)
-                        digest = xxhash.xxh3_64() if self._keeps_checksums else None
-                        chunks = _chunks(item, data, as_one=flattened[item.index.fqn])
-                        written = [
-                            _write_chunk(file, name, item.index.fqn, chunk, digest, buffer_bytes)
-                            for chunk in chunks
-                        ]
-                        self.report(data.nbytes)
+                    as_one = flattened.get(item.index.fqn, False)
+                    written, result = self._write_item(file, item, planner, as_one=as_one)
                     rows += written
-                    results[task.position] = WriteResult(
-                        item.index,
-                        sum(row[3].length for row in written),
-                        checksum=None if digest is None else digest.intdigest(),
-                    )
-                file.flush()
-            finally:
-                file.close()
+                    results[task.position] = result
             if self.options.durability is Durability.FSYNC:
-                store.fsync_file(self.checkpoint_dir / name)
+                store.fsync_file(path)
             return rows
 
         with ThreadPoolExecutor(max(1, len(parts)), "distcp") as pool:
@@ -195,9 +129,27 @@ class TorchDistWriter(StorageWriter):
         places = WriteResult(MetadataIndex(""), sum(row[3].length for row in rows), rows)
         return done([*(result for result in results if result is not None), places])
 
-    @property
-    def _keeps_checksums(self) -> bool:
-        return self.options.checksum is Checksum.XXH3
+    def _write_item(
+        self, file: DataFile, item: WriteItem, planner: SavePlanner, *, as_one: bool
+    ) -> tuple[list[Row], WriteResult]:
+        data, key = planner.get_data(item), item.index.fqn
+        if item.type is WriteItemType.BYTE_IO:
+            assert item.index.offset is not None
+            assert item.object_cell is not None
+            cell = ShardedObject(key, None, item.object_cell, item.index.offset).unique_key
+            # Megatron keeps a list of all cells of this name on the rank.
+            place = file.add_bytes(serialize([data], f"the ShardedObject {key!r}"))
+            return [(cell, None, None, place)], WriteResult(item.index, place.length)
+        assert isinstance(data, torch.Tensor)
+        digest = xxhash.xxh3_64() if self.options.checksum is Checksum.XXH3 else None
+        rows: list[Row] = [
+            (key, offsets, sizes, file.add_tensor(values, sizes, digest))
+            for (offsets, sizes), values in _chunks(item, data, as_one=as_one)
+        ]
+        self.report(data.nbytes)
+        size = sum(row[3].length for row in rows)
+        checksum = None if digest is None else digest.intdigest()
+        return rows, WriteResult(item.index, size, checksum=checksum)
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         chunks: dict[str, list[tuple[Ints, Ints]]] = {key: [] for key in metadata}
@@ -268,44 +220,3 @@ def _chunks(item: WriteItem, data: torch.Tensor, *, as_one: bool) -> Iterator[Ch
             values = data[start : start + local.num_elements]
             yield (offset, local.shape), values.reshape(local.shape)
             start += local.num_elements
-
-
-def _write_chunk(
-    file: _DataFile, name: str, key: str, chunk: Chunk, digest: Any, buffer_bytes: int
-) -> Row:
-    (offsets, sizes), data = chunk
-    file.align()
-    start, frame, crc = file.size, record_format(data.dtype, sizes), 0
-    file.append(frame.head)
-    with_crc = get_crc32_options()
-    for block in _blocks(data, buffer_bytes):
-        if digest is not None:
-            digest.update(block)
-        if with_crc:
-            crc = crc32(block, crc)
-        file.append(block)
-    file.append(frame.tail(crc))
-    return key, offsets, sizes, Place(name, start, file.size - start)
-
-
-def _blocks(data: torch.Tensor, buffer_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a tensor in C order: all of it in place, or copies of a part at a time."""
-    data = data.detach()
-    plain = data.device.type == "cpu" and data.is_contiguous()
-    most = math.prod(data.shape) if plain else max(1, buffer_bytes // data.dtype.itemsize)
-    for box in split_rows(Box.whole(tuple(data.shape)), most):
-        array = dtypes.as_numpy(data[box.slices()].to("cpu"))
-        flat = np.ascontiguousarray(array).reshape(-1)
-        yield memoryview(flat.view(np.uint8))  # type: ignore[arg-type]
-
-
-def _write_object(file: _DataFile, name: str, item: WriteItem, data: object) -> Row:
-    assert item.index.offset is not None
-    assert item.object_cell is not None
-    key = item.index.fqn
-    cell = ShardedObject(key, None, item.object_cell, item.index.offset).unique_key
-    file.align()
-    start = file.size
-    # Megatron keeps a list of all cells of this name on the rank.
-    file.append(serialize([data], f"the ShardedObject {key!r}"))
-    return cell, None, None, Place(name, start, file.size - start)
