@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -111,10 +111,17 @@ class DataFile:
 
 def _blocks(data: torch.Tensor, buffer_bytes: int) -> Iterator[memoryview]:
     """The bytes of a tensor in C order: all of it in place, or copies of a part at a time."""
-    data = data.detach()
-    plain = data.device.type == "cpu" and data.is_contiguous()
-    most = math.prod(data.shape) if plain else max(1, buffer_bytes // data.dtype.itemsize)
+    if data.requires_grad:
+        data = data.detach()
+    if data.is_cpu and data.is_contiguous():
+        yield _bytes_of(dtypes.as_numpy(data))
+        return
+    most = max(1, buffer_bytes // data.dtype.itemsize)
     for box in split_rows(Box.whole(tuple(data.shape)), most):
-        array = dtypes.as_numpy(data[box.slices()].to("cpu"))
-        flat = np.ascontiguousarray(array).reshape(-1)
-        yield memoryview(flat.view(np.uint8))  # type: ignore[arg-type]
+        yield _bytes_of(dtypes.as_numpy(data[box.slices()].to("cpu")))
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    """The elements of an array in C order; its own memory, if they lie so."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return memoryview(flat.view(np.uint8))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, Met
 from dist_checkpointing.storage import StorageReader, done
 from dist_checkpointing.strategies.thread_batches import in_threads
 from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
-from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
+from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
 from dist_checkpointing.strategies.torch_dist.record_search import BadRecord
 from dist_checkpointing.strategies.torch_dist.stored_values import (
     SMALL_BYTES,
@@ -47,7 +47,9 @@ class TorchDistReader(StorageReader):
         self._most_copied = None if maps_files else buffer_bytes
 
     def location(self, chunk: MetadataIndex) -> str:
-        place = self._index.place(self._index.row(chunk))
+        return self._where(self._index.place(self._index.row(chunk)))
+
+    def _where(self, place: Place) -> str:
         return f"{self.checkpoint_dir / place.file}, bytes from {place.offset} on"
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -111,20 +113,20 @@ class TorchDistReader(StorageReader):
     ) -> None:
         place = self._index.place(row)
         chunk = items[0].storage_index
-        where = f"{self.checkpoint_dir / place.file}, bytes from {place.offset} on"
         try:
             record = OpenRecord(descriptor, place)
             if items[0].type is LoadItemType.BYTE_IO:
-                value = read_object(record, where, trusted=self.trusted)
+                value = read_object(record, self._where(place), trusted=self.trusted)
                 for item in items:
                     planner.apply_bytes(item, value)
                 return
             tensor = self._index[chunk.fqn]
-            values = StoredValues(record, tensor, _stored_shape(tensor, chunk), where)
+            values = StoredValues(record, tensor, _stored_shape(tensor, chunk))
             for item in items:
                 values.read_item(item, planner, self._most_copied)
                 self.report(item.dest.box.num_elements * tensor.dtype.itemsize)
         except (BadRecord, OSError) as error:
+            where = self._where(place)
             finding = Finding(f"a record cannot be read: {error}", chunk.fqn, path=where)
             raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error
 

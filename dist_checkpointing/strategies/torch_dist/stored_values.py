@@ -90,6 +90,9 @@ class OpenRecord:
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill memory from byte ``start`` on."""
+        if self.is_in_memory:
+            view[:] = self._head[start : start + len(view)]
+            return
         position = self.start + start
         while view:
             count = os.preadv(self._descriptor, [view], position)
@@ -134,17 +137,15 @@ class StoredValues:
         record: it.
         tensor: that the values are a part of.
         shape: of the part.
-        where: the record is, for messages.
 
     Raises:
         BadRecord: if the record does not hold a tensor of this dtype and shape.
     """
 
-    def __init__(self, record: OpenRecord, tensor: StoredTensor, shape: Ints, where: str) -> None:
+    def __init__(self, record: OpenRecord, tensor: StoredTensor, shape: Ints) -> None:
         self._record = record
         self._tensor = tensor
         self._shape = shape
-        self._where = where
         self._found = find_tensor(record.read, record.length)
         self._copy: Array | None = None
         if self._found.layout is not None:
@@ -168,7 +169,7 @@ class StoredValues:
         """
         # On a grid, a plan takes the chunks at the edge for full ones; here they end at the edge.
         window = item.storage
-        if self._tensor.pieces is None:
+        if self._tensor.pieces is None and window.shape != self._shape:
             window = replace(window, shape=self._shape)
         destination = planner.acquire_tensor(item)
         target = dtypes.fillable(destination, self._tensor.dtype.torch)
@@ -185,7 +186,7 @@ class StoredValues:
         run = window.contiguous_range()
         if layout is None or not layout.is_contiguous:
             _copy(self._rebuilt()[_first(window) :], window, target)
-        elif run is not None and target.flags.c_contiguous and not self._record.is_in_memory:
+        elif run is not None and target.flags.c_contiguous:
             view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
             self._record.read_into(self._found.start + run[0] * target.itemsize, view)
         else:
@@ -204,7 +205,7 @@ class StoredValues:
         """All values in C order, of a tensor that lies otherwise in its storage."""
         if self._copy is None:
             content = self._record.read(0, self._record.length)
-            tensor = deserialize(content, self._where)
+            tensor = deserialize(content, f"the record of {self._tensor.key!r}")
             plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
             if not plain or tensor.layout is not torch.strided or not tensor.is_cpu:
                 raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
