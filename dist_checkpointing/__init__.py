@@ -1,5 +1,8 @@
 """Distributed checkpoints: saved by any set of ranks, loaded by any other."""
 
+import importlib
+import typing
+
 from dist_checkpointing.commit import check_is_distributed_checkpoint
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -55,3 +58,10 @@ __all__ = [
     "remove_sharded_tensors",
     "save",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    # On first use: it imports torch.distributed.checkpoint, which not everybody needs.
+    if name == "interop":
+        return importlib.import_module(f"{__name__}.interop")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO
@@ -24,6 +24,7 @@ from dist_checkpointing.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Finding,
+    InvalidShardingError,
 )
 
 logger = logging.getLogger(__name__)
@@ -128,11 +129,14 @@ class Attempt:
     process, however that ends.
     """
 
-    def __init__(self, folder: Path, file: IO[bytes], creates: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: Path, file: IO[bytes], creates: tuple[str, ...], durability: store.Durability
+    ) -> None:
         self.id = uuid.uuid4().hex
         self._folder = folder
         self._file = file
         self._creates = creates
+        self._durability = durability
         # A save may be interrupted, or a request for one dropped: the lock goes with the attempt.
         self._close = weakref.finalize(self, file.close)
 
@@ -143,6 +147,7 @@ class Attempt:
         creates: Iterable[str],
         *,
         overwrite: bool = False,
+        durability: store.Durability = store.Durability.FSYNC,
     ) -> Attempt:
         """Claim the folder and clear away what an uncommitted attempt left in it.
 
@@ -150,6 +155,7 @@ class Attempt:
             checkpoint_dir: made if missing.
             creates: relative names of all files and folders that the save will make.
             overwrite: give up a committed checkpoint that is in the way, from here on.
+            durability: of the attempt's own files.
 
         Raises:
             CheckpointExistsError: if the folder holds a committed checkpoint (without
@@ -178,10 +184,11 @@ class Attempt:
             _lock(file, folder)
             leftovers = _named_in(file)
             _refuse_foreign(folder, names, leftovers)
-            attempt = cls(folder, file, names)
+            attempt = cls(folder, file, names, durability)
             # The old checkpoint ends here, before anything of it is damaged.
-            (folder / CONFIG_FNAME).unlink(missing_ok=True)
-            store.fsync_folder(folder)
+            if (folder / CONFIG_FNAME).exists():
+                (folder / CONFIG_FNAME).unlink()
+                store.fsync_folder(folder)
             for name in leftovers:
                 store.remove(folder / name, folder)
             attempt._record()
@@ -195,14 +202,15 @@ class Attempt:
         self._file.truncate(0)
         self._file.write(json.dumps(content, separators=(",", ":")).encode())
         self._file.flush()
-        os.fsync(self._file.fileno())
-        store.fsync_folder(self._folder / ".dckpt")
-        store.fsync_folder(self._folder)
+        if self._durability is store.Durability.FSYNC:
+            os.fsync(self._file.fileno())
+            store.fsync_folder(self._folder / ".dckpt")
+            store.fsync_folder(self._folder)
 
     def commit(self, config: CheckpointingConfig) -> None:
         """Make the folder a checkpoint. Everything else must be durable by now."""
         content = json.dumps(asdict(config)).encode()
-        store.write_atomic(self._folder / CONFIG_FNAME, content)
+        store.write_atomic(self._folder / CONFIG_FNAME, content, self._durability)
         self._close()
 
     def abandon(self) -> None:
@@ -226,6 +234,18 @@ class Attempt:
     def release(self) -> None:
         """Let go of the folder as it is; the next attempt clears away what is there."""
         self._close()
+
+
+def check_distinct(names: Sequence[str]) -> None:
+    """Refuse to let two keys of a save have the same file.
+
+    Raises:
+        InvalidShardingError: naming the files.
+    """
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        findings = [Finding("two keys want the same file", path=name) for name in twice]
+        raise InvalidShardingError("keys of the state dict clash", findings)
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:

@@ -21,13 +21,15 @@ class DType:
     """One storable element type.
 
     ``name`` is the zarr v3 name (also used in our index), ``zarr_v2`` the v2 one as Megatron and
-    TensorStore spell it.
+    TensorStore spell it. ``bits`` is a dtype of the same size that numpy itself knows, and copies
+    at full speed.
     """
 
     name: str
     torch: torch.dtype
     numpy: np.dtype[Any]
     zarr_v2: str
+    bits: np.dtype[Any]
 
     @property
     def itemsize(self) -> int:
@@ -41,13 +43,13 @@ def _table() -> tuple[DType, ...]:
         "float16 float32 float64 complex64 complex128"
     )
     rows = [
-        DType(name, getattr(torch, name), np.dtype(name), np.dtype(name).newbyteorder("<").str)
-        for name in plain.split()
+        DType(name, getattr(torch, name), own, own.newbyteorder("<").str, own)
+        for name, own in ((name, np.dtype(name)) for name in plain.split())
     ]
     extended = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
     rows += [
-        DType(name, getattr(torch, name), np.dtype(getattr(ml_dtypes, name)), name)
-        for name in extended.split()
+        DType(name, getattr(torch, name), own, name, np.dtype(f"i{own.itemsize}"))
+        for name, own in ((name, np.dtype(getattr(ml_dtypes, name))) for name in extended.split())
         if hasattr(torch, name)  # float8_e8m0fnu came with torch 2.7
     ]
     return tuple(rows)
@@ -146,7 +148,10 @@ def _fits_float(stored: torch.dtype, wanted: torch.dtype) -> bool:
     )
 
 
-_BITS_BY_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS_BY_ITEMSIZE = {1: torch.int8, 2: torch.int16}
+_BITS_BY_TORCH = {
+    row.torch: _BITS_BY_ITEMSIZE[row.itemsize] for row in DTYPES if row.bits is not row.numpy
+}
 
 
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -159,32 +164,27 @@ def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     dtype = from_torch(tensor.dtype)
-    if dtype.numpy.isbuiltin == 1:
+    if dtype.bits is dtype.numpy:
         return tensor.numpy()
-    bits = tensor.view(_BITS_BY_ITEMSIZE[dtype.itemsize])
-    array: npt.NDArray[Any] = bits.numpy().view(dtype.numpy)
-    return array
+    array: npt.NDArray[Any] = tensor.view(_BITS_BY_ITEMSIZE[dtype.itemsize]).numpy()
+    return array.view(dtype.numpy)
 
 
 def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] | None:
-    """A numpy array over a destination's own memory, into which elements of ``dtype`` may be put.
+    """A numpy array over a destination's own memory, into which bits of ``dtype`` may be put.
 
     None if they must be copied there by torch: from another device, with a conversion, or because
     the destination is a conjugate or negative view, whose memory holds other values than it shows.
     """
-    if destination.device.type != "cpu" or destination.dtype != dtype:
+    if destination.dtype is not dtype or destination.device.type != "cpu":
         return None
     if destination.is_conj() or destination.is_neg():
         return None
-    return as_numpy(destination)
+    bits = _BITS_BY_TORCH.get(dtype)
+    return destination.numpy() if bits is None else destination.view(bits).numpy()
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor over the memory of a numpy array whose elements have the bits of ``dtype``."""
     known = from_torch(dtype)
-    if known.numpy.isbuiltin == 1:
-        return torch.from_numpy(array.view(known.numpy))
-    bits = _BITS_BY_ITEMSIZE[known.itemsize]
-    return torch.from_numpy(array.view(f"i{known.itemsize}" if bits != torch.uint8 else "u1")).view(
-        dtype
-    )
+    return torch.from_numpy(array.view(known.bits)).view(dtype)

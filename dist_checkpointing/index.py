@@ -303,11 +303,13 @@ def ints_from_json(values: Any) -> list[int]:
     return values
 
 
-def write_index(index: Index, folder: Path) -> None:
-    """Write the index file of the checkpoint in ``folder``, atomically and durably."""
+def write_index(
+    index: Index, folder: Path, durability: store.Durability = store.Durability.FSYNC
+) -> None:
+    """Write the index file of the checkpoint in ``folder``, atomically."""
     path = folder / INDEX_NAME
     path.parent.mkdir(exist_ok=True)
-    store.write_atomic(path, index.to_json())
+    store.write_atomic(path, index.to_json(), durability)
 
 
 def read_index(folder: Path) -> Index | None:

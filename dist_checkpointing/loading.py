@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import torch
 
 from dist_checkpointing.catalog import concatenate, describe
+from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.commit import CheckpointingConfig, read_config
 from dist_checkpointing.errors import CheckpointingException
@@ -67,6 +68,7 @@ def open_checkpoint(
     )
     sharded.check_backend_compatibility(backend)
     sharded.check_version_compatibility(version)
+    sharded = sharded.for_format(backend, version)
     return LoadStrategies(config, sharded, common_reader(config, common_strategy))
 
 
@@ -202,13 +204,13 @@ def load(
             lambda: {leaf.key for leaf in _stored_objects(found, checkpoint_dir)},
         )
         missing, unexpected = handle_strictly(parts, {*stored} | objects, flag, comm)
-    with comm.agreed("comparing template and checkpoint"):
+    with paused_collector(), comm.agreed("comparing template and checkpoint"):
         wanted = {p: t for p, t in parts.tensors.items() if t.key not in unexpected}
         own_planner = getattr(found.sharded, "planner", None) is not None
         compare(wanted, stored, cast, planner_knows_keys=own_planner)
         wanted_objects = {p: o for p, o in parts.objects.items() if o.key not in unexpected}
     # Only now that all ranks agree may a tensor be touched.
-    with comm.agreed("allocating memory"):
+    with paused_collector(), comm.agreed("allocating memory"):
         leaves: dict[TreePath, ShardedBase] = {
             path: with_memory(leaf, stored) for path, leaf in wanted.items()
         }
@@ -227,7 +229,7 @@ def load(
             reader.report = meter.add
             meter.expect(sum(_num_bytes(leaf) for leaf in leaves.values()))
         loaded |= _read(leaves, found.sharded, reader, index, parts, checkpoint_dir, comm)
-    with comm.agreed("rebuilding the state dict"):
+    with paused_collector(), comm.agreed("rebuilding the state dict"):
         state_dict: StateDict = parts.rebuild(common, loaded)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):

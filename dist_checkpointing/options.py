@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Final
 
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.store import file_system_type
+from dist_checkpointing.store import Durability, file_system_type
 
-
-class Durability(Enum):
-    """When a save may call itself finished."""
-
-    FSYNC = "fsync"
-    """Every file and folder is on the disk before the commit: survives a power cut."""
-
-    PAGE_CACHE = "page_cache"
-    """The operating system has everything: survives a killed process, not a killed machine. For
-    scratch disks and tests."""
+__all__ = ["Checksum", "Durability", "ReadMode", "StorageOptions"]
 
 
 class Checksum(Enum):
@@ -47,12 +39,21 @@ LOCAL_FILE_SYSTEMS: Final = frozenset(
 )
 
 
+def _threads_of_a_rank() -> int:
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    sharing = int(ranks) if ranks.isdecimal() else 1
+    cores = len(os.sched_getaffinity(0)) // max(1, sharing)
+    return min(max(1, 2 * cores), 4)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageOptions:
     """How a backend does its I/O. The defaults are for large training jobs on any file system.
 
     Attributes:
-        threads: threads of this process that write or read at a time.
+        threads: threads of this process that write or read at a time; by default two for each core
+            that this rank has to itself, at most 4 (torchrun's LOCAL_WORLD_SIZE tells how many
+            ranks share the machine).
         buffer_bytes: memory, beyond the state itself, for copies of what cannot be written or read
             in place: tensors on a GPU, strided ones, edge chunks, other dtypes.
         data_file_bytes: a data file of the tensorstore backend is closed once it is this large.
@@ -61,7 +62,7 @@ class StorageOptions:
         read_mode: how local files are read.
     """
 
-    threads: int = 4
+    threads: int = field(default_factory=_threads_of_a_rank)
     buffer_bytes: int = 128 * 2**20
     data_file_bytes: int = 4 * 2**30
     durability: Durability = Durability.FSYNC

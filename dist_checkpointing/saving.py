@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from dist_checkpointing.catalog import ShardTable, concatenate, describe
+from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.commit import Attempt, CheckpointingConfig
+from dist_checkpointing.commit import Attempt, CheckpointingConfig, check_distinct
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
 from dist_checkpointing.mapping import (
     CommonStateDict,
@@ -25,6 +26,7 @@ from dist_checkpointing.mapping import (
     ShardedStateDict,
     is_main_replica,
 )
+from dist_checkpointing.options import Durability
 from dist_checkpointing.partition import Partition, partition
 from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.storage import PlannedSave, StorageWriter
@@ -101,7 +103,7 @@ def save(
     """
     comm = default_comm() if comm is None else comm
     meter = Meter("save", comm.rank, progress)
-    with meter.phase("planning"), comm.agreed("preparing the save"):
+    with meter.phase("planning"), paused_collector(), comm.agreed("preparing the save"):
         work = _prepare(
             sharded_state_dict,
             Path(checkpoint_dir),
@@ -113,7 +115,7 @@ def save(
             raise CheckpointingException(
                 f"Cannot apply async_save to non-async strategy {work.strategy}"
             )
-    with meter.phase("planning"):
+    with meter.phase("planning"), paused_collector():
         if validate_access_integrity:
             _compare_common(work.common, preprocess_common_before_consistancy_check, comm)
         planned, objects = _plan(work, comm, validate=validate_access_integrity)
@@ -199,6 +201,7 @@ def _prepare(
     writer = None
     if isinstance(strategy, PlannedSaveStrategy):
         writer = strategy.make_writer(folder)
+        common_writer = common_writer.lasting(writer.options.durability)
     return _Work(strategy, common_writer, folder, parts, common, by_strategy, by_common, writer)
 
 
@@ -231,7 +234,10 @@ def _claim(
             if planned is not None and work.writer is not None:
                 names += work.writer.created_names(planned.index)
             _refuse_clashes(names, objects, planned)
-            attempt = Attempt.begin(work.folder, names, overwrite=overwrite)
+            durability = Durability.FSYNC
+            if work.writer is not None:
+                durability = work.writer.options.durability
+            attempt = Attempt.begin(work.folder, names, overwrite=overwrite, durability=durability)
     return attempt
 
 
@@ -301,11 +307,9 @@ def _refuse_clashes(names: list[str], objects: ShardTable, planned: PlannedSave 
             for key in sorted(set(objects.key_column))
             if key in planned.index
         ]
-    if not findings and len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        findings = [Finding("two keys want the same file", path=name) for name in twice]
     if findings:
         raise InvalidShardingError("keys of the state dict clash", findings)
+    check_distinct(names)
 
 
 def _compare_common(

@@ -17,6 +17,7 @@ import numpy as np
 
 from dist_checkpointing.catalog import concatenate
 from dist_checkpointing.checksums import CHECKSUMS_NAME, write_checksums
+from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.index import INDEX_NAME, Index, read_index, write_index
@@ -109,7 +110,7 @@ class StorageWriter(ABC):
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         """Write, on rank 0, what describes the checkpoint as a whole, durably."""
         del results
-        write_index(metadata, self.checkpoint_dir)
+        write_index(metadata, self.checkpoint_dir, self.options.durability)
 
 
 class StorageReader(ABC):
@@ -239,17 +240,25 @@ def write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
             comm.rank
         ]
     with comm.agreed("writing"):
-        results = writer.write_data(plan, planned.planner).result()
-        digests = [result.checksum for result in results[: len(plan.table)]]
-        path = write_checksums(writer.checkpoint_dir, comm.rank, plan.table, digests)
-        if path is not None and writer.options.durability is Durability.FSYNC:
-            fsync_file(path)
-            fsync_folders([path], writer.checkpoint_dir)
+        results = write_plan(plan, planned.planner, writer, comm.rank)
     noted = [result for result in results if result.storage_data is not None]
     all_results = comm.all_gather(noted) if writer.gathers_results else [noted]
     with comm.agreed("finishing the write"):
         if comm.rank == 0:
             writer.finish(planned.index, all_results)
+
+
+def write_plan(
+    plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank: int
+) -> list[WriteResult]:
+    """Write what one rank has to write, and its checksums, durably. Not collective."""
+    results = writer.write_data(plan, planner).result()
+    digests = [result.checksum for result in results[: len(plan.table)]]
+    path = write_checksums(writer.checkpoint_dir, rank, plan.table, digests)
+    if path is not None and writer.options.durability is Durability.FSYNC:
+        fsync_file(path)
+        fsync_folders([path], writer.checkpoint_dir)
+    return results
 
 
 def read(
@@ -259,7 +268,7 @@ def read(
 
     All that is missing is found before the first byte is read.
     """
-    with comm.agreed("planning the load"):
+    with paused_collector(), comm.agreed("planning the load"):
         planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
         plan = planner.build_local_plan()
     if type(planner).build_global_plan is not LoadPlanner.build_global_plan:

@@ -9,6 +9,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -86,19 +87,33 @@ def parse_json(data: bytes) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+class Durability(Enum):
+    """When a save may call itself finished."""
+
+    FSYNC = "fsync"
+    """Every file and folder is on the disk before the commit: survives a power cut."""
+
+    PAGE_CACHE = "page_cache"
+    """The operating system has everything: survives a killed process, not a killed machine. For
+    scratch disks and tests."""
+
+
+def write_atomic(path: Path, data: bytes, durability: Durability = Durability.FSYNC) -> None:
     """Put ``data`` at ``path`` so that a reader, or a crash, sees all of it or nothing new."""
+    durable = durability is Durability.FSYNC
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_folder(path.parent)
+    if durable:
+        fsync_folder(path.parent)
 
 
 def fsync_folder(path: Path) -> None:

@@ -23,6 +23,7 @@ from backend_option import HELP, parse_backend
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.mapping import ShardedTensorFactory
 from oracle import global_digests
+from progress_bar import ProgressBar
 from tensor_parallel import Ranks, joined_ranks
 from tensor_parallel_gpt import GPTConfig
 from training_state import Text, TrainingState
@@ -60,7 +61,8 @@ def _train(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     if arguments.resume is not None:
         start = time.perf_counter()
         template = state.sharded_state_dict()
-        state.restore(load(template, str(arguments.resume)))
+        with ProgressBar(visible=ranks.rank == 0) as bar:
+            state.restore(load(template, str(arguments.resume), progress=bar))
         report["seconds"] = time.perf_counter() - start
         report |= _facts(state)
         _say(ranks, f"resumed after step {state.iteration} with tensor parallelism {ranks.size}")
@@ -71,7 +73,9 @@ def _train(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             _say(ranks, f"step {state.iteration:4d}  loss {loss:.4f}")
         if state.iteration == arguments.save_at:
             start = time.perf_counter()
-            save(state.sharded_state_dict(), str(arguments.checkpoint), arguments.backend)
+            folder = str(arguments.checkpoint)
+            with ProgressBar(visible=ranks.rank == 0) as bar:
+                save(state.sharded_state_dict(), folder, arguments.backend, progress=bar)
             report["seconds"] = time.perf_counter() - start
             report |= _facts(state)
             _say(ranks, f"saved to {arguments.checkpoint}")

@@ -25,7 +25,7 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
-from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.options import Durability, StorageOptions
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -129,6 +129,11 @@ class LoadCommonStrategy(LoadStrategyBase):
 class LoadShardedStrategy(LoadStrategyBase):
     """Reads ShardedTensors."""
 
+    def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
+        """The strategy for one of the formats that it understands: by default itself."""
+        del backend, version
+        return self
+
     @abstractmethod
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
         """The same nested dict with every ShardedTensor replaced by its loaded tensor."""
@@ -150,6 +155,11 @@ class LoadShardedStrategy(LoadStrategyBase):
 
 class SaveCommonStrategy(SaveStrategyBase):
     """Writes the common state, and ShardedObjects for strategies that cannot."""
+
+    def lasting(self, durability: Durability) -> Self:
+        """A strategy whose files are as durable as that; one that has no choice returns itself."""
+        del durability
+        return self
 
     def created_names(self, object_keys: Iterable[str]) -> Iterable[str]:
         """Relative names of all files and folders that this strategy will create.

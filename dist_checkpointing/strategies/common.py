@@ -5,6 +5,7 @@ Files are read with ``weights_only=True`` and an allow-list; a checkpoint never 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
@@ -53,6 +54,12 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
     def __init__(self, backend: str = "torch", version: int = 1) -> None:
         super().__init__(backend, version)
+        self.durability = store.Durability.FSYNC
+
+    def lasting(self, durability: store.Durability) -> Self:
+        strategy = copy.copy(self)
+        strategy.durability = durability
+        return strategy
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -68,7 +75,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         self, common_state_dict: StateDict, checkpoint_dir: str | PathLike[str]
     ) -> None:
         data = serialize(common_state_dict, "the common state")
-        store.write_atomic(Path(checkpoint_dir) / COMMON_STATE_FNAME, data)
+        store.write_atomic(Path(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
 
     def save_sharded_objects(
         self,
@@ -82,9 +89,11 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             if is_main_replica(leaf.replica_id):
                 path = root / f"{leaf.unique_key}.pt"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                store.write_atomic(path, serialize(leaf.data, f"the ShardedObject {leaf.key!r}"))
+                data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
+                store.write_atomic(path, data, self.durability)
                 files.append(path)
-        store.fsync_folders(files, root)
+        if self.durability is store.Durability.FSYNC:
+            store.fsync_folders(files, root)
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):

@@ -66,6 +66,16 @@ print(dist_checkpointing.check_is_distributed_checkpoint({str(tmp_path)!r}), "za
     assert run_python(code).stdout == "True False\n"
 
 
+@pytest.mark.slow
+def test_interop_is_there_without_an_import_of_its_own_and_costs_nothing_before() -> None:
+    code = """
+import sys, dist_checkpointing
+print("torch.distributed.checkpoint" in sys.modules)
+print(dist_checkpointing.interop.shard_state_dict.__name__)
+"""
+    assert run_python(code).stdout == "False\nshard_state_dict\n"
+
+
 def test_all_names_are_there_sorted_and_nothing_else_is_public() -> None:
     names = dist_checkpointing.__all__
     assert sorted(names) == names

@@ -114,7 +114,8 @@ def test_dropping_the_optimizer_frees_its_space(tmp_path: Path) -> None:
 
     before = used()
     remove_sharded_tensors(tmp_path, "optimizer")
-    assert before - used() > full["optimizer.m"].nbytes
+    # The tree of keys is written anew, and keeps its old nodes.
+    assert before - used() > 0.999 * full["optimizer.m"].nbytes
     left = load_plain_tensors(tmp_path)
     assert {"model.w", "model.b"} <= set(left)
     assert not any(key.startswith("optimizer") for key in left)
@@ -206,7 +207,7 @@ def test_a_hostile_object_in_the_database_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durability", Durability)
-def test_durable_means_that_every_data_file_is_synced(
+def test_durable_means_that_every_file_is_synced(
     tmp_path: Path, durability: Durability, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[str] = set()
@@ -225,8 +226,8 @@ def test_durable_means_that_every_data_file_is_synced(
         assert files <= synced
         assert {str(tmp_path), str(tmp_path / "data"), str(tmp_path / "manifest.ocdbt")} <= synced
     else:
-        assert not files & synced
-    assert str(tmp_path) in synced  # the commit itself is always durable
+        # A commit that outlives its data would be worse than none.
+        assert not synced
 
 
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr"])

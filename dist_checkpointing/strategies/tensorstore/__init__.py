@@ -14,7 +14,11 @@ from pathlib import Path
 
 from dist_checkpointing.index import write_index
 from dist_checkpointing.store import disk_name
-from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+)
 from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
 from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
@@ -34,14 +38,28 @@ class TensorStoreSaveShardedStrategy(PlannedSaveStrategy):
 
 
 class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
-    """Loads ("tensorstore", 1)."""
+    """Loads ("tensorstore", 1), and the zarr formats through TensorStore's drivers for them."""
 
     reader_type = TensorStoreReader
-    reads = frozenset({("tensorstore", 1)})
+    reads = frozenset({("tensorstore", 1), ("zarr", 1), ("zarr", 2)})
 
     @property
     def can_handle_sharded_objects(self) -> bool:
         return True
+
+    def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
+        if backend == "tensorstore":
+            return self
+        # Not at the top: the package zarr may be missing.
+        from dist_checkpointing.strategies.tensorstore.zarr_arrays import (  # noqa: PLC0415
+            ZarrArraysLoadShardedStrategy,
+        )
+
+        strategy = ZarrArraysLoadShardedStrategy(
+            version, planner=self.planner, comm=self.comm, options=self.options
+        )
+        strategy.trusted = self.trusted
+        return strategy
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)

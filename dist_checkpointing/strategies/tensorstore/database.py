@@ -26,6 +26,9 @@ SECTIONS = ("optimizer",)
 """Keys that begin with one of these lie in data files of their own: dropping a section deletes its
 files, whereas deleting keys from a database frees nothing."""
 
+CONFIG = {"max_inline_value_bytes": 1024}
+"""Of a new database: ``zarr.json`` lies in the tree, so there are half as many values to write."""
+
 
 def section_of(key: str) -> str:
     """The section that a key belongs to."""
@@ -109,7 +112,7 @@ def merge(checkpoint_dir: Path, parts: Sequence[tuple[str, Contents]], context: 
     Raises:
         CorruptCheckpointError: if the result does not hold exactly what the parts hold.
     """
-    target = open_store(checkpoint_dir, context)
+    target = open_store(checkpoint_dir, context, config=CONFIG)
     with ts.Transaction() as transaction:
         merged = target.with_transaction(transaction)
         for name, _ in parts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ import torch
 
 from dist_checkpointing import dtypes, store
 from dist_checkpointing.checksums import CHECKSUMS_NAME, checksum
+from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.index import INDEX_NAME, Index, StoredTensor, write_index
 from dist_checkpointing.options import Checksum, Durability, StorageOptions
 from dist_checkpointing.planning import (
@@ -27,12 +29,32 @@ from dist_checkpointing.storage import StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import database, keys
 
-_LANES = 2
+_MOST_LANES = 2
 _MIN_LANE_BYTES = 64 * 2**20
 _SMALL_BYTES = 2**20
 """Below this a copy of the bytes costs less than opening an array for them."""
 
-Task = tuple[int, WriteItem, StoredTensor | None]
+Task = tuple[int, WriteItem]
+"""Position in the plan, and what stands there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one lane writes.
+
+    Attributes:
+        section: that all of it belongs to.
+        lane: number of the lane in its section.
+        described: keys of arrays to describe.
+        small: items of which many go through the interpreter quickly.
+        large: items that are written one by one.
+    """
+
+    section: str
+    lane: int
+    described: list[str]
+    small: list[Task]
+    large: list[Task]
 
 
 class _Lane:
@@ -47,9 +69,11 @@ class _Lane:
         self._context = context
         self._most_copied = max(1, options.buffer_bytes // lanes)
         self._most_referenced = options.data_file_bytes
-        self._store = database.open_store(
-            folder, context, target_data_file_size=options.data_file_bytes
-        )
+        self._settings = {
+            "config": database.CONFIG,
+            "target_data_file_size": options.data_file_bytes,
+        }
+        self._store = database.open_store(folder, context, **self._settings)
         self._arrays: dict[str, Any] = {}
         self._begin()
 
@@ -82,7 +106,7 @@ class _Lane:
             target = self._arrays[path] = ts.open(
                 {
                     "driver": "zarr3",
-                    "kvstore": database.spec(self.folder, path),
+                    "kvstore": database.spec(self.folder, path, **self._settings),
                     "metadata": keys.array_node(tensor, part.chunk, part.flat_range),
                     # A chunk of zeros that is not written could not be told from a lost one.
                     "store_data_equal_to_fill_value": True,
@@ -130,34 +154,23 @@ class TensorStoreWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         index = plan.index
         assert index is not None
-        described = list(index)[self._rank :: self._world_size]
-        tensors = {key: index[key] for key in {i.index.fqn for i in plan.items if i.tensor_data}}
-        by_section: dict[str, tuple[list[str], list[Task]]] = {}
-        for key in described:
-            by_section.setdefault(database.section_of(key), ([], []))[0].append(key)
-        for position, item in enumerate(plan.items):
-            key = item.index.fqn
-            section = by_section.setdefault(database.section_of(key), ([], []))
-            section[1].append((position, item, tensors.get(key)))
-
+        with paused_collector():
+            work = self._share_out(plan, index)
         context = database.make_context(self.options, _existing(self.checkpoint_dir))
         results: list[WriteResult | None] = [None] * len(plan.items)
-        lanes = [
-            (section, lane, named, tasks)
-            for section, (names, all_tasks) in by_section.items()
-            for lane, (named, tasks) in enumerate(_split(names, all_tasks))
-        ]
 
-        def fill(work: tuple[str, int, list[str], list[Task]]) -> WriteResult:
-            section, number, named, tasks = work
-            folder = database.section_folder(self.checkpoint_dir, section)
-            folder /= f"{self._rank}.{number}-{uuid.uuid4().hex[:8]}"
-            lane = _Lane(folder, context, self.options, len(lanes))
-            for key in named:
-                for name, value in keys.metadata_values(index[key]):
-                    lane.put(name, value)
-            for position, item, tensor in tasks:
-                results[position] = self._write_item(lane, item, tensor, planner)
+        def fill(share: _Share) -> WriteResult:
+            folder = database.section_folder(self.checkpoint_dir, share.section)
+            folder /= f"{self._rank}.{share.lane}-{uuid.uuid4().hex[:8]}"
+            lane = _Lane(folder, context, self.options, len(work))
+            with paused_collector():
+                for key in share.described:
+                    for name, value in keys.metadata_values(index[key]):
+                        lane.put(name, value)
+                for position, item in share.small:
+                    results[position] = self._write_item(lane, item, index, planner)
+            for position, item in share.large:
+                results[position] = self._write_item(lane, item, index, planner)
             lane.commit()
             if self.options.durability is Durability.FSYNC:
                 store.fsync_tree(folder)
@@ -165,12 +178,29 @@ class TensorStoreWriter(StorageWriter):
             held = database.contents(folder)
             return WriteResult(MetadataIndex(name), held.num_bytes, (name, held))
 
-        with ThreadPoolExecutor(min(_LANES, self.options.threads), "lane") as pool:
-            filled = list(pool.map(fill, lanes))
+        with ThreadPoolExecutor(min(_MOST_LANES, self.options.threads), "lane") as pool:
+            filled = list(pool.map(fill, work))
         return done([*(result for result in results if result is not None), *filled])
 
+    def _share_out(self, plan: SavePlan, index: Index) -> list[_Share]:
+        """The work, on one lane a section, or on several of about the same bytes."""
+        # Any rank can describe any array, so each takes its share, also of those without chunks.
+        described = list(index)[self._rank :: self._world_size]
+        sections: dict[str, tuple[list[str], list[tuple[Task, int]]]] = {}
+        for key in described:
+            sections.setdefault(database.section_of(key), ([], []))[0].append(key)
+        sizes = plan.table.num_bytes.tolist()
+        for task, size in zip(enumerate(plan.items), sizes, strict=True):
+            section = database.section_of(task[1].index.fqn)
+            sections.setdefault(section, ([], []))[1].append((task, size))
+        return [
+            share
+            for section, (names, tasks) in sections.items()
+            for share in _lanes(section, names, tasks, max(1, self.options.threads // 2))
+        ]
+
     def _write_item(
-        self, lane: _Lane, item: WriteItem, tensor: StoredTensor | None, planner: SavePlanner
+        self, lane: _Lane, item: WriteItem, index: Index, planner: SavePlanner
     ) -> WriteResult:
         data = planner.get_data(item)
         if item.type is WriteItemType.BYTE_IO:
@@ -180,10 +210,10 @@ class TensorStoreWriter(StorageWriter):
             lane.put(keys.object_key(item.index.fqn, item.index.offset, item.object_cell), value)
             return WriteResult(item.index, len(value))
         assert isinstance(data, torch.Tensor)
-        assert tensor is not None
         part = item.tensor_data
         assert part is not None
-        on_cpu = data.detach() if data.device.type == "cpu" else data.detach().to("cpu")
+        tensor = index[item.index.fqn]
+        on_cpu = data if data.device.type == "cpu" else data.detach().to("cpu")
         array = dtypes.as_numpy(on_cpu.contiguous())
         digest = checksum(array) if self.options.checksum is Checksum.XXH3 else None
         whole = tensor.pieces is not None or part.chunk.shape == tensor.grid.chunk_shape
@@ -206,22 +236,26 @@ class TensorStoreWriter(StorageWriter):
                 store.fsync_file(self.checkpoint_dir / database.MANIFEST_NAME)
             folders = {self.checkpoint_dir / name for name, _ in parts}
             store.fsync_folders(folders, self.checkpoint_dir)
-        write_index(metadata, self.checkpoint_dir)
+        write_index(metadata, self.checkpoint_dir, self.options.durability)
 
 
 def _existing(folder: Path) -> Path:
     return folder if folder.exists() else _existing(folder.parent)
 
 
-def _split(names: list[str], tasks: list[Task]) -> list[tuple[list[str], list[Task]]]:
-    """The work of a section on one lane, or on several of about the same bytes."""
-    sizes = [item.tensor_storage_size() or 0 for _, item, _ in tasks]
-    count = max(1, min(_LANES, sum(sizes) // _MIN_LANE_BYTES))
-    lanes: list[tuple[list[str], list[Task]]] = [([], []) for _ in range(count)]
+def _lanes(
+    section: str, described: list[str], tasks: list[tuple[Task, int]], most_lanes: int
+) -> list[_Share]:
+    small = [task for task, size in tasks if size < _SMALL_BYTES]
+    large = [(task, size) for task, size in tasks if size >= _SMALL_BYTES]
+    count = max(1, min(_MOST_LANES, most_lanes, sum(size for _, size in large) // _MIN_LANE_BYTES))
+    lanes: list[list[Task]] = [[] for _ in range(count)]
     loads = [0] * count
-    lanes[0][0].extend(names)
-    for task, size in zip(tasks, sizes, strict=True):
+    for task, size in large:
         least = loads.index(min(loads))
-        lanes[least][1].append(task)
+        lanes[least].append(task)
         loads[least] += size
-    return lanes
+    return [
+        _Share(section, lane, described if lane == 0 else [], small if lane == 0 else [], tasks)
+        for lane, tasks in enumerate(lanes)
+    ]

@@ -12,7 +12,7 @@ from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.storage import StorageReader, done
-from dist_checkpointing.strategies.thread_batches import in_threads
+from dist_checkpointing.strategies.threads import in_threads
 from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
 from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
 from dist_checkpointing.strategies.torch_dist.record_search import BadRecord
@@ -125,7 +125,7 @@ class TorchDistReader(StorageReader):
             for item in items:
                 values.read_item(item, planner, self._most_copied)
                 self.report(item.dest.box.num_elements * tensor.dtype.itemsize)
-        except (BadRecord, OSError) as error:
+        except (BadRecord, OSError, EOFError) as error:
             where = self._where(place)
             finding = Finding(f"a record cannot be read: {error}", chunk.fqn, path=where)
             raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,16 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from dist_checkpointing import dtypes
-from dist_checkpointing.geometry import Box, Ints, Window, ravel_offset
+from dist_checkpointing.geometry import Ints, Window
 from dist_checkpointing.index import StoredTensor
 from dist_checkpointing.planning import LoadPlanner, ReadItem
+from dist_checkpointing.strategies.raw_chunks import copy_window, read_window
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_dist.metadata import Place
 from dist_checkpointing.strategies.torch_dist.record_search import BadRecord, find_tensor
-from dist_checkpointing.strategies.torch_dist.records import contiguous_stride
 
 Array = npt.NDArray[Any]
 
@@ -88,34 +86,18 @@ class OpenRecord:
             raise BadRecord("the file ended early")
         return data
 
-    def read_into(self, start: int, view: memoryview) -> None:
-        """Fill memory from byte ``start`` on."""
-        if self.is_in_memory:
-            view[:] = self._head[start : start + len(view)]
-            return
-        position = self.start + start
-        while view:
-            count = os.preadv(self._descriptor, [view], position)
-            if count == 0:
-                raise BadRecord("the file ended early")
-            view, position = view[count:], position + count
-
-    def bytes_at(self, start: int, count: int, *, mapped: bool) -> npt.NDArray[np.uint8]:
-        """A part of the record as an array: mapped, or read."""
-        if start + count > self.length:
+    def read_window(
+        self, start: int, window: Window, target: Array, most_copied: int | None
+    ) -> None:
+        """Read a window of the values that begin at byte ``start``; see ``raw_chunks``."""
+        end = start + (window.start + window.array_size) * target.itemsize
+        if end > self.length:
             raise BadRecord("it refers to bytes outside of it")
         if self.is_in_memory:
-            return np.frombuffer(self._head, dtype=np.uint8, count=count, offset=start)
-        if not mapped:
-            data = np.empty(count, dtype=np.uint8)
-            self.read_into(start, memoryview(data))  # type: ignore[arg-type]
-            return data
-        position = self.start + start
-        page = position - position % mmap.ALLOCATIONGRANULARITY
-        pages = mmap.mmap(
-            self._descriptor, position + count - page, prot=mmap.PROT_READ, offset=page
-        )
-        return np.frombuffer(pages, dtype=np.uint8, count=count, offset=position - page)
+            values = np.frombuffer(self._head[start:end], dtype=target.dtype)
+            copy_window(values, window, target)
+        else:
+            read_window(self._descriptor, self.start + start, window, target, most_copied)
 
 
 def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
@@ -177,29 +159,16 @@ class StoredValues:
             self._read(window, target, most_copied)
             planner.apply_tensor(item, destination)
             return
-        staged = np.empty(item.lengths, dtype=self._tensor.dtype.numpy)
+        staged = np.empty(item.lengths, dtype=self._tensor.dtype.bits)
         self._read(window, staged, most_copied)
         planner.apply_tensor(item, dtypes.as_tensor(staged, self._tensor.dtype.torch))
 
     def _read(self, window: Window, target: Array, most_copied: int | None) -> None:
         layout = self._found.layout
-        run = window.contiguous_range()
         if layout is None or not layout.is_contiguous:
-            _copy(self._rebuilt()[_first(window) :], window, target)
-        elif run is not None and target.flags.c_contiguous:
-            view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-            self._record.read_into(self._found.start + run[0] * target.itemsize, view)
+            copy_window(self._rebuilt(), window, target)
         else:
-            whole = most_copied is None or self._record.is_in_memory
-            most = None if whole else max(1, (most_copied or 0) // target.itemsize)
-            for box in _boxes_within(window, most):
-                part = replace(window, box=box)
-                start, stop = _first(part) * target.itemsize, _last(part) * target.itemsize
-                values = self._record.bytes_at(
-                    self._found.start + start, stop - start, mapped=most_copied is None
-                )
-                inside: Any = (..., *box.relative_to(window.box.offset).slices())
-                _copy(values.view(_bits(target.dtype)), part, target[inside])
+            self._record.read_window(self._found.start, window, target, most_copied)
 
     def _rebuilt(self) -> Array:
         """All values in C order, of a tensor that lies otherwise in its storage."""
@@ -211,43 +180,5 @@ class StoredValues:
                 raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
             self._check(tensor.dtype, tuple(tensor.shape))
             array = dtypes.as_numpy(tensor.detach().contiguous()).reshape(-1)
-            self._copy = array.view(_bits(array.dtype))
+            self._copy = array.view(self._tensor.dtype.bits)
         return self._copy
-
-
-def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """A dtype of the same size that numpy itself knows, to move elements wherever they lie."""
-    return dtype if dtype.isbuiltin == 1 else np.dtype(f"u{dtype.itemsize}")
-
-
-def _first(window: Window) -> int:
-    """Position of the first element of the window's box in the buffer."""
-    return window.start + ravel_offset(window.box.offset, window.shape)
-
-
-def _last(window: Window) -> int:
-    """First position behind the window's box in the buffer."""
-    last = tuple(stop - 1 for stop in window.box.stop)
-    return window.start + ravel_offset(last, window.shape) + 1
-
-
-def _copy(values: Array, window: Window, target: Array) -> None:
-    """Copy the window's box out of the elements of the buffer from its first one on."""
-    strides = tuple(step * values.itemsize for step in contiguous_stride(window.shape))
-    bits = target.view(values.dtype)
-    bits[...] = as_strided(values, window.box.shape, strides, writeable=False)
-
-
-def _boxes_within(window: Window, most_elements: int | None) -> Iterator[Box]:
-    """The window's box, cut until no part spans more than so many elements of the buffer."""
-    box = window.box
-    span = _last(window) - _first(window)
-    axis = next((a for a, extent in enumerate(box.shape) if extent > 1), None)
-    if most_elements is None or span <= most_elements or axis is None:
-        yield box
-        return
-    half = box.shape[axis] // 2
-    for begin, extent in ((0, half), (half, box.shape[axis] - half)):
-        offset = (*box.offset[:axis], box.offset[axis] + begin, *box.offset[axis + 1 :])
-        shape = (*box.shape[:axis], extent, *box.shape[axis + 1 :])
-        yield from _boxes_within(replace(window, box=Box(offset, shape)), most_elements)

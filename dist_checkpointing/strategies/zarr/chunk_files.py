@@ -93,84 +93,28 @@ def _write_all(descriptor: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
-class ChunkFile:
-    """One stored chunk, from which windows are read."""
+def read_decoded(path: Path, codec: Codec, dtype: DType, num_elements: int, key: str) -> Array:
+    """The values of a compressed chunk, 1-D, as ``dtype.bits``.
 
-    def __init__(
-        self, key: str, path: Path, dtype: DType, num_elements: int, codec: Codec | None
-    ) -> None:
-        self._key = key
-        self._path = path
-        self._dtype = dtype
-        self._num_bytes = num_elements * dtype.itemsize
-        self._codec = codec
-        self._decoded: Array | None = None
+    Raises:
+        CorruptCheckpointError: if the file is missing or not what it should be.
+    """
 
-    def read_into(self, window: Window, target: Array) -> None:
-        """Copy a window into ``target``, an array of the window's box shape (any strides).
-
-        Raises:
-            CorruptCheckpointError: if the file is missing or not what it should be.
-        """
-        try:
-            if self._codec is None:
-                self._read_raw(window, target)
-            else:
-                self._read_decoded(window, target)
-        except FileNotFoundError as error:
-            raise self._corrupt("a chunk is missing") from error
-
-    def _read_raw(self, window: Window, target: Array) -> None:
-        descriptor = os.open(self._path, os.O_RDONLY)
-        try:
-            # A mapped file that is too short would kill the process instead of raising.
-            size = os.fstat(descriptor).st_size
-            if size != self._num_bytes:
-                raise self._corrupt(
-                    "a chunk has the wrong size", expected=f"{self._num_bytes} bytes", found=size
-                )
-            run = window.contiguous_range()
-            if run is not None and target.flags.c_contiguous:
-                view = _bytes_of(target)
-                self._read_all(descriptor, view, run[0] * self._dtype.itemsize)
-                return
-        finally:
-            os.close(descriptor)
-        mapped = np.memmap(self._path, dtype=self._dtype.numpy, mode="r", shape=(self._total,))
-        self._copy(mapped, window, target)
-
-    @property
-    def _total(self) -> int:
-        return self._num_bytes // self._dtype.itemsize
-
-    def _read_all(self, descriptor: int, view: memoryview, position: int) -> None:
-        while view:
-            count = os.preadv(descriptor, [view], position)
-            if count == 0:
-                raise self._corrupt("a chunk ended early")
-            view, position = view[count:], position + count
-
-    def _read_decoded(self, window: Window, target: Array) -> None:
-        if self._decoded is None:
-            assert self._codec is not None
-            encoded = self._path.read_bytes()
-            try:
-                raw = np.frombuffer(self._codec.decode(encoded), dtype=np.uint8)
-            except (RuntimeError, ValueError, OSError, EOFError) as error:
-                raise self._corrupt(f"a chunk cannot be decoded: {error}") from error
-            if raw.nbytes != self._num_bytes:
-                raise self._corrupt(
-                    "a decoded chunk has the wrong size",
-                    expected=f"{self._num_bytes} bytes",
-                    found=raw.nbytes,
-                )
-            self._decoded = raw.view(self._dtype.numpy)
-        self._copy(self._decoded, window, target)
-
-    def _copy(self, stored: Array, window: Window, target: Array) -> None:
-        part = stored[window.start : window.start + window.array_size].reshape(window.shape)
-        target[...] = part[window.box.slices()]
-
-    def _corrupt(self, problem: str, **details: Any) -> CorruptCheckpointError:
-        finding = Finding(problem, self._key, path=str(self._path), **details)
+    def corrupt(problem: str, **details: Any) -> CorruptCheckpointError:
+        finding = Finding(problem, key, path=str(path), **details)
         return CorruptCheckpointError("the checkpoint is damaged", [finding])
+
+    try:
+        encoded = path.read_bytes()
+    except FileNotFoundError as error:
+        raise corrupt("a chunk is missing") from error
+    try:
+        raw = np.frombuffer(codec.decode(encoded), dtype=np.uint8)
+    except (RuntimeError, ValueError, OSError, EOFError) as error:
+        raise corrupt(f"a chunk cannot be decoded: {error}") from error
+    expected = num_elements * dtype.itemsize
+    if raw.nbytes != expected:
+        raise corrupt(
+            "a decoded chunk has the wrong size", expected=f"{expected} bytes", found=raw.nbytes
+        )
+    return raw.view(dtype.bits)

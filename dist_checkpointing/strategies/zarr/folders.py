@@ -26,8 +26,9 @@ from dist_checkpointing.planning import (
     WriteItem,
 )
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
-from dist_checkpointing.strategies.thread_batches import in_threads
-from dist_checkpointing.strategies.zarr.chunk_files import ChunkFile, Codec
+from dist_checkpointing.strategies.raw_chunks import ChunkRead, Extent, fill, read_chunks
+from dist_checkpointing.strategies.threads import in_threads
+from dist_checkpointing.strategies.zarr.chunk_files import Codec, read_decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,12 @@ class ZarrFolderReader(StorageReader):
         return None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        codec = self.codec()
+        if codec is None:
+            reads = [self._raw_read(item) for item in plan.items]
+            maps_files = self.options.maps_files(self.checkpoint_dir)
+            read_chunks(reads, planner, self.options, maps_files=maps_files, report=self.report)
+            return done(None)
         by_chunk: dict[tuple[str, Ints | None, int | None], list[ReadItem]] = {}
         for item in plan.items:
             chunk = item.storage_index
@@ -130,19 +137,21 @@ class ZarrFolderReader(StorageReader):
         def read_chunk(items: Sequence[ReadItem]) -> None:
             chunk = items[0].storage_index
             tensor = self._index[chunk.fqn]
-            file = ChunkFile(
-                tensor.key,
-                self.chunk_path(tensor, chunk),
-                tensor.dtype,
-                stored_elements(tensor, chunk),
-                self.codec(),
-            )
+            count = stored_elements(tensor, chunk)
+            path = self.chunk_path(tensor, chunk)
+            values = read_decoded(path, codec, tensor.dtype, count, tensor.key)
             for item in items:
-                _read_item(file, tensor, item, planner)
-                self.report(item.dest.box.num_elements * tensor.dtype.itemsize)
+                self.report(fill(item, tensor.dtype, values, planner))
 
         in_threads(read_chunk, list(by_chunk.values()), self.options.threads)
         return done(None)
+
+    def _raw_read(self, item: ReadItem) -> ChunkRead:
+        chunk = item.storage_index
+        tensor = self._index[chunk.fqn]
+        num_bytes = stored_elements(tensor, chunk) * tensor.dtype.itemsize
+        path = str(self.chunk_path(tensor, chunk))
+        return ChunkRead(item, Extent(path, 0, num_bytes, num_bytes), tensor.dtype)
 
 
 def stored_elements(tensor: StoredTensor, chunk: MetadataIndex) -> int:
@@ -153,15 +162,3 @@ def stored_elements(tensor: StoredTensor, chunk: MetadataIndex) -> int:
     row = chunk.index
     start, stop = tensor.pieces.flat[row].tolist()
     return int(tensor.pieces.shapes[row].prod()) if start < 0 else stop - start
-
-
-def _read_item(file: ChunkFile, tensor: StoredTensor, item: ReadItem, planner: LoadPlanner) -> None:
-    destination = planner.acquire_tensor(item)
-    target = dtypes.fillable(destination, tensor.dtype.torch)
-    if target is not None:
-        file.read_into(item.storage, target)
-        planner.apply_tensor(item, destination)
-        return
-    staged = np.empty(item.lengths, dtype=tensor.dtype.numpy)
-    file.read_into(item.storage, staged)
-    planner.apply_tensor(item, dtypes.as_tensor(staged, tensor.dtype.torch))

@@ -109,8 +109,10 @@ class ZarrV3Writer(ZarrFolderWriter):
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         del results
         metadata = replace(metadata, codec=self._codec_name)
-        store.write_atomic(self.checkpoint_dir / METADATA_NAME, _root_json(metadata))
-        write_index(metadata, self.checkpoint_dir)
+        durability = self.options.durability
+        path = self.checkpoint_dir / METADATA_NAME
+        store.write_atomic(path, _root_json(metadata), durability)
+        write_index(metadata, self.checkpoint_dir, durability)
 
 
 class ZarrV3Reader(ZarrFolderReader):

@@ -1,4 +1,4 @@
-"""Many small pieces of I/O done by a few threads."""
+"""The one way in which backends spread their I/O over threads."""
 
 from __future__ import annotations
 

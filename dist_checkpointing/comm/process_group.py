@@ -1,0 +1,215 @@
+"""Ranks that are processes of torch.distributed."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dist_checkpointing.comm.protocol import Comm, Failure, SingleProcess, absent_rank
+from dist_checkpointing.errors import Finding, RankFailedError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_SECONDS = 1800.0
+_PATIENCE_SECONDS = 5.0
+_POLL_SECONDS = 0.01
+
+
+class TorchComm(Comm):
+    """The ranks of a torch.distributed process group.
+
+    Everything travels over ``group``, which must be a CPU (gloo) group. An agreement is one small
+    all-reduce as long as nobody failed. What failed is told through the key-value store of
+    torch.distributed, one key a rank, because a collective cannot tell which rank it is waiting
+    for: one that does not show up within ``timeout_seconds`` is named on all others. Creating a
+    TorchComm is collective over the group.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.timeout_seconds = timeout_seconds
+        self._group = group
+        self._agreements = 0
+        self._last_verdict = 0
+        self._group_is_broken = False
+        self._exchanges = 0
+        name = self.broadcast(uuid.uuid4().hex)
+        # torch has no public way to the store that every process group has already joined.
+        default_store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        self._store = dist.distributed_c10d.PrefixStore(f"dist_checkpointing/{name}", default_store)
+
+    def all_gather(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.world_size
+        if self._group_is_broken:
+            return self._through_store(value)
+        with self._contact_loss_named():
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        if self._group_is_broken:
+            return self._through_store(value)[0]
+        values: list[Any] = [value]
+        source = dist.get_global_rank(self._group, 0)
+        with self._contact_loss_named():
+            dist.broadcast_object_list(values, src=source, group=self._group)
+        result: T = values[0]
+        return result
+
+    def _through_store(self, value: T) -> list[T]:
+        """What all ranks bring, without the group: slow, and only after a rank was too late."""
+        keys = self._keys(f"values/{self._exchanges}")
+        with self._contact_loss_named():
+            self._write(keys[self.rank], value)
+            self._store.wait(keys, timedelta(seconds=self.timeout_seconds))
+            values = [self._read(key) for key in keys]
+        if self._exchanges:
+            # All ranks are here, so all have read what was brought before.
+            self._store.delete_key(f"values/{self._exchanges - 1}/{self.rank}")
+        self._exchanges += 1
+        return values
+
+    def _pack(self, value: Any) -> bytes:
+        return pickle.dumps(value)
+
+    def _unpack(self, packed: Any) -> Any:
+        return pickle.loads(packed)  # noqa: S301 - written by our own ranks
+
+    @contextmanager
+    def _contact_loss_named(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            finding = Finding(
+                problem=f"lost contact with another rank: {error}",
+                ranks=(self.rank,),
+                remedy="A process probably died; see its log.",
+            )
+            raise RankFailedError("a collective failed", [finding]) from error
+
+    def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
+        self._agreements += 1
+        deadline = time.monotonic() + self.timeout_seconds
+        try:
+            # Said before the collective, which tells nobody who is missing when it fails.
+            self._write(self._keys("at")[self.rank], (self._agreements, failure))
+            if self._all_are_well(failure):
+                return {}
+            return self._verdict(step, deadline)
+        except dist.DistError as error:
+            problem = f"lost contact with the store, which rank 0 or the launcher holds: {error}"
+            gone = RankFailedError("", [Finding(problem=problem, ranks=(0,))])
+            return {0: Failure(gone, problem, "")}
+
+    def _all_are_well(self, failure: Failure | None) -> bool:
+        """Whether all ranks are here without a failure; if not, no rank believes they are."""
+        if self._group_is_broken:
+            return False
+        failed = torch.tensor([failure is not None], dtype=torch.int32)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # a stub of torch's
+        options.timeout = timedelta(seconds=self.timeout_seconds)
+        try:
+            self._group.allreduce([failed], options).wait()
+        except RuntimeError as error:
+            logger.debug("agreement %d: %s", self._agreements, error)
+            self._group_is_broken = True
+            return False
+        return not failed.item()
+
+    def _verdict(self, step: str, deadline: float) -> Mapping[int, Failure]:
+        number = self._agreements
+        verdict_key, heard_keys = f"{number}/verdict", self._keys(f"{number}/heard")
+        verdict: Mapping[int, Failure]
+        if self.rank == 0:
+            verdict, present = self._collect(step, deadline)
+            self._write(verdict_key, verdict)
+            # If rank 0 holds the store, it must not end before all have read the verdict.
+            self._wait([heard_keys[rank] for rank in present if rank], _PATIENCE_SECONDS)
+            return verdict
+        # Rank 0 itself may wait the full time for a third rank before it speaks.
+        patience = self.timeout_seconds * 1.25 + _PATIENCE_SECONDS
+        if not self._wait([verdict_key], patience):
+            return {0: absent_rank(0, step, patience)}
+        verdict = self._read(verdict_key)
+        self._write(heard_keys[self.rank], None)
+        return verdict
+
+    def _collect(self, step: str, deadline: float) -> tuple[Mapping[int, Failure], list[int]]:
+        """The failures, and the ranks that came in time."""
+        outcomes: dict[int, Failure | None] = {}
+        while True:
+            for rank, key in enumerate(self._keys("at")):
+                if rank not in outcomes and self._store.check([key]):
+                    number, failure = self._read(key)
+                    if number >= self._agreements:
+                        outcomes[rank] = failure if number == self._agreements else None
+            everybody_came = len(outcomes) == self.world_size
+            if everybody_came or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        failures = {
+            rank: absent_rank(rank, step, self.timeout_seconds)
+            for rank in range(self.world_size)
+            if rank not in outcomes
+        }
+        failures |= {rank: failure for rank, failure in outcomes.items() if failure is not None}
+        # All ranks are here, so all have done with the verdict before this one.
+        if self._last_verdict and everybody_came:
+            for key in [
+                f"{self._last_verdict}/verdict",
+                *self._keys(f"{self._last_verdict}/heard"),
+            ]:
+                self._store.delete_key(key)
+        self._last_verdict = self._agreements
+        return failures, sorted(outcomes)
+
+    def _keys(self, prefix: str) -> list[str]:
+        return [f"{prefix}/{rank}" for rank in range(self.world_size)]
+
+    def _write(self, key: str, value: object) -> None:
+        self._store.set(key, pickle.dumps(value).decode("latin-1"))
+
+    def _wait(self, keys: Sequence[str], timeout_seconds: float) -> bool:
+        try:
+            self._store.wait(list(keys), timedelta(seconds=timeout_seconds))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    def _read(self, key: str) -> Any:
+        return pickle.loads(self._store.get(key).decode().encode("latin-1"))  # noqa: S301
+
+
+_comms: weakref.WeakKeyDictionary[Any, TorchComm] = weakref.WeakKeyDictionary()
+
+
+def default_comm() -> Comm:
+    """The comm of this process: the world of torch.distributed if it is initialised, else alone.
+
+    The CPU group it needs is made on first use (a collective call) and kept as long as the world.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return SingleProcess()
+    world = dist.group.WORLD
+    comm = _comms.get(world)
+    if comm is None:
+        timeout = timedelta(seconds=DEFAULT_TIMEOUT_SECONDS)
+        comm = TorchComm(dist.new_group(backend="gloo", timeout=timeout))
+        _comms[world] = comm
+    return comm

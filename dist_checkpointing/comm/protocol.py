@@ -1,0 +1,168 @@
+"""What ranks may say to each other, and how an error of some becomes the error of all."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    RankFailedError,
+    merge_findings,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank says about its exception: plain text, and the error itself if it is ours."""
+
+    error: CheckpointingException | None
+    summary: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        try:
+            text = "".join(traceback.format_exception(error))
+            summary = f"{type(error).__name__}: {error}"
+        except Exception:  # noqa: BLE001 - an error whose __str__ fails must still be heard of
+            text = "".join(traceback.format_tb(error.__traceback__))
+            summary = f"{type(error).__name__} (which cannot be printed)"
+        if isinstance(error, CheckpointingException):
+            try:
+                pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+            except Exception:  # noqa: BLE001 - a foreign subclass that cannot travel goes as text
+                return cls(None, summary, text)
+            return cls(error, summary, text)
+        return cls(None, summary, text)
+
+
+def merge_failures(
+    step: str, failures: Mapping[int, Failure], world_size: int
+) -> CheckpointingException:
+    """The one error that all ranks raise for these failures."""
+    errors = {rank: failure.error for rank, failure in sorted(failures.items())}
+    classes = {type(error) for error in errors.values()}
+    first = next(iter(errors.values()))
+    if first is not None and len(classes) == 1 and not isinstance(first, RankFailedError):
+        if world_size == 1:
+            return first
+        findings = []
+        for rank, error in errors.items():
+            assert error is not None
+            if not error.findings or error.message != first.message:
+                findings.append(Finding(error.message, ranks=(rank,)))
+            findings += [f if f.ranks else replace(f, ranks=(rank,)) for f in error.findings]
+        return type(first)(first.message, merge_findings(findings))
+    findings = []
+    for rank, failure in sorted(failures.items()):
+        if isinstance(failure.error, RankFailedError):
+            findings += list(failure.error.findings)
+        else:
+            findings.append(Finding(problem=failure.summary, ranks=(rank,)))
+    ranks = ", ".join(map(str, sorted(failures)))
+    return RankFailedError(
+        f"{step} failed on rank {ranks} of {world_size}",
+        merge_findings(findings),
+        {rank: failure.traceback for rank, failure in failures.items() if failure.traceback},
+    )
+
+
+class Comm(ABC):
+    """A group of ranks. All methods are collective: every rank calls them in the same order."""
+
+    rank: int
+    world_size: int
+
+    @abstractmethod
+    def all_gather(self, value: T) -> list[T]:
+        """``value`` of every rank, in rank order."""
+
+    @abstractmethod
+    def broadcast(self, value: T) -> T:
+        """``value`` of rank 0."""
+
+    @abstractmethod
+    def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
+        """The failures that ranks bring to ``step``; an absent rank counts as failed."""
+
+    def agree(self, step: str, error: Exception | None) -> None:
+        """Raise the same error on every rank if any rank brings one.
+
+        A class of ours that all failing ranks share is raised as that class, with the findings of
+        all ranks; anything else is a RankFailedError with the original tracebacks as text.
+
+        Args:
+            step: what was being done, for the message.
+            error: what went wrong on this rank, or None.
+        """
+        failures = self._all_failures(step, None if error is None else Failure.of(error))
+        if failures:
+            merged = merge_failures(step, failures, self.world_size)
+            if merged is error:
+                raise merged
+            raise merged from error
+
+    @contextmanager
+    def agreed(self, step: str) -> Iterator[None]:
+        """Run the body on every rank; leave it together, or raise the same error together."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            error = raised
+        self.agree(step, error)
+
+    def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
+        """``produce()`` of every rank, in rank order; all raise alike if it fails on any."""
+        with self.agreed(step):
+            packed = self._pack(produce())
+        return [self._unpack(value) for value in self.all_gather(packed)]
+
+    def from_rank0(self, step: str, produce: Callable[[], T]) -> T:
+        """``produce()`` as rank 0 computes it; all ranks raise alike if it fails there."""
+        packed: Any = None
+        with self.agreed(step):
+            if self.rank == 0:
+                packed = self._pack(produce())
+        packed = self.broadcast(packed)
+        result: T = self._unpack(packed)
+        return result
+
+    # A value that cannot travel must be noticed inside the agreement, not in the collective after
+    # it, where the other ranks would wait in vain.
+
+    def _pack(self, value: Any) -> Any:
+        return value
+
+    def _unpack(self, packed: Any) -> Any:
+        return packed
+
+
+class SingleProcess(Comm):
+    """A world of one: no process group needed."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
+    def broadcast(self, value: T) -> T:
+        return value
+
+    def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:  # noqa: ARG002
+        return {} if failure is None else {0: failure}
+
+
+def absent_rank(rank: int, step: str, timeout_seconds: float) -> Failure:
+    problem = f"did not reach '{step}' within {timeout_seconds:g} s: dead, hung or far behind"
+    return Failure(RankFailedError("", [Finding(problem=problem, ranks=(rank,))]), problem, "")

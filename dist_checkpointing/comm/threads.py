@@ -1,0 +1,94 @@
+"""Ranks that are threads of one process, for tests of many."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from dist_checkpointing.comm.protocol import Comm, Failure, absent_rank, merge_failures
+
+T = TypeVar("T")
+
+
+class ThreadComm(Comm):
+    """One rank of many that live as threads in this process; see ``testing.run_ranks``.
+
+    Values are handed over by reference: treat what you receive as read-only.
+    """
+
+    class Meeting:
+        """The place where the threads of one world meet."""
+
+        def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
+            self.world_size = world_size
+            self.timeout_seconds = timeout_seconds
+            self.first_to_leave: int | None = None
+            self._changed = threading.Condition()
+            self._round = 0
+            self._brought: dict[int, Any] = {}
+            self._last_round: list[Any] = []
+            self._gone: set[int] = set()
+            self._given_up: set[int] = set()
+
+        def leave(self, rank: int) -> None:
+            """Let nobody wait for a rank that is gone."""
+            with self._changed:
+                if self.first_to_leave is None:
+                    self.first_to_leave = rank
+                self._gone.add(rank)
+                self._changed.notify_all()
+
+        def meet(self, rank: int, value: Any) -> tuple[list[Any], set[int]]:
+            """What all ranks brought, or the ranks that did not come (in time)."""
+            with self._changed:
+                if self._given_up:
+                    return [], self._given_up
+                this_round = self._round
+                self._brought[rank] = value
+                if len(self._brought) == self.world_size:
+                    self._last_round = [self._brought[r] for r in range(self.world_size)]
+                    self._brought = {}
+                    self._round += 1
+                    self._changed.notify_all()
+                    return self._last_round, set()
+                self._changed.wait_for(
+                    lambda: (
+                        self._round != this_round
+                        or self._given_up
+                        or self._gone - self._brought.keys()
+                    ),
+                    self.timeout_seconds,
+                )
+                if self._round != this_round:
+                    # The next round cannot end, and replace this, before this rank is in it.
+                    return self._last_round, set()
+                if not self._given_up:
+                    # A rank that comes too late must not meet those who went on without it.
+                    self._given_up = set(range(self.world_size)) - self._brought.keys()
+                    self._changed.notify_all()
+                return [], self._given_up
+
+    def __init__(self, meeting: ThreadComm.Meeting, rank: int) -> None:
+        self.rank = rank
+        self.world_size = meeting.world_size
+        self._meeting = meeting
+
+    def all_gather(self, value: T) -> list[T]:
+        values: list[T] = self._meet("exchange", value)
+        return values
+
+    def broadcast(self, value: T) -> T:
+        return self.all_gather(value)[0]
+
+    def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
+        outcomes: list[Failure | None] = self._meet(step, failure)
+        return {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
+
+    def _meet(self, step: str, value: Any) -> list[Any]:
+        values, absent = self._meeting.meet(self.rank, value)
+        if absent:
+            seconds = self._meeting.timeout_seconds
+            failures = {rank: absent_rank(rank, step, seconds) for rank in sorted(absent)}
+            raise merge_failures(step, failures, self.world_size)
+        return values

@@ -1,0 +1,18 @@
+"""Doors to torch: DTensor state dicts, and distributed checkpoint (DCP) storage in both ways."""
+
+from dist_checkpointing.interop.dtensor import shard_state_dict, unshard_state_dict
+from dist_checkpointing.interop.torch_dcp import (
+    DCPReader,
+    DCPStorageLoadStrategy,
+    DCPStorageSaveStrategy,
+    DCPWriter,
+)
+
+__all__ = [
+    "DCPReader",
+    "DCPStorageLoadStrategy",
+    "DCPStorageSaveStrategy",
+    "DCPWriter",
+    "shard_state_dict",
+    "unshard_state_dict",
+]

@@ -1,0 +1,10 @@
+"""torch DCP, both ways: our backends as DCP storages, DCP storages as our strategies."""
+
+from dist_checkpointing.interop.torch_dcp.reader import DCPReader
+from dist_checkpointing.interop.torch_dcp.storage import (
+    DCPStorageLoadStrategy,
+    DCPStorageSaveStrategy,
+)
+from dist_checkpointing.interop.torch_dcp.writer import DCPWriter
+
+__all__ = ["DCPReader", "DCPStorageLoadStrategy", "DCPStorageSaveStrategy", "DCPWriter"]

@@ -1,0 +1,193 @@
+"""What DCP calls the values of a state dict, and where they stand in it.
+
+DCP flattens: to it a checkpoint is a dict of names. We nest: common state is stored as it was. In
+what DCPWriter wrote, ``.dckpt/dcp.json`` says where each name belongs; for checkpoints without it
+the names follow from the nesting, by DCP's rules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_checkpointing import store
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
+
+DCP_KEYS_NAME = ".dckpt/dcp.json"
+_FORMAT = "dist_checkpointing.dcp_keys"
+_MAX_BYTES = 1 << 32
+
+KeyPath = tuple[str | int, ...]
+"""Steps into dicts (text) and lists (numbers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DCPKeys:
+    """The names of a DCP checkpoint.
+
+    Attributes:
+        paths: name -> where it stands in the nested state dict, for tensors and other values.
+        values: the names of what is not a tensor.
+        raw: those whose bytes were not written by torch.save, and are stored as they came.
+    """
+
+    paths: Mapping[str, KeyPath]
+    values: tuple[str, ...]
+    raw: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, names: Iterable[str], values: Iterable[str], raw: Iterable[str], planner_data: object
+    ) -> DCPKeys:
+        """The names of a save.
+
+        Args:
+            names: all of them.
+            values: those of what is not a tensor.
+            raw: those with bytes of their own format.
+            planner_data: where DCP's default planner notes paths; a planner that does not flatten,
+                or notes something else, leaves every name a key at the top.
+        """
+        noted = planner_data if isinstance(planner_data, Mapping) else {}
+        paths = {name: _path(noted.get(name)) or (name,) for name in names}
+        if not _fit_together(paths.values()):
+            paths = {name: (name,) for name in paths}
+        return cls(paths, tuple(values), tuple(raw))
+
+    def nest(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values at their places; a None stands in lists where a tensor was."""
+        root = _Inner()
+        for name, path in self.paths.items():
+            inner = root
+            for step in path[:-1]:
+                inner = inner.setdefault(step, _Inner())
+            inner[path[-1]] = values.get(name, _ABSENT)
+        nested = _finished(root)
+        return {} if nested is _ABSENT else nested
+
+    def values_in(self, common: Any) -> dict[str, Any]:
+        """The inverse of ``nest``.
+
+        Raises:
+            KeyError, IndexError, TypeError: if something is not there.
+        """
+        found = {}
+        for name in self.values:
+            value = common
+            for step in self.paths[name]:
+                value = value[step]
+            found[name] = value
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Write the file, atomically and durably."""
+        content = {
+            "format": _FORMAT,
+            "paths": {name: list(path) for name, path in self.paths.items()},
+            "values": self.values,
+            "raw": self.raw,
+        }
+        path = folder / DCP_KEYS_NAME
+        path.parent.mkdir(exist_ok=True)
+        store.write_atomic(path, json.dumps(content, separators=(",", ":")).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> DCPKeys | None:
+        """The file of a checkpoint; None if it has none.
+
+        Raises:
+            CorruptCheckpointError: if it is not what it should be.
+        """
+        path = folder / DCP_KEYS_NAME
+        if not path.exists():
+            return None
+        try:
+            content = store.parse_json(store.read_bytes(path, _MAX_BYTES))
+            paths = {name: _path(steps) for name, steps in content["paths"].items()}
+            values, raw = (tuple(content[name]) for name in ("values", "raw"))
+            if content["format"] != _FORMAT or None in paths.values():
+                raise ValueError("not the names of a DCP checkpoint")
+            if not paths.keys() >= {*values} >= {*raw}:
+                raise ValueError("values without a path")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
+            raise CorruptCheckpointError("DCP's names cannot be read", [finding]) from error
+        return cls({name: steps for name, steps in paths.items() if steps}, values, raw)
+
+
+def names_in(common: Mapping[Any, Any], tensors: Iterable[str]) -> dict[str, tuple[KeyPath, Any]]:
+    """Name -> path and value of everything in common state, as DCP would flatten it.
+
+    Args:
+        common: of a checkpoint that DCP has not written.
+        tensors: the keys of its tensors: a list that they stood in was taken apart, and holds a
+            None where each of them was.
+    """
+    above: set[str] = set()
+    for key in tensors:
+        parts = key.split(".")
+        above.update(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return {".".join(map(str, path)): (path, value) for path, value in _walk(common, (), above)}
+
+
+def _walk(value: Any, path: KeyPath, above: set[str]) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _walk(child, (*path, str(key)), above)
+        return
+    name = ".".join(map(str, path))
+    if isinstance(value, list) and _is_opened(value, name, above):
+        for index, child in enumerate(value):
+            if child is not None or f"{name}.{index}" not in above:
+                yield from _walk(child, (*path, index), above)
+        return
+    yield path, value
+
+
+def _is_opened(value: list[Any], name: str, above: set[str]) -> bool:
+    return any(
+        isinstance(child, Mapping)
+        or f"{name}.{index}" in above
+        or (isinstance(child, list) and _is_opened(child, f"{name}.{index}", above))
+        for index, child in enumerate(value)
+    )
+
+
+_ABSENT: Any = object()
+
+
+class _Inner(dict[str | int, Any]):
+    """A container that is being filled, and no value of the user's."""
+
+
+def _finished(inner: _Inner) -> Any:
+    children = {
+        step: _finished(child) if isinstance(child, _Inner) else child
+        for step, child in inner.items()
+    }
+    kept = {step: child for step, child in children.items() if child is not _ABSENT}
+    if not kept or not all(isinstance(step, int) for step in children):
+        return kept or _ABSENT
+    return [kept.get(index) for index in range(1 + max(map(int, children)))]
+
+
+def _path(steps: object) -> KeyPath | None:
+    if not isinstance(steps, list | tuple) or not steps:
+        return None
+    # A number is a place in a list, which may not be as long as a hostile file says.
+    fits = all(type(s) is str or (type(s) is int and 0 <= s < 1 << 24) for s in steps)
+    return tuple(steps) if fits else None
+
+
+def _fit_together(paths: Iterable[KeyPath]) -> bool:
+    """Whether no path leads through the end of another, and lists and dicts are not mixed."""
+    leaves = list(paths)
+    kinds: dict[KeyPath, type] = {}
+    for path in leaves:
+        for depth, step in enumerate(path):
+            if kinds.setdefault(path[:depth], type(step)) is not type(step):
+                return False
+    return len(set(leaves)) == len(leaves) and not kinds.keys() & set(leaves)

@@ -1,0 +1,200 @@
+"""DCPReader: ``torch.distributed.checkpoint.load`` from our checkpoints."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import planner as dcp
+from torch.distributed.checkpoint import storage as dcp_storage
+from torch.futures import Future
+
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.commit import check_is_distributed_checkpoint
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.index import Index
+from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, KeyPath, names_in
+from dist_checkpointing.loading import LoadStrategies, open_checkpoint
+from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from dist_checkpointing.storage import StorageReader
+from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadStrategy
+from dist_checkpointing.strategies.selection import Selection, handles_objects
+from dist_checkpointing.tree import Path as TreePath
+from dist_checkpointing.tree import Position
+
+
+class DCPReader(dcp_storage.StorageReader):
+    """A storage for ``torch.distributed.checkpoint.load``, for every checkpoint of this library.
+
+    To DCP every tensor is one chunk, whatever it is cut into: DCP plans with few items, and what of
+    which stored chunk fills them is found here. As in DCP, a dtype that differs is converted.
+
+    Common state has the names that DCP gives it when it flattens a state dict; a sharded object has
+    its unique key (``key/shard_0_1``).
+
+    Args:
+        path: a committed checkpoint. ``checkpoint_id`` of ``dcp.load`` takes its place.
+        backend: backend name, (name, version), or a strategy; by default the one that the
+            checkpoint names.
+        trusted: unpickle anything in common state and objects. Lets the checkpoint run any code.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        backend: Selection[LoadShardedStrategy] = None,
+        *,
+        trusted: bool = False,
+    ) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self.trusted = trusted
+        self._backend = backend
+        self._found: LoadStrategies | None = None
+        self._reader: StorageReader | None = None
+        self._index = Index.of([])
+        self._values: Mapping[str, Any] = {}
+        self._raw: frozenset[str] = frozenset()
+        self._objects: Mapping[str, ShardedObject] = {}
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The folder."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Whether a committed checkpoint is there."""
+        if not isinstance(checkpoint_id, str | os.PathLike):
+            return False
+        return check_is_distributed_checkpoint(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+
+    # Without **kwargs, DCP does not go on to look for metadata of each rank, which there never is.
+    def read_metadata(self) -> dcp_metadata.Metadata:
+        """What the checkpoint holds, in DCP's words.
+
+        Raises:
+            CheckpointNotFoundError: nothing is committed there.
+            UnsupportedFormatError: the backend's strategy cannot be driven by DCP.
+            CorruptCheckpointError: something is missing or damaged.
+        """
+        found = open_checkpoint(self.path, self._backend)
+        sharded, common = found.sharded, found.common
+        if self.trusted:
+            sharded, common = sharded.trusting(), common.trusting()
+        if not isinstance(sharded, PlannedLoadStrategy):
+            finding = Finding(
+                "DCP needs a PlannedLoadStrategy", found=type(sharded).__name__, path=str(self.path)
+            )
+            raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
+        self._found = LoadStrategies(found.config, sharded, common)
+        self._reader = sharded.make_reader(self.path)
+        self._index = self._reader.read_metadata()
+        state = common.load_common(self.path)
+        paths = self._name_values(state)
+        with_objects = sharded if handles_objects(sharded) else common
+        self._objects = {
+            leaf.unique_key: leaf
+            for leaf in with_objects.load_sharded_metadata(self.path).values()
+            if isinstance(leaf, ShardedObject)
+        }
+        described: dict[str, Any] = {key: _described(self._index, key) for key in self._index}
+        for name in (*self._values, *self._objects):
+            described[name] = dcp_metadata.BytesStorageMetadata()
+        return dcp_metadata.Metadata(
+            described, planner_data={name: paths.get(name, (name,)) for name in described}
+        )
+
+    def _name_values(self, state: dict[str, Any]) -> Mapping[str, KeyPath]:
+        """Take the values of common state; the paths that are known."""
+        keys = DCPKeys.read(self.path)
+        if keys is None:
+            named = names_in(state, self._index)
+            self._values = {name: value for name, (_, value) in named.items()}
+            self._raw = frozenset()
+            return {name: path for name, (path, _) in named.items()}
+        try:
+            self._values, self._raw = keys.values_in(state), frozenset(keys.raw)
+        except (KeyError, IndexError, TypeError) as error:
+            finding = Finding(
+                f"{DCP_KEYS_NAME} names what is not in the common state: {error!r}",
+                path=str(self.path),
+            )
+            raise CorruptCheckpointError("the checkpoint contradicts itself", [finding]) from error
+        return keys.paths
+
+    def set_up_storage_reader(
+        self, metadata: dcp_metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing to do: each rank has read what there is."""
+
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        return plans
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        assert self._found is not None
+        assert self._reader is not None
+        filled: list[tuple[dcp.ReadItem, torch.Tensor]] = []
+        leaves: dict[TreePath, ShardedBase] = {}
+        objects: dict[str, ShardedObject] = {}
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type is not dcp.LoadItemType.BYTE_IO:
+                tensor = planner.resolve_tensor(item).detach()
+                leaves[(Position(len(leaves)),)] = self._wanted(item, tensor)
+                filled.append((item, tensor))
+            elif name in self._objects:
+                objects[name] = self._objects[name].without_data()
+        strategy = self._found.sharded
+        assert isinstance(strategy, PlannedLoadStrategy)
+        own_objects: dict[str, ShardedObject] = objects if handles_objects(strategy) else {}
+        for leaf in own_objects.values():
+            leaves[(Position(len(leaves)),)] = leaf
+        # Every rank reads for itself: what all of them do together is DCP's.
+        strategy.read(leaves, self._index, self._reader, SingleProcess())
+        read = {name: leaf.data for name, leaf in own_objects.items()}
+        if objects and not own_objects:
+            read = self._found.common.load_sharded_objects(dict(objects), self.path)
+        for item, tensor in filled:
+            planner.commit_tensor(item, tensor)
+        for item in plan.items:
+            if item.type is dcp.LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._stream(item.storage_index.fqn, read))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _wanted(self, item: dcp.ReadItem, tensor: torch.Tensor) -> ShardedTensor:
+        name, shape = item.storage_index.fqn, tuple(item.lengths)
+        whole, start = self._index[name].global_shape, tuple(item.storage_offsets)
+        return ShardedTensor(name, tensor, tensor.dtype, shape, whole, start, None)
+
+    def _stream(self, name: str, objects: Mapping[str, Any]) -> io.BytesIO:
+        """What DCP's planners expect to unpickle."""
+        value = objects[name] if name in objects else self._values[name]
+        if name in self._raw:
+            return io.BytesIO(value)
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        stream.seek(0)
+        return stream
+
+
+def _described(index: Index, key: str) -> dcp_metadata.TensorStorageMetadata:
+    stored = index[key]
+    size = torch.Size(stored.global_shape)
+    whole = dcp_metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    properties = dcp_metadata.TensorProperties(dtype=stored.dtype.torch)
+    return dcp_metadata.TensorStorageMetadata(properties, size, [whole])

@@ -1,0 +1,365 @@
+"""Any DCP storage (files, fsspec, Hugging Face safetensors, your own) as a strategy of ours.
+
+::
+
+    save(state, path, DCPStorageSaveStrategy(FileSystemWriter))
+    load(template, path, DCPStorageLoadStrategy(FileSystemReader))
+
+The DCP storage works in the folder ``dcp`` of the checkpoint, where DCP itself reads it too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import planner as dcp
+from torch.distributed.checkpoint import storage as dcp_storage
+
+from dist_checkpointing import dtypes
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import (
+    CorruptCheckpointError,
+    Finding,
+    InvalidShardingError,
+    StrategyNotFoundError,
+)
+from dist_checkpointing.geometry import Box, split_flat_range
+from dist_checkpointing.index import Index, Pieces, StoredTensor
+from dist_checkpointing.planning import (
+    LoadPlan,
+    LoadPlanner,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from dist_checkpointing.planning.layout import WholeShardLayout
+from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
+from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+
+FOLDER_NAME = "dcp"
+BACKEND = ("dcp", 1)
+
+
+class DCPStorageSaveStrategy(PlannedSaveStrategy):
+    """Saves through a DCP StorageWriter: the tensors by it, all else by the common strategy.
+
+    The ranks plan and agree as in every save of ours; DCP's own planner and collectives are not
+    used. A flattened range is stored as the boxes that it consists of.
+
+    Args:
+        storage_writer: called with a folder on every rank: a DCP writer class, or a function that
+            makes one, such as ``partial(HuggingFaceStorageWriter, save_distributed=True)``.
+        planner: used instead of DefaultSavePlanner.
+        comm: the ranks that save together when ``save`` is called directly.
+    """
+
+    writes = BACKEND
+
+    def __init__(
+        self,
+        storage_writer: Callable[[str], dcp_storage.StorageWriter],
+        *,
+        planner: SavePlanner | None = None,
+        comm: Comm | None = None,
+    ) -> None:
+        super().__init__(planner=planner, comm=comm)
+        self.storage_writer = storage_writer
+
+    def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
+        return _Writer(checkpoint_dir, self.storage_writer)
+
+
+class DCPStorageLoadStrategy(PlannedLoadStrategy):
+    """Loads tensors through a DCP StorageReader, into any sharding.
+
+    For what DCPStorageSaveStrategy wrote; called directly, ``load`` of this strategy also reads a
+    folder that DCP alone has written. Values that are not tensors are left to the common strategy.
+
+    Beware: ``FileSystemReader`` of torch unpickles ``.metadata`` and so lets a checkpoint run any
+    code; pass it only for checkpoints that you trust.
+
+    Args:
+        storage_reader: called with a folder on every rank: a DCP reader class, or a function that
+            makes one.
+        planner: used instead of DefaultLoadPlanner.
+        comm: the ranks that load together when ``load`` is called directly.
+    """
+
+    reads = frozenset({BACKEND})
+
+    def __init__(
+        self,
+        storage_reader: Callable[[str], dcp_storage.StorageReader],
+        *,
+        planner: LoadPlanner | None = None,
+        comm: Comm | None = None,
+    ) -> None:
+        super().__init__(planner=planner, comm=comm)
+        self.storage_reader = storage_reader
+
+    def make_reader(self, checkpoint_dir: Path) -> StorageReader:
+        return _Reader(checkpoint_dir, self.storage_reader)
+
+
+def reader_must_be_named() -> NoReturn:
+    """What the registry has for such checkpoints: nothing says which reader they need.
+
+    Raises:
+        StrategyNotFoundError: always, with what to pass.
+    """
+    finding = Finding(
+        "it was saved through a DCP storage, and does not say through which",
+        remedy="Pass sharded_strategy=DCPStorageLoadStrategy(reader), or register one as "
+        f"{BACKEND}; FileSystemReader reads what FileSystemWriter wrote, and so on.",
+    )
+    raise StrategyNotFoundError(f"{BACKEND} needs a DCP reader", [finding])
+
+
+class _Writer(StorageWriter):
+    layout = WholeShardLayout()
+    gathers_results: ClassVar[bool] = True
+
+    def __init__(
+        self, checkpoint_dir: Path, make: Callable[[str], dcp_storage.StorageWriter]
+    ) -> None:
+        super().__init__(checkpoint_dir)
+        self._make = make
+
+    def created_names(self, index: Index) -> Iterable[str]:
+        del index
+        return [FOLDER_NAME]
+
+    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
+        del world_size
+        folder = self.checkpoint_dir / FOLDER_NAME
+        folder.mkdir(parents=True, exist_ok=True)
+        self._storage = self._make(str(folder))
+        _set_up(self._storage.set_up_storage_writer, rank == 0, rank=rank)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        items = [item for item, _, _ in _dcp_items(plan.items)]
+        self._refuse_chunks_that_get_lost(items)
+        return replace(plan, storage_data=self._storage.prepare_local_plan(dcp.SavePlan(items)))
+
+    def _refuse_chunks_that_get_lost(self, items: Sequence[dcp.WriteItem]) -> None:
+        if getattr(getattr(self._storage, "serialization_format", None), "name", "") != (
+            "SAFETENSORS"
+        ):
+            return
+        counts = Counter(item.index.fqn for item in items)
+        findings = [
+            Finding(
+                "this rank has several parts of it, and a safetensors file holds one",
+                name,
+                remedy="Save it in one part a rank, or through another storage.",
+            )
+            for name, count in counts.items()
+            if count > 1
+        ]
+        if findings:
+            raise InvalidShardingError("safetensors cannot hold this sharding", findings)
+
+    def prepare_global_plan(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        given: list[Any] = [plan.storage_data for plan in plans]
+        self._described = _described_by(item for plan in given for item in plan.items)
+        changed = self._storage.prepare_global_plan(given)
+        pairs = zip(plans, changed, strict=True)
+        return [replace(plan, storage_data=own) for plan, own in pairs]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        own: Any = plan.storage_data
+        written = self._storage.write_data(own, _Data(plan.items, planner))  # type: ignore[arg-type]
+        written.wait()
+        theirs = written.value()
+        items = {part.index: item.index for part, item, _ in _dcp_items(plan.items)}
+        num_bytes: Counter[MetadataIndex] = Counter()
+        for result in theirs:
+            num_bytes[items[result.index]] += result.size_in_bytes
+        results = [WriteResult(item.index, num_bytes[item.index]) for item in plan.items]
+        for_finish = WriteResult(MetadataIndex(FOLDER_NAME), 0, tuple(theirs))
+        return done([*results, for_finish])
+
+    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+        described: dict[str, Any] = dict(self._described)
+        for key in metadata:
+            if key not in described:  # it has no elements, so nobody wrote any
+                size = torch.Size(metadata[key].global_shape)
+                described[key] = _tensor(metadata[key].dtype.torch, size)
+        noted: list[Any] = [result.storage_data for of_rank in results for result in of_rank]
+        own = [list(of_rank) for of_rank in noted]
+        self._storage.finish(dcp_metadata.Metadata(described), own)
+
+
+class _Reader(StorageReader):
+    def __init__(
+        self, checkpoint_dir: Path, make: Callable[[str], dcp_storage.StorageReader]
+    ) -> None:
+        super().__init__(checkpoint_dir)
+        own = checkpoint_dir / FOLDER_NAME
+        self._folder = own if own.is_dir() else checkpoint_dir
+        self._storage = make(str(self._folder))
+        self._metadata: dcp_metadata.Metadata | None = None
+
+    def location(self, chunk: MetadataIndex) -> str:
+        return f"{self._folder}: {chunk.fqn} at {chunk.offset}"
+
+    def read_metadata(self) -> Index:
+        try:
+            index = Index.of(_stored_tensors(self._read_metadata()))
+            return Index.from_json(index.to_json(), str(self._folder))  # which checks every number
+        except Exception as error:
+            finding = Finding(f"{type(error).__name__}: {error}", path=str(self._folder))
+            message = f"{type(self._storage).__name__} cannot read its metadata"
+            raise CorruptCheckpointError(message, [finding]) from error
+
+    def _read_metadata(self) -> dcp_metadata.Metadata:
+        if self._metadata is None:
+            self._metadata = self._storage.read_metadata()
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
+        del metadata, world_size
+        own = self._read_metadata()
+        _set_up(self._storage.set_up_storage_reader, own, rank == 0, rank=rank)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        items = [_read_item(item, position) for position, item in enumerate(plan.items)]
+        return replace(plan, storage_data=self._storage.prepare_local_plan(dcp.LoadPlan(items)))
+
+    def prepare_global_plan(self, plans: Sequence[LoadPlan]) -> list[LoadPlan]:
+        given: list[Any] = [plan.storage_data for plan in plans]
+        pairs = zip(plans, self._storage.prepare_global_plan(given), strict=True)
+        return [replace(plan, storage_data=own) for plan, own in pairs]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        own: Any = plan.storage_data
+        self._storage.read_data(own, _Destinations(plan.items, planner)).wait()  # type: ignore[arg-type]
+        return done(None)
+
+
+class _Data:
+    """The one method of a DCP planner that a writer calls."""
+
+    def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+        self._planner = planner
+        self._parts = {own.index: (item, part) for own, item, part in _dcp_items(items)}
+
+    def resolve_data(self, write_item: dcp.WriteItem) -> torch.Tensor:
+        item, part = self._parts[write_item.index]
+        data = self._planner.get_data(item)
+        assert isinstance(data, torch.Tensor)
+        if part is None:
+            return data
+        start, box = part
+        return data[start : start + box.num_elements].view(box.shape)
+
+
+class _Destinations:
+    """The methods of a DCP planner that a reader calls for tensors."""
+
+    def __init__(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        self._items = items
+        self._planner = planner
+
+    def _item(self, read_item: dcp.ReadItem) -> ReadItem:
+        assert read_item.dest_index.index is not None
+        return self._items[read_item.dest_index.index]
+
+    def resolve_tensor(self, read_item: dcp.ReadItem) -> torch.Tensor:
+        return self._planner.acquire_tensor(self._item(read_item))
+
+    def commit_tensor(self, read_item: dcp.ReadItem, tensor: torch.Tensor) -> None:
+        self._planner.apply_tensor(self._item(read_item), tensor)
+
+
+def _set_up(method: Callable[..., None], *args: Any, rank: int) -> None:
+    # As DCP does it: only newer storages take more than these arguments.
+    if "kwargs" in inspect.signature(method).parameters:
+        method(*args, rank=rank, use_collectives=True)
+    else:
+        method(*args)
+
+
+def _dcp_items(
+    items: Iterable[WriteItem],
+) -> Iterator[tuple[dcp.WriteItem, WriteItem, tuple[int, Box] | None]]:
+    """Our items as DCP's: (DCP's, ours, which part of a flattened range it is: start and box)."""
+    for item in items:
+        part = item.tensor_data
+        assert part is not None
+        dtype = dtypes.from_name(part.dtype).torch
+        if part.flat_range is None:
+            yield _write_item(item.index.fqn, part.chunk, dtype, part.size), item, None
+            continue
+        start = 0
+        for box in split_flat_range(part.chunk.shape, *part.flat_range):
+            offset = tuple(a + b for a, b in zip(part.chunk.offset, box.offset, strict=True))
+            own = _write_item(item.index.fqn, Box(offset, box.shape), dtype, part.size)
+            yield own, item, (start, box)
+            start += box.num_elements
+
+
+def _write_item(name: str, box: Box, dtype: torch.dtype, size: Sequence[int]) -> dcp.WriteItem:
+    offsets = torch.Size(box.offset)
+    data = dcp.TensorWriteData(
+        dcp_metadata.ChunkStorageMetadata(offsets, torch.Size(box.shape)),
+        dcp_metadata.TensorProperties(dtype=dtype),
+        torch.Size(size),
+    )
+    index = dcp_metadata.MetadataIndex(name, offsets)
+    return dcp.WriteItem(index, dcp.WriteItemType.SHARD, tensor_data=data)
+
+
+def _read_item(item: ReadItem, position: int) -> dcp.ReadItem:
+    source, target = item.storage_index, item.dest_index
+    assert source.offset is not None
+    assert target.offset is not None
+    return dcp.ReadItem(
+        dcp.LoadItemType.TENSOR,
+        dcp_metadata.MetadataIndex(target.fqn, target.offset, position),
+        torch.Size(item.dest_offsets),
+        dcp_metadata.MetadataIndex(source.fqn, source.offset, source.index),
+        torch.Size(item.storage_offsets),
+        torch.Size(item.lengths),
+    )
+
+
+def _tensor(dtype: torch.dtype, size: torch.Size) -> dcp_metadata.TensorStorageMetadata:
+    properties = dcp_metadata.TensorProperties(dtype=dtype)
+    return dcp_metadata.TensorStorageMetadata(properties, size, [])
+
+
+def _described_by(
+    items: Iterable[dcp.WriteItem],
+) -> dict[str, dcp_metadata.TensorStorageMetadata]:
+    described: dict[str, dcp_metadata.TensorStorageMetadata] = {}
+    for item in items:
+        data = item.tensor_data
+        assert data is not None
+        name, dtype = item.index.fqn, data.properties.dtype
+        described.setdefault(name, _tensor(dtype, data.size)).chunks.append(data.chunk)
+    return described
+
+
+def _stored_tensors(metadata: dcp_metadata.Metadata) -> Iterator[StoredTensor]:
+    for key, stored in sorted(metadata.state_dict_metadata.items()):
+        if isinstance(stored, dcp_metadata.BytesStorageMetadata):
+            continue
+        shape = tuple(stored.size)
+        dtype = dtypes.from_torch(stored.properties.dtype, key=key)
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+        pieces = [(box, None) for box in boxes if box.num_elements]
+        if pieces:
+            yield StoredTensor(key, dtype, shape, None, Pieces.of(len(shape), pieces))
+        else:
+            yield StoredTensor(key, dtype, shape, tuple(max(extent, 1) for extent in shape))

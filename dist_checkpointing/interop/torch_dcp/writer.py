@@ -1,0 +1,300 @@
+"""DCPWriter: ``torch.distributed.checkpoint.save`` into our backends.
+
+DCP decides who writes which box, and moves our tables between the ranks inside of its own plans and
+results: there is no communication beyond what ``dcp.save`` does by itself.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint import planner as dcp
+from torch.distributed.checkpoint import storage as dcp_storage
+from torch.futures import Future
+
+from dist_checkpointing.commit import Attempt, CheckpointingConfig, check_distinct
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    InvalidShardingError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.index import Index
+from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys
+from dist_checkpointing.interop.torch_dcp.shares import (
+    Report,
+    Share,
+    check_complete,
+    full_plans,
+    is_usable,
+    lay_out,
+    make_shares,
+)
+from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
+from dist_checkpointing.storage import StorageWriter, write_plan
+from dist_checkpointing.strategies.base import (
+    PlannedSaveStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+)
+from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.selection import Selection, select
+
+
+class DCPWriter(dcp_storage.StorageWriter):
+    """A storage for ``torch.distributed.checkpoint.save`` and ``async_save``.
+
+    What it writes is an ordinary checkpoint of this library: ``load`` reads it (the keys of tensors
+    are DCP's fully qualified names; what is not a tensor is common state), and so does DCPReader.
+
+    Works with any planner whose plans say what is written, with DCP's plan caching, in one process
+    and in many. ``use_collectives=False`` is refused: a checkpoint needs one commit.
+
+    Args:
+        path: folder of the checkpoint, made if it is missing. ``checkpoint_id`` of ``dcp.save``
+            takes its place.
+        backend: backend name (its newest version), (name, version), or a strategy.
+        common_backend: likewise, for what is not a tensor; by default ("torch", 1).
+        overwrite: give up a committed checkpoint at ``path`` as soon as the new one is planned.
+
+    Raises:
+        StrategyNotFoundError: no such backend.
+        UnsupportedFormatError: a strategy that is not made of a planner and a StorageWriter, or
+            that has a planner of its own (DCP has one).
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        backend: Selection[SaveShardedStrategy] = "tensorstore",
+        *,
+        common_backend: Selection[SaveCommonStrategy] = None,
+        overwrite: bool = False,
+    ) -> None:
+        super().__init__()
+        strategy = select(StrategyAction.SAVE_SHARDED, backend)
+        if not isinstance(strategy, PlannedSaveStrategy) or strategy.planner is not None:
+            finding = Finding(
+                "DCP needs a PlannedSaveStrategy without a planner of its own", found=str(strategy)
+            )
+            raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
+        self.path = Path(path)
+        self.overwrite = overwrite
+        self._strategy = strategy
+        self._common: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, common_backend)
+        self._save_id = uuid.uuid4().hex
+        self._attempt: Attempt | None = None
+        self._writer: StorageWriter | None = None
+        self._index: Index | None = None
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The folder."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
+        """Whether it can be a folder."""
+        return isinstance(checkpoint_id, str | os.PathLike) and "://" not in str(checkpoint_id)
+
+    def storage_meta(self) -> dcp_metadata.StorageMeta | None:
+        return dcp_metadata.StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Get ready for another save, and give up one that was not finished."""
+        self._give_up()
+        if checkpoint_id is not None:
+            self.path = Path(checkpoint_id)
+        self._save_id = uuid.uuid4().hex
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        del is_coordinator, args
+        self._give_up()
+        if not kwargs.get("use_collectives", True):
+            finding = Finding("use_collectives=False", remedy="Leave it out.")
+            raise UnsupportedFormatError("a checkpoint needs one commit by all ranks", [finding])
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        """Decide on the layout, check that nothing is missing, and claim the folder."""
+        every = full_plans(plans)
+        writer = self._strategy.make_writer(self.path)
+        laid_out = [lay_out(full, writer.layout) for full in every]
+        names: dict[str, None] = {}
+        for _, index in laid_out:
+            created = [*writer.created_names(index), *self._common.created_names([]), DCP_KEYS_NAME]
+            check_distinct(created)
+            names |= dict.fromkeys(created)
+        self._attempt = Attempt.begin(self.path, names, overwrite=self.overwrite)
+        writer.set_up_storage_writer(rank=0, world_size=len(plans))
+        self._writer = writer
+        shares = make_shares(laid_out[0][0], writer, self._writes)
+        if not any(map(is_usable, plans)):
+            return plans  # nothing has changed: every rank has its share from an earlier save
+        pairs = zip(every[0], shares, strict=True)
+        return [replace(plan, storage_data=share) for plan, share in pairs]
+
+    def write_data(
+        self, plan: dcp.SavePlan, planner: dcp.SavePlanner
+    ) -> Future[list[dcp_storage.WriteResult]]:
+        share = plan.storage_data
+        if not isinstance(share, Share) or share.writes != self._writes:
+            finding = Finding(
+                "the plan was cached by a save into another storage",
+                expected=self._writes,
+                found=share.writes if isinstance(share, Share) else type(share).__name__,
+                remedy="With enable_plan_caching, use a planner class of its own a storage.",
+            )
+            raise CheckpointingException("the plan is not for this storage", [finding])
+        self._index = share.plan.index
+        if self._writer is None:
+            self._writer = self._strategy.make_writer(self.path)
+            self._writer.set_up_storage_writer(rank=share.rank, world_size=share.world_size)
+        data = _ResolvedData(plan.items, share.plan.items, planner)
+        written = write_plan(share.plan, data, self._writer, share.rank)
+        noted = [r for r in written if r.storage_data is not None]
+        report = Report(
+            share.save_plan_id,
+            tuple(noted) if self._writer.gathers_results else (),
+            {
+                item.index.fqn: _content(planner.resolve_data(item))
+                for item in plan.items
+                if item.type is dcp.WriteItemType.BYTE_IO
+            },
+        )
+        results = [
+            dcp_storage.WriteResult(item.index, _num_bytes(item, report), None)
+            for item in plan.items
+        ]
+        own_result = dcp_storage.WriteResult(dcp_metadata.MetadataIndex(""), 0, report)
+        done: Future[list[dcp_storage.WriteResult]] = Future()
+        done.set_result([*results, own_result])
+        return done
+
+    def finish(
+        self, metadata: dcp_metadata.Metadata, results: list[list[dcp_storage.WriteResult]]
+    ) -> None:
+        """Write what describes the checkpoint as a whole, and commit it."""
+        assert self._writer is not None
+        assert self._index is not None
+        assert self._attempt is not None
+        reports: list[Report] = [of_rank[-1].storage_data for of_rank in results]
+        contents = {name: value for report in reports for name, value in report.contents.items()}
+        check_complete(metadata, reports, self._index, contents.keys())
+        self._writer.finish(self._index, [report.noted for report in reports])
+        values, raw = _loaded(contents)
+        names = metadata.state_dict_metadata
+        keys = DCPKeys.of(names, sorted(contents), raw, metadata.planner_data)
+        self._common.save_common(keys.nest(values), self.path)
+        keys.write(self.path)
+        strategy, common = self._strategy, self._common
+        self._attempt.commit(
+            CheckpointingConfig(strategy.backend, strategy.version, common.backend, common.version)
+        )
+        self._attempt = None
+        metadata.storage_meta = self.storage_meta()
+
+    @property
+    def _writes(self) -> tuple[str, int]:
+        return self._strategy.backend, self._strategy.version
+
+    def _give_up(self) -> None:
+        if self._attempt is not None:
+            self._attempt.abandon()
+        self._attempt = self._writer = self._index = None
+
+
+class _ResolvedData(DefaultSavePlanner):
+    """Answers for the data of our items with that of DCP's."""
+
+    def __init__(
+        self, items: Sequence[dcp.WriteItem], parts: Sequence[WriteItem], planner: dcp.SavePlanner
+    ) -> None:
+        super().__init__()
+        self._items = items
+        self._planner = planner
+        self._parts_left = Counter(part.index.index for part in parts)
+        self._resolved: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        for part in parts:
+            position = part.index.index
+            assert position is not None
+            if position >= len(items) or items[position].index.fqn != part.index.fqn:
+                finding = Finding("the plan is another one after finish_plan", part.index.fqn)
+                raise CheckpointingException("the planner changed a plan too late", [finding])
+
+    def get_data(self, item: WriteItem) -> torch.Tensor:
+        position, part = item.index.index, item.tensor_data
+        assert position is not None
+        assert part is not None
+        own = self._items[position].tensor_data
+        assert own is not None
+        tensor = self._resolve(position)
+        if tuple(tensor.shape) != tuple(own.chunk.sizes) or tensor.dtype != own.properties.dtype:
+            finding = Finding(
+                "the planner's data is not what its plan says",
+                item.index.fqn,
+                expected=f"{own.properties.dtype} {tuple(own.chunk.sizes)}",
+                found=f"{tensor.dtype} {tuple(tensor.shape)}",
+            )
+            raise InvalidShardingError("the data contradicts the plan", [finding])
+        if part.chunk.shape == tuple(tensor.shape):
+            return tensor
+        return tensor[part.chunk.relative_to(tuple(own.chunk.offsets)).slices()]
+
+    def _resolve(self, position: int) -> torch.Tensor:
+        # A planner may compute the data, and a large tensor is written in several parts.
+        with self._lock:
+            tensor = self._resolved.get(position)
+            if tensor is None:
+                data = self._planner.resolve_data(self._items[position])
+                assert isinstance(data, torch.Tensor)
+                tensor = self._resolved[position] = data
+            self._parts_left[position] -= 1
+            if not self._parts_left[position]:
+                del self._resolved[position]
+            return tensor
+
+
+def _content(stream: Any) -> bytes:
+    if isinstance(stream, io.BytesIO):
+        return stream.getvalue()
+    stream.seek(0)
+    content: bytes = stream.read()
+    return content
+
+
+def _num_bytes(item: dcp.WriteItem, report: Report) -> int:
+    data = item.tensor_data
+    if data is None:
+        return len(report.contents[item.index.fqn])
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return box.num_elements * data.properties.dtype.itemsize
+
+
+def _loaded(contents: Mapping[str, bytes]) -> tuple[dict[str, Any], list[str]]:
+    """The objects, and the names of those that are no object but bytes."""
+    values: dict[str, Any] = {}
+    raw = []
+    for name, content in contents.items():
+        try:
+            # Our own ranks have just pickled it.
+            stream = io.BytesIO(content)
+            values[name] = torch.load(stream, map_location="cpu", weights_only=False)
+        except Exception:  # noqa: BLE001 - whatever a planner's own format makes torch.load raise
+            values[name] = content
+            raw.append(name)
+    return values, raw

@@ -1,0 +1,85 @@
+"""torch DCP over real processes and gloo; what a rank does is in dcp_rank.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+import dist_checkpointing
+from dist_checkpointing import load_common_state_dict, load_plain_tensors
+from dist_checkpointing.interop import DCPReader, DCPStorageLoadStrategy
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+ROOT = Path(dist_checkpointing.__file__).parents[1]
+SCRIPT = Path(__file__).parent / "dcp_rank.py"
+RANK = runpy.run_path(str(SCRIPT))
+
+
+def torchrun(world_size: int, scenario: str, checkpoints: Path, reports: Path) -> list[Any]:
+    """Run the script on so many ranks: their reports."""
+    reports.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = [str(SCRIPT), scenario, str(checkpoints), str(reports)]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [*launcher, f"--nproc-per-node={world_size}", *script],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [json.loads((reports / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of four ranks, who have read them again themselves."""
+    folder = tmp_path_factory.mktemp("saved")
+    assert torchrun(4, "save", folder, folder / "reports") == [[]] * 4
+    return folder
+
+
+def test_two_ranks_with_other_placements(saved: Path, tmp_path: Path) -> None:
+    assert torchrun(2, "load", saved, tmp_path / "reports") == [[]] * 2
+
+
+@pytest.mark.parametrize("name", RANK["FOLDERS"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_one_plain_process(saved: Path, name: str) -> None:
+    tensors = load_plain_tensors(saved / name)
+    found = {"model": {key: torch.zeros_like(RANK["whole"](key)) for key in RANK["SHAPES"]}}
+    dcp_load(found, storage_reader=DCPReader(saved / name))
+    for key in RANK["SHAPES"]:
+        expected = RANK["whole"](key)
+        assert torch.equal(tensors[f"model.{key}"], expected), key
+        assert torch.equal(found["model"][key], expected), key
+
+
+@pytest.mark.parametrize("backend", RANK["BACKENDS"])
+def test_a_value_that_one_rank_has_is_kept(saved: Path, backend: tuple[str, int]) -> None:
+    common = load_common_state_dict(saved / "{}-{}".format(*backend))
+    assert (common["last"], common["step"]) == (3, 17)
+
+
+def test_our_strategy_reads_what_torch_s_own_storage_wrote(saved: Path) -> None:
+    strategy = DCPStorageLoadStrategy(FileSystemReader)
+    template = strategy.load_tensors_metadata(saved / "files")
+    found = strategy.load(dict(template), saved / "files")
+    assert found.keys() == {f"model.{key}" for key in RANK["SHAPES"]}
+    # torch notes other offsets for this one than its data has.
+    for key in RANK["SHAPES"].keys() - {"fsdp over tp"}:
+        assert torch.equal(found[f"model.{key}"], RANK["whole"](key)), key

@@ -1,0 +1,614 @@
+"""dcp.save and dcp.load through DCPWriter and DCPReader, in one process."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import (
+    _load_state_dict,
+    _load_state_dict_from_keys,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.stateful import Stateful
+
+from dist_checkpointing import (
+    CheckpointExistsError,
+    ShardedObject,
+    ShardedTensor,
+    StrategyNotFoundError,
+    UnsupportedFormatError,
+    check_is_distributed_checkpoint,
+    load,
+    load_common_state_dict,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.dtypes import DTYPES
+from dist_checkpointing.index import read_index
+from dist_checkpointing.interop import DCPReader, DCPWriter, shard_state_dict
+from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.planning import DefaultSavePlanner as OurSavePlanner
+from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning"),
+]
+
+BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1)]
+backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}-{b[1]}")
+
+
+@pytest.fixture(autouse=True)
+def no_plans_from_another_test() -> None:
+    for name in (
+        "_cached_save_plan",
+        "_cached_final_save_plan",
+        "_cached_all_plans",
+        "_cached_global_plan",
+        "_cached_metadata",
+    ):
+        getattr(SavePlanner, name).clear()
+
+
+def state(first: int = 1) -> dict[str, Any]:
+    numbers = torch.arange(first, first + 24)
+    return {
+        "model": {
+            "layers.0.weight": numbers.reshape(6, 4).float(),
+            "layers.0.bias": numbers[:6].to(torch.bfloat16),
+            "scale": torch.tensor(float(first)),
+            "none of it": torch.empty(0, 3),
+        },
+        "optim": {
+            "state": {"layers.0.weight": {"exp_avg": numbers.reshape(6, 4).double(), "step": 3}},
+            "param_groups": [{"lr": 0.25, "betas": (0.9, 0.95), "params": ["layers.0.weight"]}],
+        },
+        "mixed": [numbers[:3] * 1, first, "text", {"deep": numbers[3:5] * 1, "n": None}],
+        "step": first,
+        "scalars": [1, 2.5, "three"],
+    }
+
+
+def empty_like(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: empty_like(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [empty_like(child) for child in value]
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+def assert_same(found: Any, expected: Any, where: str = "state") -> None:
+    assert type(found) is type(expected), where
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for index, value in enumerate(expected):
+            assert_same(found[index], value, f"{where}.{index}")
+    elif isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), where
+    else:
+        assert found == expected, where
+
+
+def save_through(folder: Path, given: dict[str, Any], backend: Any = "tensorstore") -> None:
+    dcp_save(given, storage_writer=DCPWriter(folder, backend))
+
+
+def read_back(folder: Path, expected: dict[str, Any], **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = empty_like(expected)
+    dcp_load(found, storage_reader=DCPReader(folder), **options)
+    return found
+
+
+@backends
+def test_everything_comes_back_through_dcp(tmp_path: Path, backend: tuple[str, int]) -> None:
+    save_through(tmp_path, state(), backend)
+    assert_same(read_back(tmp_path, state()), state())
+    assert_same(read_back(tmp_path, state(), no_dist=True), state())
+
+
+@backends
+def test_it_is_an_ordinary_checkpoint(tmp_path: Path, backend: tuple[str, int]) -> None:
+    save_through(tmp_path, state(), backend)
+    assert check_is_distributed_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "metadata.json").read_text())
+    assert (config["sharded_backend"], config["sharded_backend_version"]) == backend
+    assert_same(load(shard_state_dict(empty_like(state())), tmp_path), state())
+    tensors = load_plain_tensors(tmp_path)
+    assert torch.equal(tensors["model.layers.0.weight"], state()["model"]["layers.0.weight"])
+    if backend != ("zarr", 1):
+        index = read_index(tmp_path)
+        assert index is not None
+        assert index["model.layers.0.bias"].dtype.name == "bfloat16"
+
+
+@backends
+def test_dcp_reads_what_save_has_written(tmp_path: Path, backend: tuple[str, int]) -> None:
+    save(shard_state_dict(state()), tmp_path, backend)
+    assert_same(read_back(tmp_path, state()), state())
+
+
+@backends
+def test_sharded_objects_have_their_unique_keys(tmp_path: Path, backend: tuple[str, int]) -> None:
+    objects = [ShardedObject("rng", {"seed": cell}, (2,), (cell,)) for cell in range(2)]
+    save(
+        {"a": objects, "w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path, backend
+    )
+    found: dict[str, Any] = {"rng/shard_1_2": None, "rng/shard_0_2": None, "w": torch.zeros(3)}
+    dcp_load(found, storage_reader=DCPReader(tmp_path))
+    assert found["rng/shard_0_2"] == {"seed": 0}
+    assert found["rng/shard_1_2"] == {"seed": 1}
+    assert torch.equal(found["w"], torch.ones(3))
+
+
+def test_parts_of_any_cut_are_read_as_one_tensor(tmp_path: Path) -> None:
+    """Grids with a smaller last chunk, pieces, and flattened ranges: DCP sees one chunk."""
+    full = torch.arange(70).reshape(7, 10)
+    uneven = [
+        ShardedTensor("u", full[a:b], full.dtype, (b - a, 10), (7, 10), (a, 0), None)
+        for a, b in ((0, 1), (1, 6), (6, 7))
+    ]
+    flat = [
+        ShardedTensor.from_rank_offsets_flat(
+            "f", full.reshape(-1)[a:b], (7, 10), flattened_range=slice(a, b)
+        )
+        for a, b in ((0, 13), (13, 58), (58, 70))
+    ]
+    save({"u": uneven, "f": flat}, tmp_path)
+    found = {"u": torch.zeros_like(full), "f": torch.zeros_like(full)}
+    dcp_load(found, storage_reader=DCPReader(tmp_path))
+    assert torch.equal(found["u"], full)
+    assert torch.equal(found["f"], full)
+
+
+def test_every_dtype(tmp_path: Path) -> None:
+    names = [row.name for row in DTYPES if row.name != "float8_e8m0fnu"]  # it has no zero
+    given = {name: torch.arange(6).to(getattr(torch, name)) for name in names}
+    save_through(tmp_path, given)
+    found = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+    dcp_load(found, storage_reader=DCPReader(tmp_path))
+    for name, tensor in given.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_views_and_strided_tensors_are_saved_by_their_values(tmp_path: Path) -> None:
+    base = torch.arange(60.0).reshape(6, 10)
+    given = {"t": base.t(), "view": base[1:4, ::2], "parameter": torch.nn.Parameter(base[0])}
+    save_through(tmp_path, given)
+    found = {name: torch.zeros(value.shape) for name, value in given.items()}
+    dcp_load(found, storage_reader=DCPReader(tmp_path))
+    for name, value in given.items():
+        assert torch.equal(found[name], value.detach()), name
+
+
+class _SmallChunks(TensorStoreWriter):
+    layout = RowBlockLayout(max_chunk_bytes=64)
+
+
+class _SmallChunksStrategy(TensorStoreSaveShardedStrategy):
+    writer_type = _SmallChunks
+
+
+def test_a_tensor_is_resolved_once_however_many_chunks_it_has(tmp_path: Path) -> None:
+    class Counting(DefaultSavePlanner):
+        calls = 0
+
+        def resolve_data(self, write_item: Any) -> Any:
+            Counting.calls += 1
+            return super().resolve_data(write_item)
+
+    full = torch.arange(1000.0).reshape(100, 10)
+    writer = DCPWriter(tmp_path, _SmallChunksStrategy())
+    dcp_save({"w": full}, storage_writer=writer, planner=Counting())
+    index = read_index(tmp_path)
+    assert index is not None
+    assert index["w"].chunk_shape == (1, 10)
+    assert Counting.calls == 1
+    assert_same(read_back(tmp_path, {"w": full}), {"w": full})
+
+
+def test_checksums_are_kept(tmp_path: Path) -> None:
+    save_through(tmp_path, {"w": torch.arange(8.0)})
+    load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(8))}, tmp_path, verify=True)
+
+
+def test_options_of_a_strategy_are_used(tmp_path: Path) -> None:
+    strategy = TensorStoreSaveShardedStrategy(options=StorageOptions(threads=1))
+    dcp_save({"w": torch.arange(8.0)}, storage_writer=DCPWriter(tmp_path, strategy))
+    found = {"w": torch.zeros(8)}
+    dcp_load(found, storage_reader=DCPReader(tmp_path, TensorStoreLoadShardedStrategy()))
+    assert torch.equal(found["w"], torch.arange(8.0))
+
+
+def test_without_flattening_nested_values_are_one_item(tmp_path: Path) -> None:
+    given = {"w": torch.ones(2), "nested": {"a": torch.arange(3), "b": [1, {"c": "d"}]}, "n": 4}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp_save(given, storage_writer=DCPWriter(tmp_path), planner=planner)
+    found: dict[str, Any] = {"w": torch.zeros(2), "nested": None, "n": None}
+    reading = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp_load(found, storage_reader=DCPReader(tmp_path), planner=reading)
+    assert_same(found, given)
+    assert_same(load_common_state_dict(tmp_path), {"nested": given["nested"], "n": 4})
+
+
+def test_a_missing_key_is_an_error_and_partial_loads_are_not(tmp_path: Path) -> None:
+    save_through(tmp_path, {"w": torch.ones(2), "step": 3})
+    wanted = {"w": torch.zeros(2), "other": torch.full((2,), 7.0)}
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: other"):
+        dcp_load(wanted, storage_reader=DCPReader(tmp_path))
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp_load(wanted, storage_reader=DCPReader(tmp_path), planner=planner)
+    assert wanted["w"].tolist() == [1.0, 1.0]
+    assert wanted["other"].tolist() == [7.0, 7.0]
+
+
+def test_fewer_keys_than_stored(tmp_path: Path) -> None:
+    save_through(tmp_path, state())
+    found: dict[str, Any] = {"model": {"scale": torch.tensor(0.0)}, "step": None}
+    dcp_load(found, storage_reader=DCPReader(tmp_path))
+    assert found == {"model": {"scale": torch.tensor(1.0)}, "step": 1}
+
+
+def test_another_shape_is_an_error_and_another_dtype_is_converted(tmp_path: Path) -> None:
+    save_through(tmp_path, {"w": torch.arange(4.0)})
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        dcp_load({"w": torch.zeros(5)}, storage_reader=DCPReader(tmp_path))
+    found = {"w": torch.zeros(4, dtype=torch.float64)}
+    dcp_load(found, storage_reader=DCPReader(tmp_path))
+    assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_state_dict_is_built_from_nothing(tmp_path: Path) -> None:
+    save_through(tmp_path, state())
+    found: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    _load_state_dict(found, DCPReader(tmp_path), no_dist=True, planner=planner)
+    assert_same(found, state())
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"model"}, {"model"}),
+        ({"step", "optim.param_groups"}, {"step", "optim"}),
+        ("model.scale", {"model"}),
+        (None, {*state()}),
+    ],
+)
+def test_only_some_keys(tmp_path: Path, keys: Any, expected: set[str]) -> None:
+    save_through(tmp_path, state())
+    found = _load_state_dict_from_keys(keys, storage_reader=DCPReader(tmp_path))
+    assert found.keys() == expected
+    for key in ("model", "step"):
+        if key in expected and keys != "model.scale":
+            assert_same(found[key], state()[key])
+    if keys == "model.scale":
+        assert found == {"model": {"scale": torch.tensor(1.0)}}
+
+
+def test_keys_of_what_save_wrote_are_names_at_the_top(tmp_path: Path) -> None:
+    save(shard_state_dict({"model": {"w": torch.ones(2)}, "a": {"b": 1}}), tmp_path)
+    found = _load_state_dict_from_keys({"model.w", "a"}, storage_reader=DCPReader(tmp_path))
+    assert_same(found, {"model.w": torch.ones(2), "a": {"b": 1}})
+
+
+def test_stateful_objects(tmp_path: Path) -> None:
+    class Counter(Stateful):
+        def __init__(self, value: int) -> None:
+            self.value, self.tensor = value, torch.tensor([value])
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value, "tensor": self.tensor}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.value = state_dict["value"]
+
+    save_through(tmp_path, {"counter": Counter(5)})
+    other = Counter(0)
+    dcp_load({"counter": other}, storage_reader=DCPReader(tmp_path))
+    assert (other.value, other.tensor.tolist()) == (5, [5])
+
+
+def test_model_and_optimizer_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    def run(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        loss = model(torch.ones(2, 3)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 2)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    saved, fresh = make(0), make(1)
+    run(*saved)
+    save_through(tmp_path, dict(zip(("model", "optim"), get_state_dict(*saved), strict=True)))
+    state: dict[str, Any] = dict(zip(("model", "optim"), get_state_dict(*fresh), strict=True))
+    dcp_load(state, storage_reader=DCPReader(tmp_path))
+    set_state_dict(*fresh, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert [run(*saved) for _ in range(3)] == [run(*fresh) for _ in range(3)]
+
+
+def test_async_save(tmp_path: Path) -> None:
+    # A process group is not needed in one process, but staging is: the tensors change at once.
+    given = state()
+    future = dcp_async_save(given, storage_writer=DCPWriter(tmp_path))
+    given["model"]["layers.0.weight"].zero_()
+    future.result()  # type: ignore[union-attr]
+    assert_same(read_back(tmp_path, state()), state())
+
+
+def test_checkpoint_id_takes_the_place_of_the_path(tmp_path: Path) -> None:
+    writer = DCPWriter(tmp_path / "nowhere")
+    for step in range(2):
+        dcp_save(state(step), checkpoint_id=tmp_path / str(step), storage_writer=writer)
+    assert not (tmp_path / "nowhere").exists()
+    reader = DCPReader(tmp_path / "0")
+    for step in (1, 0):
+        found = empty_like(state())
+        dcp_load(found, checkpoint_id=tmp_path / str(step), storage_reader=reader)
+        assert_same(found, state(step))
+    assert reader.validate_checkpoint_id(tmp_path / "0")
+    assert not reader.validate_checkpoint_id(tmp_path / "2")
+    assert writer.validate_checkpoint_id("anywhere")
+    assert not writer.validate_checkpoint_id("s3://bucket/folder")
+
+
+@backends
+def test_plan_caching(tmp_path: Path, backend: tuple[str, int]) -> None:
+    """The plans are sent once; what changes is noticed; every save has its own values."""
+    plans: list[bool] = []
+
+    class Watched(DefaultSavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            plans.append(new_plan.usable)
+            return super().finish_plan(new_plan)
+
+    def more(first: int) -> dict[str, Any]:
+        return state(first) | {"more": torch.full((3,), float(first)), "late": [first]}
+
+    given = [state(1), state(2), state(3), more(4), more(5)]
+    for step, expected in enumerate(given):
+        planner = Watched(enable_plan_caching=True)
+        writer = DCPWriter(tmp_path / str(step), backend)
+        dcp_save(expected, storage_writer=writer, planner=planner)
+    assert plans == [True, False, False, True, False]
+    for step, expected in enumerate(given):
+        assert_same(read_back(tmp_path / str(step), expected), expected)
+
+
+def test_a_plan_that_was_cached_for_another_storage_is_refused(tmp_path: Path) -> None:
+    def planner() -> DefaultSavePlanner:
+        return DefaultSavePlanner(enable_plan_caching=True)
+
+    dcp_save(state(), checkpoint_id=tmp_path / "files", planner=planner())
+    writer = DCPWriter(tmp_path / "a")
+    with pytest.raises(CheckpointException, match="cached by a save into another storage"):
+        dcp_save(state(), storage_writer=writer, planner=planner())
+    assert not check_is_distributed_checkpoint(tmp_path / "a")
+    # The same writer clears away what it has begun.
+    dcp_save(state(), storage_writer=writer)
+    assert_same(read_back(tmp_path / "a", state()), state())
+
+
+def test_a_cache_that_is_out_of_date_is_noticed(tmp_path: Path) -> None:
+    """torch keeps the coordinator's plan although the save failed, and then writes older ones."""
+
+    class Fails(DCPWriter):
+        def prepare_global_plan(self, plans: Any) -> Any:
+            raise OSError(f"no space for {len(plans)} plans")
+
+    def planner() -> DefaultSavePlanner:
+        return DefaultSavePlanner(enable_plan_caching=True)
+
+    dcp_save(state(), storage_writer=DCPWriter(tmp_path / "0"), planner=planner())
+    more = state() | {"more": torch.ones(3)}
+    with pytest.raises(CheckpointException, match="no space"):
+        dcp_save(more, storage_writer=Fails(tmp_path / "1"), planner=planner())
+    with pytest.raises(CheckpointException, match=r"'more': was not written by any rank"):
+        dcp_save(more, storage_writer=DCPWriter(tmp_path / "2"), planner=planner())
+    assert not check_is_distributed_checkpoint(tmp_path / "2")
+
+
+def test_a_committed_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    save_through(tmp_path, state(1))
+    with pytest.raises(CheckpointException, match="already holds a checkpoint") as raised:
+        save_through(tmp_path, state(2))
+    assert isinstance(raised.value.failures[0][0], CheckpointExistsError)
+    assert_same(read_back(tmp_path, state()), state(1))
+    dcp_save({"w": torch.ones(1)}, storage_writer=DCPWriter(tmp_path, overwrite=True))
+    assert load_plain_tensors(tmp_path).keys() == {"w"}
+    assert load_common_state_dict(tmp_path) == {}
+
+
+def test_a_failed_save_leaves_no_checkpoint_and_the_folder_is_free_again(tmp_path: Path) -> None:
+    class Full(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if write_item.index.fqn == "step":
+                raise OSError(28, "No space left on device")
+            return super().resolve_data(write_item)
+
+    writer = DCPWriter(tmp_path)
+    with pytest.raises(CheckpointException, match="No space left on device"):
+        dcp_save(state(), storage_writer=writer, planner=Full())
+    assert not check_is_distributed_checkpoint(tmp_path)
+    with pytest.raises(
+        CheckpointException, match=r"is not a distributed checkpoint.*\n.*never committed"
+    ):
+        read_back(tmp_path, state())
+    writer.reset()
+    save_through(tmp_path, state(2))
+    assert_same(read_back(tmp_path, state()), state(2))
+
+
+def test_data_that_contradicts_its_plan_is_refused(tmp_path: Path) -> None:
+    class Converts(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            data = super().resolve_data(write_item)
+            return data.half() if isinstance(data, torch.Tensor) else data
+
+    with pytest.raises(CheckpointException, match=r"'w': the planner's data is not what its plan"):
+        dcp_save({"w": torch.ones(3)}, storage_writer=DCPWriter(tmp_path), planner=Converts())
+
+
+def with_tensor_data(plan: SavePlan, **changes: Any) -> SavePlan:
+    """The plan, as a planner that thinks otherwise of its tensors would make it."""
+    items = []
+    for item in plan.items:
+        data = item.tensor_data
+        assert isinstance(data, TensorWriteData)
+        items.append(replace(item, tensor_data=replace(data, **changes)))
+    return replace(plan, items=items)
+
+
+def test_a_planner_may_convert_if_its_plan_says_so(tmp_path: Path) -> None:
+    class Half(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            properties = TensorProperties(dtype=torch.float16)
+            return with_tensor_data(super().create_local_plan(), properties=properties)
+
+        def resolve_data(self, write_item: Any) -> Any:
+            data = super().resolve_data(write_item)
+            assert isinstance(data, torch.Tensor)
+            return data.half()
+
+    dcp_save({"w": torch.arange(3.0)}, storage_writer=DCPWriter(tmp_path), planner=Half())
+    assert load_plain_tensors(tmp_path)["w"].dtype == torch.float16
+
+
+def test_bytes_of_a_planner_s_own_format_come_back_as_they_were(tmp_path: Path) -> None:
+    class Json(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            value = self.lookup_object(write_item.index)
+            return io.BytesIO(json.dumps(value).encode())
+
+    seen: dict[str, bytes] = {}
+
+    class Reads(DefaultLoadPlanner):
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            seen[read_item.dest_index.fqn] = value.read()
+
+    dcp_save({"a": {"b": [1, 2]}}, storage_writer=DCPWriter(tmp_path), planner=Json())
+    dcp_load({"a": {"b": None}}, storage_reader=DCPReader(tmp_path), planner=Reads())
+    assert seen == {"a.b": b"[1, 2]"}
+    assert load_common_state_dict(tmp_path) == {"a": {"b": b"[1, 2]"}}
+
+
+class Custom:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def test_objects_are_only_unpickled_if_they_are_trusted(tmp_path: Path) -> None:
+    save_through(tmp_path, {"object": Custom()})
+    found: dict[str, Any] = {"object": None}
+    with pytest.raises(CheckpointException, match="refused to unpickle"):
+        dcp_load(found, storage_reader=DCPReader(tmp_path))
+    dcp_load(found, storage_reader=DCPReader(tmp_path, trusted=True))
+    assert found["object"] == Custom()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+def test_a_dtype_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="this dtype cannot be stored") as raised:
+        save_through(tmp_path, {"w": torch.zeros(2, dtype=torch.complex32)})
+    assert "'w'" in str(raised.value)
+    assert not tmp_path.joinpath("metadata.json").exists()
+
+
+def test_gaps_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    class Half(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+            return with_tensor_data(super().create_local_plan(), chunk=chunk)
+
+    with pytest.raises(CheckpointException, match=r"no shard holds this part.*\(2,\) .. \(4,\)"):
+        dcp_save({"w": torch.ones(4)}, storage_writer=DCPWriter(tmp_path / "c"), planner=Half())
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("backend", "error"),
+    [
+        ("nonsense", StrategyNotFoundError),
+        (TensorStoreSaveShardedStrategy(planner=OurSavePlanner()), UnsupportedFormatError),
+    ],
+)
+def test_backends_that_cannot_be_driven(tmp_path: Path, backend: Any, error: type) -> None:
+    with pytest.raises(error):
+        DCPWriter(tmp_path, backend)
+
+
+def test_saves_without_a_common_commit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedFormatError, match="one commit"):
+        dcp_save(state(), storage_writer=DCPWriter(tmp_path), use_collectives=False)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="missing does not exist"):
+        dcp_load({"w": torch.zeros(1)}, storage_reader=DCPReader(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.update(format="other"),
+        lambda content: content.pop("paths"),
+        lambda content: content["paths"].update(step=[]),
+        lambda content: content["paths"].update(step=["no", "such", "place"]),
+        lambda content: content["paths"].update(step=[["x"]]),
+        lambda content: content.update(values=["never heard of"]),
+        lambda content: content.update(raw=["model.scale"]),
+        lambda content: content.update(values=7),
+    ],
+)
+def test_damaged_names(tmp_path: Path, damage: Callable[[Any], Any]) -> None:
+    save_through(tmp_path, state())
+    path = tmp_path / ".dckpt" / "dcp.json"
+    content = json.loads(path.read_text())
+    damage(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointException, match=r"names cannot be read|contradicts itself"):
+        read_back(tmp_path, state())
+    # Our own load needs no such file.
+    assert_same(load(shard_state_dict(empty_like(state())), tmp_path), state())
+
+
+def test_a_lost_database_is_noticed(tmp_path: Path) -> None:
+    save_through(tmp_path, state())
+    (tmp_path / "manifest.ocdbt").unlink()
+    with pytest.raises(CheckpointException, match="the database is gone"):
+        read_back(tmp_path, state())

@@ -1,0 +1,343 @@
+"""shard_state_dict against whole tensors: every rank of a mesh, one after the other, in a process.
+
+torch's "fake" process group lets this process be any rank; the data of each rank is cut out of the
+whole tensor without communication.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dist_checkpointing import (
+    InvalidShardingError,
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    load,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.interop import shard_state_dict, unshard_state_dict
+from dist_checkpointing.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings(
+    # Said of the rank's device, which a fake group does not have.
+    "ignore:.*device.*:UserWarning"
+)
+
+Placements = Sequence[Any]
+
+
+@contextmanager
+def rank_of(world_size: int, rank: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def on_each_rank(mesh_shape: tuple[int, ...], make: Callable[[Any], Any]) -> list[Any]:
+    """``make(mesh)`` as each rank of a mesh calls it."""
+    world_size = torch.Size(mesh_shape).numel()
+    made = []
+    for rank in range(world_size):
+        with rank_of(world_size, rank):
+            made.append(make(init_device_mesh("cpu", mesh_shape)))
+    return made
+
+
+def sharded(given: list[Any]) -> list[Any]:
+    return run_ranks(len(given), lambda comm: shard_state_dict(given[comm.rank], comm=comm))
+
+
+def states(mesh_shape: tuple[int, ...], make: Callable[[Any], Any]) -> list[Any]:
+    return sharded(on_each_rank(mesh_shape, make))
+
+
+def whole(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+def cut(tensor: torch.Tensor, mesh: Any, placements: Placements) -> DTensor:
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+def save_all(shards: list[Any], folder: Path) -> None:
+    run_ranks(len(shards), lambda comm: save(shards[comm.rank], folder, comm=comm))
+
+
+def fsdp_over_tp(tensor: torch.Tensor, mesh: Any, axis: int) -> DTensor:
+    """What fully_shard makes of a tensor that tensor parallelism has cut along the same axis."""
+    (dp, tp), (own_dp, own_tp) = mesh.shape, mesh.get_coordinate()
+    local = chunk(chunk(tensor, tp, own_tp, axis), dp, own_dp, axis)
+    placements = [_StridedShard(axis, split_factor=tp), Shard(axis)]
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def chunk(tensor: torch.Tensor, count: int, index: int, axis: int) -> torch.Tensor:
+    parts = tensor.chunk(count, axis)
+    return parts[index] if index < len(parts) else tensor.narrow(axis, 0, 0)
+
+
+CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], Placements]] = {
+    "rows": ((4,), (8, 3), [Shard(0)]),
+    "columns": ((4,), (3, 8), [Shard(1)]),
+    "uneven, last smaller": ((4,), (7, 3), [Shard(0)]),
+    "uneven, some ranks empty": ((4,), (5, 3), [Shard(0)]),
+    "fewer rows than ranks": ((4,), (2, 3), [Shard(0)]),
+    "replicated": ((3,), (4, 2), [Replicate()]),
+    "hybrid": ((2, 3), (6, 2), [Replicate(), Shard(0)]),
+    "hybrid, uneven": ((2, 3), (7, 2), [Replicate(), Shard(0)]),
+    "two axes": ((2, 2), (6, 4), [Shard(0), Shard(1)]),
+    "two axes, uneven": ((2, 3), (5, 7), [Shard(1), Shard(0)]),
+    "one axis twice": ((2, 2), (8, 3), [Shard(0), Shard(0)]),
+    "one axis twice, uneven": ((2, 3), (11, 3), [Shard(0), Shard(0)]),
+    "three axes": ((2, 2, 2), (4, 3, 6), [Replicate(), Shard(2), Shard(0)]),
+    "all replicated": ((2, 2), (3,), [Replicate(), Replicate()]),
+    "scalar": ((2, 2), (), [Replicate(), Replicate()]),
+    "empty": ((2,), (0, 3), [Shard(0)]),
+    "interleaved rows": ((2,), (8, 3), [_StridedShard(0, split_factor=2)]),
+    "interleaved both ways": (
+        (2, 2),
+        (8, 12),
+        [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_placement_saves_the_whole_tensor_and_loads_in_place(
+    case: str, tmp_path: Path
+) -> None:
+    mesh_shape, shape, placements = CASES[case]
+    full = whole(*shape)
+    save_all(states(mesh_shape, lambda mesh: {"w": cut(full, mesh, placements)}), tmp_path)
+    assert torch.equal(load_plain_tensors(tmp_path)["w"], full)
+
+    expected = on_each_rank(mesh_shape, lambda mesh: cut(full, mesh, placements).to_local())
+    given = on_each_rank(
+        mesh_shape, lambda mesh: {"w": cut(torch.zeros_like(full), mesh, placements)}
+    )
+    templates = sharded(given)
+    found = run_ranks(len(given), lambda comm: load(templates[comm.rank], tmp_path, comm=comm))
+    for own, loaded, part in zip(given, found, expected, strict=True):
+        memory = own["w"].to_local().data_ptr()
+        restored = unshard_state_dict(loaded, own)
+        assert restored["w"] is own["w"]
+        assert restored["w"].to_local().data_ptr() == memory == loaded["w"].data_ptr()
+        assert torch.equal(restored["w"].to_local(), part)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_offsets_are_torchs_own(case: str) -> None:
+    mesh_shape, shape, placements = CASES[case]
+
+    def make(mesh: Any) -> Any:
+        tensor = cut(whole(*shape), mesh, placements)
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return tensor, chunk
+
+    made = on_each_rank(mesh_shape, make)
+    leaves = [state["w"] for state in sharded([{"w": tensor} for tensor, _ in made])]
+    for leaf, (_, expected) in zip(leaves, made, strict=True):
+        if isinstance(leaf, ShardedTensorFactory):
+            assert "interleaved" in case  # torch says where the first row lies, and nothing more
+            continue
+        assert leaf.local_shape == tuple(expected.sizes)
+        if 0 not in leaf.local_shape:
+            assert leaf.global_offset == tuple(expected.offsets)
+        assert leaf.global_shape == shape
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    extent=st.integers(0, 40), dp=st.integers(1, 4), tp=st.integers(1, 4), axis=st.integers(0, 1)
+)
+def test_fsdp_over_tensor_parallel_on_one_axis(
+    tmp_path_factory: pytest.TempPathFactory, extent: int, dp: int, tp: int, axis: int
+) -> None:
+    """Also where the extent is uneven, and torch's own offsets are not those of the data."""
+    full = whole(extent, 3) if axis == 0 else whole(3, extent)
+    folder = tmp_path_factory.mktemp("saved")
+    save_all(states((dp, tp), lambda mesh: {"w": fsdp_over_tp(full, mesh, axis)}), folder)
+    assert torch.equal(load_plain_tensors(folder)["w"], full)
+
+
+def test_other_meshes_load_what_one_has_saved(tmp_path: Path) -> None:
+    full, bias = whole(12, 10), whole(7, dtype=torch.bfloat16)
+
+    def model(mesh: Any) -> Any:
+        return {"w": fsdp_over_tp(full, mesh, 0), "b": cut(bias, mesh, [Replicate(), Shard(0)])}
+
+    save_all(states((2, 2), model), tmp_path)
+    others: list[tuple[tuple[int, ...], Placements]] = [
+        ((3,), [Shard(1)]),
+        ((5,), [Shard(0)]),
+        ((2, 3), [Replicate(), Shard(0)]),
+    ]
+    for mesh_shape, placements in others:
+        assert_loads(full, tmp_path, mesh_shape, placements)
+
+
+def assert_loads(
+    full: torch.Tensor, folder: Path, mesh_shape: tuple[int, ...], placements: Placements
+) -> None:
+    templates = states(mesh_shape, lambda mesh: {"w": cut(full * 0, mesh, placements)})
+    expected = on_each_rank(mesh_shape, lambda mesh: cut(full, mesh, placements).to_local())
+    found = run_ranks(
+        len(templates), lambda comm: load(templates[comm.rank], folder, comm=comm)["w"]
+    )
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_replicas_are_numbered_in_rank_order() -> None:
+    found = states((2, 2), lambda mesh: {"w": cut(whole(4, 2), mesh, [Replicate(), Shard(0)])})
+    assert [state["w"].replica_id for state in found] == [0, 0, 1, 1]
+    assert [state["w"].global_offset for state in found] == [(0, 0), (2, 0)] * 2
+    both = states((2, 2), lambda mesh: {"w": cut(whole(4), mesh, [Replicate(), Replicate()])})
+    assert [state["w"].replica_id for state in both] == [0, 1, 2, 3]
+    plain = states((3,), lambda _: {"w": whole(2)})
+    assert [state["w"].replica_id for state in plain] == [0, 1, 2]
+
+
+def test_even_cuts_are_declared_as_a_grid_and_uneven_ones_are_not() -> None:
+    even = states((2, 2), lambda mesh: {"w": fsdp_over_tp(whole(8, 3), mesh, 0)})
+    assert [state["w"].axis_fragmentations for state in even] == [(4, 1)] * 4
+    uneven = states((4,), lambda mesh: {"w": cut(whole(7, 3), mesh, [Shard(0)])})
+    assert [state["w"].axis_fragmentations for state in uneven] == [None] * 4
+
+
+def test_nesting_keys_and_other_values() -> None:
+    step = torch.tensor(3.0)
+    state: dict[str, Any] = {
+        "model": collections.OrderedDict({"layers.0.weight": whole(2, 2)}),
+        "optim": {"state": {0: {"step": step}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]},
+        "list": [whole(2), 7, (whole(3), "text")],
+        "empty": {},
+        "none": None,
+    }
+    found = shard_state_dict(state)
+    assert found["optim"]["param_groups"] is state["optim"]["param_groups"]
+    assert (found["empty"], found["none"], found["list"][1]) == ({}, None, 7)
+    assert type(found["model"]) is collections.OrderedDict
+    leaf = found["optim"]["state"][0]["step"]
+    assert isinstance(leaf, ShardedTensor)
+    assert (leaf.key, leaf.replica_id, leaf.global_shape) == ("optim.state.0.step", 0, ())
+    assert leaf.data is not None
+    assert leaf.data.data_ptr() == step.data_ptr()
+    assert found["model"]["layers.0.weight"].key == "model.layers.0.weight"
+    assert found["list"][0].key == "list.0"
+    assert found["list"][2][0].key == "list.2.0"
+    assert isinstance(state["list"][0], torch.Tensor), "the given state dict is changed"
+
+
+def test_parameters_are_filled_in_place_and_common_state_comes_back(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved, fresh = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    save(shard_state_dict({"model": saved.state_dict(), "step": 5}), tmp_path)
+    state: dict[str, Any] = {"model": fresh.state_dict(), "step": 0}
+    restored = unshard_state_dict(load(shard_state_dict(state), tmp_path), state)
+    assert restored["step"] == 5
+    assert torch.equal(fresh.weight, saved.weight)
+    assert torch.equal(fresh.bias, saved.bias)
+    assert restored["model"]["weight"] is state["model"]["weight"]
+    fresh.load_state_dict(restored["model"])
+
+
+def test_partial_sums_and_clashing_names_are_refused_all_at_once() -> None:
+    def make(mesh: Any) -> Any:
+        partial = DTensor.from_local(whole(3), mesh, [Partial()], run_check=False)
+        return {"loss": partial, "a": {"b": whole(1)}, "a.b": whole(2), "grad": [partial]}
+
+    with pytest.raises(InvalidShardingError) as raised:
+        states((2,), make)
+    assert sorted(str(finding.key) for finding in raised.value.findings) == [
+        "a.b",
+        "grad.0",
+        "loss",
+    ]
+    text = str(raised.value)
+    assert "Partial" in text
+    assert "redistribute" in text
+    assert "state_dict['a']['b'], state_dict['a.b']" in text
+
+
+def test_a_local_tensor_that_contradicts_its_placements_is_refused() -> None:
+    def make(mesh: Any) -> Any:
+        return DTensor.from_local(
+            whole(3, 2), mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 2)), stride=(2, 1)
+        )
+
+    with pytest.raises(InvalidShardingError, match="not what the placements say"):
+        states((2,), lambda mesh: {"w": make(mesh)})
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
+    class Scattered(torch.Tensor):
+        def local_shards(self) -> list[torch.Tensor]:
+            return []
+
+    tensor = whole(2).as_subclass(Scattered)
+    with pytest.raises(InvalidShardingError, match=r"no memory of its own.*found Scattered"):
+        shard_state_dict({"w": tensor})
+
+
+def test_a_rank_outside_of_the_mesh_stores_nothing_and_keeps_its_own(tmp_path: Path) -> None:
+    given = []
+    for rank in range(3):
+        with rank_of(3, rank):
+            mesh = dist.device_mesh.DeviceMesh("cpu", [0, 2])
+            given.append({"w": cut(whole(4, 2), mesh, [Shard(0)])})
+    found = sharded(given)
+    assert isinstance(found[1]["w"], LocalNonpersistentObject)
+    save_all(found, tmp_path)
+    assert torch.equal(load_plain_tensors(tmp_path)["w"], whole(4, 2))
+    loaded = run_ranks(3, lambda comm: load(found[comm.rank], tmp_path, comm=comm))
+    assert loaded[1]["w"] is given[1]["w"]
+
+
+def test_replicas_on_meshes_side_by_side_and_tensors_on_few_ranks(tmp_path: Path) -> None:
+    """Each tensor parallel mesh knows only itself; a pipeline stage has tensors of its own."""
+    given: list[dict[str, Any]] = []
+    for rank in range(4):
+        with rank_of(4, rank):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+            given.append({"w": cut(whole(4, 2), mesh, [Shard(0)]), f"stage.{rank // 2}": whole(2)})
+    found = sharded(given)
+    assert [state["w"].replica_id for state in found] == [0, 0, 1, 1]
+    assert [state[f"stage.{r // 2}"].replica_id for r, state in enumerate(found)] == [0, 1, 0, 1]
+    save_all(found, tmp_path)
+    tensors = load_plain_tensors(tmp_path)
+    assert tensors.keys() == {"w", "stage.0", "stage.1"}
+    assert torch.equal(tensors["w"], whole(4, 2))
+
+
+def test_all_ranks_hear_of_a_tensor_that_one_of_them_cannot_shard() -> None:
+    with rank_of(2, 0):
+        mesh = init_device_mesh("cpu", (2,))
+        partial = DTensor.from_local(whole(3), mesh, [Partial()], run_check=False)
+
+    def one(comm: Any) -> str:
+        with pytest.raises(InvalidShardingError) as raised:
+            shard_state_dict({"w": partial if comm.rank == 1 else whole(3)}, comm=comm)
+        assert [finding.ranks for finding in raised.value.findings] == [(1,)]
+        return str(raised.value)
+
+    assert len(set(run_ranks(2, one))) == 1
