@@ -79,19 +79,23 @@ class Case:
 
 
 _SQUARE = (2048, 2048)
+DCP_WAYS = frozenset({"torch_dist 1", "DCPWriter tensorstore 1"})
+"""Our ways to and from torch DCP."""
 
 
-def _resharding(save_ranks: int, load_ranks: int, axis: int) -> Case:
+def _resharding(save_ranks: int, load_ranks: int, axis: int, mib: int, rounds: int) -> Case:
     return Case(
         f"reshard_{save_ranks}_{load_ranks}_axis{axis}",
-        f"1 GiB saved by {save_ranks} ranks, loaded by {load_ranks}, cut along axis {axis}",
-        64,
+        f"{mib} MiB saved by {save_ranks} ranks, loaded by {load_ranks}, cut along axis {axis}",
+        mib // 16,
         _SQUARE,
         save_ranks=save_ranks,
         load_ranks=load_ranks,
         axis=axis,
         measures=("load",),
-        contestants=REFERENCES | {"tensorstore 1", "tensorstore 1 (pread)", "zarr 2"},
+        contestants=REFERENCES | {"tensorstore 1", "tensorstore 1 (pread)"},
+        rounds=rounds,
+        weight=mib / 16,
     )
 
 
@@ -101,25 +105,33 @@ CASES = (
         "1 GiB in 64 tensors, fp32, one rank",
         64,
         _SQUARE,
-        contestants=REFERENCES | OTHERS | {"tensorstore 1", CHECKSUM, "zarr 2", "zarr 1"},
-        weight=120,
+        contestants=REFERENCES
+        | OTHERS
+        | DCP_WAYS
+        | {"tensorstore 1", CHECKSUM, "zarr 2", "zarr 1"},
+        calls=2,
+        weight=180,
     ),
     Case(
         "one_bf16",
-        "1 GiB in 64 tensors, bf16, one rank",
-        64,
+        "256 MiB in 16 tensors, bf16, one rank",
+        16,
         (4096, 2048),
         torch.bfloat16,
         contestants=REFERENCES | {"tensorstore 1", "zarr 2"},
+        weight=15,
     ),
     Case(
         "small",
         "5,000 tensors of 4 KiB, one rank",
         5000,
         (1024,),
-        contestants=REFERENCES | OTHERS - {"DCP default"} | {"tensorstore 1", "zarr 2", "zarr 1"},
+        contestants=REFERENCES
+        | OTHERS - {"DCP default", "memcpy"}
+        | DCP_WAYS
+        | {"tensorstore 1", "zarr 2", "zarr 1"},
         calls=2,
-        weight=90,
+        weight=120,
     ),
     Case(
         "durable",
@@ -128,17 +140,17 @@ CASES = (
         _SQUARE,
         durable=True,
         measures=("save",),
-        contestants=REFERENCES | {"tensorstore 1", CHECKSUM, "zarr 2 + checksum"},
+        contestants=REFERENCES | {CHECKSUM},
         rounds=9,
-        calls=2,
-        weight=90,
+        calls=1,
+        weight=80,
     ),
     Case(
         "one_tensor",
         "one tensor of 2 GiB: memory",
         1,
         (32768, 16384),
-        contestants=frozenset({"raw", "tensorstore 1", CHECKSUM, "zarr 2", "zarr 1"}),
+        contestants=frozenset({"tensorstore 1", CHECKSUM, "zarr 2"}),
         rounds=0,
         weight=15,
     ),
@@ -150,8 +162,9 @@ CASES = (
         save_ranks=2,
         load_ranks=2,
         axis=0,
-        contestants=REFERENCES | {"megatron-core", "tensorstore 1", CHECKSUM, "zarr 2", "zarr 1"},
-        weight=60,
+        contestants=REFERENCES | DCP_WAYS | {"megatron-core", "tensorstore 1"},
+        calls=2,
+        weight=90,
     ),
     Case(
         "small_two_ranks",
@@ -161,23 +174,27 @@ CASES = (
         save_ranks=2,
         load_ranks=2,
         contestants=REFERENCES | {"tensorstore 1"},
+        rounds=2,
         calls=1,
+        weight=20,
     ),
     Case(
         "four_ranks",
-        "1 GiB in 64 tensors, four ranks",
-        64,
+        "256 MiB in 16 tensors, four ranks",
+        16,
         _SQUARE,
         save_ranks=4,
         load_ranks=4,
         axis=0,
         contestants=REFERENCES | {"tensorstore 1", "zarr 2"},
-        weight=45,
+        rounds=2,
+        calls=2,
+        weight=15,
     ),
-    _resharding(4, 2, 0),
-    _resharding(4, 2, 1),
-    _resharding(2, 4, 0),
-    _resharding(2, 4, 1),
+    _resharding(4, 2, 0, mib=512, rounds=5),
+    _resharding(4, 2, 1, mib=512, rounds=5),
+    _resharding(2, 4, 0, mib=256, rounds=2),
+    _resharding(2, 4, 1, mib=256, rounds=2),
 )
 
 

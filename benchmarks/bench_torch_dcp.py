@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from bench_contestants import Calls, Contestant
 from bench_state import LocalTensor, Side, Work
+from dist_checkpointing.interop import DCPReader, DCPWriter
+from dist_checkpointing.options import Checksum, Durability, StorageOptions
+from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 
 
 class TorchDcp(Contestant):
@@ -38,15 +42,11 @@ class TorchDcp(Contestant):
         source, target = _state(work.saved, work.saving), _state(work.target, work.loading)
 
         def save(folder: Path) -> None:
-            before = get_crc32_options()
-            set_crc32_options(self.crc32)
-            try:
+            with nullcontext() if self.crc32 else crc32_switched_off():
                 writer = FileSystemWriter(
                     folder, thread_count=self.threads, sync_files=work.case.durable
                 )
                 dcp_save(source, storage_writer=writer, **_ranks(work.saving))
-            finally:
-                set_crc32_options(before)
 
         def load(folder: Path) -> None:
             dcp_load(target, storage_reader=FileSystemReader(folder), **_ranks(work.loading))
@@ -54,8 +54,42 @@ class TorchDcp(Contestant):
         return Calls(save, load)
 
 
+class ThroughDcp(Contestant):
+    """``dcp.save`` and ``dcp.load`` with one of our backends as their storage."""
+
+    family = "ours"
+    name = "DCPWriter tensorstore 1"
+    detail = "dcp.save(storage_writer=DCPWriter(...)), no checksums"
+
+    def open(self, work: Work) -> Calls:
+        source, target = _state(work.saved, work.saving), _state(work.target, work.loading)
+        durability = Durability.FSYNC if work.case.durable else Durability.PAGE_CACHE
+        options = StorageOptions(durability=durability, checksum=Checksum.NONE)
+        strategy = TensorStoreSaveShardedStrategy(options=options)
+
+        def save(folder: Path) -> None:
+            writer = DCPWriter(folder, strategy)
+            dcp_save(source, storage_writer=writer, **_ranks(work.saving))
+
+        def load(folder: Path) -> None:
+            dcp_load(target, storage_reader=DCPReader(folder), **_ranks(work.loading))
+
+        return Calls(save, load)
+
+
+@contextmanager
+def crc32_switched_off() -> Iterator[None]:
+    """Let torch.save compute no checksums."""
+    before = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
 def dcp_contestants() -> list[Contestant]:
-    return [TorchDcp(), *(TorchDcp(threads, crc32=False) for threads in (1, 2, 4))]
+    return [TorchDcp(), *(TorchDcp(threads, crc32=False) for threads in (1, 2, 4)), ThroughDcp()]
 
 
 def _ranks(side: Side) -> dict[str, Any]:

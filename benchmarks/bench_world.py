@@ -102,6 +102,7 @@ def _process(
     rank: int, size: int, job: Callable[[World, Path], None], folder: Path, port: int | None
 ) -> None:
     warnings.simplefilter("ignore")
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)  # as torchrun does
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     if port is not None:
         store = TCPStore("127.0.0.1", port, is_master=False)

@@ -14,7 +14,7 @@ import os
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO
 
@@ -30,7 +30,11 @@ from dist_checkpointing.errors import (
 logger = logging.getLogger(__name__)
 
 CONFIG_FNAME = "metadata.json"
+COMMON_STATE_FNAME = "common.pt"
+DCP_METADATA_NAME = ".metadata"
+"""Written last by torch DCP, which knows no ``metadata.json``."""
 ATTEMPT_NAME = ".dckpt/attempt.json"
+_OWN_FOLDER = ".dckpt"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_ATTEMPT_BYTES = 1 << 30
 
@@ -48,8 +52,26 @@ class CheckpointingConfig:
     common_backend_version: int = 1
 
 
+_PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
+
+
+def _is_plain_dcp(folder: Path) -> bool:
+    """Whether torch DCP alone saved into the folder, and came to an end.
+
+    A save of ours or Megatron's that did not is none: they commit by a later file.
+    """
+    others = (CONFIG_FNAME, COMMON_STATE_FNAME, _OWN_FOLDER)
+    return (folder / DCP_METADATA_NAME).is_file() and not any(
+        (folder / name).exists() for name in others
+    )
+
+
+def _is_committed(folder: Path) -> bool:
+    return (folder / CONFIG_FNAME).exists() or _is_plain_dcp(folder)
+
+
 def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
-    """The config of a committed checkpoint.
+    """The config of a committed checkpoint, also of a plain one of torch DCP, which has no file.
 
     Raises:
         CheckpointNotFoundError: if the folder is missing or nothing was committed in it.
@@ -60,6 +82,8 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     if not folder.is_dir():
         finding = Finding("no such folder", path=str(folder))
         raise CheckpointNotFoundError(f"Checkpoint directory {folder} does not exist", [finding])
+    if _is_plain_dcp(folder):
+        return _PLAIN_DCP
     if not path.is_file():
         half = (folder / ATTEMPT_NAME).exists()
         finding = Finding(
@@ -76,6 +100,10 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
             kind = str if field.name.endswith("backend") else int
             if type(getattr(config, field.name)) is not kind:
                 raise ValueError(f"{field.name} is not of type {kind.__name__}")
+        # Megatron >= 0.19 names no common backend and keeps the common state with the tensors.
+        is_inside = "common_backend" not in content and not (folder / COMMON_STATE_FNAME).exists()
+        if config.sharded_backend == "torch_dist" and is_inside:
+            config = replace(config, common_backend="torch_dist")
     except (ValueError, TypeError, AttributeError) as error:
         finding = Finding(str(error), path=str(path), remedy="Restore the file.")
         raise CorruptCheckpointError(f"{CONFIG_FNAME} cannot be read", [finding]) from error
@@ -136,14 +164,14 @@ class Attempt:
         """
         folder = Path(checkpoint_dir)
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-        if (folder / CONFIG_FNAME).exists() and not overwrite:
+        if _is_committed(folder) and not overwrite:
             finding = Finding(
                 "a committed checkpoint is here",
                 path=str(folder),
                 remedy="Save into another folder, or pass overwrite=True to give this one up.",
             )
             raise CheckpointExistsError(f"{folder} already holds a checkpoint", [finding])
-        if (folder / CONFIG_FNAME).exists() and not (folder / ATTEMPT_NAME).exists():
+        if _is_committed(folder) and not (folder / ATTEMPT_NAME).exists():
             finding = Finding(
                 "this checkpoint was written by another program, which did not note its files",
                 path=str(folder),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dist_checkpointing import store
+from dist_checkpointing.commit import COMMON_STATE_FNAME
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
     Finding,
@@ -28,7 +29,6 @@ from dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStr
 from dist_checkpointing.strategies.safe_pickle import deserialize, serialize
 from dist_checkpointing.tree import flatten, unflatten
 
-COMMON_STATE_FNAME = "common.pt"
 _MAX_COMMON_BYTES = 1 << 38
 
 

@@ -137,7 +137,7 @@ def _read_run(run: Sequence[ChunkRead], planner: LoadPlanner, scratch: Array) ->
     end = max(read.extent.offset + read.extent.num_bytes for read in run)
     block: Any = scratch[: end - begin]
     with _opened(run[-1].extent, run[-1].key) as descriptor:
-        _pread(descriptor, memoryview(block), begin, run[-1].extent, run[-1].key)
+        _pread(descriptor, memoryview(block), begin)
     num_bytes = 0
     for read in run:
         start = read.extent.offset - begin
@@ -158,18 +158,22 @@ def fill(item: ReadItem, dtype: DType, values: Array, planner: LoadPlanner) -> i
     Returns:
         How many bytes that were.
     """
-    window = item.storage
     destination = planner.acquire_tensor(item)
     target = dtypes.fillable(destination, dtype.torch)
-    part = values[window.start : window.start + window.array_size].reshape(window.shape)
-    if window.box.shape != window.shape:
-        part = part[window.box.slices()]
     if target is None:
-        planner.apply_tensor(item, dtypes.as_tensor(part.copy(), dtype.torch))
-    else:
-        target[...] = part
-        planner.apply_tensor(item, destination)
-    return part.nbytes
+        staged = np.empty(item.lengths, dtype=dtype.bits)
+        copy_window(values, item.storage, staged)
+        planner.apply_tensor(item, dtypes.as_tensor(staged, dtype.torch))
+        return staged.nbytes
+    copy_window(values, item.storage, target)
+    planner.apply_tensor(item, destination)
+    return target.nbytes
+
+
+def copy_window(values: Array, window: Window, target: Array) -> None:
+    """Copy a window of the values of a chunk, 1-D, to an array of the window's box shape."""
+    part = values[window.start : window.start + window.array_size].reshape(window.shape)
+    target[...] = part if window.box.shape == window.shape else part[window.box.slices()]
 
 
 def _read_single(
@@ -179,21 +183,9 @@ def _read_single(
     destination = planner.acquire_tensor(item)
     target = dtypes.fillable(destination, dtype.torch)
     staged = np.empty(item.lengths, dtype=dtype.bits) if target is None else target
+    most_copied = None if maps_files else most_bytes
     with _opened(read.extent, read.key) as descriptor:
-        run = item.storage.contiguous_range()
-        if run is not None and staged.flags.c_contiguous:
-            view = memoryview(staged.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-            _pread(
-                descriptor,
-                view,
-                read.extent.offset + run[0] * dtype.itemsize,
-                read.extent,
-                read.key,
-            )
-        elif maps_files:
-            _copy_mapped(descriptor, read, item.storage, staged)
-        else:
-            _copy_blocks(descriptor, read, item.storage, staged, most_bytes)
+        read_window(descriptor, read.extent.offset, item.storage, staged, most_copied)
     if target is None:
         planner.apply_tensor(item, dtypes.as_tensor(staged, dtype.torch))
     else:
@@ -201,9 +193,34 @@ def _read_single(
     return staged.nbytes
 
 
-def _copy_mapped(descriptor: int, read: ChunkRead, window: Window, target: Array) -> None:
-    first, num_bytes = _span(window, read.dtype.itemsize)
-    first += read.extent.offset
+def read_window(
+    descriptor: int, start: int, window: Window, target: Array, most_copied: int | None
+) -> None:
+    """Read a window of raw values out of an open file, which must be long enough.
+
+    Args:
+        descriptor: of the file.
+        start: of the values, in bytes.
+        window: to read.
+        target: an array of the window's box shape, any strides, whose dtype numpy itself knows.
+        most_copied: bytes of memory for what cannot be read in place; None to map the file.
+
+    Raises:
+        EOFError: if the file has become shorter.
+    """
+    run = window.contiguous_range()
+    if run is not None and target.flags.c_contiguous:
+        view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        _pread(descriptor, view, start + run[0] * target.itemsize)
+    elif most_copied is None:
+        _copy_mapped(descriptor, start, window, target)
+    else:
+        _copy_blocks(descriptor, start, window, target, most_copied)
+
+
+def _copy_mapped(descriptor: int, start: int, window: Window, target: Array) -> None:
+    first, num_bytes = _span(window, target.itemsize)
+    first += start
     aligned = first - first % mmap.ALLOCATIONGRANULARITY
     length = first - aligned + num_bytes
     mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=aligned)
@@ -213,15 +230,15 @@ def _copy_mapped(descriptor: int, read: ChunkRead, window: Window, target: Array
 
 
 def _copy_blocks(
-    descriptor: int, read: ChunkRead, window: Window, target: Array, most_bytes: int
+    descriptor: int, start: int, window: Window, target: Array, most_bytes: int
 ) -> None:
     """Read whole blocks of rows and copy what is wanted of them."""
-    first, num_bytes = _span(window, read.dtype.itemsize)
+    first, num_bytes = _span(window, target.itemsize)
     rows = window.box.shape
     axis = next((a for a, extent in enumerate(rows) if extent > 1), None)
     if axis is None or num_bytes <= most_bytes:
         block = bytearray(num_bytes)
-        _pread(descriptor, memoryview(block), read.extent.offset + first, read.extent, read.key)
+        _pread(descriptor, memoryview(block), start + first)
         target[...] = _strided(block, 0, window, target)
         return
     step = max(1, rows[axis] * most_bytes // num_bytes)
@@ -232,7 +249,7 @@ def _copy_blocks(
         part = Box(offset, (*rows[:axis], extent, *rows[axis + 1 :]))
         index = (*(slice(None),) * axis, slice(begin, begin + extent))
         inner = Window(window.start, window.shape, part)
-        _copy_blocks(descriptor, read, inner, target[index], most_bytes)
+        _copy_blocks(descriptor, start, inner, target[index], most_bytes)
 
 
 def _span(window: Window, itemsize: int) -> tuple[int, int]:
@@ -261,7 +278,7 @@ def read_extent(extent: Extent, key: str) -> bytes:
     """
     with _opened(extent, key) as descriptor:
         data = bytearray(extent.num_bytes)
-        _pread(descriptor, memoryview(data), extent.offset, extent, key)
+        _pread(descriptor, memoryview(data), extent.offset)
     return bytes(data)
 
 
@@ -285,16 +302,19 @@ def _opened(extent: Extent, key: str) -> Iterator[int]:
                 expected=f"{needed} bytes",
                 found=size,
             )
-        yield descriptor
+        try:
+            yield descriptor
+        except EOFError as error:
+            raise _corrupt(extent, key, str(error)) from error
     finally:
         os.close(descriptor)
 
 
-def _pread(descriptor: int, view: memoryview, position: int, extent: Extent, key: str) -> None:
+def _pread(descriptor: int, view: memoryview, position: int) -> None:
     while view:
         count = os.preadv(descriptor, [view], position)
         if count == 0:
-            raise _corrupt(extent, key, "a file ended early")
+            raise EOFError("the file ended early")
         view, position = view[count:], position + count
 
 

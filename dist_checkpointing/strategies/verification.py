@@ -160,4 +160,9 @@ def _stored_chunk(part: StoredPart, index: Index) -> MetadataIndex:
     start = -1 if part.flat_range is None else part.flat_range[0]
     same = (tensor.pieces.offsets == part.box.offset).all(axis=1)
     rows = np.flatnonzero(same & (tensor.pieces.flat[:, 0] == start))
+    if not len(rows):
+        # A format may cut what it is given into smaller boxes: any of them says where to look.
+        pieces, stop = tensor.pieces, np.array(part.box.stop)
+        meets = (pieces.offsets < stop) & (pieces.offsets + pieces.shapes > part.box.offset)
+        rows = np.flatnonzero(meets.all(axis=1))
     return MetadataIndex(part.key, part.box.offset, int(rows[0]))

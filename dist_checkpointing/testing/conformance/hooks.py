@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.commit import CONFIG_FNAME
+from dist_checkpointing.commit import COMMON_STATE_FNAME, CONFIG_FNAME
 from dist_checkpointing.dtypes import DTYPES
 from dist_checkpointing.loading import load
 from dist_checkpointing.saving import save
 from dist_checkpointing.serialization import load_plain_tensors, load_tensors_metadata
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
-from dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select
 from dist_checkpointing.testing.ranks import run_ranks

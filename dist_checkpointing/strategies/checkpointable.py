@@ -1,0 +1,216 @@
+"""Shards that torch DCP understands: a state dict of them goes through plain ``dcp.save`` and load.
+
+They speak DCP's ``_Checkpointable`` protocol: three methods with names in double underscores, which
+its planners look for on tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.geometry import Box, split_flat_range
+from dist_checkpointing.mapping import ShardedTensor
+
+
+class _WithoutMemory(torch.Tensor):
+    """A tensor that is only a shape and a name for others' memory."""
+
+    @classmethod
+    def made(cls, shape: Sequence[int], like: torch.Tensor) -> Self:
+        """One of this shape, with the dtype and device of another tensor."""
+        make = torch.Tensor._make_wrapper_subclass  # noqa: SLF001 - the name torch gives it
+        tensor: Self = make(cls, tuple(shape), dtype=like.dtype, device=like.device)
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # an instance method in torch's stubs
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        del types, args, kwargs
+        raise NotImplementedError(f"{cls.__name__} is only saved and loaded: {func}")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        del tensor_contents
+        return f"{type(self).__name__}(size={tuple(self.size())}, dtype={self.dtype})"
+
+
+class CheckpointableShardedTensor(_WithoutMemory):
+    """A ShardedTensor as one tensor of its global shape, of which this rank has one part.
+
+    It has no memory of its own: DCP saves from and loads into the data of the ShardedTensor. On an
+    axis that exists only globally, the part has extent 1.
+
+    Args:
+        data: of the shard.
+        sh_ten: the shard; not flattened.
+
+    Raises:
+        InvalidShardingError: if it is flattened, or ``data`` is not of its local shape.
+    """
+
+    def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> Self:
+        if sh_ten.flattened_range is not None:
+            finding = Finding(
+                "a flattened shard is no single part of its tensor",
+                sh_ten.key,
+                remedy="Use LocalShardsContainer.from_sh_tens, which takes it apart.",
+            )
+            raise InvalidShardingError("cannot be made checkpointable", [finding])
+        if tuple(data.shape) != tuple(sh_ten.local_shape):
+            finding = Finding(
+                "data has another shape",
+                sh_ten.key,
+                expected=tuple(sh_ten.local_shape),
+                found=tuple(data.shape),
+            )
+            raise InvalidShardingError("cannot be made checkpointable", [finding])
+        return cls.made(sh_ten.global_shape, data)
+
+    def __init__(self, data: torch.Tensor, sh_ten: ShardedTensor) -> None:
+        self._data = data
+        self._sh_ten = sh_ten
+
+    @classmethod
+    def from_sh_ten(cls, sh_ten: ShardedTensor) -> Self:
+        """The shard, to save or to load into.
+
+        Raises:
+            InvalidShardingError: if it has no data, or is flattened.
+        """
+        return cls(_data_of(sh_ten), sh_ten)
+
+    @property
+    def _is_empty_part(self) -> bool:
+        """Whether other ranks have all there is: then DCP must not confuse it with a part there."""
+        return 0 in self._sh_ten.box.shape and 0 not in self._sh_ten.global_shape
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        box = self._sh_ten.box
+        return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+
+    def __create_write_items__(
+        self, fqn: str, _: object = None, index: int | None = None
+    ) -> list[WriteItem]:
+        chunk = self._chunk()
+        if self._is_empty_part:
+            return []
+        data = TensorWriteData(
+            chunk=chunk,
+            properties=TensorProperties.create_from_tensor(self._data),
+            size=self.size(),
+        )
+        where = MetadataIndex(fqn, chunk.offsets, index)
+        return [WriteItem(index=where, type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [] if self._is_empty_part else [self._chunk()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        del index  # there is one
+        return self._data[(None,) * self._sh_ten.prepend_axis_num]
+
+
+class LocalShardsContainer(_WithoutMemory):
+    """Several parts of one global tensor that one rank holds.
+
+    Args:
+        local_shards: one or more, all of one tensor.
+
+    Raises:
+        InvalidShardingError: if there is none, or they are of different tensors.
+    """
+
+    def __new__(cls, local_shards: Sequence[CheckpointableShardedTensor]) -> Self:
+        shards = list(local_shards)
+        kinds = {(shard._sh_ten.key, shard.size(), shard.dtype) for shard in shards}  # noqa: SLF001
+        if len(kinds) != 1:
+            finding = Finding(
+                "a container needs shards of one tensor",
+                expected="one key, global shape and dtype",
+                found=sorted(map(str, kinds)),
+            )
+            raise InvalidShardingError("cannot be made checkpointable", [finding])
+        return cls.made(shards[0].size(), shards[0])
+
+    def __init__(self, local_shards: Sequence[CheckpointableShardedTensor]) -> None:
+        self._local_shards = list(local_shards)
+
+    @classmethod
+    def from_sh_tens(cls, sh_tens: Sequence[ShardedTensor]) -> Self:
+        """All shards of one key that this rank holds, flattened ones too.
+
+        A flattened range is taken apart into the boxes that it consists of, each a view of its
+        data, so that DCP sees an ordinary tensor.
+
+        Raises:
+            InvalidShardingError: if there is none, one has no data or they do not belong together.
+        """
+        return cls([part for sh_ten in sh_tens for part in _parts(sh_ten)])
+
+    def __create_write_items__(self, fqn: str, _: object = None) -> list[WriteItem]:
+        return [
+            item
+            for position, shard in enumerate(self._local_shards)
+            for item in shard.__create_write_items__(fqn, shard, position)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for shard in self._local_shards for chunk in shard.__create_chunk_list__()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The data of one shard.
+
+        Raises:
+            ValueError: if the index has no offset, or none of the shards is there.
+        """
+        if index.offset is None:
+            raise ValueError(f"{index.fqn!r} is held in parts: an offset is needed to tell which")
+        shards, hint = self._local_shards, index.index
+        # The hint may count the chunks of all ranks.
+        candidates = shards[hint : hint + 1] if hint is not None and hint >= 0 else []
+        for shard in (*candidates, *shards):
+            at = shard._sh_ten.box.offset  # noqa: SLF001
+            if at == tuple(index.offset) and not shard._is_empty_part:  # noqa: SLF001
+                return shard.__get_tensor_shard__(index)
+        raise ValueError(f"{index.fqn!r} has no part at {tuple(index.offset)} on this rank")
+
+
+def _data_of(sh_ten: ShardedTensor) -> torch.Tensor:
+    if sh_ten.data is None:
+        finding = Finding("has no data", sh_ten.key, remedy="Call its init_data to load into it.")
+        raise InvalidShardingError("cannot be made checkpointable", [finding])
+    return sh_ten.data.detach()
+
+
+def _parts(sh_ten: ShardedTensor) -> Iterator[CheckpointableShardedTensor]:
+    if sh_ten.flat_range is None:
+        yield CheckpointableShardedTensor.from_sh_ten(sh_ten)
+        return
+    data, start = _data_of(sh_ten), 0
+    for local in split_flat_range(sh_ten.box.shape, *sh_ten.flat_range):
+        box = Box(
+            tuple(a + b for a, b in zip(sh_ten.global_offset, local.offset, strict=True)),
+            local.shape,
+        )
+        values = data[start : start + box.num_elements].view(box.shape)
+        start += box.num_elements
+        shard = ShardedTensor(
+            sh_ten.key,
+            values,
+            sh_ten.dtype,
+            box.shape,
+            tuple(sh_ten.global_shape),
+            box.offset,
+            None,
+        )
+        yield CheckpointableShardedTensor.from_sh_ten(shard)

@@ -1,0 +1,138 @@
+"""The common state of checkpoints without ``common.pt``: it is inside, among the values."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+from dist_checkpointing.errors import (
+    CorruptCheckpointError,
+    Finding,
+    StateMismatchError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.mapping import ShardedStateDict, StateDict
+from dist_checkpointing.strategies.base import LoadCommonStrategy
+from dist_checkpointing.strategies.safe_pickle import deserialize
+from dist_checkpointing.strategies.torch_dist.contents import COMMON_STATE_CELL, cell_named
+from dist_checkpointing.strategies.torch_dist.metadata import (
+    DcpMetadata,
+    StatePath,
+    read_dcp_metadata,
+)
+from dist_checkpointing.strategies.torch_dist.record_search import BadRecord
+from dist_checkpointing.strategies.torch_dist.stored_values import OpenRecord, opened, read_object
+
+
+class TorchDistCommonLoadStrategy(LoadCommonStrategy):
+    """Reads the common state that Megatron-Core >= 0.19 and plain torch DCP keep in the checkpoint.
+
+    Megatron's is one object. Plain DCP's is every value that is not a tensor, nested as it was in
+    the state dict that was saved.
+
+    Args:
+        trusted: unpickle anything, which lets the files run any code.
+    """
+
+    def __init__(self, *, trusted: bool = False) -> None:
+        self.trusted = trusted
+
+    def trusting(self) -> Self:
+        return type(self)(trusted=True)
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        if loaded_backend != "torch_dist":
+            finding = Finding("other common backend", expected="torch_dist", found=loaded_backend)
+            raise UnsupportedFormatError("cannot read the common state", [finding])
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        if loaded_version != 1:
+            finding = Finding("unknown version", expected="torch_dist 1", found=loaded_version)
+            raise UnsupportedFormatError("cannot read the common state", [finding])
+
+    def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
+        folder = Path(checkpoint_dir)
+        metadata = read_dcp_metadata(folder)
+        if COMMON_STATE_CELL in metadata.values:
+            common = self._read(folder, metadata, COMMON_STATE_CELL, listed=True)
+            if not isinstance(common, dict):
+                finding = Finding("not a dict", COMMON_STATE_CELL, found=type(common).__name__)
+                raise CorruptCheckpointError("the common state is damaged", [finding])
+            return common
+        plain = [key for key in metadata.values if cell_named(key) is None]
+        return nested(
+            {
+                metadata.paths.get(key, (key,)): self._read(folder, metadata, key, listed=False)
+                for key in plain
+            }
+        )
+
+    def _read(self, folder: Path, metadata: DcpMetadata, key: str, *, listed: bool) -> Any:
+        place = metadata.places.get((key, None))
+        if place is None:
+            finding = Finding("an object is stored nowhere", key, path=str(folder))
+            raise CorruptCheckpointError("the common state is damaged", [finding])
+        where = f"{folder / place.file}, bytes from {place.offset} on ({key!r})"
+        try:
+            with opened(folder / place.file) as descriptor:
+                record = OpenRecord(descriptor, place)
+                if listed:
+                    return read_object(record, where, trusted=self.trusted)
+                return deserialize(record.read(0, record.length), where, trusted=self.trusted)
+        except (BadRecord, OSError) as error:
+            finding = Finding(f"cannot be read: {error}", key, path=where)
+            raise CorruptCheckpointError("the common state is damaged", [finding]) from error
+
+    def load_sharded_objects(
+        self,
+        sharded_objects_state_dict: ShardedStateDict,
+        checkpoint_dir: str | PathLike[str],
+    ) -> StateDict:
+        del sharded_objects_state_dict
+        finding = Finding(
+            "its sharded objects lie among the tensors",
+            path=str(checkpoint_dir),
+            remedy="Leave sharded_strategy out: the one for torch_dist reads both.",
+        )
+        raise UnsupportedFormatError("cannot read the sharded objects", [finding])
+
+
+def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
+    """Values by path as a nest of dicts and lists.
+
+    Positions become those of a list. What DCP stored elsewhere (the tensors) leaves None there,
+    as in the common state of every other checkpoint.
+
+    Raises:
+        StateMismatchError: if one path goes through the value at another.
+    """
+    tree: dict[Any, Any] = {}
+    for path, value in values.items():
+        node = tree
+        for step in path[:-1]:
+            node = node.setdefault(step, _Branch())
+            if not isinstance(node, _Branch):
+                raise _crossing(path)
+        if path[-1] in node:
+            raise _crossing(path)
+        node[path[-1]] = value
+    return {step: _rebuilt(below) for step, below in tree.items()}
+
+
+class _Branch(dict[Any, Any]):
+    """A container on the way; no value that was stored."""
+
+
+def _crossing(path: StatePath) -> StateMismatchError:
+    finding = Finding("two values at one place", ".".join(map(str, path)))
+    return StateMismatchError("the values in the checkpoint cannot be nested", [finding])
+
+
+def _rebuilt(value: Any) -> Any:
+    if not isinstance(value, _Branch):
+        return value
+    below = {step: _rebuilt(child) for step, child in value.items()}
+    if all(type(step) is int for step in below):
+        return [below.get(position) for position in range(max(below) + 1)]
+    return below

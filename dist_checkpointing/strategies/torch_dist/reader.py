@@ -1,0 +1,141 @@
+"""Reads boxes out of the records of .distcp files, straight into the destination."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.geometry import Ints
+from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.mapping import ShardedObject
+from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
+from dist_checkpointing.storage import StorageReader, done
+from dist_checkpointing.strategies.threads import in_threads
+from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
+from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
+from dist_checkpointing.strategies.torch_dist.record_search import BadRecord
+from dist_checkpointing.strategies.torch_dist.stored_values import (
+    SMALL_BYTES,
+    OpenRecord,
+    StoredValues,
+    opened,
+    read_object,
+)
+
+_BATCH_RECORDS = 64
+
+
+class TorchDistReader(StorageReader):
+    """Reads what torch DCP, Megatron-Core and TorchDistWriter write."""
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        super().__init__(checkpoint_dir)
+        self._index = PlacedIndex([], [], [], [])
+
+    def read_metadata(self) -> PlacedIndex:
+        return index_of(read_dcp_metadata(self.checkpoint_dir), self.checkpoint_dir)
+
+    def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
+        del rank, world_size
+        # An index that a planner made anew does not say where things are.
+        self._index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
+        # What is mapped takes no memory of ours.
+        maps_files = self.options.maps_files(self.checkpoint_dir)
+        buffer_bytes = max(1, self.options.buffer_bytes // self.options.threads)
+        self._most_copied = None if maps_files else buffer_bytes
+
+    def location(self, chunk: MetadataIndex) -> str:
+        return self._where(self._index.place(self._index.row(chunk)))
+
+    def _where(self, place: Place) -> str:
+        return f"{self.checkpoint_dir / place.file}, bytes from {place.offset} on"
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_row: dict[int, list[ReadItem]] = {}
+        for item in plan.items:
+            by_row.setdefault(self._row(item), []).append(item)
+        batches = list(self._batches(by_row))
+        self._require_files({file for file, _ in batches}, by_row)
+
+        def read_batch(batch: tuple[str, list[int]]) -> None:
+            file, rows = batch
+            with opened(self.checkpoint_dir / file) as descriptor:
+                for row in rows:
+                    self._read_record(descriptor, row, by_row[row], planner)
+
+        in_threads(read_batch, batches, self.options.threads)
+        return done(None)
+
+    def _row(self, item: ReadItem) -> int:
+        chunk = item.storage_index
+        if item.type is LoadItemType.TENSOR:
+            return self._index.row(chunk)
+        assert chunk.offset is not None
+        cell = ShardedObject(chunk.fqn, None, self._index.objects[chunk.fqn], chunk.offset)
+        return self._index.cell_rows[cell.unique_key]
+
+    def _batches(self, rows: Iterable[int]) -> Iterator[tuple[str, list[int]]]:
+        """The rows file by file, in the order in which they lie there, a few at a time."""
+        places = self._index.places
+        batch: list[int] = []
+        for row in sorted(rows, key=lambda row: tuple(places[row].tolist())):
+            if batch and (
+                places[row, 0] != places[batch[0], 0]
+                or len(batch) == _BATCH_RECORDS
+                or places[row, 2] > SMALL_BYTES
+            ):
+                yield self._index.place(batch[0]).file, batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield self._index.place(batch[0]).file, batch
+
+    def _require_files(self, files: set[str], by_row: dict[int, list[ReadItem]]) -> None:
+        missing = {file for file in files if not (self.checkpoint_dir / file).is_file()}
+        if not missing:
+            return
+        keys: dict[str, set[str]] = {file: set() for file in missing}
+        for row, items in by_row.items():
+            file = self._index.place(row).file
+            if file in missing:
+                keys[file].add(items[0].storage_index.fqn)
+        findings = [
+            Finding("its file is missing", key, path=str(self.checkpoint_dir / file))
+            for file in sorted(missing)
+            for key in sorted(keys[file])
+        ]
+        raise CorruptCheckpointError("the checkpoint is damaged", findings)
+
+    def _read_record(
+        self, descriptor: int, row: int, items: Sequence[ReadItem], planner: LoadPlanner
+    ) -> None:
+        place = self._index.place(row)
+        chunk = items[0].storage_index
+        try:
+            record = OpenRecord(descriptor, place)
+            if items[0].type is LoadItemType.BYTE_IO:
+                value = read_object(record, self._where(place), trusted=self.trusted)
+                for item in items:
+                    planner.apply_bytes(item, value)
+                return
+            tensor = self._index[chunk.fqn]
+            values = StoredValues(record, tensor, _stored_shape(tensor, chunk))
+            for item in items:
+                values.read_item(item, planner, self._most_copied)
+                self.report(item.dest.box.num_elements * tensor.dtype.itemsize)
+        except (BadRecord, OSError, EOFError) as error:
+            where = self._where(place)
+            finding = Finding(f"a record cannot be read: {error}", chunk.fqn, path=where)
+            raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error
+
+
+def _stored_shape(tensor: StoredTensor, chunk: MetadataIndex) -> Ints:
+    """The shape of the array in the record of a chunk; a flattened piece is seen without axes."""
+    if tensor.pieces is None:
+        assert chunk.offset is not None
+        return tensor.grid.box(tensor.grid.index_at(chunk.offset)).shape
+    assert chunk.index is not None
+    box, flat = tensor.pieces[chunk.index]
+    return box.shape if flat is None else (flat[1] - flat[0],)

@@ -1,0 +1,184 @@
+"""The values in one record of a .distcp file, and how any part of them gets into memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dist_checkpointing import dtypes
+from dist_checkpointing.geometry import Ints, Window
+from dist_checkpointing.index import StoredTensor
+from dist_checkpointing.planning import LoadPlanner, ReadItem
+from dist_checkpointing.strategies.raw_chunks import copy_window, read_window
+from dist_checkpointing.strategies.safe_pickle import deserialize
+from dist_checkpointing.strategies.torch_dist.metadata import Place
+from dist_checkpointing.strategies.torch_dist.record_search import BadRecord, find_tensor
+
+Array = npt.NDArray[Any]
+
+SMALL_BYTES = 1 << 16
+"""Records up to this size are read whole: one system call costs more than that many bytes."""
+_EDGE_BYTES = 1 << 12
+"""What is read of either end of a larger record to find the values in it."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """The descriptor of a file, to read."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+class OpenRecord:
+    """One record of an open file, of which only what is asked for is read.
+
+    Args:
+        descriptor: of the file.
+        place: where the record is.
+
+    Raises:
+        BadRecord: if the file ends before it.
+    """
+
+    def __init__(self, descriptor: int, place: Place) -> None:
+        self._descriptor = descriptor
+        self.start, self.length = place.offset, place.length
+        size = os.fstat(descriptor).st_size
+        # A mapped file that is too short would kill the process instead of raising.
+        if self.start + self.length > size:
+            raise BadRecord(f"the file ends at byte {size}, before the record does")
+        if self.length <= SMALL_BYTES:
+            self._head, self._tail = self._pread(0, self.length), b""
+        else:
+            self._head = self._pread(0, _EDGE_BYTES)
+            self._tail = self._pread(self.length - _EDGE_BYTES, _EDGE_BYTES)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether all of it has been read."""
+        return len(self._head) == self.length
+
+    def read(self, start: int, count: int) -> bytes:
+        """A part of the record."""
+        if start + count <= len(self._head):
+            return self._head[start : start + count]
+        behind = start - (self.length - len(self._tail))
+        if behind >= 0 and behind + count <= len(self._tail):
+            return self._tail[behind : behind + count]
+        return self._pread(start, count)
+
+    def _pread(self, start: int, count: int) -> bytes:
+        if start + count > self.length:
+            raise BadRecord("it refers to bytes outside of it")
+        data = os.pread(self._descriptor, count, self.start + start)
+        if len(data) != count:
+            raise BadRecord("the file ended early")
+        return data
+
+    def read_window(
+        self, start: int, window: Window, target: Array, most_copied: int | None
+    ) -> None:
+        """Read a window of the values that begin at byte ``start``; see ``raw_chunks``."""
+        end = start + (window.start + window.array_size) * target.itemsize
+        if end > self.length:
+            raise BadRecord("it refers to bytes outside of it")
+        if self.is_in_memory:
+            values = np.frombuffer(self._head[start:end], dtype=target.dtype)
+            copy_window(values, window, target)
+        else:
+            read_window(self._descriptor, self.start + start, window, target, most_copied)
+
+
+def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
+    """The object in a record of Megatron's, which is a list of all cells that had its name.
+
+    Raises:
+        BadRecord: if it is none.
+    """
+    value = deserialize(record.read(0, record.length), where, trusted=trusted)
+    if not isinstance(value, list) or not value:
+        raise BadRecord(f"expected a list with a sharded object, found {type(value).__name__}")
+    return value[0]
+
+
+class StoredValues:
+    """The values in one record, from which windows are read.
+
+    Args:
+        record: it.
+        tensor: that the values are a part of.
+        shape: of the part.
+
+    Raises:
+        BadRecord: if the record does not hold a tensor of this dtype and shape.
+    """
+
+    def __init__(self, record: OpenRecord, tensor: StoredTensor, shape: Ints) -> None:
+        self._record = record
+        self._tensor = tensor
+        self._shape = shape
+        self._found = find_tensor(record.read, record.length)
+        self._copy: Array | None = None
+        if self._found.layout is not None:
+            self._check(self._found.layout.dtype, self._found.layout.shape)
+
+    def _check(self, dtype: torch.dtype, shape: Ints) -> None:
+        # Megatron's flattened pieces have axes of extent 1 in front.
+        own = shape[len(shape) - len(self._shape) :]
+        in_front = shape[: len(shape) - len(self._shape)]
+        if (dtype, own) != (self._tensor.dtype.torch, self._shape) or set(in_front) - {1}:
+            expected = f"{self._tensor.dtype.torch} of shape {self._shape}"
+            raise BadRecord(f"expected {expected}, found {dtype} of shape {shape}")
+
+    def read_item(self, item: ReadItem, planner: LoadPlanner, most_copied: int | None) -> None:
+        """Copy the window of an item to where it belongs.
+
+        Args:
+            item: of this record.
+            planner: knows the destination.
+            most_copied: bytes of memory for what cannot be read in place; None if files are mapped.
+        """
+        # On a grid, a plan takes the chunks at the edge for full ones; here they end at the edge.
+        window = item.storage
+        if self._tensor.pieces is None and window.shape != self._shape:
+            window = replace(window, shape=self._shape)
+        destination = planner.acquire_tensor(item)
+        target = dtypes.fillable(destination, self._tensor.dtype.torch)
+        if target is not None:
+            self._read(window, target, most_copied)
+            planner.apply_tensor(item, destination)
+            return
+        staged = np.empty(item.lengths, dtype=self._tensor.dtype.bits)
+        self._read(window, staged, most_copied)
+        planner.apply_tensor(item, dtypes.as_tensor(staged, self._tensor.dtype.torch))
+
+    def _read(self, window: Window, target: Array, most_copied: int | None) -> None:
+        layout = self._found.layout
+        if layout is None or not layout.is_contiguous:
+            copy_window(self._rebuilt(), window, target)
+        else:
+            self._record.read_window(self._found.start, window, target, most_copied)
+
+    def _rebuilt(self) -> Array:
+        """All values in C order, of a tensor that lies otherwise in its storage."""
+        if self._copy is None:
+            content = self._record.read(0, self._record.length)
+            tensor = deserialize(content, f"the record of {self._tensor.key!r}")
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            if not plain or tensor.layout is not torch.strided or not tensor.is_cpu:
+                raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
+            self._check(tensor.dtype, tuple(tensor.shape))
+            array = dtypes.as_numpy(tensor.detach().contiguous()).reshape(-1)
+            self._copy = array.view(self._tensor.dtype.bits)
+        return self._copy

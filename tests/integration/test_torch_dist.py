@@ -1,0 +1,494 @@
+"""torch DCP and ("torch_dist", 1), both ways; checkpoints of other versions made from what is
+known of them."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
+from torch.serialization import get_crc32_options, set_crc32_options
+
+import dist_checkpointing as dc
+from dist_checkpointing import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    InvalidShardingError,
+    ShardedObject,
+    ShardedTensor,
+    UnsupportedFormatError,
+    load,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.options import ReadMode, StorageOptions
+from dist_checkpointing.strategies.checkpointable import LocalShardsContainer
+from dist_checkpointing.strategies.torch_dist import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+    writer,
+)
+from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
+from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance.shards import (
+    CUT_SHAPE,
+    CUTS,
+    assert_same_bits,
+    data_of,
+    poisoned,
+    random_bits,
+    template,
+)
+
+# DCP warns whoever uses it in one process, also one who says so.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+BACKEND = ("torch_dist", 1)
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64)
+
+
+def dcp_save(state: dict[str, Any], folder: Path, *, flat: bool = False, **options: Any) -> None:
+    """Save with plain DCP, in one process; ``flat`` keeps values as they are."""
+    planner = DefaultSavePlanner(flatten_state_dict=not flat)
+    writer = FileSystemWriter(folder, **options)
+    save_by_dcp(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def dcp_load(state: dict[str, Any], folder: Path) -> None:
+    load_by_dcp(state, storage_reader=FileSystemReader(folder), no_dist=True)
+
+
+def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, tensor)
+
+
+def empty(key: str, like: torch.Tensor) -> ShardedTensor:
+    return whole(key, poisoned(like))
+
+
+def save_on(world_size: int, folder: Path, state_of: Callable[[int], dict[str, Any]]) -> None:
+    run_ranks(world_size, lambda comm: save(state_of(comm.rank), folder, BACKEND, comm=comm))
+
+
+# DCP writes, we read.
+
+PLAIN: dict[str, torch.Tensor] = {
+    **{str(dtype): random_bits(CUT_SHAPE, dtype, i) for i, dtype in enumerate(DTYPES)},
+    "transposed": torch.arange(24.0).reshape(4, 6).t(),
+    "rows of more": torch.arange(100.0).reshape(10, 10)[3:7],
+    "scalar": torch.tensor(3, dtype=torch.int16),
+    "empty": torch.empty(0, 3),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_plain_dcp_writes_loads_in_any_cut(
+    tmp_path: Path, threads: int, world_size: int
+) -> None:
+    dcp_save({"model": PLAIN}, tmp_path, thread_count=threads)
+    assert dc.check_is_distributed_checkpoint(tmp_path)
+    assert not (tmp_path / "metadata.json").exists()
+    cubes = {name: PLAIN[str(dtype)] for name, dtype in zip("abcde", DTYPES, strict=True)}
+    keys = {name: f"model.{dtype}" for name, dtype in zip("abcde", DTYPES, strict=True)}
+
+    def load_rank(comm: Comm) -> None:
+        for cut in CUTS.values():
+            wanted = {n: cut(keys[n], full, world_size)[comm.rank] for n, full in cubes.items()}
+            given = {
+                n: [template(s, poisoned(data_of(s))) for s in shards]
+                for n, shards in wanted.items()
+            }
+            loaded = load(given, tmp_path, comm=comm)
+            for name, shards in wanted.items():
+                for shard, tensor in zip(shards, loaded[name], strict=True):
+                    assert_same_bits(tensor, data_of(shard), f"{name} {cut.__name__}")
+
+    run_ranks(world_size, load_rank)
+    tensors = dc.load_plain_tensors(tmp_path)
+    assert tensors.keys() == {f"model.{key}" for key in PLAIN}
+    for key, tensor in PLAIN.items():
+        assert_same_bits(tensors[f"model.{key}"], tensor.contiguous(), key)
+
+
+@pytest.mark.parametrize("mode", ReadMode)
+def test_a_tensor_stored_with_other_strides_is_read_in_parts(
+    tmp_path: Path, mode: ReadMode
+) -> None:
+    full = torch.arange(600.0 * 70).reshape(70, 600).t()
+    dcp_save({"w": full}, tmp_path)
+    strategy = TorchDistLoadShardedStrategy(options=StorageOptions(read_mode=mode, buffer_bytes=64))
+    shards = CUTS["by_blocks"]("w", full.reshape(600, 70, 1).contiguous(), 1)[0]
+    assert shards[0].global_shape == (600, 70, 1)
+    for start in (0, 100, 599):
+        part = ShardedTensor(
+            "w", torch.zeros(1, 7), torch.float32, (1, 7), (600, 70), (start, 13), None
+        )
+        loaded = load({"w": part}, tmp_path, strategy)
+        assert_same_bits(loaded["w"], full[start : start + 1, 13:20].contiguous(), str(start))
+
+
+VALUES: dict[str, Any] = {
+    "step": 17,
+    "optim": {"param_groups": [{"lr": 0.5, "betas": (0.9, 0.95)}], "name": "adam"},
+    "nothing": None,
+    "rng": [1, 2, 3],
+}
+
+
+def test_values_of_plain_dcp_are_common_state_nested_as_they_were(tmp_path: Path) -> None:
+    dcp_save({"w": torch.ones(3), **VALUES}, tmp_path)
+    assert dc.load_common_state_dict(tmp_path) == VALUES
+    loaded = load({"w": empty("w", torch.ones(3))}, tmp_path, strict="raise_all")
+    assert torch.equal(loaded.pop("w"), torch.ones(3))
+    assert loaded == VALUES
+
+
+def test_values_between_tensors_in_a_list_keep_their_place(tmp_path: Path) -> None:
+    dcp_save({"list": [torch.ones(3), {"a": 1}, torch.zeros(2), "x"]}, tmp_path)
+    wanted = {"list": [empty("list.0", torch.ones(3)), 0, empty("list.2", torch.zeros(2)), 0]}
+    loaded = load(wanted, tmp_path)
+    assert torch.equal(loaded["list"][0], torch.ones(3))
+    assert torch.equal(loaded["list"][2], torch.zeros(2))
+    assert (loaded["list"][1], loaded["list"][3]) == ({"a": 1}, "x")
+
+
+class Foreign:
+    """No plain data."""
+
+
+def test_a_value_of_plain_dcp_runs_no_code(tmp_path: Path) -> None:
+    dcp_save({"w": torch.ones(3), "thing": Foreign()}, tmp_path)
+    with pytest.raises(UnsupportedFormatError, match="Foreign") as caught:
+        load({"w": empty("w", torch.ones(3))}, tmp_path)
+    assert "'thing'" in str(caught.value)
+    loaded = load({"w": empty("w", torch.ones(3))}, tmp_path, trusted=True)
+    assert type(loaded["thing"]).__name__ == "Foreign"
+
+
+def test_tensors_of_1_d_that_were_flattened_before_megatron_0_9(tmp_path: Path) -> None:
+    """They are plain chunks of a 1-D tensor, and load as a range of anything 1-D."""
+    full = torch.arange(10.0)
+    pieces = [
+        ShardedTensor.from_rank_offsets_flat("b", full[a:b], (10,), flattened_range=slice(a, b))
+        for a, b in ((0, 4), (4, 10))
+    ]
+    dcp_save({"b": LocalShardsContainer.from_sh_tens(pieces)}, tmp_path)
+    assert read_dcp_metadata(tmp_path).tensors["b"].chunks == (((0,), (4,)), ((4,), (6,)))
+    wanted = ShardedTensor.from_rank_offsets_flat(
+        "b", torch.zeros(5), (10,), flattened_range=slice(2, 7)
+    )
+    assert torch.equal(load({"b": wanted}, tmp_path)["b"], full[2:7])
+
+
+# We write, DCP reads.
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_plain_dcp_reads_every_cut(tmp_path: Path, world_size: int) -> None:
+    cuts = {name: cut for name, cut in CUTS.items() if not name.startswith("flattened")}
+    tensors = {
+        f"{name} {dtype}": random_bits(CUT_SHAPE, dtype, i)
+        for i, dtype in enumerate(DTYPES)
+        for name in cuts
+    }
+    others = {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)}
+
+    def state_of(rank: int) -> dict[str, Any]:
+        shards = {k: cuts[k.split()[0]](k, t, world_size)[rank] for k, t in tensors.items()}
+        rest = {
+            k: ShardedTensor.from_rank_offsets(k, t, replica_id=rank) for k, t in others.items()
+        }
+        return {**shards, **rest, "step": 5}
+
+    save_on(world_size, tmp_path, state_of)
+    loaded = {key: poisoned(tensor) for key, tensor in (tensors | others).items()}
+    dcp_load(loaded, tmp_path)
+    for key, tensor in (tensors | others).items():
+        assert_same_bits(loaded[key], tensor, key)
+    files = {path.name for path in tmp_path.iterdir() if path.suffix == ".distcp"}
+    assert {name.split("_")[2] for name in files} <= {str(rank) for rank in range(world_size)}
+
+
+def test_torch_dist_files_convert_to_one_file_of_torch_save(tmp_path: Path) -> None:
+    full = torch.arange(12.0).reshape(4, 3)
+    save({"w": whole("layer.weight", full)}, tmp_path / "c", BACKEND)
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "one.pt")
+    loaded = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert loaded.keys() == {"layer.weight"}
+    assert torch.equal(loaded["layer.weight"], full)
+
+
+def test_objects_are_written_as_megatron_does(tmp_path: Path) -> None:
+    cells = [ShardedObject("rng", {"seed": i + 1}, (1, 2), (0, i)) for i in range(2)]
+    save({"rng": cells, "w": whole("w", torch.ones(2))}, tmp_path, BACKEND)
+    metadata = read_dcp_metadata(tmp_path)
+    assert metadata.values == ("rng/shard_0.0_1.2", "rng/shard_0.1_1.2")
+    place = metadata.places["rng/shard_0.1_1.2", None]
+    data = (tmp_path / place.file).read_bytes()[place.offset : place.offset + place.length]
+    assert torch.load(BytesIO(data), weights_only=True) == [{"seed": 2}]
+
+
+# Flattened tensors.
+
+FLATTENED = ("flattened", "flattened_rows", "flattened_layers")
+
+
+@pytest.mark.parametrize("name", FLATTENED)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_flattened_tensors_are_stored_as_megatron_does(
+    tmp_path: Path, name: str, world_size: int
+) -> None:
+    full = random_bits(CUT_SHAPE, torch.float32)
+    save_on(world_size, tmp_path, lambda rank: {"w": CUTS[name]("w", full, world_size)[rank]})
+    rows = {"flattened": 1, "flattened_rows": max(1, world_size // 2), "flattened_layers": 8}[name]
+    stored = read_dcp_metadata(tmp_path).tensors["w"]
+    assert stored.size == (rows, 1, 1, full.numel() // rows)
+    assert stored.flattened_from == CUT_SHAPE
+    # What DCP makes of it, it puts together from the pieces in this order.
+    loaded = {"w": torch.zeros(stored.size)}
+    dcp_load(loaded, tmp_path)
+    assert_same_bits(loaded["w"].reshape(CUT_SHAPE), full, "through DCP")
+
+
+def uneven_flattened(full: torch.Tensor) -> list[ShardedTensor]:
+    """Two boxes of different size, the second of them in two ranges."""
+    flat = [full[:3].reshape(-1), full[3:].reshape(-1)]
+    ranges = [(0, 0, flat[0].numel()), (1, 0, 50), (1, 50, flat[1].numel())]
+    return [
+        ShardedTensor(
+            "w", flat[box][a:b].clone(), full.dtype, ((3, 5)[box], *full.shape[1:]),
+            tuple(full.shape), ((0, 3)[box], 0, 0), None, flattened_range=slice(a, b),
+        )
+        for box, a, b in ranges
+    ]  # fmt: skip
+
+
+def test_flattened_tensors_that_megatron_does_not_know_are_stored_as_boxes(tmp_path: Path) -> None:
+    full = random_bits(CUT_SHAPE, torch.bfloat16)
+    shards = uneven_flattened(full)
+    save({"w": shards}, tmp_path, BACKEND)
+    stored = read_dcp_metadata(tmp_path).tensors["w"]
+    assert (stored.size, stored.flattened_from) == (CUT_SHAPE, None)
+    loaded = {"w": poisoned(full)}
+    dcp_load(loaded, tmp_path)
+    assert_same_bits(loaded["w"], full, "through DCP")
+    for shard, tensor in zip(
+        shards, load({"w": [template(s) for s in shards]}, tmp_path, verify=True)["w"], strict=True
+    ):
+        assert_same_bits(tensor, data_of(shard), "as it was saved")
+
+
+def test_a_flipped_bit_in_such_a_box_is_found(tmp_path: Path) -> None:
+    full = torch.arange(192.0).reshape(CUT_SHAPE)
+    save({"w": uneven_flattened(full)}, tmp_path, BACKEND)
+    (path,) = tmp_path.glob("*.distcp")
+    content = bytearray(path.read_bytes())
+    content[content.index(full[:1].numpy().tobytes()[:64])] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match="checksum differs"):
+        load({"w": empty("w", full)}, tmp_path, verify=True)
+
+
+def test_a_flattened_tensor_loads_with_any_cut_and_any_cut_flattened(tmp_path: Path) -> None:
+    full = random_bits(CUT_SHAPE, torch.float32)
+    for saved in (*FLATTENED, "by_rows", "ragged"):
+        states = [{"w": shards} for shards in CUTS[saved]("w", full, 2)]
+        save_on(2, tmp_path / saved, states.__getitem__)
+        for wanted in CUTS:
+            for rank in range(4):
+                shards = CUTS[wanted]("w", full, 4)[rank]
+                got = load({"w": [template(s) for s in shards]}, tmp_path / saved)["w"]
+                for shard, tensor in zip(shards, got, strict=True):
+                    assert_same_bits(tensor, data_of(shard), f"{saved} -> {wanted}")
+
+
+# Megatron-Core >= 0.19, whose checkpoints have no common.pt. DCP writes a value as it is, so a list
+# of one object is what Megatron writes.
+
+
+@pytest.fixture
+def newest_megatron(tmp_path: Path) -> Path:
+    common = {"iteration": 42, "args": {"tp": 2}, "content_metadata": {"v": 1}}
+    state = {
+        "w": torch.arange(6.0),
+        "rng/shard_0_2": [{"rank": 0}],
+        "rng/shard_1_2": [{"rank": 1}],
+        "common_state/shard_0_1": [common],
+    }
+    dcp_save(state, tmp_path, flat=True)
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (tmp_path / "metadata.json").write_text(json.dumps(config))
+    (tmp_path / "integrity.json").write_text('{"algorithm": "sha256", "files": {}}')
+    return tmp_path
+
+
+def test_the_common_state_is_an_object_inside(newest_megatron: Path) -> None:
+    wanted = {
+        "w": empty("w", torch.arange(6.0)),
+        "rng": [ShardedObject("rng", None, (2,), (i,)) for i in range(2)],
+    }
+    loaded = load(wanted, newest_megatron, strict="raise_all")
+    assert torch.equal(loaded["w"], torch.arange(6.0))
+    assert loaded["rng"] == [{"rank": 0}, {"rank": 1}]
+    assert (loaded["iteration"], loaded["args"]) == (42, {"tp": 2})
+    assert dc.load_content_metadata(newest_megatron) == {"v": 1}
+    assert dc.load_sharded_metadata(newest_megatron).keys() == {
+        "w", "rng/shard_0_2", "rng/shard_1_2",
+    }  # fmt: skip
+
+
+def test_with_a_common_pt_that_one_counts(newest_megatron: Path) -> None:
+    torch.save({"iteration": 1}, newest_megatron / "common.pt")
+    assert dc.load_common_state_dict(newest_megatron) == {"iteration": 1}
+
+
+def test_a_lost_common_pt_of_older_ones_is_an_error(tmp_path: Path) -> None:
+    save({"w": whole("w", torch.ones(2)), "step": 3}, tmp_path, BACKEND)
+    (tmp_path / "common.pt").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"common\.pt"):
+        load({"w": empty("w", torch.ones(2))}, tmp_path)
+
+
+# What is a checkpoint.
+
+
+def test_a_folder_of_plain_dcp_is_not_saved_into(tmp_path: Path) -> None:
+    dcp_save({"w": torch.ones(2)}, tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*")}
+    for backend in ("torch_dist", "zarr"):
+        for overwrite in (False, True):
+            with pytest.raises(CheckpointExistsError):
+                save({"w": whole("w", torch.zeros(2))}, tmp_path, backend, overwrite=overwrite)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+def test_a_save_that_did_not_end_is_not_taken_for_one_of_plain_dcp(tmp_path: Path) -> None:
+    save({"w": whole("w", torch.ones(2))}, tmp_path, BACKEND)
+    (tmp_path / "metadata.json").unlink()
+    assert (tmp_path / ".metadata").exists()
+    assert not dc.check_is_distributed_checkpoint(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="never committed"):
+        dc.load_plain_tensors(tmp_path)
+
+
+def test_a_save_of_megatron_that_did_not_end_is_not_either(tmp_path: Path) -> None:
+    dcp_save({"w": torch.ones(2)}, tmp_path)
+    torch.save({}, tmp_path / "common.pt")
+    with pytest.raises(CheckpointNotFoundError):
+        dc.load_plain_tensors(tmp_path)
+
+
+def test_a_tensor_named_like_a_cell_is_refused(tmp_path: Path) -> None:
+    state = {
+        "o": ShardedObject("rng", 1, (1,), (0,)),
+        "t": whole("rng/shard_0_1", torch.ones(2)),
+    }
+    with pytest.raises(InvalidShardingError, match="name of a cell"):
+        save(state, tmp_path / "c", BACKEND)
+
+
+# Files.
+
+
+def test_removed_tensors_are_gone_and_the_others_stay_what_they_were(tmp_path: Path) -> None:
+    full = random_bits(CUT_SHAPE, torch.float32)
+
+    def state_of(rank: int) -> dict[str, Any]:
+        if rank == 1:
+            return {"gone": whole("gone", torch.ones(4))}
+        return {"kept": CUTS["flattened"]("kept", full, 1)[0],
+                "rng": ShardedObject("rng", 7, (1,), (0,))}  # fmt: skip
+
+    save_on(2, tmp_path, state_of)
+    assert (tmp_path / "__1_0.distcp").exists()
+    dc.remove_sharded_tensors(tmp_path, "gone")
+    assert not (tmp_path / "__1_0.distcp").exists(), "nothing else is in it"
+    loaded = load(
+        {"w": empty("kept", full), "rng": ShardedObject("rng", None, (1,), (0,))},
+        tmp_path,
+        strict="raise_all",
+    )
+    assert_same_bits(loaded["w"], full, "a flattened one")
+    assert loaded["rng"] == 7
+    assert read_dcp_metadata(tmp_path).tensors["kept"].flattened_from == CUT_SHAPE
+
+
+@contextmanager
+def crc32(*, enabled: bool) -> Iterator[None]:
+    before = get_crc32_options()
+    set_crc32_options(enabled)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_crc_is_written_if_torch_save_would(tmp_path: Path, *, enabled: bool) -> None:
+    full = torch.arange(1000.0)
+    with crc32(enabled=enabled):
+        save({"w": [whole("w", full)], "t": whole("t", full.reshape(10, 100).t())},
+             tmp_path, BACKEND)  # fmt: skip
+    for place in read_dcp_metadata(tmp_path).places.values():
+        data = (tmp_path / place.file).read_bytes()[place.offset : place.offset + place.length]
+        with zipfile.ZipFile(BytesIO(data)) as archive:
+            assert (archive.testzip() is None) == enabled
+    assert_same_bits(dc.load_plain_tensors(tmp_path)["w"], full, "w")
+
+
+def test_several_threads_fill_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_MIN_FILE_BYTES", 1000)
+    tensors = {str(i): random_bits((25, 10 + i), torch.float32, i) for i in range(20)}
+    options = StorageOptions(threads=3)
+    state = {k: whole(k, t) for k, t in tensors.items()}
+    save(state, tmp_path, TorchDistSaveShardedStrategy(options=options))
+    assert {p.name for p in tmp_path.glob("*.distcp")} == {f"__0_{i}.distcp" for i in range(3)}
+    loaded = dc.load_plain_tensors(tmp_path)
+    through_dcp = {key: poisoned(tensor) for key, tensor in tensors.items()}
+    dcp_load(through_dcp, tmp_path)
+    for key, tensor in tensors.items():
+        assert_same_bits(loaded[key], tensor, key)
+        assert_same_bits(through_dcp[key], tensor, key)
+
+
+@pytest.mark.parametrize("mode", ReadMode)
+def test_a_small_buffer_is_enough(tmp_path: Path, mode: ReadMode) -> None:
+    """For values that have to be copied on their way, in either direction."""
+    full = random_bits((300, 400), torch.bfloat16)
+    options = StorageOptions(buffer_bytes=1000, read_mode=mode, threads=2)
+    state = {
+        "strided": whole("strided", full[:, ::2]),
+        "transposed": whole("transposed", full.t()),
+        "plain": whole("plain", full),
+    }
+    save(state, tmp_path, TorchDistSaveShardedStrategy(options=options))
+    wanted = {
+        key: [
+            ShardedTensor(key, None, full.dtype, (rows, 55), shard.global_shape, (a, 17), None)
+            for a, rows in ((0, 1), (5, 100), (105, 150))
+        ]
+        for key, shard in state.items()
+    }
+    loaded = load(wanted, tmp_path, TorchDistLoadShardedStrategy(options=options))
+    for key, shard in state.items():
+        for wish, tensor in zip(wanted[key], loaded[key], strict=True):
+            assert_same_bits(tensor, data_of(shard)[wish.global_slice()].contiguous(), key)
+    into = torch.zeros(200, 400, dtype=full.dtype)[::2, 1::2]
+    strided = ShardedTensor("plain", into, full.dtype, (100, 200), (300, 400), (7, 9), None)
+    load({"w": strided}, tmp_path, TorchDistLoadShardedStrategy(options=options))
+    assert_same_bits(into.contiguous(), full[7:107, 9:209].contiguous(), "into a strided tensor")

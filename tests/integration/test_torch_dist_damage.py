@@ -1,0 +1,415 @@
+"""("torch_dist", 1) with files that are missing, cut off, hostile or full of nonsense."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import random
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from dist_checkpointing import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ShardedObject,
+    ShardedTensor,
+    StateMismatchError,
+    UnsupportedFormatError,
+    load,
+    load_plain_tensors,
+    load_sharded_metadata,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
+from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance import failures_on
+
+BACKEND = ("torch_dist", 1)
+DOCUMENTED = (CorruptCheckpointError, UnsupportedFormatError, StateMismatchError)
+FULL = {
+    "rows": torch.arange(1.0, 41.0).reshape(10, 4),
+    "bits": torch.arange(1, 65).bfloat16(),
+    "flat": torch.arange(1.0, 31.0).reshape(5, 6),
+}
+
+
+def state(rank: int) -> dict[str, Any]:
+    flat = slice(0, 13) if rank == 0 else slice(13, 30)
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", FULL["rows"].chunk(2)[rank], (0, rank, 2)),
+        "bits": ShardedTensor.from_rank_offsets("bits", FULL["bits"], replica_id=rank),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "flat", FULL["flat"].reshape(-1)[flat], (5, 6), flattened_range=flat
+        ),
+        "object": ShardedObject("object", {"a": [rank]}, (2,), (rank,)),
+    }
+
+
+def wanted() -> dict[str, Any]:
+    tensors = {k: ShardedTensor.from_rank_offsets(k, torch.zeros_like(t)) for k, t in FULL.items()}
+    cells = [ShardedObject("object", None, (2,), (rank,)) for rank in range(2)]
+    return {**tensors, "object": cells}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("original") / "c"
+    run_ranks(2, lambda comm: save(state(comm.rank), folder, BACKEND, comm=comm))
+    check_loads(folder)
+    return folder
+
+
+@pytest.fixture
+def damaged(original: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(original, tmp_path / "c"))
+
+
+def check_loads(folder: Path) -> None:
+    loaded = load(wanted(), folder)
+    for key, full in FULL.items():
+        assert torch.equal(loaded[key], full)
+    assert loaded["object"] == [{"a": [0]}, {"a": [1]}]
+
+
+def rewrite(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change what ``.metadata`` says, by DCP's own classes."""
+    path = folder / ".metadata"
+    content = pickle.loads(path.read_bytes())
+    change(content)
+    path.write_bytes(pickle.dumps(content))
+
+
+def info_of(content: Any, key: str) -> Any:
+    return next(info for at, info in content.storage_data.items() if at.fqn == key)
+
+
+# .metadata
+
+
+def test_metadata_is_missing(damaged: Path) -> None:
+    (damaged / ".metadata").unlink()
+    for read in (load_plain_tensors, load_sharded_metadata):
+        with pytest.raises(CorruptCheckpointError, match="no metadata") as caught:
+            read(damaged)
+        assert caught.value.findings[0].path == str(damaged / ".metadata")
+    shutil.rmtree(damaged / ".dckpt")
+    (damaged / "metadata.json").unlink()
+    with pytest.raises(CheckpointNotFoundError):
+        load_plain_tensors(damaged)
+
+
+class _Runs:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self._command,)
+
+
+@pytest.mark.parametrize("place", ["planner_data", "storage_meta", "mcore_data", "version"])
+def test_a_foreign_class_is_named_and_nothing_runs(
+    damaged: Path, tmp_path: Path, place: str
+) -> None:
+    trace = tmp_path / "trace"
+    rewrite(damaged, lambda content: setattr(content, place, {"x": _Runs(f"touch {trace}")}))
+    for trusted in (False, True):
+        with pytest.raises(UnsupportedFormatError, match="refused to unpickle") as caught:
+            load(wanted(), damaged, trusted=trusted)
+        assert "posix.system" in str(caught.value)
+        assert str(damaged / ".metadata") in str(caught.value)
+    assert not trace.exists()
+
+
+def test_all_foreign_classes_are_named(damaged: Path) -> None:
+    things = [io.BytesIO, zipfile.ZipFile, Path.home]
+    rewrite(damaged, lambda content: setattr(content, "planner_data", things))
+    with pytest.raises(UnsupportedFormatError, match=r"_io\.BytesIO.*zipfile\.ZipFile"):
+        load_plain_tensors(damaged)
+
+
+def test_a_pickle_cannot_change_a_class(damaged: Path) -> None:
+    """By the instruction that fills an object, applied to the class itself."""
+    before = dict(vars(dcp_metadata.Metadata))
+    evil = (
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n"
+        b"N}X\x07\x00\x00\x00versionX\x04\x00\x00\x00evils\x86b."
+    )
+    (damaged / ".metadata").write_bytes(evil)
+    with pytest.raises(CorruptCheckpointError):
+        load_plain_tensors(damaged)
+    assert dict(vars(dcp_metadata.Metadata)) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"\x80\x04N.", pickle.dumps({"a": 1})])
+def test_metadata_that_is_none(damaged: Path, content: bytes) -> None:
+    (damaged / ".metadata").write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match="metadata of the checkpoint"):
+        load_plain_tensors(damaged)
+
+
+def test_metadata_that_was_cut_off_or_has_flipped_bits(damaged: Path) -> None:
+    path = damaged / ".metadata"
+    good = path.read_bytes()
+    for stop in range(0, len(good), max(1, len(good) // 60)):
+        path.write_bytes(good[:stop])
+        with pytest.raises(CorruptCheckpointError):
+            load(wanted(), damaged)
+    numbers = random.Random(1)
+    errors = 0
+    for _ in range(150):
+        content = bytearray(good)
+        content[numbers.randrange(len(good))] ^= 1 << numbers.randrange(8)
+        path.write_bytes(content)
+        try:
+            check_loads(damaged)
+        except DOCUMENTED:
+            errors += 1
+    assert errors > 50
+
+
+@pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "", "a/../../b"])
+def test_files_outside_of_the_checkpoint_are_refused(damaged: Path, name: str) -> None:
+    def move(content: Any) -> None:
+        info_of(content, "bits").relative_path = name
+
+    rewrite(damaged, move)
+    with pytest.raises(CorruptCheckpointError, match="no file of a checkpoint"):
+        load(wanted(), damaged)
+
+
+def _lose(content: Any) -> None:
+    content.storage_data = {
+        at: info for at, info in content.storage_data.items() if at.fqn != "bits"
+    }
+
+
+def _outside(content: Any) -> None:
+    content.state_dict_metadata["rows"].chunks[0].offsets = torch.Size([7, 0])
+
+
+def _negative(content: Any) -> None:
+    info_of(content, "bits").offset = -5
+
+
+def _endless(content: Any) -> None:
+    info_of(content, "bits").length = 1 << 61
+
+
+def _no_int(content: Any) -> None:
+    content.state_dict_metadata["bits"].size = (True,)
+
+
+def _no_dtype(content: Any) -> None:
+    content.state_dict_metadata["bits"].properties.dtype = torch.strided
+
+
+def _other_flattened(content: Any) -> None:
+    content.mcore_data["flat"] = {"nd_reformulated_orig_global_shape": (5, 7)}
+
+
+def _no_fields(content: Any) -> None:
+    content.state_dict_metadata["bits"] = dcp_metadata.TensorStorageMetadata.__new__(
+        dcp_metadata.TensorStorageMetadata
+    )
+
+
+def _lost_cell(content: Any) -> None:
+    del content.state_dict_metadata["object/shard_0_2"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _lose,
+        _outside,
+        _negative,
+        _endless,
+        _no_int,
+        _no_dtype,
+        _other_flattened,
+        _no_fields,
+        _lost_cell,
+    ],
+)
+def test_metadata_that_contradicts_itself(damaged: Path, change: Callable[[Any], None]) -> None:
+    rewrite(damaged, change)
+    with pytest.raises(CorruptCheckpointError):
+        load(wanted(), damaged)
+
+
+def test_a_dtype_and_an_encoding_that_are_not_read(damaged: Path) -> None:
+    def change(content: Any) -> None:
+        content.state_dict_metadata["bits"].properties.dtype = torch.quint8
+
+    rewrite(damaged, change)
+    with pytest.raises(UnsupportedFormatError, match="quint8"):
+        load(wanted(), damaged)
+
+    def encode(content: Any) -> None:
+        content.state_dict_metadata["bits"].properties.dtype = torch.bfloat16
+        index = dcp_metadata.MetadataIndex("bits", [0])
+        content.storage_data[index] = _StorageInfo("__0_0.distcp", 0, 9, ["stream.zstd"])
+
+    rewrite(damaged, encode)
+    with pytest.raises(UnsupportedFormatError, match=r"stream\.zstd"):
+        load(wanted(), damaged)
+
+
+# .distcp
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.distcp"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_files_are_missing(damaged: Path, ranks: int) -> None:
+    (damaged / "__1_0.distcp").unlink()
+
+    def read(comm: Comm) -> None:
+        load(wanted() if comm.rank == 0 else {}, damaged, comm=comm)
+
+    error = failures_on(ranks, read)[0]
+    if ranks == 1:
+        assert isinstance(error, CorruptCheckpointError)
+    assert {f.key for f in getattr(error, "findings", ())} == {"rows", "flat", "object"}
+    assert str(damaged / "__1_0.distcp") in str(error)
+
+
+def test_files_that_were_cut_off(damaged: Path) -> None:
+    path = files(damaged)[0]
+    good = path.read_bytes()
+    for keep in (0, 1, 100, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:keep])
+        with pytest.raises(CorruptCheckpointError, match="the file ends") as caught:
+            load(wanted(), damaged)
+        assert str(path) in str(caught.value)
+        assert caught.value.findings[0].key in (*FULL, "object")
+
+
+def test_flipped_bits_are_errors_or_change_single_values(damaged: Path) -> None:
+    """In the frame of a record they are an error; in values only checksums notice them."""
+    path = files(damaged)[0]
+    good = path.read_bytes()
+    numbers = random.Random(2)
+    errors = 0
+    for _ in range(200):
+        content = bytearray(good)
+        content[numbers.randrange(len(good))] ^= 1 << numbers.randrange(8)
+        path.write_bytes(content)
+        try:
+            loaded = load(wanted(), damaged)
+        except DOCUMENTED:
+            errors += 1
+            continue
+        different = [int((loaded[key] != full).sum()) for key, full in FULL.items()]
+        assert sum(different) <= 1
+        if sum(different):
+            with pytest.raises(CorruptCheckpointError, match="checksum differs"):
+                load(wanted(), damaged, verify=True)
+    assert errors > 20
+
+
+def put(folder: Path, key: str, record: bytes) -> None:
+    """Store another record in place of that of a tensor with one chunk."""
+    (folder / "other.distcp").write_bytes(record)
+
+    def change(content: Any) -> None:
+        info = info_of(content, key)
+        info.relative_path, info.offset, info.length = "other.distcp", 0, len(record)
+
+    rewrite(folder, change)
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def compressed(record: bytes) -> bytes:
+    buffer = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(record)) as source,
+        zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (b"", "0 bytes"),
+        (b"\0" * 1000, "does not end like"),
+        (saved(FULL["bits"].float()), r"expected torch\.bfloat16"),
+        (saved(FULL["bits"][:-1].clone()), r"expected torch\.bfloat16 of shape \(64,\)"),
+        (saved(FULL["bits"].reshape(8, 8)), r"found torch\.bfloat16 of shape \(8, 8\)"),
+        (saved(torch.nn.Parameter(torch.ones(3))), r"found torch\.float32 of shape \(3,\)"),
+        (saved(["no tensor"]), "expected a plain tensor|description"),
+        (saved(torch.ones(64).bfloat16().to_sparse()), "expected a plain tensor"),
+        (compressed(saved(FULL["bits"])), "compressed"),
+    ],
+)
+def test_records_of_something_else(damaged: Path, record: bytes, problem: str) -> None:
+    put(damaged, "bits", record)
+    with pytest.raises(CorruptCheckpointError, match=problem) as caught:
+        load(wanted(), damaged)
+    assert "other.distcp" in str(caught.value)
+
+
+def test_a_parameter_is_a_tensor_too(damaged: Path) -> None:
+    put(damaged, "bits", saved(torch.nn.Parameter(FULL["bits"])))
+    check_loads(damaged)
+
+
+@pytest.mark.parametrize("record", [saved({"a": [0]}), saved([]), b"nonsense"])
+def test_objects_of_something_else(damaged: Path, record: bytes) -> None:
+    put(damaged, "object/shard_0_2", record)
+    with pytest.raises(CorruptCheckpointError, match=r"other\.distcp"):
+        load(wanted(), damaged)
+
+
+# Templates.
+
+
+def test_all_that_does_not_fit_is_named_at_once(original: Path) -> None:
+    given = torch.full((64,), 7.0, dtype=torch.bfloat16)
+    whole = ShardedTensor.from_rank_offsets
+    template = {
+        "bits": whole("bits", given),
+        "absent": whole("absent", torch.ones(2)),
+        "rows": whole("rows", torch.ones(4, 10)),
+        "flat": whole("flat", torch.ones(5, 6).double()),
+    }
+    with pytest.raises(StateMismatchError) as caught:
+        load(template, original)
+    assert {finding.key for finding in caught.value.findings} == {"absent", "rows", "flat"}
+    assert (given == 7).all()
+
+
+def test_an_object_of_another_grid(original: Path) -> None:
+    with pytest.raises(StateMismatchError, match="grid of the sharded object"):
+        load({"o": ShardedObject("object", None, (3,), (0,))}, original)
+
+
+def test_reading_changes_nothing(original: Path) -> None:
+    before = {path: path.read_bytes() for path in original.rglob("*") if path.is_file()}
+    read_dcp_metadata(original)
+    check_loads(original)
+    load(wanted(), original, verify=True)
+    assert {path: path.read_bytes() for path in original.rglob("*") if path.is_file()} == before
