@@ -24,6 +24,7 @@ OBJECT = "object"
 
 _ITEMSIZES = {row.name: row.itemsize for row in dtypes.DTYPES}
 
+Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -49,16 +50,16 @@ class ShardTable:
     """
 
     names: tuple[str, ...]
-    keys: Int64s
-    dtypes: Int64s
-    ndim: Int64s
+    keys: Int32s
+    dtypes: Int32s
+    ndim: Int32s
     global_shapes: Int64s
     offsets: Int64s
     shapes: Int64s
     flat: Int64s
     main: Bools
-    sources: Int64s
-    ranks: Int64s
+    sources: Int32s
+    ranks: Int32s
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -107,7 +108,7 @@ class ShardTable:
 
     def padded(self, rows: Sequence[Sequence[int]], fill: int) -> Int64s:
         """One row of numbers for each row of the table, as wide as its shapes."""
-        ndim = np.array([len(row) for row in rows], dtype=np.int64)
+        ndim = np.array([len(row) for row in rows], dtype=np.int32)
         narrow = _padded(rows, ndim, fill)
         return np.pad(narrow, ((0, 0), (0, self.max_ndim - narrow.shape[1])), constant_values=fill)
 
@@ -184,23 +185,23 @@ class TableRows:
     def table(self, rank: int) -> ShardTable:
         """All of them as the table of a rank."""
         keys, types, global_shapes, offsets, shapes, flats, mains, sources = self._columns
-        ndim = np.array([len(shape) for shape in global_shapes], dtype=np.int64)
+        ndim = np.array([len(shape) for shape in global_shapes], dtype=np.int32)
         return ShardTable(
             names=tuple(self._positions),
-            keys=np.array(keys, dtype=np.int64),
-            dtypes=np.array(types, dtype=np.int64),
+            keys=np.array(keys, dtype=np.int32),
+            dtypes=np.array(types, dtype=np.int32),
             ndim=ndim,
             global_shapes=_padded(global_shapes, ndim, 1),
             offsets=_padded(offsets, ndim, 0),
             shapes=_padded(shapes, ndim, 1),
             flat=np.array(flats, dtype=np.int64).reshape(len(keys), 2),
             main=np.array(mains, dtype=np.bool_),
-            sources=np.array(sources, dtype=np.int64),
-            ranks=np.full(len(keys), rank, dtype=np.int64),
+            sources=np.array(sources, dtype=np.int32),
+            ranks=np.full(len(keys), rank, dtype=np.int32),
         )
 
 
-def _padded(rows: Sequence[Sequence[int]], ndim: Int64s, fill: int) -> Int64s:
+def _padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
     """Ragged rows as one array."""
     width = int(ndim.max(initial=0))
     padded = np.full((len(rows), width), fill, dtype=np.int64)
@@ -274,21 +275,22 @@ def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
     )
     position = {name: i for i, name in enumerate(names)}
     width = max((table.max_ndim for table in tables), default=0)
-    translation: dict[tuple[str, ...], Int64s] = {}
+    translation: dict[int, Int32s] = {}
     columns: dict[str, list[Any]] = {f.name: [] for f in fields(ShardTable) if f.name != "names"}
     for table in tables:
-        if table.names not in translation:
+        new = translation.get(id(table.names))
+        if new is None:
             moved = [position[name] for name in table.names]
-            translation[table.names] = np.array(moved, dtype=np.int64)
-        new = translation[table.names]
+            new = translation[id(table.names)] = np.array(moved, dtype=np.int32)
         for name, parts in columns.items():
             column = getattr(table, name)
             if name in ("keys", "dtypes"):
                 column = new[column] if len(column) else column
-            elif name in ("global_shapes", "offsets", "shapes"):
+            elif name in ("global_shapes", "offsets", "shapes") and column.shape[1] != width:
                 fill = 0 if name == "offsets" else 1
                 pad = ((0, 0), (0, width - column.shape[1]))
                 column = np.pad(column, pad, constant_values=fill)
             parts.append(column)
     merged = ShardTable(tuple(names), **{n: np.concatenate(p) for n, p in columns.items()})
-    return merged.take(np.argsort(merged.keys, kind="stable"))
+    order = np.argsort(merged.keys, kind="stable")
+    return merged.take(order)

@@ -50,14 +50,15 @@ def unpack(data: bytes, rank: int) -> ShardTable:
         steps = np.frombuffer(raw, dtype, rows, position + 1)
         columns.append(np.cumsum(steps, dtype=np.int64))
         position += 1 + rows * dtype.itemsize
-    own: dict[str, Any] = dict(zip(_COLUMNS, columns, strict=False))
+    narrow = zip(_COLUMNS, columns, strict=False)
+    own: dict[str, Any] = {name: column.astype(np.int32) for name, column in narrow}
     own["main"] = own["main"].astype(np.bool_)
     wide = columns[len(_COLUMNS) :]
     for name in _WIDE_COLUMNS:
         count = 2 if name == "flat" else width
         taken, wide = wide[:count], wide[count:]
         own[name] = np.stack(taken, axis=1) if taken else np.empty((rows, 0), dtype=np.int64)
-    return ShardTable(names=names, ranks=np.full(rows, rank, dtype=np.int64), **own)
+    return ShardTable(names=names, ranks=np.full(rows, rank, dtype=np.int32), **own)
 
 
 def _smallest(steps: npt.NDArray[np.int64]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -11,13 +12,13 @@ import numpy as np
 import torch
 import xxhash
 
-from dist_checkpointing.catalog import concatenate
+from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.packing import pack, unpack
-from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning import LocalPlans, SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.validation import check_agreement, check_coverage
@@ -32,12 +33,14 @@ class PlannedSave:
         index: what the checkpoint will hold.
         planner: answers for the data of the plan's items.
         dropped: keys in the state dict that a user's planner left out on purpose.
+        others: the ShardedObjects of all ranks that the storage does not take, sorted by key.
     """
 
     plan: SavePlan
     index: Index
     planner: SavePlanner
     dropped: tuple[str, ...] = ()
+    others: ShardTable | None = None
 
 
 class PlanCache:
@@ -52,7 +55,7 @@ class PlanCache:
     def __init__(self) -> None:
         self._description: object = None
         self._number: int | None = None
-        self._plan: tuple[SavePlan, Index, tuple[str, ...]] | None = None
+        self._plan: tuple[SavePlan, Index, tuple[str, ...], ShardTable | None] | None = None
 
     def number_of(self, description: object) -> int | None:
         """A number that all ranks share if their plans belong together; None for a plan anew."""
@@ -61,13 +64,13 @@ class PlanCache:
     def plan_for(self, planner: SavePlanner) -> PlannedSave:
         """The plan, for a planner that has been told the leaves."""
         assert self._plan is not None
-        plan, index, dropped = self._plan
-        return PlannedSave(plan, index, planner, dropped)
+        plan, index, dropped, others = self._plan
+        return PlannedSave(plan, index, planner, dropped, others)
 
     def keep(self, description: object, planned: PlannedSave, number: int) -> None:
         """Remember a plan and what it was made of, but not the planner, which knows the leaves."""
         self._description, self._number = description, number
-        self._plan = planned.plan, planned.index, planned.dropped
+        self._plan = planned.plan, planned.index, planned.dropped, planned.others
 
 
 def plan_save(
@@ -75,18 +78,30 @@ def plan_save(
     planner: SavePlanner,
     layout: Layout,
     comm: Comm,
+    *,
     cache: PlanCache | None = None,
+    others: Iterable[ShardedBase] = (),
 ) -> PlannedSave:
     """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
+
+    Args:
+        leaves: of this rank, for the storage.
+        planner: decides what is written.
+        layout: how the storage wants tensors cut up.
+        comm: the ranks that save together.
+        cache: the last plan, to be used again if nothing has changed.
+        others: leaves of this rank that are saved in another way, and only checked here.
 
     Raises:
         InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
             tensor exactly once.
     """
+    others = list(others)
     description, number = None, None
     if cache is not None and planner.settings is not None:
         description = (type(planner), planner.settings, layout, comm.rank, comm.world_size)
-        description = (*description, *_described(leaves.values()))
+        rows = _described(itertools.chain(leaves.values(), others))
+        description = (*description, len(leaves), *rows)
         number = cache.number_of(description)
     if comm.all_same(number):
         assert cache is not None
@@ -96,32 +111,35 @@ def plan_save(
             )
         return cache.plan_for(planner)
 
-    def local_plan() -> tuple[SavePlan, bytes]:
+    def local_plan() -> tuple[SavePlan, bytes, bytes]:
         planner.configure_planner(
             leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
         )
         plan = planner.build_local_plan()
-        return replace(plan, table=plan.table.take(slice(0, 0))), pack(plan.table)
+        empty = plan.table.take(slice(0, 0))
+        return replace(plan, table=empty), pack(plan.table), pack(describe(others, comm.rank))
 
     exchanged = comm.exchange("planning the save", local_plan)
     with paused_collector(), comm.agreed("planning the save"):
         # Who brought a plan is who holds its shards, whatever a user's planner put there.
-        local_plans = [
+        local_plans = LocalPlans(
             replace(plan, table=unpack(packed, rank))
-            for rank, (plan, packed) in enumerate(exchanged)
-        ]
-        announced = concatenate([plan.table for plan in local_plans])
+            for rank, (plan, packed, _) in enumerate(exchanged)
+        )
+        catalog = concatenate([unpack(rest, rank) for rank, (_, _, rest) in enumerate(exchanged)])
+        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
+        announced = local_plans.catalog
         check_agreement(announced)
         plans, index = planner.build_global_plan(local_plans)
         check_coverage(announced, concatenate([plan.table for plan in plans]))
         plan = planner.finalize_plan(plans[comm.rank])
         asked = {leaf.key for leaf in leaves.values()}
         dropped = tuple(sorted(asked - {announced.names[k] for k in np.unique(announced.keys)}))
-        planned = PlannedSave(plan, index, planner, dropped)
+        planned = PlannedSave(plan, index, planner, dropped, catalog)
         if cache is not None and description is not None:
             digest = xxhash.xxh3_64()
-            for _, packed in exchanged:
-                digest.update(packed)
+            for _, packed, rest in exchanged:
+                digest.update(packed + rest)
             cache.keep(description, planned, digest.intdigest() >> 2)
     return planned
 

@@ -216,9 +216,13 @@ def _plan(
     planned = None
     if work.writer is not None:
         assert isinstance(work.strategy, PlannedSaveStrategy)
-        planned = work.strategy.plan(work.by_strategy, work.writer, comm, cache)
+        planned = work.strategy.plan(
+            work.by_strategy, work.writer, comm, cache=cache, others=work.by_common.values()
+        )
         if planned.dropped and comm.rank == 0:
             logger.info("left out by the planner: %s", ", ".join(planned.dropped))
+        if planned.others is not None:
+            return planned, planned.others
     elif validate:
         _check_leaves(work.by_strategy, comm)
     return planned, _check_leaves(work.by_common, comm)
@@ -330,8 +334,9 @@ def _compare_common(
         seen = common if preprocess is None else preprocess(dict(common))
         leaves, _ = flatten(seen)
         digests = {path_text(path): _digest(leaf) for path, leaf in leaves.items()}
-        summary = hashlib.blake2b(repr(sorted(digests.items())).encode()).digest()
-    if len(set(comm.all_gather(summary))) == 1:
+        text = repr(sorted(digests.items())).encode()
+        summary = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+    if comm.all_same(summary >> 2):
         return
     difference = difference_of_common_state(comm.broadcast(digests), digests, comm.rank)
     if difference is not None:

@@ -8,7 +8,7 @@ from enum import Enum
 
 import numpy as np
 
-from dist_checkpointing.catalog import OBJECT, Bools, Int64s, ShardTable
+from dist_checkpointing.catalog import OBJECT, Bools, Int32s, Int64s, ShardTable
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.grids import KeyGroups
@@ -67,7 +67,7 @@ def parse_strict_flag(strict: StrictHandling | str) -> StrictHandling:
         raise ValueError(f"Invalid strict flag: {strict!r}; expected one of {names}") from None
 
 
-def _ranks(ranks: Int64s) -> tuple[int, ...]:
+def _ranks(ranks: Int32s) -> tuple[int, ...]:
     return tuple(np.unique(ranks)[:_MAX_NAMED_RANKS].tolist())
 
 

@@ -4,6 +4,7 @@ from dist_checkpointing.planning.default import DefaultLoadPlanner, DefaultSaveP
 from dist_checkpointing.planning.items import (
     LoadItemType,
     LoadPlan,
+    LocalPlans,
     MetadataIndex,
     ReadItem,
     SavePlan,
@@ -20,6 +21,7 @@ __all__ = [
     "LoadItemType",
     "LoadPlan",
     "LoadPlanner",
+    "LocalPlans",
     "MetadataIndex",
     "ReadItem",
     "SavePlan",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dist_checkpointing.catalog import ShardTable, concatenate, describe
+from dist_checkpointing.catalog import ShardTable, describe
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.geometry import Box, Window
 from dist_checkpointing.index import Index
@@ -16,6 +16,7 @@ from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.planning.items import (
     LoadItemType,
     LoadPlan,
+    LocalPlans,
     MetadataIndex,
     ReadItem,
     SavePlan,
@@ -51,7 +52,9 @@ class DefaultSavePlanner(SavePlanner):
         return SavePlan(describe(self._leaves, self._rank))
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
-        catalog = concatenate([plan.table for plan in all_plans])
+        catalog = (
+            all_plans if isinstance(all_plans, LocalPlans) else LocalPlans(all_plans)
+        ).catalog
         written = catalog.take(catalog.main & (catalog.num_elements > 0))
         index = index_of(self._layout, catalog, written)
         by_rank = written.take(np.argsort(written.ranks, kind="stable"))

@@ -9,7 +9,7 @@ from enum import Enum
 from functools import cached_property
 
 from dist_checkpointing import dtypes
-from dist_checkpointing.catalog import OBJECT, ShardTable, TableRows
+from dist_checkpointing.catalog import OBJECT, ShardTable, TableRows, concatenate
 from dist_checkpointing.geometry import Box, Ints, Window
 from dist_checkpointing.index import Index
 
@@ -217,6 +217,20 @@ def _add(rows: TableRows, item: WriteItem) -> None:
         main=item.is_main_replica,
         source=item.index.index,
     )
+
+
+class LocalPlans(tuple[SavePlan, ...]):  # noqa: SLOT001 - it keeps its catalog
+    """The local plans of all ranks, in rank order."""
+
+    @classmethod
+    def of(cls, plans: Sequence[SavePlan]) -> LocalPlans:
+        """The plans as they are, or made of a sequence that a user's planner has changed."""
+        return plans if isinstance(plans, cls) else cls(plans)
+
+    @cached_property
+    def catalog(self) -> ShardTable:
+        """All their rows in one table, sorted by key."""
+        return concatenate([plan.table for plan in self])
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,18 +245,13 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         leaves: Leaves,
         writer: StorageWriter,
         comm: Comm,
+        *,
         cache: PlanCache | None = None,
+        others: Iterable[ShardedBase] = (),
     ) -> PlannedSave:
-        """Decide who writes what. Collective, touches no file.
-
-        Args:
-            leaves: of this rank.
-            writer: knows the layout.
-            comm: the ranks that save together.
-            cache: the last plan, to be used again if nothing has changed.
-        """
+        """Decide who writes what, see ``plan_save``. Collective, touches no file."""
         planner = DefaultSavePlanner() if self.planner is None else self.planner
-        return plan_save(leaves, planner, writer.layout, comm, cache)
+        return plan_save(leaves, planner, writer.layout, comm, cache=cache, others=others)
 
     def write(self, planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
         """Write what was planned. Collective, durable, not committed."""
