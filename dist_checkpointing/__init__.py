@@ -21,6 +21,7 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from dist_checkpointing.planned_save import PlanCache
 from dist_checkpointing.serialization import (
     load,
     load_common_state_dict,
@@ -40,6 +41,7 @@ __all__ = [
     "CorruptCheckpointError",
     "InvalidShardingError",
     "LocalNonpersistentObject",
+    "PlanCache",
     "RankFailedError",
     "ShardedObject",
     "ShardedTensor",

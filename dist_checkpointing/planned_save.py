@@ -111,20 +111,25 @@ def plan_save(
             )
         return cache.plan_for(planner)
 
-    def local_plan() -> tuple[SavePlan, bytes, bytes]:
+    def local_plan() -> tuple[SavePlan | None, bytes, bytes]:
         planner.configure_planner(
             leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
         )
         plan = planner.build_local_plan()
-        empty = plan.table.take(slice(0, 0))
-        return replace(plan, table=empty), pack(plan.table), pack(describe(others, comm.rank))
+        # Most planners bring nothing but the table, and thousands of ranks do so.
+        own_data = (plan.storage_data, plan.planner_data)
+        bare = type(plan) is SavePlan and own_data == (None, None)
+        rest = None if bare else replace(plan, table=plan.table.take(slice(0, 0)))
+        return rest, pack(plan.table), pack(describe(others, comm.rank))
 
     exchanged = comm.exchange("planning the save", local_plan)
     with paused_collector(), comm.agreed("planning the save"):
         # Who brought a plan is who holds its shards, whatever a user's planner put there.
         local_plans = LocalPlans(
-            replace(plan, table=unpack(packed, rank))
-            for rank, (plan, packed, _) in enumerate(exchanged)
+            SavePlan(table) if plan is None else replace(plan, table=table)
+            for plan, table in (
+                (plan, unpack(packed, rank)) for rank, (plan, packed, _) in enumerate(exchanged)
+            )
         )
         catalog = concatenate([unpack(rest, rank) for rank, (_, _, rest) in enumerate(exchanged)])
         check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))

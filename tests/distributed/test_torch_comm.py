@@ -81,6 +81,7 @@ def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
         assert report["broadcast"] == 7
         assert report["exchange"] == [0, 1, 4]
         assert report["from_rank0"] == "from 0"
+        assert report["all_same"] == [True, False, False, False, True, True]
         assert report["calls"] == ([0] if rank == 0 else [])
         assert report["after"] == [0, 1, 2]
         assert report["keys_left"] < 20
@@ -170,6 +171,7 @@ def test_a_late_rank_hears_that_it_was_given_up_and_may_go_on(place: str) -> Non
     assert error["class"] == "RankFailedError"
     assert error["ranks"] == [2]
     assert [report["next"] for report in reports] == [{"class": None, "value": [0, 1, 2]}] * 3
+    assert [report["all_same"] for report in reports] == [[True, False, False]] * 3
 
 
 def test_a_value_that_cannot_travel_fails_on_all_ranks_at_once(place: str) -> None:

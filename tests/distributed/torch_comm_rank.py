@@ -81,6 +81,8 @@ def healthy(rank: int) -> Report:
     report["all_gather"] = [comm.all_gather((turn, rank)) for turn in range(3)]
     report["broadcast"] = comm.broadcast(rank + 7)
     report["exchange"] = comm.exchange("describe", lambda: rank**2)
+    numbers = [7, rank, None, None if rank else 7, 0, 2**62 - 1]
+    report["all_same"] = [comm.all_same(number) for number in numbers]
     calls: list[int] = []
 
     def produce() -> str:
@@ -194,6 +196,7 @@ def late(rank: int) -> Report:
     # The others gave up at once and would time out again: meet by other means first.
     dist.barrier()
     report["next"] = caught(lambda: comm.exchange("again", lambda: rank))
+    report["all_same"] = [comm.all_same(number) for number in (7, rank, None)]
     return report
 
 

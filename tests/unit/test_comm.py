@@ -123,6 +123,15 @@ def test_none_is_a_value_like_any_other(world_size: int) -> None:
 
 
 @WORLD_SIZES
+def test_all_same_wants_one_number_of_everybody(world_size: int) -> None:
+    def body(comm: Comm) -> list[bool]:
+        last = comm.rank == world_size - 1
+        return [comm.all_same(n) for n in (7, 0, None, None if last else 7, 8 if last else 7)]
+
+    assert outcomes(world_size, body) == [[True, True, False, False, world_size == 1]] * world_size
+
+
+@WORLD_SIZES
 def test_agreement_without_errors_is_silent(world_size: int) -> None:
     def body(comm: Comm) -> str:
         comm.agree("step", None)

@@ -1,0 +1,203 @@
+"""A plan is used again when nothing has changed, and never when anything has."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    InvalidShardingError,
+    ShardedObject,
+    ShardedTensor,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.planned_save import PlanCache
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
+from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.selection import select
+from dist_checkpointing.testing import run_ranks
+
+WORLD = 3
+State = dict[str, Any]
+
+
+def state(rank: int, step: int = 0) -> State:
+    def rows(key: str, count: int) -> ShardedTensor:
+        data = torch.full((count, 4), float(10 * step + rank))
+        return ShardedTensor.from_rank_offsets(key, data, (0, rank, WORLD))
+
+    return {
+        "a": rows("a", 2),
+        "b": rows("b", 5),
+        "norm": ShardedTensor.from_rank_offsets(
+            "norm", torch.full((3,), float(step)), replica_id=rank
+        ),
+        "rng": ShardedObject("rng", step, (WORLD,), (rank,)),
+    }
+
+
+def add(own: State, _rank: int) -> None:
+    own["new"] = ShardedTensor.from_rank_offsets("new", torch.ones(2))
+
+
+def drop(own: State, _rank: int) -> None:
+    del own["rng"]  # its cell is then missing: an error that a stale plan would hide
+
+
+def give_to_another(own: State, rank: int) -> None:
+    own["norm"].replica_id = 0 if rank == 1 else 7
+
+
+def retype(own: State, _rank: int) -> None:
+    own["a"].data = own["a"].data.to(torch.float64)
+    own["a"].dtype = torch.float64
+
+
+def reshape_data(own: State, _rank: int) -> None:
+    own["a"].data = torch.ones(3, 4)
+
+
+def reorder(own: State, _rank: int) -> None:
+    own["a"] = own.pop("a")
+
+
+def save_all(
+    folder: Path,
+    make: Callable[[int], State],
+    caches: Sequence[PlanCache | None],
+    backend: str = "tensorstore",
+) -> None:
+    def save_rank(comm: Comm) -> None:
+        save(make(comm.rank), folder, backend, comm=comm, plan_cache=caches[comm.rank])
+
+    run_ranks(len(caches), save_rank)
+
+
+def count_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    planned: list[int] = []
+    build = DefaultSavePlanner.build_local_plan
+
+    def counted(self: DefaultSavePlanner) -> SavePlan:
+        planned.append(1)
+        return build(self)
+
+    monkeypatch.setattr(DefaultSavePlanner, "build_local_plan", counted)
+    return planned
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_new_values_are_saved_with_the_old_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    planned = count_plans(monkeypatch)
+    caches = [PlanCache() for _ in range(WORLD)]
+    for step in range(3):
+        save_all(tmp_path / str(step), partial(state, step=step), caches, backend)
+        assert len(planned) == WORLD  # the first save only
+        loaded = load_plain_tensors(tmp_path / str(step))
+        for rank in range(WORLD):
+            assert (loaded["b"][5 * rank : 5 * rank + 5] == 10 * step + rank).all()
+        assert (loaded["norm"] == step).all()
+
+
+Change = Callable[[State, int], None]
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize(
+    "change", [add, drop, give_to_another, retype, reshape_data, reorder], ids=lambda c: c.__name__
+)
+def test_any_change_on_any_one_rank_is_noticed(tmp_path: Path, change: Change, rank: int) -> None:
+    """What a save does with a cache from before the change, it does without one."""
+
+    def outcome(folder: Path, caches: Sequence[PlanCache | None]) -> Any:
+        def changed(own_rank: int) -> State:
+            own = state(own_rank, 1)
+            if own_rank == rank:
+                change(own, rank)
+            return own
+
+        try:
+            save_all(folder, changed, caches)
+        except Exception as error:  # noqa: BLE001 - to be compared with the other one
+            return type(error), str(error).replace(str(folder), "")
+        tensors = load_plain_tensors(folder)
+        return {key: value.tolist() for key, value in tensors.items()}
+
+    caches = [PlanCache() for _ in range(WORLD)]
+    save_all(tmp_path / "first", state, caches)
+    assert outcome(tmp_path / "cached", caches) == outcome(tmp_path / "fresh", [None] * WORLD)
+
+
+def test_a_list_that_is_changed_in_place_is_noticed(tmp_path: Path) -> None:
+    cache = PlanCache()
+    own = {"a": ShardedTensor("a", torch.ones(2), torch.float32, (2,), (4,), [0], None)}  # type: ignore[arg-type]
+    other = {"a": ShardedTensor("a", torch.zeros(2), torch.float32, (2,), (4,), (2,), None)}
+    both = {"x": own["a"], "y": other["a"]}
+    save(both, tmp_path / "1", plan_cache=cache)
+    own["a"].global_offset[0], other["a"].global_offset = 2, (0,)  # type: ignore[index]
+    save(both, tmp_path / "2", plan_cache=cache)
+    assert load_plain_tensors(tmp_path / "1")["a"].tolist() == [1, 1, 0, 0]
+    assert load_plain_tensors(tmp_path / "2")["a"].tolist() == [0, 0, 1, 1]
+
+
+def test_caches_that_do_not_belong_together_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = [[PlanCache() for _ in range(2)] for _ in range(2)]
+
+    def whole(rank: int, writer: int) -> State:
+        replica = 0 if rank == writer else 1
+        data = torch.full((4,), float(rank))
+        return {"w": ShardedTensor.from_rank_offsets("w", data, replica_id=replica)}
+
+    for writer in range(2):
+        save_all(tmp_path / f"of {writer}", partial(whole, writer=writer), caches[writer])
+    planned = count_plans(monkeypatch)
+    # Rank 0 is as in the first save, where it wrote; so is rank 1 as in the second: both write.
+    with pytest.raises(InvalidShardingError, match="w"):
+        save_all(tmp_path / "mixed", lambda rank: whole(rank, rank), [caches[0][0], caches[1][1]])
+    assert len(planned) == 2
+
+
+def test_ranks_without_a_cache_and_ranks_with_one_save_together(tmp_path: Path) -> None:
+    caches = [PlanCache(), None, None]
+    for step in range(2):
+        save_all(tmp_path / str(step), partial(state, step=step), caches)
+    assert (load_plain_tensors(tmp_path / "1")["norm"] == 1).all()
+
+
+def test_a_planner_of_the_user_plans_every_time(tmp_path: Path) -> None:
+    class Renaming(DefaultSavePlanner):
+        plans = 0
+
+        def build_local_plan(self) -> SavePlan:
+            Renaming.plans += 1
+            return super().build_local_plan()
+
+    strategy = select(StrategyAction.SAVE_SHARDED, "tensorstore")
+    strategy.planner = Renaming()
+    cache = PlanCache()
+    for step in range(2):
+        leaf = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+        save({"w": leaf}, tmp_path / str(step), strategy, plan_cache=cache)
+    assert Renaming.plans == 2
+
+
+def test_a_cache_keeps_no_values_alive(tmp_path: Path) -> None:
+    cache = PlanCache()
+    data = torch.ones(4)
+    seen = weakref.ref(data)
+    save({"w": ShardedTensor.from_rank_offsets("w", data)}, tmp_path, plan_cache=cache)
+    del data
+    gc.collect()
+    assert seen() is None
