@@ -105,10 +105,12 @@ def part_of(full: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
     return box if leaf.flattened_range is None else box.reshape(-1)[leaf.flattened_range]
 
 
-@FIXTURE
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [*((name, None) for name in NAMES), *((name, "tensorstore") for name in ZARR_NAMES)],
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("with_data", [True, False])
-@pytest.mark.parametrize("strategy", [None, "tensorstore"])
 def test_every_tensor_loads_exactly_on_any_number_of_ranks(
     name: str, ranks: int, strategy: str | None, *, with_data: bool
 ) -> None:
