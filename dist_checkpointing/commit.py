@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO
 
+import xxhash
+
 from dist_checkpointing import store
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -37,6 +39,7 @@ ATTEMPT_NAME = ".dckpt/attempt.json"
 _OWN_FOLDER = ".dckpt"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_ATTEMPT_BYTES = 1 << 30
+_ATTEMPT_START_BYTES = len('{"attempt":"0123456789abcdef0123456789abcdef"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,16 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
         logger.warning("%s", error)
         return False
     return True
+
+
+def number_of_save(checkpoint_dir: str | os.PathLike[str]) -> int:
+    """A number that tells the saves into one folder apart; 0 if this library made none there."""
+    path = Path(checkpoint_dir) / ATTEMPT_NAME
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        start = file.read(_ATTEMPT_START_BYTES)
+    return xxhash.xxh3_64_intdigest(start) >> 2
 
 
 class Attempt:

@@ -13,8 +13,8 @@ import torch
 from dist_checkpointing.catalog import concatenate, describe
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.commit import CheckpointingConfig, read_config
-from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.commit import CheckpointingConfig, number_of_save, read_config
+from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Ints
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import (
@@ -187,11 +187,13 @@ def load(
     if cast not in ("error", "widen", "any"):
         raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
     with meter.phase("planning"), comm.agreed("opening the checkpoint"):
+        save_number = number_of_save(checkpoint_dir)
         found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
         if trusted:
             found = replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
         parts = partition(sharded_state_dict)
         common = found.common.load_common(checkpoint_dir)
+    _require_one_save(comm.all_same(save_number), checkpoint_dir)
     if validate_access_integrity:
         _check_access(parts, comm)
 
@@ -230,11 +232,24 @@ def load(
             meter.expect(sum(_num_bytes(leaf) for leaf in leaves.values()))
         loaded |= _read(leaves, found.sharded, reader, index, parts, checkpoint_dir, comm)
     with paused_collector(), comm.agreed("rebuilding the state dict"):
+        _require_one_save(number_of_save(checkpoint_dir) == save_number, checkpoint_dir)
         state_dict: StateDict = parts.rebuild(common, loaded)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected
     return state_dict
+
+
+def _require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) -> None:
+    if is_one_save:
+        return
+    finding = Finding(
+        "another save into this folder began after the load",
+        path=str(checkpoint_dir),
+        remedy="What was read may be of both: load again, and save each step into its own folder.",
+    )
+    message = "the checkpoint was overwritten while it was read"
+    raise CorruptCheckpointError(message, [finding])
 
 
 def _read_index(

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import tensorstore as ts
 import torch
 
 from dist_checkpointing import (
+    CheckpointingException,
     CorruptCheckpointError,
     RankFailedError,
     ShardedObject,
@@ -320,3 +323,55 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
     assert first == second
     assert "No space left on device; rank 1" in first
     assert not data_files(tmp_path)
+
+
+def step_state(step: int) -> dict[str, Any]:
+    tensor = torch.full((300, 1024), float(step))
+    small: dict[str, Any] = {
+        f"s{i}": ShardedTensor.from_rank_offsets(f"s{i}", tensor[i, :9]) for i in range(50)
+    }
+    return {"w": ShardedTensor.from_rank_offsets("w", tensor), **small, "step": step}
+
+
+def test_two_saves_at_once_into_different_folders(tmp_path: Path) -> None:
+    def save_many(name: str) -> None:
+        for step in range(4):
+            save(step_state(step + len(name)), tmp_path / name / str(step))
+
+    names = ["a", "bbbbbb"]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save_many, names))
+    for name in names:
+        for step in range(4):
+            loaded = load_plain_tensors(tmp_path / name / str(step))
+            assert loaded.pop("step") == step + len(name)
+            assert all((value == step + len(name)).all() for value in loaded.values())
+            assert len(loaded) == 51
+
+
+def test_who_reads_what_is_overwritten_gets_one_whole_state_or_an_error(tmp_path: Path) -> None:
+    save(step_state(0), tmp_path)
+    stop = threading.Event()
+    seen: list[float] = []
+    errors: list[CheckpointingException] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                loaded = load_plain_tensors(tmp_path)
+            except CheckpointingException as error:
+                errors.append(error)
+                continue
+            values = {float(loaded.pop("step"))}
+            values |= {value for tensor in loaded.values() for value in tensor.unique().tolist()}
+            assert len(values) == 1
+            seen.extend(values)
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        for step in range(1, 9):
+            save(step_state(step), tmp_path, overwrite=True)
+        stop.set()
+        reading.result()
+    assert sorted(seen) == seen
+    assert (load_plain_tensors(tmp_path)["w"] == 8).all()
