@@ -38,12 +38,17 @@ class TorchComm(Comm):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+        self,
+        group: dist.ProcessGroup,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        *,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.timeout_seconds = timeout_seconds
         self._group = group
+        self._tensor_group = group if tensor_group is None else tensor_group
         self._agreements = 0
         self._last_verdict = 0
         self._group_is_broken = False
@@ -70,6 +75,30 @@ class TorchComm(Comm):
             dist.broadcast_object_list(values, src=source, group=self._group)
         result: T = values[0]
         return result
+
+    @property
+    def tensor_device(self) -> torch.device:
+        if "nccl" in dist.get_backend_config(self._tensor_group):
+            return torch.device(torch.accelerator.current_accelerator() or "cpu")
+        return torch.device("cpu")
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
+        if self._group_is_broken:
+            given = self._through_store(tensor.cpu() if self.rank == source else None)[source]
+            assert given is not None
+            tensor.copy_(given)
+            return
+        with self._contact_loss_named():
+            origin = dist.get_global_rank(self._tensor_group, source)
+            dist.broadcast(tensor, src=origin, group=self._tensor_group)
+
+    def all_gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if self._group_is_broken:
+            return [given.to(tensor.device) for given in self._through_store(tensor.cpu())]
+        tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with self._contact_loss_named():
+            dist.all_gather(tensors, tensor, group=self._tensor_group)
+        return tensors
 
     def _through_store(self, value: T) -> list[T]:
         """What all ranks bring, without the group: slow, and only after a rank was too late."""
@@ -197,6 +226,7 @@ class TorchComm(Comm):
 
 
 _comms: weakref.WeakKeyDictionary[Any, TorchComm] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def default_comm() -> Comm:
@@ -213,3 +243,27 @@ def default_comm() -> Comm:
         comm = TorchComm(dist.new_group(backend="gloo", timeout=timeout))
         _comms[world] = comm
     return comm
+
+
+def group_comm(group: dist.ProcessGroup | Comm) -> Comm:
+    """The comm of a process group's ranks; a rank that is not in the group is alone.
+
+    Collective over the group. A group without a CPU backend (NCCL) gets a gloo group beside it, on
+    first use, which is kept as long as the group itself.
+    """
+    if isinstance(group, Comm):
+        return group
+    if dist.get_rank(group) < 0:
+        return SingleProcess()
+    if "cpu:" in dist.get_backend_config(group):
+        return TorchComm(group)
+    beside = _beside.get(group)
+    if beside is None:
+        beside = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=DEFAULT_TIMEOUT_SECONDS),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        _beside[group] = beside
+    return TorchComm(beside, tensor_group=group)
