@@ -17,7 +17,7 @@ from dist_checkpointing.planning.items import SavePlan
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 
 _WELL_BALANCED = 1.05
-_MIN_CHUNK_BYTES = 2**20
+_MIN_CHUNK_BYTES = 2**18
 _CHUNKS_A_RANK = 32
 """Chunks of a thirty-second of a rank's share leave at most that much of a difference."""
 
@@ -27,7 +27,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
     The replica ids stay what they are: who writes is only in the plan. A shard that is stored as
     several chunks may be written by several ranks, and where shards are too large for ranks to
-    have alike, they are stored in smaller chunks (down to 1 MiB) than otherwise.
+    have alike, they are stored in smaller chunks (down to 256 KiB) than otherwise.
 
     Args:
         remove_redundancy: False leaves every shard to its main replica, as DefaultSavePlanner.
