@@ -124,7 +124,10 @@ def test_arrays_give_what_the_plain_scan_gives(
     )
     assert ranks[chosen].tolist() == [expected[name] for name in names]
     assert all(starts[p] <= c < starts[p + 1] for p, c in zip(parts, chosen, strict=True))
-    of_rank = [sum(s for s, n in zip(sizes, names, strict=True) if expected[n] == r) for r in range(num_ranks)]
+    of_rank = [
+        sum(s for s, n in zip(sizes, names, strict=True) if expected[n] == r)
+        for r in range(num_ranks)
+    ]
     assert loads.tolist() == of_rank
 
 
@@ -258,9 +261,7 @@ def replicated(shapes: Shapes, replicas: int, tensor_parallel: int) -> list[Shar
             data = torch.empty((rows, *shape[1:]), dtype=torch.bfloat16, device="meta")
             grid = [(0, position, tensor_parallel)] if cut else []
             replica_id = (0 if cut else position, replica)
-            leaves.append(
-                ShardedTensor.from_rank_offsets(key, data, *grid, replica_id=replica_id)
-            )
+            leaves.append(ShardedTensor.from_rank_offsets(key, data, *grid, replica_id=replica_id))
         tables.append(describe(leaves, rank))
     return tables
 

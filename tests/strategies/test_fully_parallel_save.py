@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -103,7 +104,7 @@ def worlds(draw: st.DrawFn) -> World:
     order = draw(st.permutations(range(num_ranks)))
     cuts = sorted(draw(st.sets(st.integers(1, num_ranks - 1)))) if num_ranks > 1 else []
     edges = [0, *cuts, num_ranks]
-    groups = tuple(tuple(order[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True))
+    groups = tuple(tuple(order[a:b]) for a, b in itertools.pairwise(edges))
     some_ranks = st.sets(st.integers(0, num_ranks - 1), min_size=1).map(sorted)
     rows, parts = {}, []
     for key in "abcd"[: draw(st.integers(1, 4))]:
@@ -115,13 +116,11 @@ def worlds(draw: st.DrawFn) -> World:
             flat_edges = [0, *flat_cuts, elements]
             ranges: list[tuple[int, int] | None] = [None]
             if flat_cuts:
-                ranges = list(zip(flat_edges[:-1], flat_edges[1:], strict=True))
+                ranges = list(itertools.pairwise(flat_edges))
             for flat in ranges:
                 holders = draw(some_ranks)
                 main = draw(st.sampled_from(holders))
-                parts.append(
-                    Part(key, position * height, height, flat, tuple(holders), main)
-                )
+                parts.append(Part(key, position * height, height, flat, tuple(holders), main))
     return World(groups, rows, tuple(parts))
 
 
@@ -213,7 +212,10 @@ class Recorder(SaveShardedStrategy):
 def test_a_third_party_writes_everything_once(world: World) -> None:
     def one(comm: Comm, group: Comm) -> list[ShardedTensor]:
         base = Recorder()
-        state = {"deep": [world.leaves(comm.rank)], "rng": ShardedObject("rng", 5, (1,), (0,), 3)}
+        state: dict[str, Any] = {
+            "deep": [world.leaves(comm.rank)],
+            "rng": ShardedObject("rng", 5, (1,), (0,), 3),
+        }
         before = copy.deepcopy(state)
         FullyParallelSaveStrategyWrapper(base, group).save(state, "unused")
         assert repr(state) == repr(before)
@@ -224,9 +226,7 @@ def test_a_third_party_writes_everything_once(world: World) -> None:
             assert replace(marked, replica_id=own.replica_id) == own
         return [leaf for leaf in seen["deep"][0] if is_main_replica(leaf.replica_id)]
 
-    written = [
-        (rank, leaf) for rank, leaves in enumerate(each_rank(world, one)) for leaf in leaves
-    ]
+    written = [(rank, leaf) for rank, leaves in enumerate(each_rank(world, one)) for leaf in leaves]
     for part in world.parts:
         model = world.leaf(part, part.main)
         writers = [
@@ -339,7 +339,7 @@ def test_a_change_on_one_rank_is_seen_by_all(
     """With a kept distribution every save is as one without."""
     bases = {keeps: [Recorder() for _ in range(3)] for keeps in (True, False)}
 
-    def one(comm: Comm) -> tuple[bool, bool]:
+    def one(comm: Comm) -> tuple[bool, bool, bool]:
         wrappers = {
             keeps: FullyParallelSaveStrategyWrapper(bases[keeps][comm.rank], comm, keeps)
             for keeps in bases
@@ -360,7 +360,7 @@ def test_a_change_on_one_rank_is_seen_by_all(
             change(leaves, comm.rank)
         changed = save_twice(leaves)
         back = save_twice(leaves)
-        return first is again, changed is again, changed is back  # type: ignore[return-value]
+        return first is again, changed is again, changed is back
 
     assert run_ranks(3, one) == [(True, False, True)] * 3
     for kept, computed in zip(bases[True], bases[False], strict=True):
@@ -433,12 +433,12 @@ def test_one_failing_rank_fails_all_groups(tmp_path: Path, third_party: bool) ->
     world = World(((0, 1), (2, 3)), {}, ())
 
     class FullDisk(Recorder):
-        def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        def save(self, *_: Any) -> None:
             raise OSError(28, "no space left on device")
 
     class BadPlanner(DefaultSavePlanner):
         def get_data(self, item: WriteItem) -> Any:
-            raise OSError(28, "no space left on device")
+            raise OSError(28, f"no space left on device for {item.index.fqn}")
 
     def one(comm: Comm, group: Comm) -> Exception | None:
         base: Any

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from dist_checkpointing.comm import Comm, group_comm
+from dist_checkpointing.errors import CheckpointingException, RankFailedError
 
 GivenGroup = dist.ProcessGroup | Comm | None
 """A process group, the comm of simulated ranks, or None for all ranks."""
@@ -24,24 +27,48 @@ class ParallelizationGroup:
         self._given = given
         self._keeps = keeps
         self._comm: Comm | None = None
+        self._members: tuple[Comm, list[int]] | None = None
         self._numbers: tuple[Comm, list[int]] | None = None
 
-    def comm(self, everybody: Comm) -> Comm:
-        """The group, which is ``everybody`` if none was given. Collective over the group."""
+    @contextmanager
+    def meeting(self, everybody: Comm) -> Iterator[Comm]:
+        """The group, for a body that is collective over it; all of ``everybody`` if none was given.
+
+        Errors name the ranks as they are numbered among ``everybody``.
+        """
         if self._given is None:
-            return everybody
+            yield everybody
+            return
         if self._comm is None:
             self._comm = group_comm(self._given)
-        return self._comm
+        if self._members is None or self._members[0] is not everybody:
+            self._members = everybody, self._comm.all_gather(everybody.rank)
+        try:
+            yield self._comm
+        except CheckpointingException as error:
+            raise _renumbered(error, self._members[1]) from error
 
     def numbers(self, everybody: Comm) -> list[int]:
-        """Number of the group of every rank. Collective over ``everybody``."""
+        """The lowest rank in the group of each rank. Collective over ``everybody``."""
         if self._keeps and self._numbers is not None and self._numbers[0] is everybody:
             return self._numbers[1]
-        with everybody.agreed("finding out who shares"):
-            # Ranks may have other numbers in the group, so each group draws a name.
-            name = self.comm(everybody).broadcast(uuid.uuid4().hex)
-        names = everybody.all_gather(name)
-        numbers = [names.index(name) for name in names]
+        with everybody.agreed("finding out who shares"), self.meeting(everybody):
+            lowest = 0 if self._members is None else min(self._members[1])
+        numbers = everybody.all_gather(lowest)
         self._numbers = everybody, numbers
         return numbers
+
+
+def _renumbered(error: CheckpointingException, members: Sequence[int]) -> CheckpointingException:
+    """The error of a group with the numbers that its ranks have elsewhere."""
+    if len(set(members)) < len(members):  # they know nothing of each other elsewhere
+        return error
+
+    def number(rank: int) -> int:
+        return members[rank] if rank < len(members) else rank
+
+    findings = [replace(f, ranks=tuple(sorted(map(number, f.ranks)))) for f in error.findings]
+    if not isinstance(error, RankFailedError):
+        return type(error)(error.message, findings)
+    tracebacks = {number(rank): text for rank, text in error.tracebacks.items()}
+    return RankFailedError(error.message, findings, tracebacks)

@@ -198,28 +198,8 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         base = self.base_strategy
         if isinstance(base, PlannedLoadStrategy):
             return _PlannedParallelLoad(base, self._reads).load(sharded_state_dict, checkpoint_dir)
-        leaves, skeleton = flatten(sharded_state_dict)
-        comm = self._reads.group.comm(default_comm())
-        sharing = self._reads.plan(
-            leaves, comm, StorageOptions().buffer_bytes, whole_part, cuts="none"
-        )
-        if sharing is None:
-            return base.load(sharded_state_dict, checkpoint_dir)
-        with comm.agreed("reading"):
-            wanted = _with_memory(leaves, sharing, comm.rank)
-            own, arrays = _own_share(wanted, sharing, comm.rank)
-            # Where they stood in the state dict means nothing to the strategy.
-            names = {path: str(number) for number, path in enumerate(own)}
-            asked = {names[path]: leaf for path, leaf in own.items()}
-            read = base.load(asked, checkpoint_dir)
-            values = {path: leaf.data for path, leaf in wanted.items()}
-            values |= {path: read[name] for path, name in names.items()}
-            arrays |= _as_read(list(wanted), wanted, values, sharing, comm.rank)
-        self._reads.pass_on(sharing, arrays, comm, lambda _: None)
-        with comm.agreed("passing on what was read"):
-            _fill_doubles(wanted, sharing, arrays)
-        result: StateDict = unflatten(skeleton, values)
-        return result
+        with self._reads.group.meeting(default_comm()) as comm:
+            return self._load_shared(sharded_state_dict, checkpoint_dir, comm)
 
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
         return self.base_strategy.load_tensors_metadata(checkpoint_dir)
@@ -229,6 +209,31 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
         self.base_strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+    def _load_shared(
+        self, state_dict: ShardedStateDict, checkpoint_dir: PathOrStr, comm: Comm
+    ) -> StateDict:
+        leaves, skeleton = flatten(state_dict)
+        sharing = self._reads.plan(
+            leaves, comm, StorageOptions().buffer_bytes, whole_part, cuts="none"
+        )
+        if sharing is None:
+            return self.base_strategy.load(state_dict, checkpoint_dir)
+        with comm.agreed("reading"):
+            wanted = _with_memory(leaves, sharing, comm.rank)
+            own, arrays = _own_share(wanted, sharing, comm.rank)
+            # Where they stood in the state dict means nothing to the strategy.
+            names = {path: str(number) for number, path in enumerate(own)}
+            asked = {names[path]: leaf for path, leaf in own.items()}
+            read = self.base_strategy.load(asked, checkpoint_dir)
+            values = {path: leaf.data for path, leaf in wanted.items()}
+            values |= {path: read[name] for path, name in names.items()}
+            arrays |= _as_read(list(wanted), wanted, values, sharing, comm.rank)
+        self._reads.pass_on(sharing, arrays, comm, lambda _: None)
+        with comm.agreed("passing on what was read"):
+            _fill_doubles(wanted, sharing, arrays)
+        result: StateDict = unflatten(skeleton, values)
+        return result
 
     def _round(self, base: LoadShardedStrategy) -> Self:
         wrapper = copy.copy(self)
@@ -266,8 +271,7 @@ class _PlannedParallelLoad(PlannedLoadStrategy):
             self._base.read(leaves, index, reader, comm)
             return
         # Other groups must not wait for one in which something failed: all agree on every step.
-        with comm.agreed(_STEP):
-            group = self._reads.group.comm(comm)
+        with comm.agreed(_STEP), self._reads.group.meeting(comm) as group:
             sharing = self._reads.plan(
                 leaves,
                 group,
@@ -280,7 +284,7 @@ class _PlannedParallelLoad(PlannedLoadStrategy):
             if sharing is not None:
                 own, arrays = _own_share(leaves, sharing, group.rank)
         self._base.read(own, index, reader, comm)
-        with comm.agreed("passing on what was read"):
+        with comm.agreed("passing on what was read"), self._reads.group.meeting(comm) as group:
             if sharing is not None:
                 self._reads.pass_on(sharing, arrays, group, reader.report)
                 _fill_doubles(leaves, sharing, arrays)

@@ -36,7 +36,7 @@ def pass_on(
     """
     with comm.agreed("preparing to pass on what was read"):
         hands = _Hands(sharing, arrays, comm, report)
-    _ALGORITHMS[algorithm](sharing.messages, hands, comm)
+    _ALGORITHMS[algorithm](hands, comm)
     comm.agree("passing on what was read", hands.error)
 
 
@@ -55,18 +55,18 @@ class _Hands:
         report: Callable[[int], None],
     ) -> None:
         self.error: Exception | None = None
+        self.messages = sharing.messages
         self._units = sharing.units
         self._arrays = arrays
-        self._device = comm.tensor_device
         self._report = report
-        longest = max(
-            (m.num_bytes for m in sharing.messages if self._own_run(m) is None), default=0
-        )
-        self._buffer = torch.empty(longest, dtype=torch.uint8, device=self._device)
+        self._runs = [self._own_run(message, comm.tensor_device) for message in self.messages]
+        pairs = zip(self.messages, self._runs, strict=True)
+        longest = max((message.num_bytes for message, run in pairs if run is None), default=0)
+        self._buffer = torch.empty(longest, dtype=torch.uint8, device=comm.tensor_device)
 
-    def packed(self, message: Message) -> torch.Tensor:
+    def packed(self, number: int) -> torch.Tensor:
         """The bytes of a message that this rank sends."""
-        run = self._own_run(message)
+        run, message = self._runs[number], self.messages[number]
         if run is not None:
             return run
         try:
@@ -76,23 +76,22 @@ class _Hands:
             self.error = self.error or error
         return self._buffer[: message.num_bytes]
 
-    def room(self, message: Message) -> torch.Tensor:
+    def room(self, number: int) -> torch.Tensor:
         """Where a message from another rank shall go."""
-        run = self._own_run(message)
-        return self._buffer[: message.num_bytes] if run is None else run
+        run = self._runs[number]
+        return self._buffer[: self.messages[number].num_bytes] if run is None else run
 
-    def unpack(self, message: Message, data: torch.Tensor) -> None:
+    def unpack(self, number: int, data: torch.Tensor) -> None:
         """Put what has arrived in its place, if it is not there yet."""
+        run = self._runs[number]
+        wanted = [block for block in self.messages[number].blocks if block.unit in self._arrays]
         try:
-            run = self._own_run(message)
             if run is None:
-                for block in message.blocks:
-                    if block.unit in self._arrays:
-                        self._own(block).copy_(self._place(block, data))
+                for block in wanted:
+                    self._own(block).copy_(self._place(block, data))
             elif data.data_ptr() != run.data_ptr():
-                run.copy_(data[: message.num_bytes])
-            wanted = [block.num_bytes for block in message.blocks if block.unit in self._arrays]
-            self._report(sum(wanted))
+                run.copy_(data[: len(run)])
+            self._report(sum(block.num_bytes for block in wanted))
         except Exception as error:  # noqa: BLE001 - as above
             self.error = self.error or error
 
@@ -104,55 +103,59 @@ class _Hands:
         raw = data[block.start : block.start + block.num_bytes]
         return raw.view(self._units[block.unit].dtype.torch).view(block.box.shape)
 
-    def _own_run(self, message: Message) -> torch.Tensor | None:
+    def _own_run(self, message: Message, device: torch.device) -> torch.Tensor | None:
         """The memory of this rank that is the message, if there is such."""
         (block, *others) = message.blocks
         if others or block.unit not in self._arrays:
             return None
         own = self._own(block)
-        if own.device.type != self._device.type or own.is_conj() or own.is_neg():
+        is_plain = own.is_contiguous() and not own.is_conj() and not own.is_neg()
+        if own.device.type != device.type or not is_plain:
             return None
-        return own.reshape(-1).view(torch.uint8) if own.is_contiguous() else None
+        # One element calls itself contiguous whatever its strides are.
+        return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
 
 
-def _broadcast(messages: Sequence[Message], hands: _Hands, comm: Comm) -> None:
+def _broadcast(hands: _Hands, comm: Comm) -> None:
     """One at a time, from its source to all."""
-    for message in messages:
+    for number, message in enumerate(hands.messages):
         if message.source == comm.rank:
-            comm.broadcast_tensor(hands.packed(message), message.source)
+            comm.broadcast_tensor(hands.packed(number), message.source)
         else:
-            room = hands.room(message)
+            room = hands.room(number)
             comm.broadcast_tensor(room, message.source)
-            hands.unpack(message, room)
+            hands.unpack(number, room)
 
 
-def _gather_rounds(messages: Sequence[Message], hands: _Hands, comm: Comm) -> None:
+def _gather_rounds(hands: _Hands, comm: Comm) -> None:
     """One of each source at a time, all as long as the longest."""
-    for turn in _turns(messages, comm.world_size):
-        longest = max(message.num_bytes for message in turn.values())
+    for turn in _turns(hands.messages, comm.world_size):
+        longest = max(hands.messages[number].num_bytes for number in turn.values())
         own = torch.zeros(longest, dtype=torch.uint8, device=comm.tensor_device)
         if comm.rank in turn:
-            own[: turn[comm.rank].num_bytes] = hands.packed(turn[comm.rank])
+            given = hands.packed(turn[comm.rank])
+            own[: len(given)] = given
         gathered = comm.all_gather_tensor(own)
-        for source, message in turn.items():
+        for source, number in turn.items():
             if source != comm.rank:
-                hands.unpack(message, gathered[source])
+                hands.unpack(number, gathered[source])
 
 
-def _gather_object(messages: Sequence[Message], hands: _Hands, comm: Comm) -> None:
+def _gather_object(hands: _Hands, comm: Comm) -> None:
     """One of each source at a time, as bytes."""
-    for turn in _turns(messages, comm.world_size):
+    for turn in _turns(hands.messages, comm.world_size):
         own = None
         if comm.rank in turn:
-            own = hands.packed(turn[comm.rank]).cpu().numpy().tobytes()
+            own = bytearray(hands.packed(turn[comm.rank]).cpu().numpy())
         gathered = comm.all_gather(own)
-        for source, message in turn.items():
+        for source, number in turn.items():
             given = gathered[source]
-            if source != comm.rank and given is not None:
-                hands.unpack(message, torch.frombuffer(bytearray(given), dtype=torch.uint8))
+            if source != comm.rank:
+                assert given is not None
+                hands.unpack(number, torch.frombuffer(given, dtype=torch.uint8))
 
 
-_ALGORITHMS: Mapping[str, Callable[[Sequence[Message], _Hands, Comm], None]] = {
+_ALGORITHMS: Mapping[str, Callable[[_Hands, Comm], None]] = {
     "broadcast": _broadcast,
     "gather_object": _gather_object,
     "gather_rounds": _gather_rounds,
@@ -160,11 +163,11 @@ _ALGORITHMS: Mapping[str, Callable[[Sequence[Message], _Hands, Comm], None]] = {
 EXCHANGE_ALGORITHMS = tuple(_ALGORITHMS)
 
 
-def _turns(messages: Sequence[Message], world_size: int) -> list[dict[int, Message]]:
-    """The messages, with at most one of each source at a time."""
-    of_source: list[list[Message]] = [[] for _ in range(world_size)]
-    for message in messages:
-        of_source[message.source].append(message)
+def _turns(messages: Sequence[Message], world_size: int) -> list[dict[int, int]]:
+    """Source -> number of its message, with at most one of each source at a time."""
+    of_source: list[list[int]] = [[] for _ in range(world_size)]
+    for number, message in enumerate(messages):
+        of_source[message.source].append(number)
     longest = max(map(len, of_source), default=0)
     return [
         {source: own[turn] for source, own in enumerate(of_source) if turn < len(own)}

@@ -53,20 +53,22 @@ class Replicas:
         A tensor whose main replica is in another group is not written here, and objects stay what
         they are. In a group of one rank all leaves do.
         """
-        comm = self.group.comm(everybody)
-        if comm.world_size == 1:
-            return dict(leaves)
 
-        def describe_own() -> tuple[ShardTable, None]:
+        def describe_own(comm: Comm) -> tuple[ShardTable, None]:
             check_replicas_have_data(list(leaves.values()))
             return describe(list(leaves.values()), comm.rank), None
 
         def share_out(brought: list[tuple[ShardTable, None]]) -> frozenset[tuple[int, int]]:
             catalog = concatenate([table for table, _ in brought])
-            written = catalog.take(choose_writers(catalog, comm.world_size))
+            written = catalog.take(choose_writers(catalog, len(brought)))
             return frozenset(zip(written.ranks.tolist(), written.sources.tolist(), strict=True))
 
-        writers = self._cache.get(comm, "sharing out the replicas", describe_own, share_out)
+        with self.group.meeting(everybody) as comm:
+            if comm.world_size == 1:
+                return dict(leaves)
+            writers = self._cache.get(
+                comm, "sharing out the replicas", lambda: describe_own(comm), share_out
+            )
         marked = {}
         for source, (path, leaf) in enumerate(leaves.items()):
             marked[path] = copy.copy(leaf)

@@ -14,12 +14,17 @@ from dist_checkpointing.geometry import Box, Ints, split_rows
 from dist_checkpointing.index import Index
 from dist_checkpointing.planning.balance import share_out, tensor_holdings
 
-_UNIT_BYTES = 32 * 2**20
+_MAX_UNIT_BYTES = 32 * 2**20
+_MIN_UNIT_BYTES = 2**18
+_UNITS_A_RANK = 32
+"""Units of a thirty-second of a rank's share leave at most that much of a difference."""
+
 _ALIGNMENT_BYTES = 16
 """A view as any dtype may begin at such a place."""
 
 Cut = Callable[[str, Box, int], list[Box]]
-"""Key, box and itemsize of a part -> boxes inside of it that may be read by different ranks."""
+"""Key and box of a part, and about the most elements that one rank should read at a time -> boxes
+inside of it (counted from its offset) that may be read by different ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,26 +97,24 @@ class Sharing:
     messages: Sequence[Message]
 
 
-def whole_part(key: str, box: Box, itemsize: int) -> list[Box]:
+def whole_part(key: str, box: Box, most_elements: int) -> list[Box]:
     """One rank reads all of a part."""
-    del key, itemsize
+    del key, most_elements
     return [Box.whole(box.shape)]
 
 
 def along_chunks(index: Index) -> Cut:
     """Ranks read different rows of a part, but no two of them of one chunk."""
 
-    def cut(key: str, box: Box, itemsize: int) -> list[Box]:
+    def cut(key: str, box: Box, most_elements: int) -> list[Box]:
         chunk = index.chunk_shape(key) if key in index else None
         whole = Box.whole(box.shape)
-        if chunk is None or len(chunk) != len(box.shape):
-            return [whole]
-        if box.num_elements * itemsize <= _UNIT_BYTES:
+        if chunk is None or len(chunk) != len(box.shape) or box.num_elements <= most_elements:
             return [whole]
         axis = next(a for a, extent in enumerate(box.shape) if extent > 1)
-        row_bytes = box.num_elements // box.shape[axis] * itemsize
+        row_elements = box.num_elements // box.shape[axis]
         rows, begin, end = chunk[axis], box.offset[axis], box.offset[axis] + box.shape[axis]
-        step = max(1, _UNIT_BYTES // row_bytes // rows) * rows
+        step = max(1, most_elements // row_elements // rows) * rows
         cuts = [begin, *range((begin // rows) * rows + step, end, step), end]
         return [
             Box(
@@ -139,23 +142,27 @@ def share_reads(
     catalog = concatenate(tables)
     holdings = tensor_holdings(catalog)
     firsts = catalog.take(holdings.firsts)
+    is_shared = holdings.counts > 1
+    if not is_shared.any() or firsts.num_bytes[is_shared].sum() < min_shared_bytes:
+        return None
+    mean = int(firsts.num_bytes.sum()) // len(tables)
+    unit_bytes = min(max(mean // _UNITS_A_RANK, _MIN_UNIT_BYTES), _MAX_UNIT_BYTES)
     boxes: list[Box] = []
     parts: list[int] = []
     for part in range(len(holdings)):
         box, flat = firsts.box(part), firsts.flat_range(part)
-        if flat is None:
-            cuts = cut(firsts.key(part), box, dtypes.from_name(firsts.dtype(part)).itemsize)
-        else:
+        if flat is not None:
             cuts = [Box((0,), (flat[1] - flat[0],))]
+        elif is_shared[part]:
+            most = max(1, unit_bytes // dtypes.from_name(firsts.dtype(part)).itemsize)
+            cuts = cut(firsts.key(part), box, most)
+        else:
+            cuts = [Box.whole(box.shape)]
         boxes += cuts
         parts += [part] * len(cuts)
     part_of = np.array(parts, dtype=np.int64)
-    itemsizes = firsts.num_bytes // np.maximum(firsts.num_elements, 1)
-    counts = np.array([box.num_elements for box in boxes], dtype=np.int64)
-    sizes = counts * itemsizes[part_of]
-    is_shared = holdings.counts[part_of] > 1
-    if not is_shared.any() or sizes[is_shared].sum() < min_shared_bytes:
-        return None
+    itemsizes = firsts.num_bytes // firsts.num_elements
+    sizes = np.array([box.num_elements for box in boxes], dtype=np.int64) * itemsizes[part_of]
     ranks = catalog.ranks[holdings.rows]
     loads = np.zeros(len(tables), dtype=np.int64)
     readers = ranks[share_out(ranks, holdings.starts, part_of, sizes, loads)].tolist()
