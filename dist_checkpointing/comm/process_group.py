@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dist_checkpointing.comm.protocol import Comm, Failure, SingleProcess, absent_rank
-from dist_checkpointing.errors import Finding, RankFailedError
+from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,10 @@ class TorchComm(Comm):
 
     @property
     def tensor_device(self) -> torch.device:
-        if "nccl" in dist.get_backend_config(self._tensor_group):
-            return torch.device(torch.accelerator.current_accelerator() or "cpu")
-        return torch.device("cpu")
+        config = dist.get_backend_config(self._tensor_group)
+        if "cpu:" in config and "nccl" not in config:
+            return torch.device("cpu")
+        return torch.device(torch.accelerator.current_accelerator() or "cpu")
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
         if self._group_is_broken:
@@ -245,25 +246,44 @@ def default_comm() -> Comm:
     return comm
 
 
-def group_comm(group: dist.ProcessGroup | Comm) -> Comm:
-    """The comm of a process group's ranks; a rank that is not in the group is alone.
+def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
+    """The comm of a group of ranks; None is ``everybody``, and a rank outside its group is alone.
 
-    Collective over the group. A group without a CPU backend (NCCL) gets a gloo group beside it, on
-    first use, which is kept as long as the group itself.
+    Collective over ``everybody``, each rank with its own group. One without a CPU backend (NCCL)
+    gets a gloo group beside it, on first use, which is kept as long as the group itself.
+
+    Raises:
+        CheckpointingException: if such a group must be made, and not all processes are here.
     """
+    mine = None
+    if isinstance(group, dist.ProcessGroup) and group not in _beside and not _has_cpu(group):
+        mine = tuple(dist.get_process_group_ranks(group))
+    # Every process has to take part in the making of every group, in the same order. (torch also
+    # lets the members alone make one, but hangs if they have been in different numbers of groups.)
+    wanted = sorted({ranks for ranks in everybody.all_gather(mine) if ranks is not None})
+    if wanted and everybody.world_size < dist.get_world_size():
+        finding = Finding(
+            "a process group that cannot carry tensors on the CPU",
+            found=wanted,
+            remedy="Pass one with a gloo backend too, such as 'cpu:gloo,cuda:nccl'.",
+        )
+        raise CheckpointingException("ranks cannot talk in their groups", [finding])
+    timeout = timedelta(seconds=DEFAULT_TIMEOUT_SECONDS)
+    for ranks in wanted:
+        made = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        if ranks == mine:
+            _beside[group] = made
+    if group is None:
+        return everybody
     if isinstance(group, Comm):
         return group
     if dist.get_rank(group) < 0:
         return SingleProcess()
-    if "cpu:" in dist.get_backend_config(group):
-        return TorchComm(group)
-    beside = _beside.get(group)
-    if beside is None:
-        beside = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=DEFAULT_TIMEOUT_SECONDS),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
-        _beside[group] = beside
-    return TorchComm(beside, tensor_group=group)
+    if group in _beside:
+        return TorchComm(_beside[group], tensor_group=group)
+    return TorchComm(group)
+
+
+def _has_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether tensors on the CPU may travel over a group, such as "cpu:gloo,cuda:nccl"."""
+    return "cpu:" in dist.get_backend_config(group)

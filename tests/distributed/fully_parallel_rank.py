@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dist_checkpointing import CheckpointingException, ShardedTensor, load, save
+from dist_checkpointing.comm import default_comm, group_comm
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
 from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
 from dist_checkpointing.strategies.fully_parallel import (
@@ -139,6 +140,10 @@ def main() -> None:
                 if not torch.equal(leaf.data, state[key].data):  # type: ignore[arg-type]
                     report["wrong"].append(f"{case}: {key} by {algorithm}")
     report["failure"] = failing(checkpoints / "replicas", pairs)
+    # A group that tensors on the CPU cannot travel over, such as one of NCCL.
+    gpus_only = dist.new_group([0, 2, 3], backend="cuda:gloo")
+    report["over gpus only"] = group_comm(gpus_only, default_comm()).all_gather(rank)
+    report["outside"] = type(group_comm(partial, default_comm())).__name__
     (reports / f"{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()

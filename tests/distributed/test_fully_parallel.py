@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         check=False,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=90,
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
     )
@@ -90,3 +90,9 @@ def test_one_broken_disk_is_heard_of_by_all(run: Run) -> None:
     assert len(texts) == 1
     assert "broken disk" in texts.pop()
     assert all(report["failure"]["ranks"] == [3] for report in run[1])
+
+
+def test_groups_of_all_kinds(run: Run) -> None:
+    three = [0, 2, 3]
+    assert [report["over gpus only"] for report in run[1]] == [three, [1], three, three]
+    assert [report["outside"] for report in run[1]] == ["TorchComm"] * 3 + ["SingleProcess"]

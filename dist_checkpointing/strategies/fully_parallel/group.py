@@ -26,34 +26,32 @@ class ParallelizationGroup:
     def __init__(self, given: GivenGroup, *, keeps: bool) -> None:
         self._given = given
         self._keeps = keeps
-        self._comm: Comm | None = None
-        self._members: tuple[Comm, list[int]] | None = None
+        self._met: tuple[Comm, Comm, list[int]] | None = None
         self._numbers: tuple[Comm, list[int]] | None = None
 
     @contextmanager
     def meeting(self, everybody: Comm) -> Iterator[Comm]:
         """The group, for a body that is collective over it; all of ``everybody`` if none was given.
 
-        Errors name the ranks as they are numbered among ``everybody``.
+        Collective over ``everybody`` on first use. Errors name the ranks as they are numbered
+        among ``everybody``.
         """
-        if self._given is None:
-            yield everybody
-            return
-        if self._comm is None:
-            self._comm = group_comm(self._given)
-        if self._members is None or self._members[0] is not everybody:
-            self._members = everybody, self._comm.all_gather(everybody.rank)
+        if self._met is None or self._met[0] is not everybody:
+            comm = group_comm(self._given, everybody)
+            self._met = everybody, comm, comm.all_gather(everybody.rank)
+        _, comm, members = self._met
         try:
-            yield self._comm
+            yield comm
         except CheckpointingException as error:
-            raise _renumbered(error, self._members[1]) from error
+            raise _renumbered(error, members) from error
 
     def numbers(self, everybody: Comm) -> list[int]:
         """The lowest rank in the group of each rank. Collective over ``everybody``."""
         if self._keeps and self._numbers is not None and self._numbers[0] is everybody:
             return self._numbers[1]
         with everybody.agreed("finding out who shares"), self.meeting(everybody):
-            lowest = 0 if self._members is None else min(self._members[1])
+            assert self._met is not None
+            lowest = min(self._met[2])
         numbers = everybody.all_gather(lowest)
         self._numbers = everybody, numbers
         return numbers
@@ -61,6 +59,8 @@ class ParallelizationGroup:
 
 def _renumbered(error: CheckpointingException, members: Sequence[int]) -> CheckpointingException:
     """The error of a group with the numbers that its ranks have elsewhere."""
+    if members == [*range(len(members))]:
+        return error
     if len(set(members)) < len(members):  # they know nothing of each other elsewhere
         return error
 

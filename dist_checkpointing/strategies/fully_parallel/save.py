@@ -157,6 +157,9 @@ class _PlannedParallelSave(PlannedSaveStrategy):
         self._base = base
         self._replicas = replicas
 
+    def __str__(self) -> str:
+        return f"FullyParallelSaveStrategyWrapper({self._base})"
+
     @property
     def can_handle_sharded_objects(self) -> bool:
         return handles_objects(self._base)
