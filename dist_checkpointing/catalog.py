@@ -26,6 +26,7 @@ _ITEMSIZES = {row.name: row.itemsize for row in dtypes.DTYPES}
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Integers = Int32s | Int64s
 Bools = npt.NDArray[np.bool_]
 
 

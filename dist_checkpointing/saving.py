@@ -191,7 +191,8 @@ def _prepare(
     common_strategy: Selection[SaveCommonStrategy],
     content_metadata: dict[str, Any] | None,
 ) -> _Work:
-    strategy: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, sharded_strategy)
+    selected: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, sharded_strategy)
+    strategy = selected.resolved()
     common_writer: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, common_strategy)
     parts = partition(state_dict)
     _check_data(parts)

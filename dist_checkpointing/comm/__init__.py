@@ -7,8 +7,8 @@ it, so a reader finds every such point by searching for these four names.
 
 from __future__ import annotations
 
-from dist_checkpointing.comm.process_group import TorchComm, default_comm
+from dist_checkpointing.comm.process_group import TorchComm, default_comm, group_comm
 from dist_checkpointing.comm.protocol import Comm, SingleProcess
 from dist_checkpointing.comm.threads import ThreadComm
 
-__all__ = ["Comm", "SingleProcess", "ThreadComm", "TorchComm", "default_comm"]
+__all__ = ["Comm", "SingleProcess", "ThreadComm", "TorchComm", "default_comm", "group_comm"]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dist_checkpointing.comm.protocol import Comm, Failure, SingleProcess, absent_rank
-from dist_checkpointing.errors import Finding, RankFailedError
+from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +39,17 @@ class TorchComm(Comm):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+        self,
+        group: dist.ProcessGroup,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        *,
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.timeout_seconds = timeout_seconds
         self._group = group
+        self._tensor_group = group if tensor_group is None else tensor_group
         self._agreements = 0
         self._last_verdict = 0
         self._group_is_broken = False
@@ -82,6 +87,31 @@ class TorchComm(Comm):
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
         highest, lowest = both.tolist()
         return bool(highest == -lowest)
+
+    @property
+    def tensor_device(self) -> torch.device:
+        config = dist.get_backend_config(self._tensor_group)
+        if "cpu:" in config and "nccl" not in config:
+            return torch.device("cpu")
+        return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
+        if self._group_is_broken:
+            given = self._through_store(tensor.cpu() if self.rank == source else None)[source]
+            assert given is not None
+            tensor.copy_(given)
+            return
+        with self._contact_loss_named():
+            origin = dist.get_global_rank(self._tensor_group, source)
+            dist.broadcast(tensor, src=origin, group=self._tensor_group)
+
+    def all_gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if self._group_is_broken:
+            return [given.to(tensor.device) for given in self._through_store(tensor.cpu())]
+        tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with self._contact_loss_named():
+            dist.all_gather(tensors, tensor, group=self._tensor_group)
+        return tensors
 
     def _through_store(self, value: T) -> list[T]:
         """What all ranks bring, without the group: slow, and only after a rank was too late."""
@@ -209,6 +239,7 @@ class TorchComm(Comm):
 
 
 _comms: weakref.WeakKeyDictionary[Any, TorchComm] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def default_comm() -> Comm:
@@ -225,3 +256,46 @@ def default_comm() -> Comm:
         comm = TorchComm(dist.new_group(backend="gloo", timeout=timeout))
         _comms[world] = comm
     return comm
+
+
+def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
+    """The comm of a group of ranks; None is ``everybody``, and a rank outside its group is alone.
+
+    Collective over ``everybody``, each rank with its own group. One without a CPU backend (NCCL)
+    gets a gloo group beside it, on first use, which is kept as long as the group itself.
+
+    Raises:
+        CheckpointingException: if such a group must be made, and not all processes are here.
+    """
+    mine = None
+    if isinstance(group, dist.ProcessGroup) and group not in _beside and not _has_cpu(group):
+        mine = tuple(dist.get_process_group_ranks(group))
+    # Every process has to take part in the making of every group, in the same order. (torch also
+    # lets the members alone make one, but hangs if they have been in different numbers of groups.)
+    wanted = sorted({ranks for ranks in everybody.all_gather(mine) if ranks is not None})
+    if wanted and everybody.world_size < dist.get_world_size():
+        finding = Finding(
+            "a process group that cannot carry tensors on the CPU",
+            found=wanted,
+            remedy="Pass one with a gloo backend too, such as 'cpu:gloo,cuda:nccl'.",
+        )
+        raise CheckpointingException("ranks cannot talk in their groups", [finding])
+    timeout = timedelta(seconds=DEFAULT_TIMEOUT_SECONDS)
+    for ranks in wanted:
+        made = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        if ranks == mine:
+            _beside[group] = made
+    if group is None:
+        return everybody
+    if isinstance(group, Comm):
+        return group
+    if dist.get_rank(group) < 0:
+        return SingleProcess()
+    if group in _beside:
+        return TorchComm(_beside[group], tensor_group=group)
+    return TorchComm(group)
+
+
+def _has_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether tensors on the CPU may travel over a group, such as "cpu:gloo,cuda:nccl"."""
+    return "cpu:" in dist.get_backend_config(group)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
+
 from dist_checkpointing.errors import (
     CheckpointingException,
     Finding,
@@ -81,6 +83,23 @@ class Comm(ABC):
 
     rank: int
     world_size: int
+
+    @property
+    def tensor_device(self) -> torch.device:
+        """Where tensors must be for ``broadcast_tensor`` and ``all_gather_tensor``."""
+        return torch.device("cpu")
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill ``tensor`` with that of rank ``source``: 1-D, uint8, as long on every rank."""
+        # What is handed over by reference must not change when the source goes on with its own.
+        given = self.all_gather(tensor.clone() if self.rank == source else None)[source]
+        if self.rank != source:
+            assert given is not None
+            tensor.copy_(given)
+
+    def all_gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """``tensor`` of every rank, in rank order: 1-D, uint8, as long on every rank."""
+        return self.all_gather(tensor.clone())
 
     @abstractmethod
     def all_gather(self, value: T) -> list[T]:

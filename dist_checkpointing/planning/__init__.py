@@ -1,5 +1,7 @@
 """Who writes and who reads which box: items, plans, planner protocol, default planners."""
 
+from dist_checkpointing.planning.balance import distribute_shards_to_ranks
+from dist_checkpointing.planning.balanced_planner import BalancedSavePlanner
 from dist_checkpointing.planning.default import DefaultLoadPlanner, DefaultSavePlanner
 from dist_checkpointing.planning.items import (
     LoadItemType,
@@ -16,6 +18,7 @@ from dist_checkpointing.planning.planners import LoadPlanner, SavePlanner
 from dist_checkpointing.planning.reads import plan_load
 
 __all__ = [
+    "BalancedSavePlanner",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "LoadItemType",
@@ -29,5 +32,6 @@ __all__ = [
     "TensorWriteData",
     "WriteItem",
     "WriteItemType",
+    "distribute_shards_to_ranks",
     "plan_load",
 ]

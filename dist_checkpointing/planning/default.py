@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dist_checkpointing.catalog import ShardTable, describe
+from dist_checkpointing.catalog import Int64s, ShardTable, describe
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.geometry import Box, Window
 from dist_checkpointing.index import Index
@@ -52,33 +52,15 @@ class DefaultSavePlanner(SavePlanner):
         return SavePlan(describe(self._leaves, self._rank))
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
-        catalog = (
-            all_plans if isinstance(all_plans, LocalPlans) else LocalPlans(all_plans)
-        ).catalog
+        catalog = LocalPlans.of(all_plans).catalog
         written = catalog.take(catalog.main & (catalog.num_elements > 0))
         index = index_of(self._layout, catalog, written)
-        by_rank = written.take(np.argsort(written.ranks, kind="stable"))
-        bounds = np.searchsorted(by_rank.ranks, np.arange(len(all_plans) + 1)).tolist()
-        plans = [
-            replace(plan, table=by_rank.take(slice(*bounds[rank : rank + 2])), index=index)
-            for rank, plan in enumerate(all_plans)
-        ]
-        return plans, index
+        return by_rank(all_plans, written, index), index
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
-        index, table = plan.index, plan.table
-        assert index is not None
-        rows: list[int] = []
-        parts: list[tuple[Box, tuple[int, int] | None]] = []
-        uncut = self._layout.is_uncut(table, index) | table.is_object
-        for row in np.flatnonzero(~uncut).tolist():
-            tensor = index[table.key(row)]
-            box, flat = table.box(row), table.flat_range(row)
-            stored = list(self._layout.stored_parts(tensor, box, flat))
-            rows += [row] * len(stored)
-            parts += stored
-        cut = _with_parts(table.take(np.array(rows, dtype=np.int64)), parts)
-        return replace(plan, table=table.take(uncut).followed_by(cut))
+        assert plan.index is not None
+        table, _ = as_stored(plan.table, plan.index, self._layout)
+        return replace(plan, table=table)
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
         assert item.index.index is not None
@@ -114,6 +96,32 @@ def _object_item(leaf: ShardedObject, source: int) -> ReadItem:
     cell = Window(0, (), Box((), ()))
     stored = MetadataIndex(leaf.key, offset)
     return ReadItem(LoadItemType.BYTE_IO, index, cell, stored, cell)
+
+
+def by_rank(all_plans: Sequence[SavePlan], written: ShardTable, index: Index) -> list[SavePlan]:
+    """The plans of all ranks, each with those of the rows that are its own to write."""
+    ordered = written.take(np.argsort(written.ranks, kind="stable"))
+    bounds = np.searchsorted(ordered.ranks, np.arange(len(all_plans) + 1)).tolist()
+    return [
+        replace(plan, table=ordered.take(slice(*bounds[rank : rank + 2])), index=index)
+        for rank, plan in enumerate(all_plans)
+    ]
+
+
+def as_stored(table: ShardTable, index: Index, layout: Layout) -> tuple[ShardTable, Int64s]:
+    """The rows cut into chunks and pieces, and for each of these the row that it comes from."""
+    rows: list[int] = []
+    parts: list[tuple[Box, tuple[int, int] | None]] = []
+    uncut = layout.is_uncut(table, index) | table.is_object
+    for row in np.flatnonzero(~uncut).tolist():
+        tensor = index[table.key(row)]
+        box, flat = table.box(row), table.flat_range(row)
+        stored = list(layout.stored_parts(tensor, box, flat))
+        rows += [row] * len(stored)
+        parts += stored
+    origins = np.array(rows, dtype=np.int64)
+    cut = _with_parts(table.take(origins), parts)
+    return table.take(uncut).followed_by(cut), np.concatenate([np.flatnonzero(uncut), origins])
 
 
 def _with_parts(

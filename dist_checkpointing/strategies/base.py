@@ -176,7 +176,11 @@ class SaveCommonStrategy(SaveStrategyBase):
 
 
 class SaveShardedStrategy(SaveStrategyBase):
-    """Writes ShardedTensors. This one method is all that a strategy of your own must have."""
+    """Writes ShardedTensors. ``save`` is all that a strategy of your own must have."""
+
+    def resolved(self) -> SaveShardedStrategy:
+        """The strategy that ``save`` drives: by default itself; a wrapper may name another."""
+        return self
 
     @abstractmethod
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:

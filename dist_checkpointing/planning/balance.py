@@ -1,0 +1,270 @@
+"""Replicas shared out: which of the ranks that hold a part writes it, or reads it for the others.
+
+Pure functions of tables and numbers. The order in which parts are handed out, and the rule by which
+a rank is chosen, are those of ``distribute_shards_to_ranks``; for a catalog the same is done on
+arrays.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dist_checkpointing.catalog import Bools, Int64s, Integers, ShardTable
+
+ShardId = TypeVar("ShardId", bound=Hashable)
+
+_FEW_SETS = 8
+"""With fewer independent sets of ranks than this, a heap is faster than arrays."""
+
+
+def distribute_shards_to_ranks(
+    shard_to_ranks: Mapping[ShardId, Sequence[int]],
+    shard_to_size: Mapping[ShardId, int],
+    num_ranks: int,
+    cross_parallelization_group_loads: AbstractSet[ShardId],
+) -> dict[ShardId, int]:
+    """One of its ranks for every shard, so that all ranks get about the same number of bytes.
+
+    Shards that belong to another group come last; of the others those that fewer ranks hold come
+    first, then larger ones, then smaller ids. Each goes to its rank with the fewest bytes so far,
+    or the lowest of these.
+
+    Args:
+        shard_to_ranks: the ranks that hold a shard, at least one.
+        shard_to_size: bytes of a shard.
+        num_ranks: number of ranks.
+        cross_parallelization_group_loads: shards that belong to another group.
+
+    Returns:
+        Shard -> rank, in the order in which they were handed out.
+    """
+
+    def order(shard: ShardId) -> Any:
+        ranks = len(shard_to_ranks[shard])
+        return shard in cross_parallelization_group_loads, ranks, -shard_to_size[shard], shard
+
+    shards = sorted(shard_to_ranks, key=order)
+    requests = ((tuple(shard_to_ranks[shard]), shard_to_size[shard]) for shard in shards)
+    return dict(zip(shards, _hand_out(requests, [0] * num_ranks), strict=True))
+
+
+def _hand_out(requests: Iterable[tuple[tuple[int, ...], int]], loads: list[int]) -> Iterator[int]:
+    """A rank for each (ranks, size) in turn; ``loads`` is kept up to date.
+
+    The heap of a set of ranks may say too little of some, whose load grew through another set. As
+    loads only grow, the top is the least loaded rank once what it says of that one is true.
+    """
+    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for ranks, size in requests:
+        heap = heaps.get(ranks)
+        if heap is None:
+            heap = heaps[ranks] = [(loads[rank], rank) for rank in ranks]
+            heapq.heapify(heap)
+        load, rank = heap[0]
+        while load != loads[rank]:
+            heapq.heapreplace(heap, (loads[rank], rank))
+            load, rank = heap[0]
+        loads[rank] += size
+        yield rank
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """The distinct parts in a table, and the rows that hold each of them.
+
+    A part is a box (or a flattened range of one) of a tensor. Parts are in order of key, place,
+    flattened range and shape.
+
+    Attributes:
+        rows: rows of the table, those of one part together, in order of rank; one a rank.
+        starts: ``[parts + 1]``, where the rows of each part begin in ``rows``.
+        main_rows: the row of the main replica of each part; -1 where there is none or more than
+            one.
+    """
+
+    rows: Int64s
+    starts: Int64s
+    main_rows: Int64s
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def counts(self) -> Int64s:
+        """Number of ranks that hold each part."""
+        return np.diff(self.starts)
+
+    @property
+    def firsts(self) -> Int64s:
+        """The row of the lowest rank that holds each part."""
+        return self.rows[self.starts[:-1]]
+
+    @property
+    def parts(self) -> Int64s:
+        """The part that each of ``rows`` holds."""
+        return np.repeat(np.arange(len(self)), self.counts)
+
+    def only(self, kept: Bools) -> Holdings:
+        """Some of the parts."""
+        counts = self.counts[kept]
+        rows = self.rows[np.repeat(kept, self.counts)]
+        return Holdings(rows, _starts(counts), self.main_rows[kept])
+
+    def within(self, groups: Int64s) -> Holdings:
+        """The same parts without the rows of ranks outside of the main replica's group.
+
+        Args:
+            groups: number of the group of each row of the table.
+        """
+        home = np.repeat(groups[self.main_rows], self.counts)
+        kept = groups[self.rows] == home
+        counts = np.bincount(self.parts[kept], minlength=len(self))
+        return Holdings(self.rows[kept], _starts(counts), self.main_rows)
+
+
+def _starts(counts: Int64s) -> Int64s:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def find_holdings(table: ShardTable, rows: Int64s) -> Holdings:
+    """Who holds what.
+
+    Args:
+        table: sorted by key, and for each key by rank.
+        rows: the rows to look at, ascending; tensors with elements.
+    """
+    own = table.take(rows)
+    place = np.zeros(len(own), dtype=np.int64)
+    for axis in range(own.max_ndim):
+        place = place * own.global_shapes[:, axis] + own.offsets[:, axis]
+    first, last = own.flat.T
+    others: list[Integers] = [last, own.dtypes, *own.shapes.T]
+    # Parts that begin at one place are as good as always the same part: seldom is more needed.
+    order = np.lexsort((first, place, own.keys))
+    starts_here = _changes([own.keys, place, first], order)
+    differs = _changes(others, order)
+    if (differs & ~starts_here).any():
+        order = np.lexsort((*others, first, place, own.keys))
+        differs = _changes(others, order)
+    begins = starts_here | differs
+    part = np.cumsum(begins) - 1
+    main = own.main[order]
+    mains = np.bincount(part[main], minlength=int(begins.sum()))
+    main_rows = np.full(len(mains), -1, dtype=np.int64)
+    main_rows[part[main]] = rows[order[main]]
+    main_rows[mains != 1] = -1
+    # A rank that holds a part twice holds it once for this purpose.
+    kept = begins | np.concatenate([[True], np.diff(own.ranks[order]) != 0])[: len(order)]
+    counts = np.bincount(part[kept], minlength=len(mains))
+    return Holdings(rows[order[kept]], _starts(counts), main_rows)
+
+
+def _changes(columns: Sequence[Integers], order: Int64s) -> Bools:
+    """Which rows, in this order, differ from the one before in any of the columns."""
+    changes = np.zeros(len(order), dtype=np.bool_)
+    changes[:1] = True
+    for column in columns:
+        ordered = column[order]
+        changes[1:] |= ordered[1:] != ordered[:-1]
+    return changes
+
+
+def share_out(
+    ranks: Integers, starts: Int64s, parts: Int64s, sizes: Int64s, loads: Int64s
+) -> Int64s:
+    """One holder for each unit of data, as ``distribute_shards_to_ranks`` would choose it.
+
+    Args:
+        ranks: the holders of all parts, those of one part together and ascending.
+        starts: ``[parts + 1]``, where those of each part begin.
+        parts: ``[units]``, the part that each unit is, or is a piece of.
+        sizes: ``[units]``, bytes.
+        loads: ``[ranks of the world]``, bytes that each rank has already; brought up to date.
+
+    Returns:
+        ``[units]``, position of the chosen holder in ``ranks``.
+    """
+    counts = np.diff(starts)[parts]
+    chosen = starts[parts].astype(np.int64)
+    alone = counts == 1
+    np.add.at(loads, ranks[chosen[alone]], sizes[alone])
+    for count in np.unique(counts[~alone]).tolist():
+        units = np.flatnonzero(counts == count)
+        units = units[np.argsort(-sizes[units], kind="stable")]
+        members = ranks[chosen[units][:, None] + np.arange(count)]
+        chosen[units] += _least_loaded(members, sizes[units], loads)
+    return chosen
+
+
+def _least_loaded(members: Integers, sizes: Int64s, loads: Int64s) -> Int64s:
+    """Column of ``members`` for each unit, in turn."""
+    leaders = members[:, 0]
+    representative = np.zeros(len(loads), dtype=np.int64)
+    representative[leaders] = np.arange(len(leaders))
+    distinct = np.unique(leaders)
+    sets = members[representative[distinct]]
+    are_disjoint = np.unique(sets).size == sets.size and bool(
+        (members == members[representative[leaders]]).all()
+    )
+    if are_disjoint and len(distinct) >= _FEW_SETS:
+        return _least_loaded_of_sets(sets, np.searchsorted(distinct, leaders), sizes, loads)
+    given = loads.tolist()
+    requests = zip(map(tuple, members.tolist()), sizes.tolist(), strict=True)
+    winners = np.fromiter(_hand_out(requests, given), dtype=np.int64, count=len(sizes))
+    loads[:] = given
+    columns: Int64s = (members == winners[:, None]).argmax(axis=1)
+    return columns
+
+
+def _least_loaded_of_sets(sets: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Int64s:
+    """The same for sets of ranks that have none in common: all take their next unit at a time."""
+    order = np.argsort(set_of, kind="stable")
+    waiting = np.bincount(set_of, minlength=len(sets))
+    firsts = np.cumsum(waiting) - waiting
+    # Sets with more units first: those that still have one are the first so many.
+    busiest = np.argsort(-waiting, kind="stable")
+    still = np.searchsorted(-waiting[busiest], -np.arange(waiting.max(initial=0)), side="left")
+    own = loads[sets[busiest]]
+    columns = np.zeros(len(sizes), dtype=np.int64)
+    for turn, count in enumerate(still.tolist()):
+        units = order[firsts[busiest[:count]] + turn]
+        best = own[:count].argmin(axis=1)
+        own[np.arange(count), best] += sizes[units]
+        columns[units] = best
+    loads[sets[busiest]] = own
+    return columns
+
+
+def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
+    """Rows of a catalog to write, so that each part is written once and ranks write alike.
+
+    Objects, and parts without exactly one main replica (which the check of the shards is about),
+    are left as they are: main replicas are written.
+    """
+    holdings = tensor_holdings(catalog)
+    shared = holdings.only(holdings.main_rows >= 0)
+    sizes = catalog.num_bytes[shared.firsts]
+    loads = np.zeros(num_ranks, dtype=np.int64)
+    ranks = catalog.ranks[shared.rows]
+    chosen = share_out(ranks, shared.starts, np.arange(len(shared)), sizes, loads)
+    return np.sort(np.concatenate([shared.rows[chosen], fixed_rows(catalog, shared)]))
+
+
+def tensor_holdings(catalog: ShardTable) -> Holdings:
+    """Who holds what of all tensors that have elements."""
+    return find_holdings(
+        catalog, np.flatnonzero((catalog.num_elements > 0) & ~catalog.is_object).astype(np.int64)
+    )
+
+
+def fixed_rows(catalog: ShardTable, shared: Holdings) -> Int64s:
+    """The main replicas that no other rank could write in place of its own."""
+    fixed = catalog.main & (catalog.num_elements > 0)
+    fixed[shared.main_rows] = False
+    return np.flatnonzero(fixed).astype(np.int64)

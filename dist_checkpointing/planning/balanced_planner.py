@@ -1,0 +1,151 @@
+"""The planner that lets every holder of a replica write its share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dist_checkpointing.catalog import Int64s, ShardTable
+from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.index import Index
+from dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from dist_checkpointing.planning.balance import Holdings, fixed_rows, share_out, tensor_holdings
+from dist_checkpointing.planning.default import DefaultSavePlanner, as_stored, by_rank
+from dist_checkpointing.planning.items import LocalPlans, SavePlan
+from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
+
+_WELL_BALANCED = 1.05
+_MIN_CHUNK_BYTES = 2**18
+_CHUNKS_A_RANK = 32
+"""Chunks of a thirty-second of a rank's share leave at most that much of a difference."""
+
+
+class BalancedSavePlanner(DefaultSavePlanner):
+    """Writes every shard once, on whichever holder of a replica has the least to write so far.
+
+    The replica ids stay what they are: who writes is only in the plan. A shard that is stored as
+    several chunks may be written by several ranks, and where shards are too large for ranks to
+    have alike, they are stored in smaller chunks (down to 256 KiB) than otherwise.
+
+    Args:
+        remove_redundancy: False leaves every shard to its main replica, as DefaultSavePlanner.
+        save_to_minimum_rank: True gives every shard to the lowest rank that holds it.
+        groups: number of the group of every rank; a shard stays in the group of its main replica.
+            By default all ranks are one group.
+    """
+
+    def __init__(
+        self,
+        *,
+        remove_redundancy: bool = True,
+        save_to_minimum_rank: bool = False,
+        groups: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.remove_redundancy = remove_redundancy
+        self.save_to_minimum_rank = save_to_minimum_rank
+        self.groups = None if groups is None else tuple(groups)
+
+    @property
+    def settings(self) -> Hashable | None:
+        if type(self) is not BalancedSavePlanner:
+            return None
+        return self.remove_redundancy, self.save_to_minimum_rank, self.groups
+
+    def build_local_plan(self) -> SavePlan:
+        if self.remove_redundancy:
+            check_replicas_have_data(self._leaves)
+        return super().build_local_plan()
+
+    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
+        if not self.remove_redundancy:
+            return super().build_global_plan(all_plans)
+        catalog = LocalPlans.of(all_plans).catalog
+        found = tensor_holdings(catalog)
+        shared = found.only(found.main_rows >= 0)
+        if self.groups is not None:
+            groups = np.array(self.groups, dtype=np.int64)
+            shared = shared.within(groups[catalog.ranks])
+        shares = self._shares(catalog, shared, len(all_plans))
+        return by_rank(all_plans, shares.written, shares.index), shares.index
+
+    def _shares(self, catalog: ShardTable, shared: Holdings, num_ranks: int) -> _Shares:
+        fixed = fixed_rows(catalog, shared)
+        firsts = shared.firsts
+        both = np.concatenate([firsts, fixed])
+        whole = catalog.take(both[np.argsort(catalog.keys[both], kind="stable")])
+
+        def shares(layout: Layout) -> _Shares:
+            index = index_of(layout, catalog, whole)
+            units, parts = as_stored(catalog.take(firsts), index, layout)
+            order = np.argsort(parts, kind="stable")
+            units, parts = units.take(order), parts[order]
+            loads = np.zeros(num_ranks, dtype=np.int64)
+            np.add.at(loads, catalog.ranks[fixed], catalog.num_bytes[fixed])
+            if self.save_to_minimum_rank:
+                writers = firsts[parts]
+            else:
+                ranks = catalog.ranks[shared.rows]
+                chosen = share_out(ranks, shared.starts, parts, units.num_bytes, loads)
+                writers = shared.rows[chosen]
+            own = replace(
+                units,
+                ranks=catalog.ranks[writers],
+                sources=catalog.sources[writers],
+                main=catalog.main[writers],
+            )
+            return _Shares(index, own.followed_by(catalog.take(fixed)), loads)
+
+        first = shares(self._layout)
+        mean = first.loads.sum() / num_ranks
+        finer = _finer(self._layout, mean)
+        if finer is None or first.loads.max() <= _WELL_BALANCED * mean:
+            return first
+        if not (shared.counts > 1).any():
+            return first
+        second = shares(finer)
+        return second if second.loads.max() < first.loads.max() else first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shares:
+    """Who writes what, if tensors are laid out so.
+
+    Attributes:
+        index: what the checkpoint then holds.
+        written: the chunks and pieces (or whole shards) with the ranks that write them.
+        loads: bytes of each rank; zeros if nobody looked.
+    """
+
+    index: Index
+    written: ShardTable
+    loads: Int64s
+
+
+def _finer(layout: Layout, mean_bytes: float) -> RowBlockLayout | None:
+    """A layout of which ranks can have equal shares; None if it would be no finer."""
+    if not isinstance(layout, RowBlockLayout):
+        return None
+    most = max(_MIN_CHUNK_BYTES, int(mean_bytes) // _CHUNKS_A_RANK)
+    return replace(layout, max_chunk_bytes=most) if most < layout.max_chunk_bytes else None
+
+
+def check_replicas_have_data(leaves: Sequence[ShardedBase]) -> None:
+    """Any holder of a replica may become the one that writes it.
+
+    Raises:
+        InvalidShardingError: with every tensor that has no data.
+    """
+    findings = [
+        Finding(
+            "data is None, but every replica must have its data where replicas are shared out",
+            leaf.key,
+            remedy="Give it its data, or leave this replica out of the state dict.",
+        )
+        for leaf in leaves
+        if isinstance(leaf, ShardedTensor) and leaf.data is None
+    ]
+    if findings:
+        raise InvalidShardingError("there is nothing to save for some shards", findings)

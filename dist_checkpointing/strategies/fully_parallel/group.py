@@ -1,0 +1,74 @@
+"""The ranks that share their work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from dist_checkpointing.comm import Comm, group_comm
+from dist_checkpointing.errors import CheckpointingException, RankFailedError
+
+GivenGroup = dist.ProcessGroup | Comm | None
+"""A process group, the comm of simulated ranks, or None for all ranks."""
+
+
+class ParallelizationGroup:
+    """A group as a caller gives it; a rank that is not in it is alone.
+
+    Args:
+        given: the group.
+        keeps: whether the groups of all ranks are asked for only once.
+    """
+
+    def __init__(self, given: GivenGroup, *, keeps: bool) -> None:
+        self._given = given
+        self._keeps = keeps
+        self._met: tuple[Comm, Comm, list[int]] | None = None
+        self._numbers: tuple[Comm, list[int]] | None = None
+
+    @contextmanager
+    def meeting(self, everybody: Comm) -> Iterator[Comm]:
+        """The group, for a body that is collective over it; all of ``everybody`` if none was given.
+
+        Collective over ``everybody`` on first use. Errors name the ranks as they are numbered
+        among ``everybody``.
+        """
+        if self._met is None or self._met[0] is not everybody:
+            comm = group_comm(self._given, everybody)
+            self._met = everybody, comm, comm.all_gather(everybody.rank)
+        _, comm, members = self._met
+        try:
+            yield comm
+        except CheckpointingException as error:
+            raise _renumbered(error, members) from error
+
+    def numbers(self, everybody: Comm) -> list[int]:
+        """The lowest rank in the group of each rank. Collective over ``everybody``."""
+        if self._keeps and self._numbers is not None and self._numbers[0] is everybody:
+            return self._numbers[1]
+        with everybody.agreed("finding out who shares"), self.meeting(everybody):
+            assert self._met is not None
+            lowest = min(self._met[2])
+        numbers = everybody.all_gather(lowest)
+        self._numbers = everybody, numbers
+        return numbers
+
+
+def _renumbered(error: CheckpointingException, members: Sequence[int]) -> CheckpointingException:
+    """The error of a group with the numbers that its ranks have elsewhere."""
+    if members == [*range(len(members))]:
+        return error
+    if len(set(members)) < len(members):  # they know nothing of each other elsewhere
+        return error
+
+    def number(rank: int) -> int:
+        return members[rank] if rank < len(members) else rank
+
+    findings = [replace(f, ranks=tuple(sorted(map(number, f.ranks)))) for f in error.findings]
+    if not isinstance(error, RankFailedError):
+        return type(error)(error.message, findings)
+    tracebacks = {number(rank): text for rank, text in error.tracebacks.items()}
+    return RankFailedError(error.message, findings, tracebacks)

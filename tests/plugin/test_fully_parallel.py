@@ -1,0 +1,109 @@
+"""Replicas share the work of every backend, a third party's included, and nothing else changes."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import ShardedObject, ShardedTensor, load, save
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+from dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance.shards import (
+    CUT_SHAPE,
+    CUTS,
+    assert_same_bits,
+    data_of,
+    poisoned,
+    random_bits,
+    template,
+)
+
+PLAIN = runpy.run_path(str(Path(__file__).parent / "test_plain_strategies.py"))
+FULL = {name: random_bits(CUT_SHAPE, torch.bfloat16, i) for i, name in enumerate(CUTS)}
+
+Pair = tuple[Any, Any]
+
+
+def built_in(backend: str, version: int) -> Pair:
+    return (
+        get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version),
+        get_default_strategy(StrategyAction.LOAD_SHARDED, backend, version),
+    )
+
+
+def npy() -> Pair:
+    import npy_backend  # type: ignore[import-not-found]
+
+    return npy_backend.NpySaveStrategy(), npy_backend.NpyLoadStrategy()
+
+
+STRATEGIES: dict[str, Callable[[], Pair]] = {
+    "zarr 1": lambda: built_in("zarr", 1),
+    "zarr 2": lambda: built_in("zarr", 2),
+    "tensorstore 1": lambda: built_in("tensorstore", 1),
+    "third party, planned": npy,
+    "third party, plain": lambda: (PLAIN["PlainSave"]("plain", 1), PLAIN["PlainLoad"]()),
+}
+
+
+def held_by(rank: int) -> dict[str, list[ShardedTensor]]:
+    """Every tensor cut in every way for two ranks, and each of the two there twice."""
+    place, copy_number = rank % 2, rank // 2
+    return {
+        name: [replace(s, replica_id=(copy_number, 0)) for s in cut(name, FULL[name], 2)[place]]
+        for name, cut in CUTS.items()
+        if cut(name, FULL[name], 2)[place][0].replica_id == 0
+    }
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_save_by_four_and_load_by_three(tmp_path: Path, name: str) -> None:
+    def write(comm: Comm) -> int:
+        saver, _ = STRATEGIES[name]()
+        state: dict[str, Any] = dict(held_by(comm.rank))
+        state["rng"] = ShardedObject("rng", [comm.rank], (2,), (comm.rank % 2,), comm.rank // 2)
+        state["step"] = 5
+        written = [0]
+        save(
+            state,
+            tmp_path / "c",
+            FullyParallelSaveStrategyWrapper(saver, comm),
+            comm=comm,
+            progress=lambda p: written.append(p.bytes_done) if p.phase == "writing" else None,
+        )
+        return max(written)
+
+    written = run_ranks(4, write)
+    if "plain" not in name and "third party" not in name:
+        assert min(written[2:]) > 0, "the replicas wrote nothing"
+
+    def read(comm: Comm) -> None:
+        _, loader = STRATEGIES[name]()
+        shards = {key: CUTS[key](key, FULL[key], 1)[0] for key in held_by(0)}
+        wanted: dict[str, Any] = {
+            key: [template(s, poisoned(data_of(s))) for s in own] for key, own in shards.items()
+        }
+        wanted["rng"] = ShardedObject("rng", None, (2,), (1,))
+        for strategy in (
+            loader,
+            FullyParallelLoadStrategyWrapper(loader, comm, min_shared_bytes=0),
+        ):
+            loaded: Any = load(wanted, tmp_path / "c", strategy, comm=comm)
+            assert (loaded["rng"], loaded["step"]) == ([1], 5)
+            for key, own in shards.items():
+                for i, shard in enumerate(own):
+                    assert_same_bits(loaded[key][i], data_of(shard), key)
+                    wanted[key][i].data.copy_(poisoned(data_of(shard)))
+
+    run_ranks(3, read)

@@ -1,0 +1,27 @@
+"""The wrappers hold to everything that is asked of a strategy."""
+
+from __future__ import annotations
+
+from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from dist_checkpointing.testing import StrategyConformance
+
+
+class TestFullyParallel(StrategyConformance):
+    backend = ("tensorstore", 1)
+
+    def save_strategy(self) -> SaveShardedStrategy:
+        return FullyParallelSaveStrategyWrapper(TensorStoreSaveShardedStrategy()).resolved()
+
+    def load_strategy(self) -> LoadShardedStrategy:
+        wrapper = FullyParallelLoadStrategyWrapper(
+            TensorStoreLoadShardedStrategy(), min_shared_bytes=0
+        )
+        return wrapper.for_format(*self.backend)

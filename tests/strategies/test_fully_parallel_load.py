@@ -1,0 +1,703 @@
+"""What ranks of a group want alike is read once; what each gets is what it would have read."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dist_checkpointing import (
+    CheckpointingException,
+    RankFailedError,
+    ShardedObject,
+    ShardedTensor,
+    StateMismatchError,
+    load,
+    save,
+)
+from dist_checkpointing.catalog import describe
+from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
+from dist_checkpointing.dtypes import DTYPES
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
+from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.strategies.base import LoadShardedStrategy
+from dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    passing,
+    sharing,
+)
+from dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance.observed import observed_load
+from dist_checkpointing.testing.conformance.shards import (
+    assert_same_bits,
+    poisoned,
+    random_bits,
+)
+from dist_checkpointing.tree import flatten, unflatten
+
+Algorithm = Literal["broadcast", "gather_object", "gather_rounds"]
+
+SECONDS = 20.0
+ALGORITHMS: tuple[Algorithm, ...] = ("broadcast", "gather_object", "gather_rounds")
+ALGORITHM = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+class TinyChunkWriter(ZarrV3Writer):
+    layout = RowBlockLayout(64)
+
+
+class TinyChunks(Zarr3SaveShardedStrategy):
+    def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
+        return TinyChunkWriter(checkpoint_dir, self.codec)
+
+
+class Counting:
+    """Copies of a strategy, one a rank, and the bytes that each has been told to read."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.num_bytes: dict[int, int] = {}
+
+    def on(self, rank: int) -> Any:
+        def observe(name: str, values: Sequence[Any]) -> None:
+            if name == "read_data":
+                plan, planner = values
+                wanted = (planner.acquire_tensor(item) for item in plan.items)
+                self.num_bytes[rank] = sum(tensor.nbytes for tensor in wanted)
+
+        return observed_load(copy.copy(self._strategy), observe)
+
+    @property
+    def total(self) -> int:
+        return sum(self.num_bytes.values())
+
+
+class Plain(LoadShardedStrategy):
+    """A third party's strategy: it knows the whole tensors, and counts what it is asked for."""
+
+    def __init__(self, full: dict[str, torch.Tensor], *, in_place: bool = True) -> None:
+        self.full = full
+        self.in_place = in_place
+        self.num_bytes = 0
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None: ...
+
+    def check_version_compatibility(self, loaded_version: int) -> None: ...
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, ShardedTensor]:
+        del checkpoint_dir
+        return {k: ShardedTensor.from_rank_offsets(k, t) for k, t in self.full.items()}
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> dict[str, Any]:
+        del checkpoint_dir
+        leaves, skeleton = flatten(sharded_state_dict)
+        values: dict[Any, Any] = {}
+        for path, leaf in leaves.items():
+            if isinstance(leaf, ShardedObject):
+                values[path] = leaf.unique_key
+                continue
+            value = expected(self.full[leaf.key], leaf)
+            self.num_bytes += value.nbytes
+            if self.in_place and leaf.data is not None:
+                leaf.data.detach().copy_(value)
+                value = leaf.data
+            values[path] = value
+        result: dict[str, Any] = unflatten(skeleton, values)
+        return result
+
+
+def expected(full: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
+    box = full[leaf.box.slices()].reshape(leaf.local_shape)
+    flat = leaf.flattened_range
+    part = box if flat is None else box.reshape(-1)[flat]
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+# --- anything that anybody may want -------------------------------------------------------------
+
+SHAPE = (6, 4, 5)
+DTYPE_OF = {"a": torch.int16, "b": torch.bool, "c": torch.complex64, "d": torch.bfloat16}
+FULL = {key: random_bits(SHAPE, dtype, i) for i, (key, dtype) in enumerate(DTYPE_OF.items())}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A part that some ranks want, in memory of some kind."""
+
+    key: str
+    box: Box
+    flat: tuple[int, int] | None
+    prepend: int
+    ranks: tuple[tuple[int, str], ...]
+
+    def leaf(self, memory: str) -> ShardedTensor:
+        flat = None if self.flat is None else slice(*self.flat)
+        whole = FULL[self.key]
+        leaf = ShardedTensor(
+            self.key,
+            None,
+            whole.dtype,
+            self.box.shape[self.prepend :],
+            SHAPE,
+            self.box.offset,
+            None,
+            3,
+            self.prepend,
+            flattened_range=flat,
+        )
+        if memory != "none":
+            given = poisoned(expected(whole, leaf))
+            if memory == "strided" and given.ndim:
+                wide = given.new_empty((*given.shape[:-1], 2 * given.shape[-1] + 1))
+                wide[..., 1::2] = given
+                given = wide[..., 1::2]
+            if memory == "parameter" and given.is_floating_point():
+                given.requires_grad_()
+            leaf.data = given
+        return leaf
+
+
+@dataclass(frozen=True)
+class World:
+    groups: tuple[tuple[int, ...], ...]
+    wishes: tuple[Wish, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(map(len, self.groups))
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        return next(group for group in self.groups if rank in group)
+
+    def leaves(self, rank: int) -> list[ShardedTensor]:
+        return [
+            wish.leaf(memory) for wish in self.wishes for who, memory in wish.ranks if who == rank
+        ]
+
+    def unique_bytes(self) -> int:
+        """What must be read if a group in which anything is shared reads each part once."""
+        return sum(self._bytes_of(group) for group in self.groups)
+
+    def _bytes_of(self, group: tuple[int, ...]) -> int:
+        wanted = [
+            ((w.key, w.box, w.flat), rank)
+            for w in self.wishes
+            for rank, _ in w.ranks
+            if rank in group
+        ]
+        parts = [part for part, _ in wanted]
+        if len(set(parts)) < len(set(wanted)):  # two ranks want the same
+            parts = list(set(parts))
+        return sum(
+            (box.num_elements if flat is None else flat[1] - flat[0]) * DTYPE_OF[key].itemsize
+            for key, box, flat in parts
+        )
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    num_ranks = draw(st.integers(2, 5))
+    order = draw(st.permutations(range(num_ranks)))
+    edges = [0, *sorted(draw(st.sets(st.integers(1, num_ranks - 1), max_size=2))), num_ranks]
+    groups = tuple(tuple(order[a:b]) for a, b in itertools.pairwise(edges))
+    memories = st.sampled_from(["contiguous", "strided", "none", "parameter"])
+    who = st.lists(st.tuples(st.integers(0, num_ranks - 1), memories), min_size=1, max_size=6)
+    wishes = []
+    for _ in range(draw(st.integers(1, 6))):
+        key = draw(st.sampled_from(sorted(DTYPE_OF)))
+        prepend = draw(st.integers(0, 1))
+        extents = [1] * prepend + [draw(st.integers(1, e)) for e in SHAPE[prepend:]]
+        offset = [draw(st.integers(0, e - n)) for e, n in zip(SHAPE, extents, strict=True)]
+        box = Box(tuple(offset), tuple(extents))
+        flat = None
+        if draw(st.booleans()):
+            start = draw(st.integers(0, box.num_elements - 1))
+            flat = start, draw(st.integers(start + 1, box.num_elements))
+        wishes.append(Wish(key, box, flat, prepend, tuple(draw(who))))
+    return World(groups, tuple(wishes))
+
+
+def each_rank(world: World, step: Callable[[Comm, Comm], Any]) -> list[Any]:
+    """``step(everybody, group)`` on every rank; a group of one rank is no group."""
+    meetings = {group: ThreadComm.Meeting(len(group), SECONDS) for group in world.groups}
+
+    def one(comm: Comm) -> Any:
+        group = world.group_of(comm.rank)
+        own: Comm = SingleProcess()
+        if len(group) > 1:
+            own = ThreadComm(meetings[group], group.index(comm.rank))
+        return step(comm, own)
+
+    return run_ranks(world.num_ranks, one, timeout_seconds=SECONDS)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "c"
+    state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in FULL.items()}
+    save(state, folder, TinyChunks())
+    return folder
+
+
+FEW = settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+@FEW
+@given(worlds(), st.sampled_from(ALGORITHMS), st.sampled_from([1, 60, 10**6]))
+def test_every_wish_is_filled_and_read_once(
+    saved: Path, world: World, algorithm: Algorithm, buffer_bytes: int
+) -> None:
+    options = StorageOptions(buffer_bytes=buffer_bytes, threads=1)
+    counting = Counting(Zarr3LoadShardedStrategy(options=options))
+
+    def one(comm: Comm, group: Comm) -> None:
+        strategy = FullyParallelLoadStrategyWrapper(
+            counting.on(comm.rank), group, False, algorithm, min_shared_bytes=0
+        )
+        wanted = world.leaves(comm.rank)
+        loaded: Any = load({"leaves": wanted}, saved, strategy, comm=comm)
+        check(wanted, loaded.get("leaves", []), in_place=True)
+
+    each_rank(world, one)
+    assert counting.total == world.unique_bytes()
+
+
+def check(wanted: Sequence[ShardedTensor], got: Sequence[torch.Tensor], *, in_place: bool) -> None:
+    for leaf, value in zip(wanted, got, strict=True):
+        assert_same_bits(value, expected(FULL[leaf.key], leaf), leaf.key)
+        if in_place and leaf.data is not None:
+            assert value is leaf.data
+
+
+@FEW
+@given(worlds(), st.sampled_from(ALGORITHMS), st.booleans())
+def test_a_third_party_reads_once(world: World, algorithm: Algorithm, in_place: bool) -> None:
+    def one(comm: Comm, group: Comm) -> int:
+        base = Plain(FULL, in_place=in_place)
+        strategy = FullyParallelLoadStrategyWrapper(
+            base, group, exchange_algo=algorithm, min_shared_bytes=0
+        )
+        wanted = world.leaves(comm.rank)
+        before = [repr(leaf) for leaf in wanted]
+        cell = ShardedObject("rng", None, (1,), (0,))
+        # A direct call: memory made here must not appear in the caller's leaves.
+        loaded = strategy.load({"deep": ({"leaves": wanted}, cell)}, "unused")
+        assert [repr(leaf) for leaf in wanted] == before
+        check(wanted, loaded["deep"][0]["leaves"], in_place=in_place and group.world_size == 1)
+        assert loaded["deep"][1] == "rng/shard_0_1"
+        return base.num_bytes
+
+    assert sum(each_rank(world, one)) == world.unique_bytes()
+
+
+# --- who reads ----------------------------------------------------------------------------------
+
+
+def replicas(comm: Comm, full: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
+    return {
+        key: ShardedTensor.from_rank_offsets(key, poisoned(data), replica_id=comm.rank)
+        for key, data in full.items()
+    }
+
+
+@ALGORITHM
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        (Zarr3SaveShardedStrategy, Zarr3LoadShardedStrategy),
+        (TensorStoreSaveShardedStrategy, TensorStoreLoadShardedStrategy),
+    ],
+)
+def test_four_replicas_read_a_quarter_each(
+    tmp_path: Path, algorithm: Algorithm, saver: type[Any], loader: type[Any]
+) -> None:
+    full = {f"w{i}": random_bits((32, 16), torch.bfloat16, i) for i in range(12)}
+    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, saver())
+    counting = Counting(loader())
+
+    def one(comm: Comm) -> int:
+        done: list[int] = []
+        state: Any = replicas(comm, full)
+        strategy = FullyParallelLoadStrategyWrapper(
+            counting.on(comm.rank), exchange_algo=algorithm, min_shared_bytes=0
+        )
+        result: Any = load(
+            state,
+            tmp_path,
+            strategy,
+            comm=comm,
+            progress=lambda p: done.append(p.bytes_done) if p.phase == "reading" else None,
+        )
+        for key, leaf in state.items():
+            assert result[key] is leaf.data
+            assert_same_bits(result[key], full[key], key)
+        return max(done)
+
+    progress = run_ranks(4, one)
+    unique = sum(data.nbytes for data in full.values())
+    assert set(counting.num_bytes.values()) == {unique // 4}
+    assert progress == [unique] * 4
+
+
+def test_one_large_tensor_is_read_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Along chunks, so that no chunk is read by two."""
+    monkeypatch.setattr(sharing, "_MIN_UNIT_BYTES", 64)
+    full = {"w": random_bits((48, 5), torch.int16)}
+    state = {"w": ShardedTensor.from_rank_offsets("w", full["w"])}
+    save(state, tmp_path, TinyChunks(codec="zstd"))
+    counting = Counting(Zarr3LoadShardedStrategy())
+    chunks: dict[int, set[Any]] = {}
+
+    class Planner(DefaultLoadPlanner):
+        rank = 0
+
+        def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+            chunks.setdefault(self.rank, set()).add(item.storage_index)
+            return super().acquire_tensor(item)
+
+    def one(comm: Comm) -> None:
+        base = counting.on(comm.rank)
+        base.planner = Planner()
+        base.planner.rank = comm.rank
+        wanted: Any = replicas(comm, full)
+        strategy = FullyParallelLoadStrategyWrapper(base, min_shared_bytes=0)
+        load(wanted, tmp_path, strategy, comm=comm)
+        assert_same_bits(wanted["w"].data, full["w"], "w")
+
+    run_ranks(4, one)
+    assert counting.total == full["w"].nbytes
+    assert max(counting.num_bytes.values()) <= 2 * full["w"].nbytes // 4
+    for a, b in itertools.combinations(chunks.values(), 2):
+        assert not a & b
+    assert len(chunks) == 4
+
+
+def test_little_is_read_by_each(tmp_path: Path) -> None:
+    full = {"w": random_bits((32, 16), torch.bfloat16)}
+    save({"w": ShardedTensor.from_rank_offsets("w", full["w"])}, tmp_path, "zarr")
+    for least, times in ((full["w"].nbytes, 1), (full["w"].nbytes + 1, 3)):
+        counting = Counting(Zarr3LoadShardedStrategy())
+
+        def one(comm: Comm, counting: Counting = counting, least: int = least) -> None:
+            wanted: Any = replicas(comm, full)
+            strategy = FullyParallelLoadStrategyWrapper(
+                counting.on(comm.rank), min_shared_bytes=least
+            )
+            load(wanted, tmp_path, strategy, comm=comm)
+            assert_same_bits(wanted["w"].data, full["w"], "w")
+
+        run_ranks(3, one)
+        assert counting.total == times * full["w"].nbytes
+
+
+@ALGORITHM
+def test_every_dtype(tmp_path: Path, algorithm: Algorithm) -> None:
+    full = {row.name: random_bits((3, 5), row.torch, i) for i, row in enumerate(DTYPES)}
+    full["scalar"] = random_bits((), torch.float64)
+    full["empty"] = torch.empty(0, 4)
+    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+
+    def one(comm: Comm) -> None:
+        wanted: Any = replicas(comm, full)
+        strategy = FullyParallelLoadStrategyWrapper(
+            Zarr3LoadShardedStrategy(), exchange_algo=algorithm, min_shared_bytes=0
+        )
+        load(wanted, tmp_path, strategy, comm=comm)
+        for key, leaf in wanted.items():
+            assert_same_bits(leaf.data, full[key], key)
+
+    run_ranks(3, one)
+
+
+def test_ranks_may_want_other_dtypes_and_shapes(tmp_path: Path) -> None:
+    """Only what is the same in memory is shared."""
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}, tmp_path, "zarr")
+
+    def one(comm: Comm) -> Any:
+        dtype = torch.float64 if comm.rank % 2 else torch.float32
+        leaf = ShardedTensor.from_rank_offsets(
+            "w", torch.full((8,), 7.0, dtype=dtype), allow_shape_mismatch=True
+        )
+        strategy = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy(), min_shared_bytes=0)
+        result: Any = load({"w": leaf}, tmp_path, strategy, comm=comm, cast="widen")
+        return result["w"]
+
+    for rank, tensor in enumerate(run_ranks(4, one)):
+        assert tensor.dtype == (torch.float64 if rank % 2 else torch.float32)
+        assert tensor.tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+
+
+def test_verifying_and_trusting_work_as_ever(tmp_path: Path) -> None:
+    full = {f"w{i}": random_bits((8, 4), torch.float32, i) for i in range(4)}
+    state: dict[str, Any] = {k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}
+    save(state | {"rng": ShardedObject("rng", {1, 2}, (1,), (0,))}, tmp_path, "tensorstore")
+
+    def one(comm: Comm) -> Any:
+        wanted: Any = replicas(comm, full)
+        wanted["rng"] = ShardedObject("rng", None, (1,), (0,))
+        base = TensorStoreLoadShardedStrategy()
+        strategy = FullyParallelLoadStrategyWrapper(base, min_shared_bytes=0)
+        result: Any = load(wanted, tmp_path, strategy, comm=comm, verify=True, trusted=True)
+        assert all(result[key] is wanted[key].data for key in full)
+        return result["rng"]
+
+    assert run_ranks(3, one) == [{1, 2}] * 3
+
+
+def test_a_wrapper_reads_every_format_of_its_strategy(tmp_path: Path) -> None:
+    full = {"w": random_bits((8, 4), torch.float32)}
+    state = {"w": ShardedTensor.from_rank_offsets("w", full["w"])}
+    for backend in (("zarr", 1), ("zarr", 2), ("tensorstore", 1)):
+        save(state, tmp_path / str(backend), backend)
+
+        def one(comm: Comm, folder: Path = tmp_path / str(backend)) -> None:
+            wanted: Any = replicas(comm, full)
+            base = TensorStoreLoadShardedStrategy()
+            load(
+                wanted,
+                folder,
+                FullyParallelLoadStrategyWrapper(base, min_shared_bytes=0),
+                comm=comm,
+            )
+            assert_same_bits(wanted["w"].data, full["w"], folder.name)
+
+        run_ranks(2, one)
+
+
+# --- caches never lie ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed_rank", [0, 2])
+@pytest.mark.parametrize("change", ["add", "drop", "retype", "reshard"])
+def test_a_change_on_one_rank_is_seen_by_all(
+    tmp_path: Path, change: str, changed_rank: int
+) -> None:
+    full = {f"w{i}": torch.arange(64.0).reshape(16, 4) + i for i in range(4)}
+    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+
+    def one(comm: Comm) -> tuple[bool, bool]:
+        strategy = FullyParallelLoadStrategyWrapper(
+            Zarr3LoadShardedStrategy(), None, True, min_shared_bytes=0
+        )
+
+        def load_all(change: str | None) -> Any:
+            wanted: Any = replicas(comm, full)
+            del wanted["w3"]
+            if change == "add":
+                wanted["w3"] = replicas(comm, full)["w3"]
+            if change == "drop":
+                del wanted["w1"]
+            if change == "retype":
+                wanted["w1"] = ShardedTensor.from_rank_offsets("w1", torch.zeros(16, 4).double())
+            if change == "reshard":
+                wanted["w1"] = ShardedTensor.from_rank_offsets("w1", torch.zeros(8, 4), (0, 1, 2))
+            load(wanted, tmp_path, strategy, comm=comm, cast="any")
+            for key, leaf in wanted.items():
+                want = expected(full[key], leaf)
+                assert torch.equal(leaf.data, want.to(leaf.dtype)), key
+            return strategy.cached_distribution
+
+        first, again = load_all(None), load_all(None)
+        changed = load_all(change if comm.rank == changed_rank else None)
+        return first is again, changed is again
+
+    assert run_ranks(3, one) == [(True, False)] * 3
+
+
+def test_another_chunk_grid_is_another_sharing(tmp_path: Path) -> None:
+    full = {"w": torch.arange(64.0).reshape(16, 4)}
+    for name, kind in (("a", Zarr3SaveShardedStrategy), ("b", TinyChunks)):
+        state = {"w": ShardedTensor.from_rank_offsets("w", full["w"])}
+        save(state, tmp_path / name, kind())
+
+    def one(comm: Comm) -> bool:
+        strategy = FullyParallelLoadStrategyWrapper(
+            Zarr3LoadShardedStrategy(), None, True, min_shared_bytes=0
+        )
+        seen = []
+        for name in "ab":
+            wanted: Any = replicas(comm, full)
+            load(wanted, tmp_path / name, strategy, comm=comm)
+            assert torch.equal(wanted["w"].data, full["w"])
+            seen.append(strategy.cached_distribution)
+        return seen[0] is seen[1]
+
+    assert run_ranks(2, one) == [False, False]
+
+
+# --- failures -----------------------------------------------------------------------------------
+
+
+def everybody_fails(world: World, step: Callable[[Comm, Comm], object]) -> list[Exception]:
+    def attempt(comm: Comm, group: Comm) -> Exception | None:
+        try:
+            step(comm, group)
+        except Exception as error:  # noqa: BLE001 - which one it is, is what is tested
+            return error
+        return None
+
+    errors = each_rank(world, attempt)
+    assert None not in errors
+    assert len({str(error) for error in errors}) == 1
+    return [error for error in errors if error is not None]
+
+
+TWO_GROUPS = World(((0, 1), (2, 3)), ())
+
+
+@ALGORITHM
+@pytest.mark.parametrize("where", ["reading", "packing", "unpacking"])
+def test_one_failing_rank_fails_all_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: Algorithm, where: str
+) -> None:
+    full = {f"w{i}": random_bits((8, 4), torch.float32, i) for i in range(6)}
+    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    bad = 2
+
+    class Broken(DefaultLoadPlanner):
+        def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+            raise OSError(5, f"broken disk below {item.dest_index.fqn}")
+
+    init, place = passing._Hands.__init__, passing._Hands._place
+
+    def make(self: Any, given: Any, arrays: Any, comm: Any, report: Any) -> None:
+        init(self, given, arrays, comm, report)
+        self.is_bad = getattr(comm, "is_bad", False)
+
+    def broken(self: Any, block: Any, data: torch.Tensor) -> torch.Tensor:
+        is_own = self._units[block.unit].reader == bad % 2
+        if self.is_bad and is_own == (where == "packing") and where != "reading":
+            raise OSError(5, "broken memory")
+        return place(self, block, data)
+
+    monkeypatch.setattr(passing._Hands, "__init__", make)
+    monkeypatch.setattr(passing._Hands, "_place", broken)
+
+    def one(comm: Comm, group: Comm) -> None:
+        planner = Broken() if where == "reading" and comm.rank == bad else None
+        group.is_bad = comm.rank == bad  # type: ignore[attr-defined]
+        base = Zarr3LoadShardedStrategy(planner=planner)
+        strategy = FullyParallelLoadStrategyWrapper(
+            base, group, exchange_algo=algorithm, min_shared_bytes=0
+        )
+        load(replicas(comm, full), tmp_path, strategy, comm=comm)
+
+    error = everybody_fails(TWO_GROUPS, one)[0]
+    assert isinstance(error, RankFailedError)
+    assert error.ranks == (bad,)
+    assert ("broken disk" if where == "reading" else "broken memory") in str(error)
+
+
+def test_what_is_not_there_is_found_before_anything_is_read(tmp_path: Path) -> None:
+    full = {"w": torch.ones(4, 4)}
+    save({"w": ShardedTensor.from_rank_offsets("w", full["w"])}, tmp_path, "zarr")
+
+    def one(comm: Comm, group: Comm) -> None:
+        wanted = replicas(comm, {"w": torch.zeros(4, 4), "absent": torch.zeros(3)})
+        wanted["w"].data = given = torch.full((4, 4), 7.0)
+        strategy = FullyParallelLoadStrategyWrapper(
+            Zarr3LoadShardedStrategy(), group, min_shared_bytes=0
+        )
+        try:
+            load(wanted, tmp_path, strategy, comm=comm)
+        finally:
+            assert (given == 7).all()
+
+    error = everybody_fails(TWO_GROUPS, one)[0]
+    assert isinstance(error, StateMismatchError)
+    assert {finding.key for finding in error.findings} == {"absent"}
+
+
+def test_ranks_must_pass_things_on_alike(tmp_path: Path) -> None:
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, tmp_path, "zarr")
+
+    def one(comm: Comm, group: Comm) -> None:
+        algorithm: Algorithm = "broadcast" if comm.rank else "gather_rounds"
+        strategy = FullyParallelLoadStrategyWrapper(
+            Zarr3LoadShardedStrategy(), group, exchange_algo=algorithm, min_shared_bytes=0
+        )
+        load(replicas(comm, {"w": torch.ones(4)}), tmp_path, strategy, comm=comm)
+
+    error = everybody_fails(TWO_GROUPS, one)[0]
+    assert isinstance(error, CheckpointingException)
+    assert "exchange_algo" in str(error)
+
+
+def test_a_third_party_that_returns_something_else_is_found_out() -> None:
+    class Wrong(Plain):
+        def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> dict[str, Any]:
+            del checkpoint_dir
+            return {key: torch.ones(2).double() for key in sharded_state_dict}
+
+    def one(comm: Comm, group: Comm) -> None:
+        del group
+        wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=comm.rank)}
+        FullyParallelLoadStrategyWrapper(Wrong({}), comm, min_shared_bytes=0).load(wanted, "unused")
+
+    error = everybody_fails(TWO_GROUPS, one)[0]
+    assert isinstance(error, StateMismatchError)
+    assert [f.key for f in error.findings] == ["w"]
+
+
+def test_an_unknown_way_of_passing_on() -> None:
+    with pytest.raises(ValueError, match="exchange_algo must be one of 'broadcast'"):
+        FullyParallelLoadStrategyWrapper(Plain({}), exchange_algo="pigeon")  # type: ignore[arg-type]
+
+
+def test_what_is_said_of_the_checkpoint_is_what_the_strategy_says(tmp_path: Path) -> None:
+    wrapper = FullyParallelLoadStrategyWrapper(Plain(FULL))
+    assert wrapper.load_tensors_metadata(tmp_path).keys() == FULL.keys()
+    assert wrapper.load_sharded_metadata(tmp_path).keys() == FULL.keys()
+    with tempfile.TemporaryDirectory() as folder:
+        save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, folder, "zarr")
+        planned = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy())
+        for one in (planned, planned.for_format("zarr", 2)):
+            assert one.load_sharded_metadata(folder).keys() == {"w"}
+            given = torch.zeros(4)
+            loaded = one.load({"w": ShardedTensor.from_rank_offsets("w", given)}, folder)
+            assert loaded["w"] is given
+            assert torch.equal(given, torch.ones(4))
+        planned.for_format("zarr", 2).remove_sharded_tensors(folder, "w")
+        assert not planned.load_tensors_metadata(folder)
+
+
+def test_messages_keep_to_their_size() -> None:
+    rows = [1, 1, 7, 40, 2, 3]
+    leaves = [
+        ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(n, 3)) for i, n in enumerate(rows)
+    ]
+    tables = [describe(leaves, rank) for rank in range(3)]
+    found = sharing.share_reads(
+        tables, 1, sharing.whole_part, min_shared_bytes=0, message_bytes=100
+    )
+    assert found is not None
+    assert all(message.num_bytes <= 100 for message in found.messages)
+    blocks = [block for message in found.messages for block in message.blocks]
+    assert sum(block.num_bytes for block in blocks) == 12 * 54
+    for number, unit in enumerate(found.units):
+        elements = sum(math.prod(b.box.shape) for b in blocks if b.unit == number)
+        assert elements == unit.box.num_elements
+    assert len(found.messages) < len(blocks)
+    assert [unit.sources for unit in found.units] == [(i,) for i in range(6)]
