@@ -168,12 +168,13 @@ class _PlannedParallelSave(PlannedSaveStrategy):
         return self._base.make_writer(checkpoint_dir)
 
     def plan(self, leaves: Leaves, writer: StorageWriter, comm: Comm) -> PlannedSave:
-        if self.planner is not None:
+        planner = BalancedSavePlanner() if self.planner is None else self.planner
+        if not isinstance(planner, BalancedSavePlanner):
             with comm.agreed("sharing out the replicas"):
                 marked = self._replicas.marked(leaves, comm)
             return self._base.plan(marked, writer, comm)
         balanced = copy.copy(self._base)
-        balanced.planner = BalancedSavePlanner(groups=self._replicas.group.numbers(comm))
+        balanced.planner = planner.within(self._replicas.group.numbers(comm))
         return balanced.plan(leaves, writer, comm)
 
     def write(self, planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
