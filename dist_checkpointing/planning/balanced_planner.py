@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
 from dist_checkpointing.catalog import Int64s, ShardTable
-from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.balance import Holdings, fixed_rows, share_out, tensor_holdings
@@ -54,6 +56,12 @@ class BalancedSavePlanner(DefaultSavePlanner):
             return None
         return self.remove_redundancy, self.save_to_minimum_rank, self.groups
 
+    def within(self, groups: Sequence[int]) -> Self:
+        """The same planner for ranks in these groups."""
+        planner = copy.copy(self)
+        planner.groups = tuple(groups)
+        return planner
+
     def build_local_plan(self) -> SavePlan:
         if self.remove_redundancy:
             check_replicas_have_data(self._leaves)
@@ -66,6 +74,13 @@ class BalancedSavePlanner(DefaultSavePlanner):
         found = tensor_holdings(catalog)
         shared = found.only(found.main_rows >= 0)
         if self.groups is not None:
+            if len(self.groups) != len(all_plans):
+                finding = Finding(
+                    "groups must have one number a rank",
+                    expected=len(all_plans),
+                    found=len(self.groups),
+                )
+                raise CheckpointingException("the planner is for another world", [finding])
             groups = np.array(self.groups, dtype=np.int64)
             shared = shared.within(groups[catalog.ranks])
         shares = self._shares(catalog, shared, len(all_plans))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing import ShardedObject, ShardedTensor
+from dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
 from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.planning import BalancedSavePlanner, SavePlan, distribute_shards_to_ranks
 from dist_checkpointing.planning.balance import choose_writers, share_out, tensor_holdings
@@ -324,3 +324,9 @@ def test_a_shard_stays_in_the_group_of_its_main_replica() -> None:
     tables = replicated({f"w{i}": (64,) for i in range(12)}, 4, 1)
     written = final_tables(BalancedSavePlanner(groups=[0, 1, 0, 1]), tables)
     assert [len(table) for table in written] == [6, 0, 6, 0]
+
+
+def test_groups_of_another_world_are_refused() -> None:
+    planner = BalancedSavePlanner(groups=[0, 1, 0])
+    with pytest.raises(CheckpointingException, match="expected 2; found 3"):
+        final_tables(planner, replicated({"w": (64,)}, 2, 1))

@@ -11,10 +11,10 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
 )
-from dist_checkpointing.testing import StrategyConformance
+from dist_checkpointing.testing.conformance import Failures, RoundTrips, StorageProtocol
 
 
-class TestFullyParallel(StrategyConformance):
+class TestFullyParallel(RoundTrips, Failures, StorageProtocol):
     backend = ("tensorstore", 1)
 
     def save_strategy(self) -> SaveShardedStrategy:

@@ -701,3 +701,19 @@ def test_messages_keep_to_their_size() -> None:
         assert elements == unit.box.num_elements
     assert len(found.messages) < len(blocks)
     assert [unit.sources for unit in found.units] == [(i,) for i in range(6)]
+
+
+def test_what_is_one_run_of_memory_takes_no_buffer() -> None:
+    leaves = [ShardedTensor.from_rank_offsets("w", torch.ones(1000, 8))]
+    tables = [describe(leaves, rank) for rank in range(2)]
+    found = sharing.share_reads(
+        tables, 0, sharing.whole_part, min_shared_bytes=0, message_bytes=4096
+    )
+    assert found is not None
+
+    def buffer_bytes(array: torch.Tensor) -> int:
+        hands = passing._Hands(found, {0: array}, SingleProcess(), lambda _: None)
+        return hands._buffer.nbytes
+
+    assert buffer_bytes(torch.ones(1000, 8)) == 0
+    assert 0 < buffer_bytes(torch.ones(8, 1000).T) <= 4096

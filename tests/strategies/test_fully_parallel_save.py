@@ -26,7 +26,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
 from dist_checkpointing.mapping import is_main_replica
-from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
+from dist_checkpointing.planning import BalancedSavePlanner, DefaultSavePlanner, WriteItem
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, SaveShardedStrategy
@@ -299,6 +299,26 @@ def test_a_strategy_with_a_planner_of_its_own(tmp_path: Path) -> None:
     saved = load_plain_tensors(tmp_path / "c")
     assert saved.keys() == {f"new.{key}" for key in full}
     assert all(torch.equal(saved[f"new.{key}"], full[key]) for key in full)
+
+
+def test_the_options_of_a_balanced_planner_hold_within_the_groups(tmp_path: Path) -> None:
+    world = World(((0, 2), (1, 3)), {}, ())
+
+    def one(comm: Comm, group: Comm) -> list[str]:
+        base = Zarr3SaveShardedStrategy(planner=BalancedSavePlanner(save_to_minimum_rank=True))
+        strategy: Any = FullyParallelSaveStrategyWrapper(base, group).resolved()
+        # The main replicas are on ranks 2 and 3; all four ranks hold everything.
+        state = {
+            f"w{main}": ShardedTensor.from_rank_offsets(
+                f"w{main}", torch.ones(4), replica_id=abs(comm.rank - main)
+            )
+            for main in (2, 3)
+        }
+        leaves, _ = flatten(state)
+        planned = strategy.plan(leaves, strategy.make_writer(tmp_path), comm)
+        return [item.index.fqn for item in planned.plan.items]
+
+    assert each_rank(world, one) == [["w2"], ["w3"], [], []]
 
 
 # --- caches never lie ---------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,9 +12,9 @@ import torch
 
 from dist_checkpointing.catalog import ShardTable, describe
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.errors import CheckpointingException, Finding, StateMismatchError
+from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.index import Index
-from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor, StateDict
+from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.options import StorageOptions
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.storage import StorageReader
@@ -26,6 +25,12 @@ from dist_checkpointing.strategies.base import (
 )
 from dist_checkpointing.strategies.fully_parallel.agreed_cache import AgreedCache
 from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
+from dist_checkpointing.strategies.fully_parallel.memory import (
+    as_read,
+    fill_doubles,
+    own_share,
+    with_memory,
+)
 from dist_checkpointing.strategies.fully_parallel.passing import (
     EXCHANGE_ALGORITHMS,
     ExchangeAlgorithm,
@@ -34,13 +39,12 @@ from dist_checkpointing.strategies.fully_parallel.passing import (
 from dist_checkpointing.strategies.fully_parallel.sharing import (
     Cut,
     Sharing,
-    Unit,
     along_chunks,
     share_reads,
     whole_part,
 )
 from dist_checkpointing.strategies.selection import handles_objects
-from dist_checkpointing.tree import DictKey, flatten, unflatten
+from dist_checkpointing.tree import flatten, unflatten
 
 MIN_SHARED_BYTES = 4 * 2**20
 _STEP = "sharing out the reads"
@@ -100,8 +104,12 @@ class SharedReads:
             if len(algorithms) > 1:
                 problem = "all ranks of a group need the same exchange_algo"
                 raise CheckpointingException(problem, [Finding(problem, found=algorithms)])
-            # Gathering takes a buffer for each rank, broadcasting one.
-            buffers = 2 if self._algorithm == "broadcast" else comm.world_size + 2
+            # What a message takes: one's own, those of all ranks, and these once more as objects.
+            buffers = {
+                "broadcast": 1,
+                "gather_rounds": comm.world_size + 2,
+                "gather_object": 2 * comm.world_size + 4,
+            }[self._algorithm]
             return share_reads(
                 [table for table, _ in brought],
                 comm.rank,
@@ -220,18 +228,18 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         if sharing is None:
             return self.base_strategy.load(state_dict, checkpoint_dir)
         with comm.agreed("reading"):
-            wanted = _with_memory(leaves, sharing, comm.rank)
-            own, arrays = _own_share(wanted, sharing, comm.rank)
+            wanted = with_memory(leaves, sharing, comm.rank)
+            own, arrays = own_share(wanted, sharing, comm.rank)
             # Where they stood in the state dict means nothing to the strategy.
             names = {path: str(number) for number, path in enumerate(own)}
             asked = {names[path]: leaf for path, leaf in own.items()}
             read = self.base_strategy.load(asked, checkpoint_dir)
             values = {path: leaf.data for path, leaf in wanted.items()}
             values |= {path: read[name] for path, name in names.items()}
-            arrays |= _as_read(list(wanted), wanted, values, sharing, comm.rank)
+            arrays |= as_read(list(wanted), wanted, values, sharing, comm.rank)
         self._reads.pass_on(sharing, arrays, comm, lambda _: None)
         with comm.agreed("passing on what was read"):
-            _fill_doubles(wanted, sharing, arrays)
+            fill_doubles(wanted, sharing, arrays)
         result: StateDict = unflatten(skeleton, values)
         return result
 
@@ -282,12 +290,12 @@ class _PlannedParallelLoad(PlannedLoadStrategy):
             own: Leaves = leaves
             arrays: dict[int, torch.Tensor] = {}
             if sharing is not None:
-                own, arrays = _own_share(leaves, sharing, group.rank)
+                own, arrays = own_share(leaves, sharing, group.rank)
         self._base.read(own, index, reader, comm)
         with comm.agreed("passing on what was read"), self._reads.group.meeting(comm) as group:
             if sharing is not None:
                 self._reads.pass_on(sharing, arrays, group, reader.report)
-                _fill_doubles(leaves, sharing, arrays)
+                fill_doubles(leaves, sharing, arrays)
 
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
         return self._base.load_tensors_metadata(checkpoint_dir)
@@ -305,99 +313,3 @@ def _chunks_text(index: Index, leaves: Leaves) -> str:
     return hashlib.blake2b(
         repr([(key, index.chunk_shape(key)) for key in keys]).encode()
     ).hexdigest()
-
-
-def _own_share(
-    leaves: Leaves, sharing: Sharing, rank: int
-) -> tuple[dict[Any, ShardedBase], dict[int, torch.Tensor]]:
-    """The leaves that this rank reads, and the array of every unit that it wants."""
-    paths = list(leaves)
-    shared = {source for unit in sharing.units for source in unit.sources}
-    own = {path: leaves[path] for source, path in enumerate(paths) if source not in shared}
-    arrays: dict[int, torch.Tensor] = {}
-    for number, unit in enumerate(sharing.units):
-        if not unit.sources:
-            continue
-        path = paths[unit.sources[0]]
-        leaf = leaves[path]
-        assert isinstance(leaf, ShardedTensor)
-        if leaf.data is not None:
-            arrays[number] = _array(leaf.data, unit)
-        if unit.reader != rank:
-            continue
-        if unit.is_whole:
-            own[path] = leaf
-        else:
-            own[*path, DictKey(number)] = _rows(leaf, arrays[number], unit)
-    return own, arrays
-
-
-def _array(data: torch.Tensor, unit: Unit) -> torch.Tensor:
-    """The memory of a whole part, with the axes that exist only globally."""
-    return data.detach()[(None,) * (len(unit.shape) - data.ndim)]
-
-
-def _rows(leaf: ShardedTensor, array: torch.Tensor, unit: Unit) -> ShardedTensor:
-    """Some rows of a leaf as a leaf of its own."""
-    offset = tuple(a + b for a, b in zip(leaf.global_offset, unit.box.offset, strict=True))
-    return replace(
-        leaf,
-        data=array[unit.box.slices()],
-        local_shape=unit.box.shape,
-        global_offset=offset,
-        axis_fragmentations=None,
-        prepend_axis_num=0,
-    )
-
-
-def _with_memory(leaves: Leaves, sharing: Sharing, rank: int) -> dict[Any, ShardedBase]:
-    """Copies of the leaves, with memory for what other ranks read."""
-    paths = list(leaves)
-    copies = {path: copy.copy(leaf) for path, leaf in leaves.items()}
-    for unit in sharing.units:
-        for source in unit.sources[0 if unit.reader != rank else 1 :]:
-            leaf = copies[paths[source]]
-            assert isinstance(leaf, ShardedTensor)
-            leaf.init_data("cpu")
-    return copies
-
-
-def _as_read(
-    paths: list[Any], leaves: Leaves, values: Mapping[Any, Any], sharing: Sharing, rank: int
-) -> dict[int, torch.Tensor]:
-    """The arrays that this rank has read, wherever the strategy has put them.
-
-    Raises:
-        StateMismatchError: if it returned something of another shape or dtype.
-    """
-    arrays: dict[int, torch.Tensor] = {}
-    findings = []
-    for number, unit in enumerate(sharing.units):
-        if unit.reader != rank:
-            continue
-        path = paths[unit.sources[0]]
-        leaf, value = leaves[path], values[path]
-        assert isinstance(leaf, ShardedTensor)
-        flat = leaf.flat_range
-        shape = tuple(leaf.local_shape) if flat is None else (flat[1] - flat[0],)
-        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (shape, leaf.dtype):
-            found = getattr(value, "dtype", type(value).__name__), getattr(value, "shape", "")
-            problem = "the strategy returned something else than it was asked for"
-            findings.append(Finding(problem, leaf.key, expected=(leaf.dtype, shape), found=found))
-        else:
-            arrays[number] = _array(value, unit)
-    if findings:
-        raise StateMismatchError("what was read cannot be passed on", findings)
-    return arrays
-
-
-def _fill_doubles(leaves: Leaves, sharing: Sharing, arrays: Mapping[int, torch.Tensor]) -> None:
-    """Fill the other leaves of this rank that want the same as its first."""
-    listed = list(leaves.values())
-    for number, unit in enumerate(sharing.units):
-        for source in unit.sources[1:]:
-            leaf = listed[source]
-            assert isinstance(leaf, ShardedTensor)
-            assert leaf.data is not None
-            rows = unit.box.slices()
-            _array(leaf.data, unit)[rows].copy_(arrays[number][rows])

@@ -178,12 +178,13 @@ class _PlannedParallelSave(PlannedSaveStrategy):
         cache: PlanCache | None = None,
         others: Iterable[ShardedBase] = (),
     ) -> PlannedSave:
-        if self.planner is not None:
+        planner = BalancedSavePlanner() if self.planner is None else self.planner
+        if not isinstance(planner, BalancedSavePlanner):
             with comm.agreed("sharing out the replicas"):
                 marked = self._replicas.marked(leaves, comm)
             return self._base.plan(marked, writer, comm, cache=cache, others=others)
         balanced = copy.copy(self._base)
-        balanced.planner = BalancedSavePlanner(groups=self._replicas.group.numbers(comm))
+        balanced.planner = planner.within(self._replicas.group.numbers(comm))
         return balanced.plan(leaves, writer, comm, cache=cache, others=others)
 
     def write(self, planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
