@@ -118,7 +118,8 @@ def _goals_table(ours: list[Growth], theirs: list[Growth], cached: CachedSave) -
     seconds = at_goal.exchange_seconds + at_goal.plan_seconds
     dcp_seconds = dcp[GOAL_RANKS].exchange_seconds + dcp[GOAL_RANKS].plan_seconds
     load = max(row.load_plan_seconds or 0.0 for row in ours)
-    shard = max(row.exchanged_bytes / row.ranks / row.tensors for row in own.values())
+    models = [row for row in ours if row.tensors == TENSORS]
+    shard = max(row.exchanged_bytes / row.ranks / row.tensors for row in models)
     table = Table(title="Goals", caption="on one core, best of three for what takes under a minute")
     for name in ("what", "goal", "found", ""):
         table.add_column(name)
@@ -134,7 +135,12 @@ def _goals_table(ours: list[Growth], theirs: list[Growth], cached: CachedSave) -
     add(
         "load plan of a rank, any number of ranks", "<= 0.1 s", f"{load:.3f} s", reached=load <= 0.1
     )
-    add("exchanged, a shard", "<= 16 bytes", f"{shard:.1f} bytes", reached=shard <= 16)
+    add(
+        f"exchanged, a shard of {TENSORS:,} on a rank",
+        "<= 16 bytes",
+        f"{shard:.1f} bytes",
+        reached=shard <= 16,
+    )
     grown = at_goal.index_bytes / smallest.index_bytes
     add("index at 1,024 ranks, of that at 64", "1.00x", f"{grown:.2f}x", reached=grown <= 1)
     same = cached.seconds * 1000

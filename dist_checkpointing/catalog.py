@@ -271,6 +271,7 @@ def _add(rows: TableRows, leaf: ShardedBase, source: int) -> None:
 
 def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
     """All rows of all tables in one, sorted by key name, then as given."""
+    tables = [table for table in tables if len(table)] or tables[:1]
     names = sorted(
         {name for table in {id(t.names): t for t in tables}.values() for name in table.names}
     )

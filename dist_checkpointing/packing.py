@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -59,6 +61,18 @@ def unpack(data: bytes, rank: int) -> ShardTable:
         taken, wide = wide[:count], wide[count:]
         own[name] = np.stack(taken, axis=1) if taken else np.empty((rows, 0), dtype=np.int64)
     return ShardTable(names=names, ranks=np.full(rows, rank, dtype=np.int32), **own)
+
+
+def unpack_all(packed: Sequence[bytes]) -> list[ShardTable]:
+    """The tables of all ranks, in rank order; those of copies are unpacked once."""
+    known: dict[bytes, ShardTable] = {}
+    tables = []
+    for rank, data in enumerate(packed):
+        table = known.get(data)
+        if table is None:
+            table = known[data] = unpack(data, rank)
+        tables.append(replace(table, ranks=np.full(len(table), rank, dtype=np.int32)))
+    return tables
 
 
 def _smallest(steps: npt.NDArray[np.int64]) -> str:

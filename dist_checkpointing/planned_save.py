@@ -17,7 +17,7 @@ from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_checkpointing.packing import pack, unpack
+from dist_checkpointing.packing import pack, unpack_all
 from dist_checkpointing.planning import LocalPlans, SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.planners import Leaves
@@ -125,13 +125,12 @@ def plan_save(
     exchanged = comm.exchange("planning the save", local_plan)
     with paused_collector(), comm.agreed("planning the save"):
         # Who brought a plan is who holds its shards, whatever a user's planner put there.
+        plans_of_ranks, packed, packed_others = zip(*exchanged, strict=True)
         local_plans = LocalPlans(
             SavePlan(table) if plan is None else replace(plan, table=table)
-            for plan, table in (
-                (plan, unpack(packed, rank)) for rank, (plan, packed, _) in enumerate(exchanged)
-            )
+            for plan, table in zip(plans_of_ranks, unpack_all(packed), strict=True)
         )
-        catalog = concatenate([unpack(rest, rank) for rank, (_, _, rest) in enumerate(exchanged)])
+        catalog = concatenate(unpack_all(packed_others))
         check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
         announced = local_plans.catalog
         check_agreement(announced)
@@ -143,8 +142,8 @@ def plan_save(
         planned = PlannedSave(plan, index, planner, dropped, catalog)
         if cache is not None and description is not None:
             digest = xxhash.xxh3_64()
-            for _, packed, rest in exchanged:
-                digest.update(packed + rest)
+            for data in (*packed, *packed_others):
+                digest.update(data)
             cache.keep(description, planned, digest.intdigest() >> 2)
     return planned
 
