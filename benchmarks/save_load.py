@@ -98,7 +98,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", metavar="NAME", help=f"some of: {names}")
     parser.add_argument("--rounds", type=int, help="counted rounds of every case")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round, one call")
-    parser.add_argument("--minutes", type=float, default=7.5, help="no round begins after its time")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no round begins after its time")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default --output")
     parser.add_argument("--output", type=Path, default=Path("bench-output"), help="JSON and plot")
     arguments = parser.parse_args()
