@@ -37,7 +37,7 @@ def draw(ours: Sequence[Growth], theirs: Sequence[Growth], path: Path) -> None:
             axis.plot(ranks, points, "o-", color=color, label=label)
     load_plans = [(row.ranks, row.load_plan_seconds) for row in lines[0][1]]
     axes[0].plot(*zip(*load_plans, strict=True), "o--", color="C0", label="load plan of one rank")
-    axes[0].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.suptitle(f"Planning with {tensors:,} tensors a rank, on one core")
     figure.savefig(path, dpi=110)
     plt.close(figure)
