@@ -50,6 +50,10 @@ class TorchComm(Comm):
         self.timeout_seconds = timeout_seconds
         self._group = group
         self._tensor_group = group if tensor_group is None else tensor_group
+        # They stay for as long as this object: a thread of gloo may let go of a tensor last, and if
+        # the interpreter ends just then, freeing it there would abort the process.
+        self._failed = torch.zeros(1, dtype=torch.int32)
+        self._extremes = torch.zeros(2, dtype=torch.int64)
         self._agreements = 0
         self._last_verdict = 0
         self._group_is_broken = False
@@ -82,10 +86,10 @@ class TorchComm(Comm):
             return set(self._through_store(number)) == {number} - {None}
         # Equal numbers have equal maxima of themselves and of their negatives; None has none.
         extremes = [_NO_NUMBER, _NO_NUMBER] if number is None else [number, -number]
-        both = torch.tensor(extremes, dtype=torch.int64)
+        self._extremes.copy_(torch.tensor(extremes, dtype=torch.int64))
         with self._contact_loss_named():
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
-        highest, lowest = both.tolist()
+            dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=self._group)
+        highest, lowest = self._extremes.tolist()
         return bool(highest == -lowest)
 
     @property
@@ -162,17 +166,17 @@ class TorchComm(Comm):
         """Whether all ranks are here without a failure; if not, no rank believes they are."""
         if self._group_is_broken:
             return False
-        failed = torch.tensor([failure is not None], dtype=torch.int32)
+        self._failed.fill_(failure is not None)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # a stub of torch's
         options.timeout = timedelta(seconds=self.timeout_seconds)
         try:
-            self._group.allreduce([failed], options).wait()
+            self._group.allreduce([self._failed], options).wait()
         except RuntimeError as error:
             logger.debug("agreement %d: %s", self._agreements, error)
             self._group_is_broken = True
             return False
-        return not failed.item()
+        return not self._failed.item()
 
     def _verdict(self, step: str, deadline: float) -> Mapping[int, Failure]:
         number = self._agreements
