@@ -26,6 +26,7 @@ DEFAULT_TIMEOUT_SECONDS = 1800.0
 _PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.01
 _NO_NUMBER = 2**62
+_LETTING_GO_SECONDS = 1.0
 
 
 class TorchComm(Comm):
@@ -89,6 +90,7 @@ class TorchComm(Comm):
         self._extremes.copy_(torch.tensor(extremes, dtype=torch.int64))
         with self._contact_loss_named():
             dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=self._group)
+            _wait_until_let_go(self._extremes)
         highest, lowest = self._extremes.tolist()
         return bool(highest == -lowest)
 
@@ -172,6 +174,7 @@ class TorchComm(Comm):
         options.timeout = timedelta(seconds=self.timeout_seconds)
         try:
             self._group.allreduce([self._failed], options).wait()
+            _wait_until_let_go(self._failed)
         except RuntimeError as error:
             logger.debug("agreement %d: %s", self._agreements, error)
             self._group_is_broken = True
@@ -240,6 +243,14 @@ class TorchComm(Comm):
 
     def _read(self, key: str) -> Any:
         return pickle.loads(self._store.get(key).decode().encode("latin-1"))  # noqa: S301
+
+
+def _wait_until_let_go(tensor: torch.Tensor) -> None:
+    """Wait for the thread of gloo that says "done" a moment before it is done with a tensor."""
+    use_count = getattr(tensor, "_use_count", None)  # not public, and younger than torch 2.6
+    deadline = time.monotonic() + _LETTING_GO_SECONDS
+    while use_count is not None and use_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0)
 
 
 _comms: weakref.WeakKeyDictionary[Any, TorchComm] = weakref.WeakKeyDictionary()
