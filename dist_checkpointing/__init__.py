@@ -3,6 +3,7 @@
 import importlib
 import typing
 
+from dist_checkpointing.async_save import AsyncSaver, SaveHandle, async_save
 from dist_checkpointing.commit import check_is_distributed_checkpoint
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -32,9 +33,11 @@ from dist_checkpointing.serialization import (
     remove_sharded_tensors,
     save,
 )
+from dist_checkpointing.staging import StagingBuffers
 from dist_checkpointing.validation import StrictHandling
 
 __all__ = [
+    "AsyncSaver",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CheckpointingException",
@@ -43,13 +46,16 @@ __all__ = [
     "LocalNonpersistentObject",
     "PlanCache",
     "RankFailedError",
+    "SaveHandle",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
+    "StagingBuffers",
     "StateMismatchError",
     "StrategyNotFoundError",
     "StrictHandling",
     "UnsupportedFormatError",
+    "async_save",
     "check_is_distributed_checkpoint",
     "load",
     "load_common_state_dict",
