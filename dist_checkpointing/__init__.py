@@ -16,6 +16,7 @@ from dist_checkpointing.errors import (
     StrategyNotFoundError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.manager import CheckpointManager
 from dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -23,6 +24,7 @@ from dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from dist_checkpointing.planned_save import PlanCache
+from dist_checkpointing.retention import Retention
 from dist_checkpointing.serialization import (
     load,
     load_common_state_dict,
@@ -35,10 +37,12 @@ from dist_checkpointing.serialization import (
 )
 from dist_checkpointing.staging import StagingBuffers
 from dist_checkpointing.validation import StrictHandling
+from dist_checkpointing.verify import verify_checkpoint
 
 __all__ = [
     "AsyncSaver",
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointingException",
     "CorruptCheckpointError",
@@ -46,6 +50,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "PlanCache",
     "RankFailedError",
+    "Retention",
     "SaveHandle",
     "ShardedObject",
     "ShardedTensor",
@@ -65,6 +70,7 @@ __all__ = [
     "load_tensors_metadata",
     "remove_sharded_tensors",
     "save",
+    "verify_checkpoint",
 ]
 
 
