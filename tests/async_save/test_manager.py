@@ -221,8 +221,9 @@ def test_a_failed_save_leaves_the_last_one_latest(
 
     run_ranks(2, one)
     # The first one stays beyond keep_last: loading it has verified it.
-    assert CheckpointManager(tmp_path).steps() == [1, 3]
-    assert_loads(CheckpointManager(tmp_path), 3)
+    manager = CheckpointManager(tmp_path)
+    assert manager.steps() == [1, 3]
+    assert load_plain_tensors(manager.folder(3))["model.w"].unique().tolist() == [3]
 
 
 @pytest.mark.parametrize("on_error", ["warn", "retry"])
