@@ -1,5 +1,5 @@
 # Every target sets up .venv by itself; only Python >= 3.11 and make must be there.
-#   make demo [BACKEND=zarr] [STEPS=40]   make test [ARGS='-k tree']   make lint   make bench   make clean
+#   make demo [BACKEND=zarr] [STEPS=40]   make test [ARGS='-k tree']   make lint   make bench   make chaos   make clean
 PYTHON ?= python3
 BACKEND ?=
 STEPS ?=
@@ -8,7 +8,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench chaos clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -33,6 +33,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/save_load.py $(ARGS)
+
+chaos: $(READY)
+	$(BIN)/python examples/chaos.py $(ARGS)
 
 clean:
 	rm -rf .venv demo-output build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -74,7 +74,7 @@ class Toy:
 
 def train(root: Path, rank: int, world_size: int, steps: int, kill_at: float) -> dict[str, Any]:
     """Resume, and train on: what was loaded, and whether it was right."""
-    comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), 3.0)
+    comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), 2.0)
     manager = CheckpointManager(root, comm=comm, retention=Retention(keep_last=2))
     toy = Toy(rank, world_size)
     report: dict[str, Any] = {"resumed": None, "right": True}
@@ -104,6 +104,21 @@ def main() -> None:
         world_size=int(size_text),
         timeout=timedelta(seconds=20),
     )
+    if scenario == "part":
+        # Rank 2 knows nothing of what the two others do.
+        pair = dist.new_group([0, 1])
+        if rank < 2:
+            toy = Toy(rank, 2)
+            toy.step = 1
+            toy.weight += 1
+            toy.moment.fill_(1)
+            toy.shared.fill_(-1)
+            assert isinstance(pair, dist.ProcessGroup)
+            with CheckpointManager(root, comm=TorchComm(pair)) as manager:
+                manager.async_save(1, toy.state())
+        dist.barrier()
+        dist.destroy_process_group()
+        return
     if scenario == "exit":
         # The last lines of a script that waits for nothing.
         toy = Toy(rank, int(size_text))

@@ -92,7 +92,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
     """Whoever dies, and whenever: what is committed is right, and training resumes from it."""
     moment = random.Random(20)
     best = 0
-    for victim in (1, 0, EVERYBODY):
+    for victim in (1, EVERYBODY):
         kill_at = moment.uniform(1, 4)
         codes, reports, outputs = run("train", tmp_path / "run", 3, victim, kill_at)
         for rank, (code, report) in enumerate(zip(codes, reports, strict=True)):
@@ -110,6 +110,12 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
         assert report.get("right"), report
         assert report["resumed"] == (best or None)
     assert assert_all_committed_are_right(tmp_path / "run")[-1] == STEPS
+
+
+def test_a_part_of_the_world_saves_alone(tmp_path: Path) -> None:
+    codes, _, outputs = run("part", tmp_path / "run", 3)
+    assert codes == [0] * 3, outputs
+    assert assert_all_committed_are_right(tmp_path / "run") == [1]
 
 
 @pytest.mark.parametrize("scenario", ["exit", "raise", "interrupt"])
