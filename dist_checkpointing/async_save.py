@@ -205,7 +205,7 @@ class AsyncSaver:
                         staged.capture()
                     handle.captured.set()
                 else:
-                    detector = staged.detector(contents=detect_changes == "contents")
+                    detector = staged.watch(contents=detect_changes == "contents")
                 self._start(staged, handle, detector, on_committed)
             except BaseException:
                 staged.close()
@@ -373,7 +373,8 @@ def async_save(
         sharded_strategy: see ``save``. A strategy of a third party runs in the thread as a whole,
             and must not use the process groups of the training there.
         common_strategy: see ``save``.
-        saver: keeps buffers and plans for the next save; without one all of that is made anew.
+        saver: keeps buffers, plans and the ranks' own channel for the next save; without one all of
+            that is made anew for this save alone.
         step: what the save is for; all ranks must name the same.
         capture: ``"copy"`` copies everything before it returns: the state may be changed at once.
             ``"background"`` returns before the copy is made: nothing of the state may change

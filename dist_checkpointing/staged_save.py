@@ -76,12 +76,17 @@ class StagedSave:
         self._is_lost = False
         self.num_bytes = 0 if plan is None else plan.num_bytes
 
-    def detector(self, *, contents: bool) -> ChangeDetector:
-        """Remembers what the state is now, to be checked once it has been captured."""
+    def watch(self, *, contents: bool) -> ChangeDetector:
+        """Get ready for a ``capture`` by another thread: what the state is now, to check it then.
+
+        Args:
+            contents: see ``ChangeDetector``.
+        """
         tensors: dict[str, list[torch.Tensor]] = {}
         for leaf in self.begun.work.by_strategy.values():
             if isinstance(leaf.data, torch.Tensor):
                 tensors.setdefault(leaf.key, []).append(leaf.data)
+        self._buffers.follow(tensor for held in tensors.values() for tensor in held)
         return ChangeDetector(tensors, contents=contents)
 
     def capture(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +34,7 @@ class StagingBuffers:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._sizes: list[int] = []
         self._views: list[torch.Tensor | None] = []
+        self._launched: dict[torch.device, torch.cuda.Event] = {}
         self._is_taken = False
         self.generation = 0
 
@@ -60,7 +61,14 @@ class StagingBuffers:
 
     def give_back(self) -> None:
         """Let the next save use it."""
+        self._launched = {}
         self._is_taken = False
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let copies that another thread makes wait for what this one has launched on GPUs."""
+        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+            event = self._launched[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
 
     def fill(self, sizes: Sequence[int], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous CPU copies of tensors.
@@ -71,7 +79,7 @@ class StagingBuffers:
         """
         assert self._is_taken
         self._make_room(list(sizes))
-        copies, streams = [], _CopyStreams()
+        copies, streams = [], _CopyStreams(self._launched)
         starts = itertools.accumulate(map(_padded, sizes), initial=0)
         for row, (start, size, tensor) in enumerate(zip(starts, sizes, tensors, strict=False)):
             view = self._views[row]
@@ -106,7 +114,8 @@ def _padded(num_bytes: int) -> int:
 class _CopyStreams:
     """Copies to the CPU, those from a GPU on a stream of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, launched: Mapping[torch.device, torch.cuda.Event]) -> None:
+        self._launched = launched
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -117,7 +126,11 @@ class _CopyStreams:
         stream = self._streams.get(source.device)
         if stream is None:
             stream = self._streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(source.device))
+            event = self._launched.get(source.device)
+            if event is None:
+                stream.wait_stream(torch.cuda.current_stream(source.device))
+            else:
+                stream.wait_event(event)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         # A view that the planner made must not be freed, and used again, before it is copied.
