@@ -1,5 +1,6 @@
 # Every target sets up .venv by itself; only Python >= 3.11 and make must be there.
-#   make demo [BACKEND=zarr] [STEPS=40]   make test [ARGS='-k tree']   make lint   make bench   make bench-planning   make clean
+#   make demo [BACKEND=zarr] [STEPS=40]   make test [ARGS='-k tree']   make lint   make chaos   make clean
+#   make bench   make bench-planning
 PYTHON ?= python3
 BACKEND ?=
 STEPS ?=
@@ -8,7 +9,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test lint bench bench-planning clean
+.PHONY: demo test lint bench bench-planning chaos clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -36,6 +37,9 @@ bench: $(READY)
 
 bench-planning: $(READY)
 	$(BIN)/python benchmarks/planning.py $(ARGS)
+
+chaos: $(READY)
+	$(BIN)/python examples/chaos.py $(ARGS)
 
 clean:
 	rm -rf .venv demo-output build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -3,6 +3,7 @@
 import importlib
 import typing
 
+from dist_checkpointing.async_save import AsyncSaver, SaveHandle, async_save
 from dist_checkpointing.commit import check_is_distributed_checkpoint
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -15,6 +16,7 @@ from dist_checkpointing.errors import (
     StrategyNotFoundError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.manager import CheckpointManager
 from dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -22,6 +24,7 @@ from dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from dist_checkpointing.planned_save import PlanCache
+from dist_checkpointing.retention import Retention
 from dist_checkpointing.serialization import (
     load,
     load_common_state_dict,
@@ -32,10 +35,14 @@ from dist_checkpointing.serialization import (
     remove_sharded_tensors,
     save,
 )
+from dist_checkpointing.staging import StagingBuffers
 from dist_checkpointing.validation import StrictHandling
+from dist_checkpointing.verify import verify_checkpoint
 
 __all__ = [
+    "AsyncSaver",
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointingException",
     "CorruptCheckpointError",
@@ -43,13 +50,17 @@ __all__ = [
     "LocalNonpersistentObject",
     "PlanCache",
     "RankFailedError",
+    "Retention",
+    "SaveHandle",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
+    "StagingBuffers",
     "StateMismatchError",
     "StrategyNotFoundError",
     "StrictHandling",
     "UnsupportedFormatError",
+    "async_save",
     "check_is_distributed_checkpoint",
     "load",
     "load_common_state_dict",
@@ -59,6 +70,7 @@ __all__ = [
     "load_tensors_metadata",
     "remove_sharded_tensors",
     "save",
+    "verify_checkpoint",
 ]
 
 

@@ -164,6 +164,8 @@ class Attempt:
     ) -> Attempt:
         """Claim the folder and clear away what an uncommitted attempt left in it.
 
+        Nothing may be written before ``secure``, which waits for the disk.
+
         Args:
             checkpoint_dir: made if missing.
             creates: relative names of all files and folders that the save will make.
@@ -215,6 +217,9 @@ class Attempt:
         self._file.truncate(0)
         self._file.write(json.dumps(content, separators=(",", ":")).encode())
         self._file.flush()
+
+    def secure(self) -> None:
+        """Make the record of what is about to be created durable, before anything is."""
         if self._durability is store.Durability.FSYNC:
             os.fsync(self._file.fileno())
             store.fsync_folder(self._folder / ".dckpt")
@@ -240,6 +245,7 @@ class Attempt:
         self._creates = tuple(left)
         try:
             self._record()
+            self.secure()
         except OSError as error:
             logger.warning("could not note what a failed save left: %s", error)
         self._close()
@@ -296,6 +302,42 @@ def leftovers(folder: Path) -> set[str]:
         return set()
     with path.open("rb") as file:
         return _named_in(file)
+
+
+def attempt_of(folder: Path) -> str | None:
+    """Name of the last save into a folder; None if this library made none there."""
+    path = folder / ATTEMPT_NAME
+    if not path.exists():
+        return None
+    try:
+        content = store.parse_json(store.read_bytes(path, _MAX_ATTEMPT_BYTES))
+        name = content["attempt"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete what the last save into a folder created, and the folder if that leaves it empty.
+
+    The commit goes first: a crash in between leaves an uncommitted save.
+
+    Raises:
+        CheckpointExistsError: if a save is writing there.
+    """
+    with (folder / ATTEMPT_NAME).open("rb") as file:
+        _lock(file, folder)
+        names = _named_in(file)
+        if (folder / CONFIG_FNAME).exists():
+            (folder / CONFIG_FNAME).unlink()
+            store.fsync_folder(folder)
+        for name in sorted(names):
+            store.remove(folder / name, folder)
+        store.remove(folder / ATTEMPT_NAME, folder)
+    if any(folder.iterdir()):
+        logger.warning("%s is not empty: it holds files that no save of ours made", folder)
+    else:
+        folder.rmdir()
 
 
 def _is_inside(name: str) -> bool:

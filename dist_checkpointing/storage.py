@@ -180,6 +180,14 @@ def write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
 
     Durable when it returns, but not committed.
     """
+    plan = prepare_write(planned, writer, comm)
+    with comm.agreed("writing"):
+        results = write_plan(plan, planned.planner, writer, comm.rank)
+    finish_write(planned, results, writer, comm)
+
+
+def prepare_write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> SavePlan:
+    """Let the writer change what it will write; this rank's plan. Collective."""
     with comm.agreed("preparing to write"):
         writer.set_up_storage_writer(rank=comm.rank, world_size=comm.world_size)
         plan = writer.prepare_local_plan(planned.plan)
@@ -188,8 +196,13 @@ def write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
         plan = comm.from_rank0("preparing to write", lambda: writer.prepare_global_plan(plans))[
             comm.rank
         ]
-    with comm.agreed("writing"):
-        results = write_plan(plan, planned.planner, writer, comm.rank)
+    return plan
+
+
+def finish_write(
+    planned: PlannedSave, results: Sequence[WriteResult], writer: StorageWriter, comm: Comm
+) -> None:
+    """Write what describes the whole, once every rank has written its own. Collective."""
     noted = [result for result in results if result.storage_data is not None]
     all_results = comm.all_gather(noted) if writer.gathers_results else [noted]
     with comm.agreed("finishing the write"):

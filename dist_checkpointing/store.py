@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding, InvalidShardingError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    InvalidShardingError,
+)
 
 _MAX_NAME_BYTES = 200
 _MAX_COMPONENT_BYTES = 255
@@ -114,6 +119,35 @@ def write_atomic(path: Path, data: bytes, durability: Durability = Durability.FS
         raise
     if durable:
         fsync_folder(path.parent)
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Find out, before a byte is written, whether ``num_bytes`` can be written below a folder.
+
+    Raises:
+        CheckpointingException: if the place is write-protected or too full. Quotas are not seen.
+    """
+    place = folder
+    while not place.exists():
+        place = place.parent
+    findings = []
+    if not os.access(place, os.W_OK | os.X_OK):
+        problem = "this process may not write here"
+        findings.append(Finding(problem, path=str(place), remedy="Change the permissions."))
+    room = os.statvfs(place)
+    # Some file systems do not say how large they are.
+    if room.f_blocks and room.f_bavail * room.f_frsize < num_bytes:
+        findings.append(
+            Finding(
+                "not enough free space",
+                expected=f"{num_bytes} bytes",
+                found=f"{room.f_bavail * room.f_frsize} bytes",
+                path=str(place),
+                remedy="Delete old checkpoints, or keep fewer.",
+            )
+        )
+    if findings:
+        raise CheckpointingException(f"cannot save into {folder}", findings)
 
 
 def fsync_folder(path: Path) -> None:

@@ -61,8 +61,11 @@ class TorchComm(Comm):
         self._exchanges = 0
         name = self.broadcast(uuid.uuid4().hex)
         # torch has no public way to the store that every process group has already joined.
-        default_store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-        self._store = dist.distributed_c10d.PrefixStore(f"dist_checkpointing/{name}", default_store)
+        # One connection a comm: a thread that waits for a key keeps it from all others.
+        default_store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        self._store = dist.distributed_c10d.PrefixStore(
+            f"dist_checkpointing/{name}", default_store.clone()
+        )
 
     def all_gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.world_size
@@ -118,6 +121,22 @@ class TorchComm(Comm):
         with self._contact_loss_named():
             dist.all_gather(tensors, tensor, group=self._tensor_group)
         return tensors
+
+    def duplicate(self) -> TorchComm:
+        ranks = dist.get_process_group_ranks(self._group)
+        is_part = len(ranks) < dist.get_world_size()
+        group = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=self.timeout_seconds),
+            backend="gloo",
+            # Ranks outside the group do not take part in what it does.
+            use_local_synchronization=is_part,
+        )
+        return TorchComm(group, self.timeout_seconds)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(self._group)
 
     def _through_store(self, value: T) -> list[T]:
         """What all ranks bring, without the group: slow, and only after a rank was too late."""

@@ -118,6 +118,13 @@ class Comm(ABC):
         """
 
     @abstractmethod
+    def duplicate(self) -> Comm:
+        """The same ranks over a channel of their own, for another thread. Collective."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Give back the channel of a duplicate. Not collective; it must not be used again."""
+
+    @abstractmethod
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
         """The failures that ranks bring to ``step``; an absent rank counts as failed."""
 
@@ -188,6 +195,9 @@ class SingleProcess(Comm):
 
     def all_same(self, number: int | None) -> bool:
         return number is not None
+
+    def duplicate(self) -> SingleProcess:
+        return self
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:  # noqa: ARG002
         return {} if failure is None else {0: failure}

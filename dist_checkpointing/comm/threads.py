@@ -24,6 +24,7 @@ class ThreadComm(Comm):
             self.world_size = world_size
             self.timeout_seconds = timeout_seconds
             self.first_to_leave: int | None = None
+            self.duplicates: list[ThreadComm.Meeting] = []
             self._changed = threading.Condition()
             self._round = 0
             self._brought: dict[int, Any] = {}
@@ -38,6 +39,8 @@ class ThreadComm(Comm):
                     self.first_to_leave = rank
                 self._gone.add(rank)
                 self._changed.notify_all()
+            for meeting in self.duplicates:
+                meeting.leave(rank)
 
         def meet(self, rank: int, value: Any) -> tuple[list[Any], set[int]]:
             """What all ranks brought, or the ranks that did not come (in time)."""
@@ -83,6 +86,15 @@ class ThreadComm(Comm):
 
     def all_same(self, number: int | None) -> bool:
         return set(self.all_gather(number)) == {number} - {None}
+
+    def duplicate(self) -> ThreadComm:
+        own = None
+        if self.rank == 0:
+            own = ThreadComm.Meeting(self.world_size, self._meeting.timeout_seconds)
+        meeting = self.broadcast(own)
+        assert meeting is not None
+        self._meeting.duplicates.append(meeting)
+        return ThreadComm(meeting, self.rank)
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
         outcomes: list[Failure | None] = self._meet(step, failure)

@@ -1,18 +1,28 @@
-"""AsyncRequest: a save that is planned and waits to be executed."""
+"""AsyncRequest: a save that is planned and waits to be executed; and a queue of them."""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dist_checkpointing.comm import default_comm
+from dist_checkpointing.background import run_in_background
+from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.errors import CheckpointingException, Finding
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncRequest(NamedTuple):
     """What is left to do of a save, as functions.
 
     Attributes:
-        async_fn: does the bulk I/O, in any thread or process; None if this rank has none.
+        async_fn: does the bulk I/O, in any thread; None if this rank has none. That of a strategy
+            of this library keeps its error for the first of ``finalize_fns``, which raises it on
+            all ranks.
         async_fn_args: its positional arguments.
         finalize_fns: to be called on every rank, in order, once all ranks are through.
         async_fn_kwargs: its keyword arguments.
@@ -43,14 +53,120 @@ class AsyncRequest(NamedTuple):
         """The same request, closed for more steps."""
         return self._replace(is_frozen=True)
 
+    def staged(self) -> AsyncRequest:
+        """The same request after ``preload_fn``: it no longer needs the caller's state."""
+        if self.preload_fn is None:
+            return self
+        args = list(self.async_fn_args)
+        args[1] = self.preload_fn()
+        return self._replace(async_fn_args=args, preload_fn=None)
+
+    def execute(self) -> None:
+        """This rank's part, without the last steps. Not collective."""
+        request = self.staged()
+        if request.async_fn is not None:
+            request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+
     def execute_sync(self) -> None:
         """Do all of it now. Collective."""
-        args = list(self.async_fn_args)
-        comm = default_comm()
-        with comm.agreed("saving"):
-            if self.preload_fn is not None:
-                args[1] = self.preload_fn()
-            if self.async_fn is not None:
-                self.async_fn(*args, **self.async_fn_kwargs)
+        with default_comm().agreed("saving"):
+            self.execute()
         for finalize in self.finalize_fns:
             finalize()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    request: AsyncRequest
+    outcome: Future[None]
+
+
+class AsyncCallsQueue:
+    """Executes requests behind the training, one after the other, for code of the Megatron way.
+
+    The bulk of a request runs in a thread. Everything that concerns other ranks happens in
+    ``maybe_finalize_async_calls``, on the caller's thread, so it cannot get into the way of the
+    training's own collectives; in return a checkpoint is committed only when that is called.
+    Queues know nothing of each other.
+
+    Args:
+        persistent: known from Megatron, where it chooses a kind of process; here nothing is forked.
+        comm: the ranks that finalize together; by default all of torch.distributed.
+    """
+
+    def __init__(self, persistent: bool = False, *, comm: Comm | None = None) -> None:
+        del persistent
+        self._comm = comm
+        self._calls: deque[_Call] = deque()
+        self._next = 0
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        """Begin with a request as soon as those before it are through; its number, from 0.
+
+        It is staged, if that is left to do, before this returns.
+        """
+        # An older AsyncRequest may have fewer fields.
+        request = AsyncRequest(*async_request).staged().freeze()._replace(call_idx=self._next)
+        before = self._calls[-1].outcome if self._calls else None
+
+        def work() -> None:
+            if before is not None:
+                before.exception()  # only to wait: its own error is told when it is finalized
+            request.execute()
+
+        outcome = run_in_background(work, f"async-save-{self._next}")
+        self._calls.append(_Call(request, outcome))
+        self._next += 1
+        return request.call_idx
+
+    def maybe_finalize_async_calls(
+        self, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
+        """Finalize what is through on all ranks, in order; the numbers of those calls. Collective.
+
+        Args:
+            blocking: wait for all calls.
+            no_dist: look at this rank alone. Only where all ranks call this when all are through.
+
+        Raises:
+            CheckpointingException: if a call failed on any rank, on all of them. That call is done
+                with; the next one can be finalized by calling again.
+        """
+        comm = default_comm() if self._comm is None else self._comm
+        finalized = []
+        while self._calls:
+            call = self._calls[0]
+            index = call.request.call_idx
+            is_through = blocking or call.outcome.done()
+            if not no_dist and not comm.all_same(int(is_through)):
+                break
+            if not is_through:
+                break
+            with comm.agreed(f"asynchronous call {index}"):
+                error = call.outcome.exception()
+                self._calls.popleft()
+                if error is not None:
+                    raise error
+            if not comm.all_same(index):
+                finding = Finding("ranks finalize different calls", found=index, ranks=(comm.rank,))
+                raise CheckpointingException("Unmatched async calls", [finding])
+            for finalize in call.request.finalize_fns:
+                finalize()
+            finalized.append(index)
+        return finalized
+
+    def get_num_unfinalized_calls(self) -> int:
+        """Number of calls that are scheduled and not finalized."""
+        return len(self._calls)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize everything. Collective, unless ``abort``.
+
+        Args:
+            abort: finalize nothing: what was being saved stays uncommitted. A write that has begun
+                goes on until it ends.
+        """
+        if abort:
+            self._calls.clear()
+            return
+        self.maybe_finalize_async_calls(blocking=True)

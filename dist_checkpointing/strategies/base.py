@@ -35,7 +35,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.storage import StorageReader, StorageWriter, read, write
-from dist_checkpointing.strategies.async_calls import AsyncRequest
+from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.strategies.registry import (
     StrategyAction,
     default_strategies,
@@ -59,6 +59,15 @@ __all__ = [
     "get_default_strategy",
     "register_default_strategy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The queue that Megatron scripts share; made on first use, since most have none.
+    if name != "async_calls":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    queue = globals()[name] = AsyncCallsQueue()
+    return queue
+
 
 PathOrStr = str | PathLike[str]
 

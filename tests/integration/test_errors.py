@@ -232,12 +232,6 @@ def test_a_wrong_option_of_load_is_an_error_that_lists_the_right_ones(
     assert {"strict": "raise_all", "cast": "widen"}[argument] in str(raised.value)
 
 
-def test_async_save_with_a_strategy_that_cannot_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointingException, match="Cannot apply async_save to non-async"):
-        save({"w": rows("w", 0, 1)}, tmp_path / "c", async_sharded_save=True)
-    assert not (tmp_path / "c").exists()
-
-
 # Template and checkpoint differ.
 
 

@@ -18,6 +18,7 @@ from dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+    async_save,
     check_is_distributed_checkpoint,
     load,
     load_sharded_metadata,
@@ -293,6 +294,22 @@ class TestAsync:
         assert not check_is_distributed_checkpoint(tmp_path / "c")
         save({"w": shard("w", torch.zeros(2))}, tmp_path / "c", PlainSave("plain", 1))
         assert check_is_distributed_checkpoint(tmp_path / "c")
+
+    @pytest.mark.parametrize("kind", [PlainSave, AsyncSave])
+    @pytest.mark.parametrize("capture", ["copy", "background"])
+    def test_behind_the_training(self, tmp_path: Path, kind: Any, capture: Any) -> None:
+        """Strategies of a third party run in the thread, on copies."""
+        data, values = torch.arange(4.0), [1, 2]
+        state = {"w": shard("w", data), "o": ShardedObject("o", values, (1,), (0,)), "step": 3}
+        handle = async_save(state, tmp_path / "c", kind("plain", 1), capture=capture)
+        handle.captured.wait()
+        data.zero_()
+        values.clear()
+        handle.result(30)
+        template = {"w": shard("w", torch.empty(4)), "o": ShardedObject("o", None, (1,), (0,))}
+        result = load(template, tmp_path / "c", PlainLoad())
+        assert (result["step"], result["o"]) == (3, [1, 2])
+        assert torch.equal(result["w"], torch.arange(4.0))
 
     def test_only_for_strategies_that_can(self, tmp_path: Path) -> None:
         state = {"w": shard("w", torch.ones(2))}

@@ -139,6 +139,7 @@ class DCPWriter(dcp_storage.StorageWriter):
             check_distinct(created)
             names |= dict.fromkeys(created)
         self._attempt = Attempt.begin(self.path, names, overwrite=self.overwrite)
+        self._attempt.secure()
         writer.set_up_storage_writer(rank=0, world_size=len(plans))
         self._writer = writer
         shares = make_shares(laid_out[0][0], writer, self._writes)

@@ -1,0 +1,55 @@
+"""Threads that finish what they began, also when the interpreter is about to end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, thread
+from typing import Final, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EXIT_PATIENCE_SECONDS: Final = 300.0
+"""How long the end of the interpreter waits for what is still running."""
+
+_running: set[threading.Thread] = set()
+
+
+def run_in_background(work: Callable[[], T], name: str) -> Future[T]:
+    """``work()`` in a thread of its own.
+
+    The thread is a daemon, so that one that hangs cannot keep the interpreter alive for ever; but
+    the interpreter waits ``EXIT_PATIENCE_SECONDS`` for it before it ends.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the future is how it gets out
+            future.set_exception(error)
+        finally:
+            _running.discard(worker)
+
+    worker = threading.Thread(target=run, name=name, daemon=True)
+    _running.add(worker)
+    worker.start()
+    return future
+
+
+def _wait_for_running() -> None:
+    deadline = time.monotonic() + EXIT_PATIENCE_SECONDS
+    for worker in list(_running):
+        worker.join(max(0.0, deadline - time.monotonic()))
+        if worker.is_alive():
+            logger.error("%s was still running when the interpreter ended", worker.name)
+
+
+# Thread pools take no more work once the interpreter ends, and backends write with pools: this must
+# be called before their own hook. There is no public way; hooks run last registered first.
+assert thread is not None
+threading._register_atexit(_wait_for_running)  # type: ignore[attr-defined]  # noqa: SLF001

@@ -1,0 +1,348 @@
+"""A save up to the point where it only remains to write: prepared, planned, its folder claimed."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dist_checkpointing.catalog import ShardTable, concatenate, describe
+from dist_checkpointing.collector import paused_collector
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.commit import Attempt, CheckpointingConfig, check_distinct
+from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
+from dist_checkpointing.index import Index
+from dist_checkpointing.mapping import (
+    CommonStateDict,
+    ShardedBase,
+    ShardedStateDict,
+    is_main_replica,
+)
+from dist_checkpointing.options import Durability
+from dist_checkpointing.partition import Partition, partition
+from dist_checkpointing.planned_save import PlanCache, PlannedSave
+from dist_checkpointing.progress import Meter
+from dist_checkpointing.storage import StorageWriter
+from dist_checkpointing.strategies.base import (
+    PlannedSaveStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+)
+from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.selection import Selection, handles_objects, select
+from dist_checkpointing.tree import Path as TreePath
+from dist_checkpointing.tree import flatten, path_text
+from dist_checkpointing.validation import check_coverage, difference_of_common_state
+
+logger = logging.getLogger(__name__)
+
+CONTENT_METADATA_KEY = "content_metadata"
+
+Leaves = Mapping[TreePath, ShardedBase]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SaveRequest:
+    """What a caller wants saved, and how: the arguments of ``save``.
+
+    Attributes:
+        before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
+            strategies), before the folder is touched.
+    """
+
+    state_dict: ShardedStateDict
+    folder: Path
+    sharded_strategy: Selection[SaveShardedStrategy] = None
+    common_strategy: Selection[SaveCommonStrategy] = None
+    validate: bool = True
+    preprocess: Callable[[CommonStateDict], CommonStateDict] | None = None
+    content_metadata: dict[str, Any] | None = None
+    overwrite: bool = False
+    plan_cache: PlanCache | None = None
+    before_claim: Callable[[Index | None], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A save as far as one rank can prepare it alone.
+
+    Attributes:
+        strategy: writes ``by_strategy``.
+        common_writer: writes ``common`` and ``by_common``.
+        folder: of the checkpoint.
+        parts: the state dict sorted out.
+        common: the common state, ``content_metadata`` included.
+        by_strategy: the leaves that the sharded strategy writes.
+        by_common: the ShardedObjects, if the sharded strategy does not take them.
+        writer: of a planned strategy.
+    """
+
+    strategy: SaveShardedStrategy
+    common_writer: SaveCommonStrategy
+    folder: Path
+    parts: Partition
+    common: CommonStateDict
+    by_strategy: Leaves
+    by_common: Leaves
+    writer: StorageWriter | None
+
+    @property
+    def durability(self) -> Durability:
+        """What the strategy asks for."""
+        return Durability.FSYNC if self.writer is None else self.writer.options.durability
+
+    @property
+    def config(self) -> CheckpointingConfig:
+        """What the commit will record."""
+        sharded, common = self.strategy, self.common_writer
+        return CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
+
+
+class BegunSave:
+    """A save of which only the writing and the commit are left. One object a rank.
+
+    Attributes:
+        work: what this rank prepared.
+        planned: the plan, of a planned strategy.
+        meter: counts what is done.
+        rank: whose object it is.
+    """
+
+    def __init__(
+        self,
+        request: SaveRequest,
+        work: Work,
+        planned: PlannedSave | None,
+        objects: ShardTable,
+        meter: Meter,
+        rank: int,
+    ) -> None:
+        self.rank = rank
+        self.work, self.planned, self.meter = work, planned, meter
+        self._request, self._objects = request, objects
+        self._attempt: Attempt | None = None
+        if work.writer is not None:
+            work.writer.report = meter.add
+
+    @property
+    def attempt_id(self) -> str | None:
+        """Name of the attempt, on rank 0."""
+        return None if self._attempt is None else self._attempt.id
+
+    def claim(self, comm: Comm) -> None:
+        """Take possession of the folder. Collective. ``secure`` must follow."""
+        with comm.agreed("claiming the folder"):
+            if comm.rank == 0:
+                self._attempt = _claim(self.work, self.planned, self._objects, self._request)
+
+    def secure(self, comm: Comm) -> None:
+        """Make durable what a crash must not lose, before a byte is written. Collective."""
+        with comm.agreed("claiming the folder"):
+            if self._attempt is not None:
+                self._attempt.secure()
+
+    def write_common(
+        self, common: CommonStateDict, objects: ShardedStateDict | None, *, is_coordinator: bool
+    ) -> None:
+        """Write this rank's part of what the sharded strategy does not take. Not collective.
+
+        Args:
+            common: the common state, written on rank 0.
+            objects: ShardedObjects in a nest, None for none.
+            is_coordinator: whether this is rank 0.
+        """
+        work = self.work
+        if is_coordinator:
+            work.common_writer.save_common(common, work.folder)
+        if objects is not None:
+            work.common_writer.save_sharded_objects(objects, work.folder)
+
+    def forget_state(self) -> None:
+        """Let go of the caller's state dict, of which everything has been copied."""
+        self._request = replace(self._request, state_dict={})
+        nothing = partition({})
+        self.work = replace(self.work, parts=nothing, common={}, by_strategy={}, by_common={})
+
+    def commit(self, comm: Comm) -> None:
+        """Turn what was written into a checkpoint. Collective."""
+        with self.meter.phase("committing"), comm.agreed("committing"):
+            if self._attempt is not None:
+                self._attempt.commit(self.work.config)
+        self.meter.log()
+
+    def give_up(self, error: BaseException) -> None:
+        """Clear away what was written, if all ranks have stopped; else leave it to the next save.
+
+        Args:
+            error: what ended the save. An interrupt is no agreement: other ranks may still write.
+        """
+        if self._attempt is None:
+            return
+        if isinstance(error, CheckpointingException):
+            self._attempt.abandon()
+        else:
+            self._attempt.release()
+        self._attempt = None
+
+
+def begin(request: SaveRequest, comm: Comm, meter: Meter) -> BegunSave:
+    """Prepare, plan and check. Collective; touches no file.
+
+    Raises:
+        CheckpointingException: see ``save``.
+    """
+    with meter.phase("planning"), paused_collector():
+        with comm.agreed("preparing the save"):
+            work = _prepare(request)
+        if request.validate:
+            _compare_common(work.common, request.preprocess, comm)
+        planned, objects = _plan(work, comm, request.plan_cache, validate=request.validate)
+    return BegunSave(request, work, planned, objects, meter, comm.rank)
+
+
+def _prepare(request: SaveRequest) -> Work:
+    selected: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, request.sharded_strategy)
+    strategy = selected.resolved()
+    common_writer: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, request.common_strategy)
+    parts = partition(request.state_dict)
+    _check_data(parts)
+    common = dict(parts.common)
+    if request.content_metadata is not None:
+        common[CONTENT_METADATA_KEY] = request.content_metadata
+    by_strategy: Leaves = parts.tensors
+    by_common: Leaves = parts.objects
+    if handles_objects(strategy):
+        by_strategy, by_common = {**parts.tensors, **parts.objects}, {}
+    writer = None
+    if isinstance(strategy, PlannedSaveStrategy):
+        writer = strategy.make_writer(request.folder)
+        common_writer = common_writer.lasting(writer.options.durability)
+    return Work(
+        strategy, common_writer, request.folder, parts, common, by_strategy, by_common, writer
+    )
+
+
+def _plan(
+    work: Work, comm: Comm, cache: PlanCache | None, *, validate: bool
+) -> tuple[PlannedSave | None, ShardTable]:
+    """Decide who writes what: the plan of a planned strategy, and all ranks' ``by_common``."""
+    planned = None
+    if work.writer is not None:
+        assert isinstance(work.strategy, PlannedSaveStrategy)
+        planned = work.strategy.plan(
+            work.by_strategy, work.writer, comm, cache=cache, others=work.by_common.values()
+        )
+        if planned.dropped and comm.rank == 0:
+            logger.info("left out by the planner: %s", ", ".join(planned.dropped))
+        if planned.others is not None:
+            return planned, planned.others
+    elif validate:
+        _check_leaves(work.by_strategy, comm)
+    return planned, _check_leaves(work.by_common, comm)
+
+
+def _claim(
+    work: Work, planned: PlannedSave | None, objects: ShardTable, request: SaveRequest
+) -> Attempt:
+    """Take possession of the folder, on rank 0."""
+    if request.before_claim is not None:
+        request.before_claim(None if planned is None else planned.index)
+    names = [*work.common_writer.created_names(sorted(set(objects.key_column)))]
+    if planned is not None and work.writer is not None:
+        names += work.writer.created_names(planned.index)
+    _refuse_clashes(names, objects, planned)
+    return Attempt.begin(
+        work.folder, names, overwrite=request.overwrite, durability=work.durability
+    )
+
+
+def _check_data(parts: Partition) -> None:
+    findings = [
+        Finding(
+            f"data is None at {path_text(path)}",
+            leaf.key,
+            remedy="A leaf without data can only be loaded.",
+        )
+        for path, leaf in parts.tensors.items()
+        if leaf.data is None and is_main_replica(leaf.replica_id)
+    ]
+    if findings:
+        raise InvalidShardingError("there is nothing to save for some shards", findings)
+
+
+def _check_leaves(leaves: Leaves, comm: Comm) -> ShardTable:
+    """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
+    tables = comm.exchange(
+        "describing the shards", lambda: describe(list(leaves.values()), comm.rank)
+    )
+    with comm.agreed("checking the shards"):
+        catalog = concatenate(tables)
+        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
+    return catalog
+
+
+def _ranks_with(table: ShardTable, key: str) -> tuple[int, ...]:
+    return tuple(np.unique(table.ranks[np.array(table.key_column) == key]).tolist())
+
+
+def _refuse_clashes(names: list[str], objects: ShardTable, planned: PlannedSave | None) -> None:
+    findings = []
+    if planned is not None:
+        findings = [
+            Finding(
+                "is a ShardedTensor on some ranks and a ShardedObject on others",
+                key,
+                ranks=_ranks_with(objects, key),
+                remedy="Rename one of them.",
+            )
+            for key in sorted(set(objects.key_column))
+            if key in planned.index
+        ]
+    if findings:
+        raise InvalidShardingError("keys of the state dict clash", findings)
+    check_distinct(names)
+
+
+def _compare_common(
+    common: CommonStateDict,
+    preprocess: Callable[[CommonStateDict], CommonStateDict] | None,
+    comm: Comm,
+) -> None:
+    """Log, on every rank that differs, how its common state differs from rank 0's."""
+    if comm.world_size == 1:
+        return
+    with comm.agreed("comparing the common state"):
+        seen = common if preprocess is None else preprocess(dict(common))
+        leaves, _ = flatten(seen)
+        digests = {path_text(path): _digest(leaf) for path, leaf in leaves.items()}
+        text = repr(sorted(digests.items())).encode()
+        summary = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+    if comm.all_same(summary >> 2):
+        return
+    difference = difference_of_common_state(comm.broadcast(digests), digests, comm.rank)
+    if difference is not None:
+        logger.warning("%s", difference)
+
+
+def _digest(leaf: object) -> bytes:
+    """Equal for equal leaves; a pickle alone also depends on which objects are the same one."""
+    try:
+        if isinstance(leaf, torch.Tensor):
+            bits = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+            content = f"{leaf.dtype}{tuple(leaf.shape)}".encode() + bits.numpy().tobytes()
+        elif isinstance(leaf, bool | int | float | complex | str | bytes | None):
+            content = repr(leaf).encode()
+        else:
+            content = pickle.dumps(copy.deepcopy(leaf))
+    except Exception as error:  # noqa: BLE001 - saving it will fail with a better message
+        content = repr(error).encode()
+    return hashlib.blake2b(content, digest_size=16).digest()

@@ -1,0 +1,374 @@
+"""async_save: what is saved is the state at the call, and what goes wrong is told to every rank."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    AsyncSaver,
+    CheckpointExistsError,
+    CheckpointingException,
+    RankFailedError,
+    SaveHandle,
+    ShardedObject,
+    ShardedTensor,
+    StagingBuffers,
+    async_save,
+    check_is_distributed_checkpoint,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
+from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+from dist_checkpointing.testing import run_ranks
+
+BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+ROWS = 8
+
+
+def whole(step: int) -> dict[str, torch.Tensor]:
+    rows = torch.arange(ROWS * 6, dtype=torch.float32).reshape(ROWS, 6) + 1000 * step
+    return {
+        "rows": rows,
+        "strided": (rows.t() * 2).to(torch.bfloat16),
+        "replicated": torch.full((5,), step, dtype=torch.int64),
+        "scalar": torch.tensor(float(step)),
+    }
+
+
+class State:
+    """What one rank of a training holds, and changes in place."""
+
+    def __init__(self, comm: Comm, step: int) -> None:
+        full = whole(step)
+        shard = ShardedTensor.from_rank_offsets
+        part = (0, comm.rank, comm.world_size)
+        self.tensors = [
+            full["rows"].chunk(comm.world_size)[comm.rank].clone(),
+            full["strided"].chunk(comm.world_size, 1)[comm.rank],
+            full["replicated"],
+            full["scalar"],
+        ]
+        rows, strided, replicated, scalar = self.tensors
+        self.counter = torch.tensor([step])
+        self.objects = [step]
+        self.dict: dict[str, Any] = {
+            "rows": shard("rows", rows, part),
+            "strided": shard("strided", strided, (1, *part[1:])),
+            "replicated": shard("replicated", replicated, replica_id=comm.rank),
+            "scalar": shard("scalar", scalar, replica_id=comm.rank),
+            "rng": ShardedObject("rng", self.objects, (comm.world_size,), (comm.rank,)),
+            "step": step,
+            "counter": self.counter,
+            "nest": {"list": self.objects},
+        }
+
+    def ruin(self) -> None:
+        for tensor in self.tensors:
+            tensor.fill_(-1)
+        self.counter.fill_(-1)
+        self.objects[0] = -1
+        self.dict.clear()
+
+
+def assert_holds(folder: Path, step: int) -> None:
+    found = load_plain_tensors(folder)
+    for key, expected in whole(step).items():
+        assert found[key].dtype is expected.dtype
+        assert torch.equal(found[key], expected), key
+    assert found["step"] == step
+    assert found["counter"].item() == step
+    assert found["nest"] == {"list": [step]}
+
+
+class Gate(DefaultSavePlanner):
+    """Lets nothing be copied before the gate is open."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def get_data(self, item: WriteItem) -> Any:
+        assert self.gate.wait(30)
+        return super().get_data(item)
+
+
+def kind(backend: tuple[str, int]) -> Any:
+    return type(get_default_strategy(StrategyAction.SAVE_SHARDED, *backend))
+
+
+@pytest.mark.parametrize("finalize", ["background", "caller"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_changes_after_the_call_are_not_saved(
+    tmp_path: Path, backend: tuple[str, int], world_size: int, finalize: Any
+) -> None:
+    def one(comm: Comm) -> None:
+        with AsyncSaver(comm=comm, finalize=finalize) as saver:
+            for step in (1, 2, 3):
+                state = State(comm, step)
+                handle = saver.save(state.dict, tmp_path / str(step), backend, step=step)
+                assert handle.captured.is_set()
+                state.ruin()
+                if step == 2:
+                    handle.result(30)
+                    assert check_is_distributed_checkpoint(handle.checkpoint_dir)
+                    assert handle.done()
+
+    run_ranks(world_size, one)
+    for step in (1, 2, 3):
+        assert_holds(tmp_path / str(step), step)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_background_capture(tmp_path: Path, backend: tuple[str, int]) -> None:
+    """The call returns before anything is copied; the fence holds the optimizer's step back."""
+    gates = [threading.Event() for _ in range(2)]
+
+    def one(comm: Comm) -> None:
+        state = State(comm, 1)
+        parameter = torch.nn.Parameter(state.tensors[0])
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        parameter.grad = torch.ones_like(parameter)
+        planner = Gate(gates[comm.rank])
+        handle = async_save(
+            state.dict, tmp_path / "c", kind(backend)(planner=planner), capture="background",
+            comm=comm,
+        )  # fmt: skip
+        assert not handle.captured.is_set()
+        assert not handle.done()
+        handle.fence(optimizer)
+        threading.Timer(0.1, gates[comm.rank].set).start()
+        optimizer.step()
+        assert handle.captured.is_set()
+        state.ruin()
+        handle.result(30)
+        optimizer.step()  # the fence is gone
+
+    run_ranks(2, one)
+    assert_holds(tmp_path / "c", 1)
+
+
+@pytest.mark.parametrize("detect", ["versions", "contents"])
+def test_a_change_that_comes_too_early_fails_the_save(tmp_path: Path, detect: Any) -> None:
+    gates = [threading.Event() for _ in range(2)]
+
+    def one(comm: Comm) -> str:
+        state = State(comm, 1)
+        strategy = kind(BACKENDS[0])(planner=Gate(gates[comm.rank]))
+        handle = async_save(
+            state.dict, tmp_path / "c", strategy, capture="background", comm=comm,
+            detect_changes=detect,
+        )  # fmt: skip
+        if comm.rank == 1:
+            if detect == "versions":
+                state.tensors[0].add_(1)
+            else:
+                state.tensors[0].data.numpy()[0] = 17  # which torch does not see
+        gates[comm.rank].set()
+        with pytest.raises(CheckpointingException) as raised:
+            handle.result(30)
+        return str(raised.value)
+
+    texts = run_ranks(2, one)
+    assert texts[0] == texts[1]
+    assert "changed while it was being captured" in texts[0]
+    assert "rows" in texts[0]
+    assert not check_is_distributed_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize("finalize", ["background", "caller"])
+def test_an_io_error_reaches_every_rank_and_the_next_call(
+    tmp_path: Path, finalize: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+
+    write_item = ZarrV3Writer.write_item
+    broken = [True]
+
+    def fail(self: ZarrV3Writer, tensor: Any, item: WriteItem, data: torch.Tensor) -> Any:
+        if broken[0] and self.checkpoint_dir.name == "2" and self._rank == 1:
+            raise OSError(28, "No space left on device")
+        return write_item(self, tensor, item, data)
+
+    monkeypatch.setattr(ZarrV3Writer, "write_item", fail)
+
+    def one(comm: Comm) -> list[str]:
+        saver = AsyncSaver(comm=comm, finalize=finalize)
+        saver.save(State(comm, 1).dict, tmp_path / "1", "zarr").result(30)
+        handle = saver.save(State(comm, 2).dict, tmp_path / "2", "zarr")
+        seen = []
+        if finalize == "background":
+            with pytest.raises(RankFailedError, match="No space left") as raised:
+                handle.result(30)
+            seen.append(str(raised.value))
+            assert "write_item" in str(raised.value), "no traceback"
+            assert raised.value.ranks == (1,)
+            saver.save(State(comm, 2).dict, tmp_path / "other", "zarr").result(30)
+            saver.save(State(comm, 2).dict, tmp_path / "2", "zarr")
+        with pytest.raises(RankFailedError, match="No space left") as raised:
+            saver.save(State(comm, 3).dict, tmp_path / "3", "zarr")
+        seen.append(str(raised.value))
+        comm.all_gather(None)
+        broken[0] = False
+        comm.all_gather(None)
+        saver.save(State(comm, 2).dict, tmp_path / "2", "zarr")
+        saver.close()
+        return seen
+
+    seen = run_ranks(2, one)
+    assert seen[0][0] == seen[1][0]
+    assert_holds(tmp_path / "1", 1)
+    assert_holds(tmp_path / "2", 2)
+    assert not (tmp_path / "3").exists()
+
+
+def test_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same copies are written once more; nothing of the failed try is left."""
+    from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
+
+    finish = TensorStoreWriter.finish
+    left = [2]
+
+    def fail(self: Any, *args: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(5, "Input/output error")
+        finish(self, *args)
+
+    monkeypatch.setattr(TensorStoreWriter, "finish", fail)
+
+    def one(comm: Comm) -> None:
+        with AsyncSaver(comm=comm, retries=2) as saver:
+            state = State(comm, 1)
+            saver.save(state.dict, tmp_path / "c")
+            state.ruin()
+
+    run_ranks(2, one)
+    assert left == [0]
+    assert_holds(tmp_path / "c", 1)
+
+
+def test_busy(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def one(comm: Comm) -> None:
+        saver = AsyncSaver(comm=comm, when_busy="raise")
+        strategy = kind(BACKENDS[0])(planner=Gate(gate))
+        first = saver.save(State(comm, 1).dict, tmp_path / "1", strategy, capture="background")
+        with pytest.raises(CheckpointingException, match="not finished"):
+            saver.save(State(comm, 2).dict, tmp_path / "2")
+        with pytest.raises(TimeoutError):
+            first.result(0.01)
+        comm.all_gather(None)
+        gate.set()
+        first.result(30)
+        saver.save(State(comm, 2).dict, tmp_path / "2").result(30)
+
+    run_ranks(2, one)
+    assert_holds(tmp_path / "1", 1)
+    assert_holds(tmp_path / "2", 2)
+
+
+def test_two_savers_do_not_interfere(tmp_path: Path) -> None:
+    def one(comm: Comm) -> None:
+        first, second = AsyncSaver(comm=comm), AsyncSaver(comm=comm)
+        for step in (1, 2, 3):
+            saver, backend = (first, second)[step % 2], BACKENDS[step % 4]
+            saver.save(State(comm, step).dict, tmp_path / str(step), backend)
+        first.close()
+        second.close()
+
+    run_ranks(4, one)
+    for step in (1, 2, 3):
+        assert_holds(tmp_path / str(step), step)
+
+
+def test_shared_buffers_are_refused(tmp_path: Path) -> None:
+    gate = threading.Event()
+    buffers = StagingBuffers()
+    first, second = AsyncSaver(buffers=buffers), AsyncSaver(buffers=buffers)
+    (comm,) = run_ranks(1, lambda comm: comm)
+    handle = first.save(
+        State(comm, 1).dict, tmp_path / "1", kind(BACKENDS[0])(planner=Gate(gate)),
+        capture="background",
+    )  # fmt: skip
+    with pytest.raises(CheckpointingException, match="two saves at once"):
+        second.save(State(comm, 2).dict, tmp_path / "2")
+    gate.set()
+    handle.result(30)
+    assert not check_is_distributed_checkpoint(tmp_path / "2")
+    second.save(State(comm, 2).dict, tmp_path / "2").result(30)
+    assert_holds(tmp_path / "1", 1)
+    assert_holds(tmp_path / "2", 2)
+
+
+def test_buffers_are_used_again_and_hold_only_what_this_rank_writes(tmp_path: Path) -> None:
+    def one(comm: Comm) -> int:
+        buffers = StagingBuffers()
+        with AsyncSaver(comm=comm, buffers=buffers) as saver:
+            pointers = set()
+            for step in (1, 2, 3):
+                saver.save(State(comm, step).dict, tmp_path / str(step))
+                saver.wait()
+                pointers.add(buffers._memory.data_ptr())
+            assert len(pointers) == 1
+        return buffers.num_bytes
+
+    first, second = run_ranks(2, one)
+    rows, strided = ROWS * 6 * 4 // 2, ROWS * 6 * 2 // 2
+    assert rows + strided <= second <= rows + strided + 2 * 64
+    assert first > second  # it writes the replicated tensors too
+
+
+def test_steps_that_differ_between_ranks(tmp_path: Path) -> None:
+    def one(comm: Comm) -> None:
+        handle = async_save(State(comm, 1).dict, tmp_path / "c", comm=comm, step=comm.rank)
+        with pytest.raises(CheckpointingException, match="not of one save"):
+            handle.result(30)
+
+    run_ranks(2, one)
+    assert not check_is_distributed_checkpoint(tmp_path / "c")
+
+
+def test_a_taken_folder_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
+    (comm,) = run_ranks(1, lambda comm: comm)
+    save(State(comm, 1).dict, tmp_path / "c")
+    with pytest.raises(CheckpointExistsError):
+        async_save(State(comm, 2).dict, tmp_path / "c")
+    async_save(State(comm, 2).dict, tmp_path / "c", overwrite=True).result(30)
+    assert_holds(tmp_path / "c", 2)
+
+
+def test_progress(tmp_path: Path) -> None:
+    (comm,) = run_ranks(1, lambda comm: comm)
+    phases: list[str] = []
+    handle: SaveHandle = async_save(
+        State(comm, 1).dict, tmp_path / "c", progress=lambda p: phases.append(p.phase)
+    )
+    handle.result(30)
+    assert handle.progress.phase == "committing"
+    assert [p for i, p in enumerate(phases) if phases[i - 1 : i] != [p]] == [
+        "planning",
+        "writing",
+        "committing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("finalize", "never"), ("when_busy", "queue"), ("capture", "fork"), ("detect_changes", "no")],
+)
+def test_unknown_choices(tmp_path: Path, argument: str, value: str) -> None:
+    options: dict[str, Any] = {argument: value}
+    calls = {"finalize": AsyncSaver, "when_busy": AsyncSaver}
+    call: Any = calls.get(argument, partial(async_save, {}, tmp_path / "c"))
+    with pytest.raises(ValueError, match=repr(value)):
+        call(**options)

@@ -1,0 +1,175 @@
+"""AsyncCallsQueue: requests are executed in order, and finalized on all ranks or on none."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointingException,
+    RankFailedError,
+    ShardedTensor,
+    check_is_distributed_checkpoint,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.strategies import base
+from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
+from dist_checkpointing.testing import run_ranks
+
+BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+
+
+def request(comm: Comm, folder: Path, value: float, backend: Any = None) -> AsyncRequest:
+    """Of a tensor that is changed at once."""
+    data = torch.full((4, 3), value)
+    part = (0, comm.rank, comm.world_size)
+    state = {"w": ShardedTensor.from_rank_offsets("w", data, part), "value": value}
+    made = save(state, folder, backend, async_sharded_save=True, comm=comm)
+    data.fill_(-1)
+    assert made is not None
+    return made
+
+
+def assert_holds(folder: Path, value: float) -> None:
+    found = load_plain_tensors(folder)
+    assert found["value"] == value
+    assert found["w"].unique().tolist() == [value]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_order(tmp_path: Path, backend: tuple[str, int]) -> None:
+    def one(comm: Comm) -> None:
+        queue = AsyncCallsQueue(comm=comm)
+        assert queue.maybe_finalize_async_calls() == []
+        folders = [tmp_path / str(i) for i in range(3)]
+        numbers = [
+            queue.schedule_async_request(request(comm, folder, i, backend))
+            for i, folder in enumerate(folders)
+        ]
+        assert numbers == [0, 1, 2]
+        assert queue.get_num_unfinalized_calls() == 3
+        comm.all_gather(None)
+        assert not any(map(check_is_distributed_checkpoint, folders))
+        comm.all_gather(None)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2]
+        assert queue.get_num_unfinalized_calls() == 0
+        queue.close()
+
+    run_ranks(2, one)
+    for i in range(3):
+        assert_holds(tmp_path / str(i), i)
+
+
+def test_nothing_is_finalized_before_all_ranks_are_through() -> None:
+    gate = threading.Event()
+    finalized: list[int] = []
+
+    def one(comm: Comm) -> None:
+        queue = AsyncCallsQueue(comm=comm)
+        work = gate.wait if comm.rank == 1 else (lambda: None)
+        queue.schedule_async_request(AsyncRequest(work, (), [lambda: finalized.append(comm.rank)]))
+        assert queue.maybe_finalize_async_calls() == []
+        assert queue.maybe_finalize_async_calls() == []
+        assert not finalized
+        comm.all_gather(None)
+        gate.set()
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+
+    run_ranks(2, one)
+    assert sorted(finalized) == [0, 1]
+
+
+def test_a_failure_is_told_to_all_ranks_and_does_not_stop_the_next_call(tmp_path: Path) -> None:
+    def one(comm: Comm) -> str:
+        queue = AsyncCallsQueue(comm=comm)
+        first = request(comm, tmp_path / "1", 1, "zarr")
+        (tmp_path / "1" / "w").mkdir(exist_ok=True)
+        if comm.rank == 1:
+            # A folder in the place of this rank's chunk.
+            (tmp_path / "1" / "w" / "c.1.0").mkdir()
+        comm.all_gather(None)
+        queue.schedule_async_request(first)
+        queue.schedule_async_request(request(comm, tmp_path / "2", 2, "zarr"))
+        with pytest.raises(CheckpointingException) as raised:
+            queue.maybe_finalize_async_calls(blocking=True)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [1]
+        return str(raised.value)
+
+    texts = run_ranks(2, one)
+    assert texts[0] == texts[1]
+    assert "rank 1" in texts[0]
+    assert "Traceback" in texts[0]
+    assert not check_is_distributed_checkpoint(tmp_path / "1")
+    assert_holds(tmp_path / "2", 2)
+
+
+def test_a_foreign_function_that_fails() -> None:
+    def fail() -> None:
+        raise OSError("no such host")
+
+    def one(comm: Comm) -> None:
+        queue = AsyncCallsQueue(comm=comm)
+        called: list[int] = []
+        work = fail if comm.rank == 1 else None
+        queue.schedule_async_request(AsyncRequest(work, (), [lambda: called.append(1)]))
+        with pytest.raises(RankFailedError, match="no such host"):
+            queue.maybe_finalize_async_calls(blocking=True)
+        assert not called
+        assert queue.get_num_unfinalized_calls() == 0
+
+    run_ranks(2, one)
+
+
+def test_two_queues_do_not_interfere(tmp_path: Path) -> None:
+    def one(comm: Comm) -> None:
+        queues = [AsyncCallsQueue(comm=comm) for _ in range(2)]
+        for i in range(4):
+            queues[i % 2].schedule_async_request(request(comm, tmp_path / str(i), i))
+        assert queues[1].maybe_finalize_async_calls(blocking=True) == [0, 1]
+        assert queues[0].get_num_unfinalized_calls() == 2
+        queues[0].close()
+
+    run_ranks(2, one)
+    for i in range(4):
+        assert_holds(tmp_path / str(i), i)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the folder's lock
+def test_abort(tmp_path: Path) -> None:
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request(SingleProcess(), tmp_path / "c", 1))
+    queue.close(abort=True)
+    assert queue.get_num_unfinalized_calls() == 0
+    assert not check_is_distributed_checkpoint(tmp_path / "c")
+
+
+def test_preload_happens_before_scheduling_returns() -> None:
+    seen: list[Any] = []
+    data = [1]
+    queue = AsyncCallsQueue(comm=SingleProcess())
+    made = AsyncRequest(lambda *args: seen.append(args), ("a", None, "b"), [], {}, data.copy)
+    queue.schedule_async_request(made)
+    data[0] = 2
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert seen == [("a", [1], "b")]
+
+
+def test_a_scheduled_request_is_frozen() -> None:
+    with pytest.raises(RuntimeError, match="frozen"):
+        AsyncRequest(None, (), []).freeze().add_finalize_fn(lambda: None)
+
+
+def test_execute_sync(tmp_path: Path) -> None:
+    request(SingleProcess(), tmp_path / "c", 5).execute_sync()
+    assert_holds(tmp_path / "c", 5)
+
+
+def test_the_shared_queue_is_made_once() -> None:
+    assert base.async_calls is base.async_calls
+    assert isinstance(base.async_calls, AsyncCallsQueue)

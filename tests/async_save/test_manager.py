@@ -1,0 +1,384 @@
+"""CheckpointManager: which step is latest, valid, kept; and that nothing good is ever lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_checkpointing import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RankFailedError,
+    Retention,
+    ShardedObject,
+    ShardedTensor,
+    load_plain_tensors,
+    save,
+    store,
+)
+from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.commit import Attempt
+from dist_checkpointing.testing import run_ranks
+
+COMM = SingleProcess()
+
+
+def state(step: int, comm: Comm = COMM) -> dict[str, Any]:
+    part = (0, comm.rank, comm.world_size)
+    return {
+        "w": ShardedTensor.from_rank_offsets("model.w", torch.full((2, 3), float(step)), part),
+        "m": ShardedTensor.from_rank_offsets("optimizer.m", torch.full((2,), float(step)), part),
+        "rng": ShardedObject("rng", [step], (comm.world_size,), (comm.rank,)),
+        "step": step,
+    }
+
+
+def template(comm: Comm = COMM) -> dict[str, Any]:
+    made = state(-1, comm)
+    made["rng"].data = None
+    return made
+
+
+def assert_loads(manager: CheckpointManager, step: int, comm: Comm = COMM) -> None:
+    loaded = manager.load(template(comm))
+    assert loaded["step"] == step
+    assert loaded["w"].unique().tolist() == [step]
+    assert loaded["m"].unique().tolist() == [step]
+    assert loaded["rng"] == [step]
+
+
+def damage(folder: Path) -> None:
+    """Flip a byte in the largest file."""
+    files = [path for path in folder.rglob("*") if path.is_file() and "/d/" in path.as_posix()]
+    path = max(files or folder.rglob("c.0*"), key=lambda found: found.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("finalize", ["background", "caller"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_run(tmp_path: Path, world_size: int, finalize: Any) -> None:
+    def one(comm: Comm) -> None:
+        with CheckpointManager(tmp_path, comm=comm, finalize=finalize) as manager:
+            assert manager.latest() is None
+            assert manager.latest_valid() is None
+            assert manager.steps() == []
+            manager.save(10, state(10, comm))
+            assert manager.latest() == 10
+            for step in (20, 30):
+                handle = manager.async_save(step, state(step, comm))
+                assert handle.step == step
+            manager.wait()
+            assert manager.latest() == 30
+            assert manager.steps() == [10, 20, 30]
+            assert_loads(manager, 30, comm)
+            manager.delete(20)
+            assert manager.steps() == [10, 30]
+        again = CheckpointManager(tmp_path, comm=comm)
+        assert again.latest() == 30
+        assert again.load(template(comm), 10)["step"] == 10
+        again.close()
+
+    run_ranks(world_size, one)
+    assert not (tmp_path / "step-00000020").exists()
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_latest_valid_walks_back(
+    tmp_path: Path, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, backend)
+    for step in (1, 2, 3, 4):
+        manager.save(step, state(step))
+    (manager.folder(4) / "metadata.json").unlink()
+    largest = max(
+        (p for p in manager.folder(3).rglob("*") if p.is_file() and p.parent.name != ".dckpt"),
+        key=lambda path: path.stat().st_size,
+    )
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    (manager.folder(2) / "common.pt").write_bytes(b"")
+    with caplog.at_level(logging.WARNING):
+        assert manager.latest_valid() == 1
+    for step, why in ((4, "never committed"), (3, "step-00000003"), (2, "common.pt")):
+        assert any(f"step {step} is skipped" in t and why in t for t in caplog.messages), step
+    assert_loads(manager, 1)
+
+
+def test_a_flipped_bit_is_found_by_contents_alone(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, "zarr")
+    for step in (1, 2):
+        manager.save(step, state(step))
+    damage(manager.folder(2))
+    assert manager.latest_valid(check="structure") == 2
+    with pytest.raises(CorruptCheckpointError):
+        manager.verify(2)
+    assert manager.latest_valid() == 1
+    assert_loads(manager, 1)
+    # Training comes to step 2 again, and may save it.
+    manager.save(2, state(2))
+    assert_loads(manager, 2)
+
+
+def test_a_lost_file_of_checksums_is_damage(tmp_path: Path) -> None:
+    run_ranks(2, lambda comm: CheckpointManager(tmp_path, comm=comm).save(1, state(1, comm)))
+    manager = CheckpointManager(tmp_path)
+    manager.verify(1)
+    (manager.folder(1) / ".dckpt/checksums/1.npz").unlink()
+    with pytest.raises(CorruptCheckpointError, match="no checksums for all of it"):
+        manager.verify(1)
+
+
+def test_no_valid_checkpoint_says_why(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state(1))
+    (manager.folder(1) / "common.pt").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"no valid checkpoint(.|\n)*common\.pt"):
+        manager.load(template())
+
+
+def test_retention(tmp_path: Path) -> None:
+    retention = Retention(keep_last=2, keep_every=30)
+    with CheckpointManager(tmp_path, retention=retention) as manager:
+        for step in range(10, 110, 10):
+            manager.async_save(step, state(step))
+            if step == 50:
+                manager.wait()
+                manager.verify(50)
+        manager.wait()
+        assert manager.steps() == [30, 50, 60, 90, 100]
+        with pytest.raises(CheckpointingException, match="known to be valid"):
+            manager.delete(50)
+        manager.verify(90)
+        manager.save(110, state(110))
+        assert manager.steps() == [30, 60, 90, 100, 110]
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
+def test_old_steps_lose_their_optimizer_state(tmp_path: Path, backend: str) -> None:
+    manager = CheckpointManager(tmp_path, backend, retention=Retention(drop_optimizer_after=1))
+    for step in (1, 2):
+        manager.save(step, state(step))
+    assert "optimizer.m" not in load_plain_tensors(manager.folder(1))
+    assert load_plain_tensors(manager.folder(1))["model.w"].unique().tolist() == [1]
+    assert_loads(manager, 2)
+
+
+def test_what_the_manager_did_not_write_is_never_deleted(tmp_path: Path) -> None:
+    save(state(1), tmp_path / "step-00000001")  # somebody else's checkpoint
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "notes.txt").write_text("mine")
+    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    manager.save(3, state(3))
+    (manager.folder(3) / "notes.txt").write_text("mine")
+    manager.save(4, state(4))
+    assert manager.steps() == [1, 4]
+    assert [p.name for p in manager.folder(3).iterdir()] == ["notes.txt"]
+    assert (tmp_path / "step-00000002" / "notes.txt").read_text() == "mine"
+    with pytest.raises(CheckpointingException, match="no manager"):
+        manager.delete(1)
+    with pytest.raises(CheckpointExistsError):
+        manager.save(1, state(1))
+    # A checkpoint that took the place of ours is not ours.
+    save(state(4), manager.folder(4), overwrite=True)
+    manager.save(5, state(5))
+    assert manager.steps() == [1, 4, 5]
+
+
+def test_a_failed_save_leaves_the_last_one_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Attempt.commit
+
+    def fail(self: Attempt, *args: Any) -> None:
+        if self._folder.name.endswith("2"):
+            raise OSError(5, "Input/output error")
+        commit(self, *args)
+
+    monkeypatch.setattr(Attempt, "commit", fail)
+
+    def one(comm: Comm) -> None:
+        manager = CheckpointManager(tmp_path, comm=comm, retention=Retention(keep_last=1))
+        manager.save(1, state(1, comm))
+        manager.async_save(2, state(2, comm))
+        with pytest.raises(RankFailedError, match="Input/output"):
+            manager.wait()
+        assert manager.latest() == 1
+        assert_loads(manager, 1, comm)
+        manager.async_save(3, state(3, comm))
+        manager.close()
+
+    run_ranks(2, one)
+    # The first one stays beyond keep_last: loading it has verified it.
+    manager = CheckpointManager(tmp_path)
+    assert manager.steps() == [1, 3]
+    assert load_plain_tensors(manager.folder(3))["model.w"].unique().tolist() == [3]
+
+
+@pytest.mark.parametrize("on_error", ["warn", "retry"])
+def test_training_goes_on(
+    tmp_path: Path, on_error: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit, left = Attempt.commit, [1]
+
+    def fail(self: Attempt, *args: Any) -> None:
+        if self._folder.name.endswith("2") and left[0]:
+            left[0] -= 1
+            raise OSError(5, "Input/output error")
+        commit(self, *args)
+
+    monkeypatch.setattr(Attempt, "commit", fail)
+    with CheckpointManager(tmp_path, on_error=on_error) as manager:
+        for step in (1, 2, 3):
+            manager.async_save(step, state(step))
+    assert manager.steps() == ([1, 3] if on_error == "warn" else [1, 2, 3])
+    assert any("Input/output error" in text for text in caplog.messages)
+
+
+def test_the_pointer_moves_after_the_commit_and_retention_after_the_pointer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a crash cuts off, the pointer names a checkpoint, and it is a whole one."""
+    from dist_checkpointing import manager as imported
+
+    module: Any = imported
+    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    manager.save(1, state(1))
+    seen: list[str] = []
+    commit, write, remove = Attempt.commit, module.write_record, module.remove_checkpoint
+
+    def note(name: str, work: Any) -> Any:
+        def noted(*args: Any) -> None:
+            if name != "pointer" or args[0].latest == 2:
+                seen.append(name)
+            work(*args)
+
+        return noted
+
+    monkeypatch.setattr(Attempt, "commit", note("commit", commit))
+    monkeypatch.setattr(module, "write_record", note("pointer", write))
+    monkeypatch.setattr(module, "remove_checkpoint", note("delete", remove))
+    manager.save(2, state(2))
+    assert seen[:3] == ["commit", "pointer", "delete"]
+    assert seen.count("delete") == 1
+
+
+def test_a_lost_pointer(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    for content in (b"", b"{", b'{"format": 1, "latest": "x", "steps": {}}', b"[" * 100_000):
+        (tmp_path / "manager.json").write_bytes(content)
+        assert manager.latest() == 2
+    manager.save(3, state(3))
+    assert manager.latest() == 3
+    assert manager.steps() == [1, 2, 3]
+
+
+def test_leftovers_of_a_crash_are_cleared_away(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=5))
+    manager.save(1, state(1))
+    manager.save(2, state(2))
+    (manager.folder(2) / "metadata.json").unlink()  # as a crash before the commit leaves it
+    manager.save(3, state(3))
+    assert not manager.folder(2).exists()
+    assert manager.steps() == [1, 3]
+
+
+def test_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = CheckpointManager(tmp_path)
+    real = os.statvfs(tmp_path)
+
+    class Full:
+        f_blocks, f_bavail, f_frsize = real.f_blocks, 1, 16
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    with pytest.raises(CheckpointingException, match=r"not enough free space(.|\n)*32 bytes"):
+        manager.async_save(1, state(1))
+    assert not manager.folder(1).exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(CheckpointingException, match="may not write"):
+        manager.save(1, state(1))
+    assert not manager.folder(1).exists()
+
+
+def test_preemption(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        manager.save_on_signal(signal.SIGTERM)
+        assert not manager.preempted()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.preempted()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    def one(comm: Comm) -> bool:
+        manager = CheckpointManager(tmp_path, comm=comm)
+        if comm.rank == 1:
+            manager._signalled.set()
+        return manager.preempted()
+
+    assert run_ranks(3, one) == [True] * 3
+
+
+def test_a_save_in_flight_is_not_deleted(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    manager.save(1, state(1))
+    live = Attempt.begin(manager.folder(2), ["w"])
+    manager._write(
+        manager._record().with_step(2, manager._record().steps[1]), store.Durability.FSYNC
+    )
+    manager.save(3, state(3))
+    assert manager.folder(2).exists()
+    live.release()
+
+
+@pytest.mark.parametrize("value", [-1, True, "7", 1.0])
+def test_steps_that_are_none(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(CheckpointingException, match="at least 0"):
+        CheckpointManager(tmp_path).save(value, state(1))
+
+
+@given(
+    st.sets(st.integers(0, 60)),
+    st.none() | st.integers(1, 5),
+    st.none() | st.integers(1, 7),
+    st.none() | st.integers(1, 5),
+    st.sets(st.integers(0, 60), max_size=2),
+)
+def test_retention_as_a_function(
+    steps: set[int], last: int | None, every: int | None, after: int | None, protected: set[int]
+) -> None:
+    retention = Retention(keep_last=last, keep_every=every, drop_optimizer_after=after)
+    due = retention.due(steps, protected)
+    kept = steps - set(due.delete)
+    assert set(due.delete) <= steps
+    assert set(due.strip) <= kept
+    assert not (set(due.delete) | set(due.strip)) & protected
+    newest = sorted(steps)[-(last or len(steps) or 1) :]
+    assert kept >= set(newest)
+    for step in due.delete:
+        assert last is not None
+        assert step not in newest
+        assert every is None or step % every
+    assert (after is not None) or not due.strip
+
+
+@pytest.mark.parametrize("name", ["keep_last", "keep_every", "drop_optimizer_after"])
+def test_invalid_retention(name: str) -> None:
+    options: dict[str, Any] = {name: 0}
+    with pytest.raises(CheckpointingException, match=f"{name} must be at least 1"):
+        Retention(**options)

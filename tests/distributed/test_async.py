@@ -1,0 +1,130 @@
+"""Asynchronous saves of real processes that are killed, interrupted, or simply end."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its stubs
+
+import dist_checkpointing
+from dist_checkpointing import CheckpointManager, load_plain_tensors
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+ROOT = Path(dist_checkpointing.__file__).parents[1]
+SCRIPT = Path(__file__).parent / "async_rank.py"
+NOBODY, EVERYBODY = -1, -2
+STEPS = 12
+
+
+def run(
+    scenario: str, root: Path, world_size: int, victim: int = NOBODY, kill_at: float = 0.0
+) -> tuple[list[int], list[dict[str, Any] | None], list[str]]:
+    """Exit codes, reports and outputs of all ranks."""
+    store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    reports = [root.parent / f"report-{rank}.json" for rank in range(world_size)]
+    for path in reports:
+        path.unlink(missing_ok=True)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    started = [
+        subprocess.Popen(
+            [
+                *(sys.executable, SCRIPT, scenario, root, str(rank), str(world_size)),
+                *(str(store.port), str(STEPS)),
+                str(kill_at if victim in (rank, EVERYBODY) else -1.0),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                "OMP_NUM_THREADS": "1",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            },
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=90)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    found = [json.loads(path.read_text()) if path.exists() else None for path in reports]
+    return [process.returncode for process in started], found, outputs
+
+
+def assert_all_committed_are_right(root: Path) -> list[int]:
+    """From outside, by one process, and without the manager's own opinion."""
+    manager = CheckpointManager(root)
+    for step in manager.steps():
+        found = load_plain_tensors(manager.folder(step))
+        rows, columns = found["w"].shape
+        expected = range(step, rows * columns + step)
+        assert found["step"] == step
+        assert found["w"].reshape(-1).tolist() == list(expected), step
+        assert set(found["optimizer.m"].reshape(-1).tolist()) == {step}
+        assert set(found["s"].tolist()) == {-step}
+    return manager.steps()
+
+
+def test_a_run_that_nobody_disturbs(tmp_path: Path) -> None:
+    codes, reports, outputs = run("train", tmp_path / "run", 3)
+    assert codes == [0] * 3, outputs
+    for report in reports:
+        assert report is not None
+        assert "error" not in report
+        assert report["steps"] == [STEPS - 1, STEPS]
+    assert assert_all_committed_are_right(tmp_path / "run") == [STEPS - 1, STEPS]
+
+
+def test_kills_at_random_moments(tmp_path: Path) -> None:
+    """Whoever dies, and whenever: what is committed is right, and training resumes from it."""
+    moment = random.Random(20)
+    best = 0
+    for victim in (1, EVERYBODY):
+        kill_at = moment.uniform(1, 4)
+        codes, reports, outputs = run("train", tmp_path / "run", 3, victim, kill_at)
+        for rank, (code, report) in enumerate(zip(codes, reports, strict=True)):
+            killed = victim in (rank, EVERYBODY)
+            assert code == (-signal.SIGKILL if killed else 0), outputs[rank]
+            # The others hear of it, whatever they were at, instead of waiting for ever.
+            assert report is None if killed else "error" in (report or {}), report
+        steps = assert_all_committed_are_right(tmp_path / "run")
+        assert max(steps, default=0) >= best, "a good checkpoint was lost"
+        best = max(steps, default=0)
+    codes, reports, outputs = run("train", tmp_path / "run", 3)
+    assert codes == [0] * 3, outputs
+    for report in reports:
+        assert report is not None
+        assert report.get("right"), report
+        assert report["resumed"] == (best or None)
+    assert assert_all_committed_are_right(tmp_path / "run")[-1] == STEPS
+
+
+def test_a_part_of_the_world_saves_alone(tmp_path: Path) -> None:
+    codes, _, outputs = run("part", tmp_path / "run", 3)
+    assert codes == [0] * 3, outputs
+    assert assert_all_committed_are_right(tmp_path / "run") == [1]
+
+
+@pytest.mark.parametrize("scenario", ["exit", "raise", "interrupt"])
+def test_the_end_of_the_interpreter_waits_for_the_save(tmp_path: Path, scenario: str) -> None:
+    """No hang and no half commit; the training's own error is what the process ends with."""
+    codes, _, outputs = run(scenario, tmp_path / "run", 2)
+    for code, output in zip(codes, outputs, strict=True):
+        assert (code == 0) is (scenario == "exit"), output
+        assert {"exit": "", "raise": "loss is nan", "interrupt": "KeyboardInterrupt"}[
+            scenario
+        ] in output
+    assert assert_all_committed_are_right(tmp_path / "run") == [1]
