@@ -20,14 +20,14 @@ from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.shared_memory import mapped
 from dist_checkpointing.staging import StagedPlanner
 from dist_checkpointing.storage import WriteResult, write_plan
-from dist_checkpointing.writer_process import STOP, Announcement, Job
+from dist_checkpointing.writer_process import Announcement, Job
 
 _LOOK_SECONDS: Final = 0.1
 _REPORT_SECONDS: Final = 0.05
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Write what comes over a connection until its other side says stop, or is gone.
+    """Write what comes over a connection for as long as there is somebody on its other side.
 
     Args:
         descriptor: of this side of the connection.
@@ -43,8 +43,6 @@ def serve(descriptor: int, parent: int) -> None:
             try:
                 message = channel.recv_bytes()
             except (EOFError, ConnectionError):
-                return
-            if message == STOP:
                 return
             desk.work_off(pickle.loads(message))  # noqa: S301 - the training's own
 

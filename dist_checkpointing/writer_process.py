@@ -27,11 +27,8 @@ from dist_checkpointing.storage import StorageWriter, WriteResult, unreported
 
 logger = logging.getLogger(__name__)
 
-STOP: Final = b""
-"""What the worker is sent to let it end."""
-
 _LOOK_SECONDS: Final = 0.2
-_STOP_PATIENCE_SECONDS: Final = 10.0
+_END_PATIENCE_SECONDS: Final = 10.0
 _BOOT: Final = """\
 import sys
 sys.path[:] = {path!r}
@@ -179,8 +176,7 @@ class WriterProcess:
             finding = Finding(f"the worker process that writes {how}", ranks=(rank,))
             raise RankFailedError("writing failed", [finding]) from None
         except BaseException:
-            worker.process.kill()  # what it still says must not be taken for the next answer
-            self.close()
+            self.close()  # what it still says must not be taken for the next answer
             raise
         if isinstance(answer, Failure):
             self._sent_plan = None
@@ -263,18 +259,16 @@ class _Worker:
 def _stop(process: subprocess.Popen[bytes], channel: Connection, owner: int) -> None:
     if os.getpid() != owner:
         return  # forked from the one that started it
-    try:
-        channel.send_bytes(STOP)
-    except OSError as error:
-        logger.debug("the worker process is gone: %s", error)
+    # Between two saves there is nothing that it would have to bring to an end.
+    process.kill()
     channel.close()
-    _ended(process)
+    process.wait()
 
 
 def _ended(process: subprocess.Popen[bytes]) -> int:
     """Wait for a process that is about to end; its exit code."""
     try:
-        return process.wait(_STOP_PATIENCE_SECONDS)
+        return process.wait(_END_PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
