@@ -190,6 +190,7 @@ def test_a_killed_process_is_an_error_of_its_rank_on_all_and_is_replaced(tmp_pat
             assert saver._process.pid is not None
             pids.append(saver._process.pid)
             os.kill(saver._process.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, saver._process.pid, os.WEXITED | os.WNOWAIT)
             saver.save(state(comm, 2), tmp_path / "2").result(60)
             pids.append(saver._process.pid)
         return str(raised.value), pids
