@@ -235,6 +235,8 @@ class Attempt:
 
     def abandon(self) -> None:
         """Free what was written. What cannot be deleted now, the next attempt deletes."""
+        if not self._close.alive:
+            return  # committed, or let go: what is here is no longer this attempt's to judge
         left = []
         # The commit goes first, should it have come that far.
         for name in reversed(self._creates):
