@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from dist_checkpointing.async_save import AsyncSaver, Capture, Finalize, SaveHandle
+from dist_checkpointing.async_saving import AsyncSaver, Capture, Finalize, SaveHandle
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.commit import (
     attempt_of,
