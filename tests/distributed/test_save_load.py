@@ -132,7 +132,7 @@ def reports_of(
         outputs = [process.communicate(timeout=60)[0] for process in started]
         codes = [process.returncode for process in started]
     expected = [0] * WORLD_SIZE
-    if scenario == "killed":
+    if scenario.startswith("killed"):
         expected[victim] = -signal.SIGKILL
     assert codes == expected, "\n".join(outputs)[-5000:]
     paths = [folder / "reports" / f"{rank}.json" for rank in range(WORLD_SIZE)]
@@ -194,3 +194,14 @@ def test_a_rank_is_killed_while_it_writes(
     for key in RANK["GLOBAL"].keys() - {"columns"}:
         assert tensors[key].equal(RANK["whole"](key)), key
     assert not (second / "columns").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_is_killed_while_it_loads(tmp_path: Path, victim: int) -> None:
+    """It dies where ranks compare a number, which names nobody by itself."""
+    reports = reports_of("killed-in-load", tmp_path, ("zarr", 2), victim)
+    assert reports.pop(victim) is None
+    for report in reports:
+        assert report is not None
+        assert (report["class"], report["ranks"]) == ("RankFailedError", [victim]), report
+    assert len({report["text"] for report in reports if report}) == 1

@@ -174,6 +174,11 @@ def test_a_late_rank_hears_that_it_was_given_up_and_may_go_on(place: str) -> Non
     assert [report["all_same"] for report in reports] == [[True, False, False]] * 3
 
 
+def test_a_rank_that_is_only_late_for_a_number_is_waited_for(place: str) -> None:
+    expected = [{"class": None, "value": value} for value in (True, False, False, True)]
+    assert [report["all_same"] for report in run("late_for_a_number", place)] == [expected] * 3
+
+
 def test_a_value_that_cannot_travel_fails_on_all_ranks_at_once(place: str) -> None:
     reports = run("unpicklable", place)
     error = same_error(reports)
