@@ -168,10 +168,14 @@ class StorageProtocol(BackendHooks):
         """All that a save creates is announced before, so that a failed one can be cleared away."""
         strategy, folder = self.planned_saver(), tmp_path / "c"
         log = _Log()
-        observed = observed_save(strategy, log.observer(0))
-        save(_state(1, 0), folder, observed)
-        (plan,) = log.values("write_data")
-        announced = {*strategy.make_writer(folder).created_names(plan.index)}
+
+        def save_one(comm: Comm) -> None:
+            observed = observed_save(self.planned_saver(), log.observer(comm.rank))
+            save(_state(2, comm.rank), folder, observed, comm=comm)
+
+        run_ranks(2, save_one)
+        plan, _ = log.values("write_data")
+        announced = {*strategy.make_writer(folder).created_names(plan.index, world_size=2)}
         announced |= {CONFIG_FNAME, "common.pt", ".dckpt"}
         for path in folder.rglob("*"):
             if path.is_file():
