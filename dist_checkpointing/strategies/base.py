@@ -274,6 +274,8 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         comm = default_comm() if self.comm is None else self.comm
         leaves, _ = _sharded_leaves(sharded_state_dict)
         writer = self.make_writer(Path(checkpoint_dir))
+        with comm.agreed("making the folder"):
+            writer.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         self.write(self.plan(leaves, writer, comm), writer, comm)
 
 

@@ -90,7 +90,6 @@ class TorchDistWriter(StorageWriter):
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
         del world_size
         self._rank = rank
-        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert plan.index is not None
@@ -162,7 +161,8 @@ class TorchDistWriter(StorageWriter):
                 chunks[key].append((offsets, sizes))
         tensors = {key: _dcp_tensor(metadata, key, chunks[key]) for key in metadata}
         content = to_pickle(DcpMetadata(tensors, tuple(values), places))
-        store.write_atomic(self.checkpoint_dir / DCP_METADATA_NAME, content)
+        path = self.checkpoint_dir / DCP_METADATA_NAME
+        store.write_atomic(path, content, self.options.durability)
 
 
 def _rows(result: WriteResult) -> list[Row]:
