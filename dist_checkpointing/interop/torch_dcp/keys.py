@@ -82,8 +82,8 @@ class DCPKeys:
             found[name] = value
         return found
 
-    def write(self, folder: Path) -> None:
-        """Write the file, atomically and durably."""
+    def write(self, folder: Path, durability: store.Durability) -> None:
+        """Write the file, atomically."""
         content = {
             "format": _FORMAT,
             "paths": {name: list(path) for name, path in self.paths.items()},
@@ -92,7 +92,7 @@ class DCPKeys:
         }
         path = folder / DCP_KEYS_NAME
         path.parent.mkdir(exist_ok=True)
-        store.write_atomic(path, json.dumps(content, separators=(",", ":")).encode())
+        store.write_atomic(path, json.dumps(content, separators=(",", ":")).encode(), durability)
 
     @classmethod
     def read(cls, folder: Path) -> DCPKeys | None:
