@@ -77,6 +77,7 @@ def test_names_are_those_that_dcp_gives(state: dict[str, Any]) -> None:
         {"a": ("a",), "b.c": ("a", "c")},  # leads through a value
         {"a": ("x",), "b.c": ("x",)},  # two values at one place
         {"a": (0,), "b.c": ("b",)},  # a list and a dict at once
+        {"a": (0,), "b.c": (1,)},  # all of it would be a list
         {"a": (), "b.c": (1.5,)},
     ],
 )
