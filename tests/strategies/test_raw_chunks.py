@@ -146,6 +146,14 @@ def test_more_small_chunks_than_one_read_takes(tmp_path: Path) -> None:
     assert sum(done) == values.nbytes
 
 
+@pytest.mark.parametrize("num_bytes", [63, 65])
+def test_a_file_that_is_one_chunk_must_be_as_long(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(num_bytes))
+    with pytest.raises(CorruptCheckpointError, match="wrong size; expected 64 bytes; found"):
+        read_extent(Extent(str(path), 0, 64, file_bytes=64), "w")
+
+
 @pytest.mark.parametrize("columns", [16, 5], ids=["contiguous", "strided"])
 def test_a_file_that_becomes_shorter_is_noticed(tmp_path: Path, columns: int) -> None:
     """After its size was looked at: never is a part of the memory left as it was."""
