@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -40,3 +42,13 @@ def bytes_as_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("the last unit takes everything")
+
+
+def one_line(text: str) -> str:
+    """A text of somebody else, such as a key, without what would move the cursor or colour it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def bytes_on_disk(paths: Iterable[Path]) -> int:
+    """The blocks that files take; those that are not there take none."""
+    return sum(path.lstat().st_blocks * 512 for path in paths if path.exists())

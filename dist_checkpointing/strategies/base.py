@@ -34,6 +34,7 @@ from dist_checkpointing.planning import (
     SavePlanner,
 )
 from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.removal import PlannedRemoval
 from dist_checkpointing.storage import StorageReader, StorageWriter, read, write
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.strategies.registry import (
@@ -153,6 +154,10 @@ class LoadShardedStrategy(LoadStrategyBase):
 
     def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
         """Delete all tensors whose key begins with ``key_prefix``."""
+        raise NotImplementedError
+
+    def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
+        """What ``remove_sharded_tensors`` would do."""
         raise NotImplementedError
 
 
