@@ -37,12 +37,13 @@ def checksum(array: npt.NDArray[Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor with the hash of its values."""
+    """A part of a tensor with the hash of its values, and the rank that wrote it."""
 
     key: str
     box: Box
     flat_range: tuple[int, int] | None
     digest: int
+    rank: int
 
 
 def write_checksums(
@@ -82,13 +83,14 @@ def read_checksums(folder: Path) -> list[StoredPart]:
     parts: list[StoredPart] = []
     for path in sorted((folder / CHECKSUMS_NAME).glob("*.npz")):
         try:
+            rank = int(path.stem)
             with np.load(io.BytesIO(store.read_bytes(path, _MAX_BYTES))) as content:
                 names = json.loads(content["names"].tobytes())
                 columns = [content[name].tolist() for name in _COLUMNS]
             for key, ndim, offset, shape, flat, digest in zip(*columns, strict=True):
                 box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
                 flat_range = None if flat[0] < 0 else (flat[0], flat[1])
-                parts.append(StoredPart(names[key], box, flat_range, digest))
+                parts.append(StoredPart(names[key], box, flat_range, digest, rank))
         except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile) as error:
             finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
             raise CorruptCheckpointError("checksums cannot be read", [finding]) from error
