@@ -12,16 +12,19 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from dist_checkpointing import store
-from dist_checkpointing.catalog import ShardTable
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box
+
+if TYPE_CHECKING:
+    # It imports torch, which whoever only reads does without.
+    from dist_checkpointing.catalog import ShardTable
 
 CHECKSUMS_NAME = ".dckpt/checksums"
 _COLUMNS = ("keys", "ndim", "offsets", "shapes", "flat", "digests")

@@ -238,7 +238,7 @@ def test_on_a_terminal_it_asks(tmp_path: Path, answer: str, code: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["modle"], "begins with 'modle'; keys begin with 'model', 'optimizer'"),
+        (["mdel"], "begins with 'mdel'; keys begin with 'model', 'optimizer'"),
         ([""], "an empty prefix means every tensor"),
         (["model", "--json"], "--json asks nothing"),
     ],

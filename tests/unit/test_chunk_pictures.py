@@ -5,7 +5,7 @@ import re
 from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given
@@ -210,7 +210,7 @@ def test_of_many_axes_the_cut_ones_are_drawn() -> None:
 @pytest.mark.parametrize("number", range(6))
 def test_every_kind_of_tensor_has_a_picture_that_is_xml(number: int) -> None:
     drawing = one(some_map().tensors[number])
-    root = ElementTree.fromstring(render_svg(drawing))
+    root = ET.fromstring(render_svg(drawing))
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     shown = len([element for element in root if element.tag.endswith("rect")])
     assert shown == len(rects(drawing)) + 1
@@ -218,7 +218,7 @@ def test_every_kind_of_tensor_has_a_picture_that_is_xml(number: int) -> None:
 
 
 def test_a_key_is_text_in_an_svg() -> None:
-    root = ElementTree.fromstring(render_svg(overview(some_map())))
+    root = ET.fromstring(render_svg(overview(some_map())))
     assert {element.tag.rpartition("}")[2] for element in root} == {"rect", "text"}
 
 
