@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
-from dist_checkpointing.geometry import Window, ravel_offset
+from dist_checkpointing.geometry import Ints, Window, ravel_offset
 from dist_checkpointing.index import Index
 from dist_checkpointing.options import StorageOptions
 from dist_checkpointing.planning import MetadataIndex, ReadItem
@@ -123,8 +123,7 @@ def forecast(
     stored = StoredTensors(index)
     findings: dict[tuple[str, str | None], Finding] = {}
     costs = []
-    maps_files = options.maps_files(reader.checkpoint_dir)
-    places: dict[MetadataIndex, ChunkPlace | None] = {}
+    planner = _Planner(index, reader, options.maps_files(reader.checkpoint_dir))
     asked: set[str] = set()
     for want in wants:
         asked |= {leaf.key for leaf in want.tensors.values()}
@@ -134,25 +133,20 @@ def forecast(
         except StateMismatchError as error:
             misfits += error.findings
         unfit = {finding.key for finding in misfits if finding.problem != "dtype differs"}
-        fitting = [leaf for leaf in want.tensors.values() if leaf.key not in unfit]
-        shards = [
-            WantedShard(leaf.key, leaf.box, leaf.flat_range, number)
-            for number, leaf in enumerate(fitting)
-        ]
-        items, uncovered = plan_load(index, shards)
-        for finding in (*misfits, *uncovered):
+        touched: list[tuple[_Touch, ChunkPlace | None]] = []
+        wanted_bytes = 0
+        for leaf in want.tensors.values():
+            if leaf.key not in unfit:
+                shard = WantedShard(leaf.key, leaf.box, leaf.flat_range, 0)
+                parts, uncovered = planner.parts_of(shard)
+                touched += parts
+                misfits += uncovered
+                wanted_bytes += _num_elements(shard) * leaf.dtype.itemsize
+        for finding in misfits:
             known = findings.setdefault((finding.problem, finding.key), finding)
             ranks = tuple(sorted({*known.ranks, *want.ranks}))
             findings[finding.problem, finding.key] = replace(known, ranks=ranks)
-        new = list(dict.fromkeys(i.storage_index for i in items if i.storage_index not in places))
-        places.update(zip(new, reader.places(new), strict=True))
-        wanted_bytes = sum(
-            _num_elements(shard) * leaf.dtype.itemsize
-            for shard, leaf in zip(shards, fitting, strict=True)
-        )
-        costs.append(
-            _cost(want, items, index, places, wanted_bytes, options, maps_files=maps_files)
-        )
+        costs.append(_cost(want, touched, wanted_bytes, options))
     result = Forecast(
         tuple(costs), tuple(findings.values()), tuple(key for key in index if key not in asked)
     )
@@ -166,35 +160,101 @@ def _num_elements(shard: WantedShard) -> int:
     return shard.box.num_elements
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Touch:
+    """What one shard reads of one chunk; a window at a time if the chunk can be read in part.
+
+    Attributes:
+        chunk: which, by its offset and the number of the piece.
+        num_bytes: of the chunk in memory.
+        read_bytes: of all windows.
+        buffers: bytes of those windows that cannot be read in place.
+        num_reads: windows.
+    """
+
+    chunk: tuple[Ints | None, int | None]
+    num_bytes: int
+    read_bytes: int
+    buffers: tuple[int, ...]
+    num_reads: int
+
+
+class _Planner:
+    """Plans loads shard by shard; those of tensors that are stored alike are planned once."""
+
+    def __init__(self, index: Index, reader: StorageReader, maps_files: bool) -> None:
+        self._index = index
+        self._reader = reader
+        self._maps_files = maps_files
+        self._known: dict[object, tuple[_Touch, ...]] = {}
+        self._places: dict[str, dict[tuple[Ints | None, int | None], ChunkPlace | None]] = {}
+
+    def parts_of(
+        self, shard: WantedShard
+    ) -> tuple[list[tuple[_Touch, ChunkPlace | None]], list[Finding]]:
+        """What a shard reads, and where that is; and what of it nothing stored fills."""
+        tensor = self._index[shard.key]
+        alike: object = shard.key
+        if tensor.pieces is None:
+            alike = (tensor.global_shape, tensor.chunk_shape, tensor.dtype.itemsize)
+        name = (alike, shard.box, shard.flat_range)
+        findings: list[Finding] = []
+        touches = self._known.get(name)
+        if touches is None:
+            items, findings = plan_load(self._index, [shard])
+            touches = _touches(items, tensor.dtype.itemsize, maps_files=self._maps_files)
+            if not findings:
+                self._known[name] = touches
+        places = self._places.setdefault(shard.key, {})
+        new = [touch.chunk for touch in touches if touch.chunk not in places]
+        if new:
+            chunks = [MetadataIndex(shard.key, *chunk) for chunk in new]
+            places.update(zip(new, self._reader.places(chunks), strict=True))
+        return [(touch, places[touch.chunk]) for touch in touches], findings
+
+
+def _touches(items: Sequence[ReadItem], itemsize: int, *, maps_files: bool) -> tuple[_Touch, ...]:
+    by_chunk: dict[tuple[Ints | None, int | None], list[Window]] = {}
+    for item in items:
+        at = item.storage_index
+        by_chunk.setdefault((at.offset, at.index), []).append(item.storage)
+    return tuple(
+        _Touch(
+            chunk,
+            max(window.start + window.array_size for window in windows) * itemsize,
+            sum(bytes_read(window, itemsize, maps_files=maps_files) for window in windows),
+            tuple(
+                _span(window) * itemsize
+                for window in windows
+                if not maps_files and window.contiguous_range() is None
+            ),
+            len(windows),
+        )
+        for chunk, windows in by_chunk.items()
+    )
+
+
 def _cost(
     want: RankWants,
-    items: Sequence[ReadItem],
-    index: Index,
-    places: Mapping[MetadataIndex, ChunkPlace | None],
+    touched: Sequence[tuple[_Touch, ChunkPlace | None]],
     wanted_bytes: int,
     options: StorageOptions,
-    *,
-    maps_files: bool,
 ) -> RankCost:
-    read_bytes = 0
-    whole_chunks: dict[MetadataIndex, int] = {}
+    read_bytes = num_reads = 0
+    decoded: list[int] = []
     buffers: list[int] = []
     files = set()
-    for item in items:
-        itemsize = index[item.storage_index.fqn].dtype.itemsize
-        place = places[item.storage_index]
+    for touch, place in touched:
+        num_reads += touch.num_reads
         if place is not None and place.file is not None:
             files.add(place.file)
         if place is not None and place.is_read_whole:
-            whole_chunks[item.storage_index] = place.num_bytes + item.storage.array_size * itemsize
-            continue
-        read_bytes += bytes_read(item.storage, itemsize, maps_files=maps_files)
-        if item.storage.contiguous_range() is None and not maps_files:
-            buffers.append(_span(item.storage) * itemsize)
-    for chunk in whole_chunks:
-        place = places[chunk]
-        read_bytes += 0 if place is None else place.num_bytes
-    at_once = sorted([*whole_chunks.values()], reverse=True)[: options.threads]
+            read_bytes += place.num_bytes
+            decoded.append(place.num_bytes + touch.num_bytes)
+        else:
+            read_bytes += touch.read_bytes
+            buffers += touch.buffers
+    at_once = sum(sorted(decoded, reverse=True)[: options.threads])
     copied = min(options.buffer_bytes, sum(sorted(buffers, reverse=True)[: options.threads]))
     scratch = min(_SCRATCH_BYTES, wanted_bytes)
     return RankCost(
@@ -202,9 +262,9 @@ def _cost(
         len(want.tensors),
         wanted_bytes,
         read_bytes,
-        len(items),
+        num_reads,
         frozenset(files),
-        wanted_bytes + max(sum(at_once), copied, scratch),
+        wanted_bytes + max(at_once, copied, scratch),
     )
 
 

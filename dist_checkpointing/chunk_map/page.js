@@ -212,7 +212,7 @@
         const { label, node: inner } = child.tensor ? { label: child.name, node: child } : collapsed(child);
         // Even an empty tensor can be seen and clicked.
         return { label, node: inner, weight: inner.bytes + start.bytes * 2e-5 + 1 };
-      }).sort((a, b) => b.weight - a.weight);
+      }).sort((a, b) => b.weight - a.weight || a.label.localeCompare(b.label, "en", { numeric: true }));
       squarified(items, x, y, w, h, (item, left, top, wide, high) => {
         if (item.node.tensor) {
           tiles.push({ tensor: item.node.tensor, label: item.label, x: left, y: top, w: wide, h: high });
@@ -590,7 +590,7 @@
     }
   }
   const ORDER = {
-    key: (a, b) => a.key < b.key ? -1 : a.key > b.key ? 1 : 0, dtype: (a, b) => a.dtype < b.dtype ? -1 : a.dtype > b.dtype ? 1 : 0,
+    key: (a, b) => a.key.localeCompare(b.key, "en", { numeric: true }), dtype: (a, b) => a.dtype < b.dtype ? -1 : a.dtype > b.dtype ? 1 : 0,
     bytes: (a, b) => a.bytes - b.bytes, count: (a, b) => a.count - b.count,
     shape: (a, b) => a.shape.length - b.shape.length || a.shape.reduce((d, n, i) => d || n - b.shape[i], 0),
   };

@@ -30,6 +30,7 @@ _HEADING = 17.0
 _SMALLEST = 0.25
 """Tiles narrower than this, in pixels, cannot be seen."""
 _MOST_CELLS = 4096
+_DIGITS = re.compile(r"([0-9]+)")
 _SEPARATORS = re.compile(r"[./]")
 
 Place = tuple[float, float, float, float]
@@ -130,7 +131,7 @@ def _laid_out(
             entries.append((tensor.num_bytes + least, f"{name}.{last}", tensor))
         else:
             entries.append((inner.num_bytes + least, name, inner))
-    entries.sort(key=lambda entry: (-entry[0], entry[1]))
+    entries.sort(key=lambda entry: (-entry[0], _counted(entry[1])))
     places = squarify([weight for weight, _, _ in entries], place)
     for (_, name, entry), (x, y, width, height) in zip(entries, places, strict=True):
         if min(width, height) < _SMALLEST:
@@ -145,6 +146,11 @@ def _laid_out(
                 yield shape, False
             inside = (x + 2, y + _HEADING, width - 4, height - _HEADING - 2)
             yield from _laid_out(entry, inside, least, colours)
+
+
+def _counted(name: str) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
 
 
 def _heading(node: _Node, name: str, place: Place) -> Iterator[Rect | Label]:
