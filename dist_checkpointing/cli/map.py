@@ -26,8 +26,9 @@ def map_tensors(
 ) -> None:
     """Draw how tensors are cut into chunks, and which rank wrote each.
 
-    A page (.html) explores: search, zoom by prefix, every tensor chunk by chunk. It is one file
-    that works offline. Pictures (.svg, .png) show all tensors by size, or one tensor to scale.
+    A page (.html) explores: search, zoom by prefix, every tensor chunk by
+    chunk; one file that works offline. Pictures (.svg, .png) show all
+    tensors by size, or one tensor to scale.
 
     Example: dckpt map ckpt/1000 -o map.html
 

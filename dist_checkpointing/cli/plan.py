@@ -12,7 +12,13 @@ import typer
 from rich.table import Table
 
 from dist_checkpointing.checkpoint import Checkpoint
-from dist_checkpointing.cli.screen import bytes_as_text, one_line, out, print_json
+from dist_checkpointing.cli.screen import (
+    bytes_as_text,
+    one_line,
+    out,
+    print_json,
+    same_for_all_layers,
+)
 from dist_checkpointing.topology import MEGATRON_RULES, KeyCut, Reason, cut_keys, parse_rule
 
 if TYPE_CHECKING:
@@ -57,8 +63,9 @@ def plan(
 ) -> None:
     """Plan a load on so many ranks and show what it costs. Nothing is allocated or loaded.
 
-    Shows for each rank the bytes it wants and reads, the files it opens and its peak memory, and
-    whatever would make the load fail (then the exit code is 1).
+    Shows for each rank the bytes it wants and reads, the files it opens
+    and its peak memory, and whatever would make the load fail (then the
+    exit code is 1).
 
     Example: dckpt plan ckpt/1000 --tp 8 --dp 4
 
@@ -224,10 +231,13 @@ def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut]) -> None:
 
 
 def _show_keys(keys: Sequence[str]) -> None:
-    for key in keys[:_MOST_LISTED]:
-        out.print(f"  {one_line(key)}", markup=False, style="dim", overflow="fold")
-    if len(keys) > _MOST_LISTED:
-        out.print(f"  and {len(keys) - _MOST_LISTED} more", style="dim")
+    # Layer for layer the same: one line for all of them.
+    groups = Counter(map(same_for_all_layers, keys))
+    for name, count in list(groups.items())[:_MOST_LISTED]:
+        times = f"  ({count})" if count > 1 else ""
+        out.print(f"  {one_line(name)}{times}", markup=False, style="dim", overflow="fold")
+    if len(groups) > _MOST_LISTED:
+        out.print(f"  and {len(groups) - _MOST_LISTED} more", style="dim")
 
 
 def _as_json(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dist_checkpointing.cli.screen import (
     one_line,
     out,
     print_json,
+    same_for_all_layers,
 )
 from dist_checkpointing.removal import PlannedRemoval
 
@@ -38,9 +39,9 @@ def rm_prefix(
 ) -> None:
     """Remove the tensors below a prefix from a checkpoint, for good.
 
-    Shows what goes and what that frees, and asks. A crash in between leaves the checkpoint with the
-    tensors or without them; run it again to free what is left. Sharded objects and common state
-    stay.
+    Shows what goes and what that frees, and asks. A crash in between leaves
+    the checkpoint with the tensors or without them; run it again to free
+    what is left. Sharded objects and common state stay.
 
     Example: dckpt rm-prefix ckpt/1000 optimizer
     """
@@ -104,20 +105,25 @@ def _preview(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> _Previ
 
 def _show(preview: _Preview) -> None:
     opened, planned = preview.checkpoint, preview.planned
-    largest = sorted(planned.keys, key=lambda key: (-opened.index[key].num_bytes, key))
-    table = Table("tensor", "dtype", "shape", "size", box=None, pad_edge=False)
+    groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    for key in planned.keys:
+        stored = opened.index[key]
+        name = (same_for_all_layers(key), stored.dtype.name, stored.global_shape)
+        groups.setdefault(name, []).append(stored.num_bytes)
+    largest = sorted(groups.items(), key=lambda group: (-sum(group[1]), group[0]))
+    table = Table("tensors", "count", "dtype", "shape", "size", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
     table.columns[0].style = "bold"
-    table.columns[3].justify = "right"
-    for key in largest[:_MOST_LISTED]:
-        stored = opened.index[key]
-        shape = "x".join(map(str, stored.global_shape)) or "scalar"
-        table.add_row(
-            _escape(one_line(key)), stored.dtype.name, shape, bytes_as_text(stored.num_bytes)
-        )
+    for column in (1, 4):
+        table.columns[column].justify = "right"
+    for (key, dtype, whole), sizes in largest[:_MOST_LISTED]:
+        shape = "x".join(map(str, whole)) or "scalar"
+        name_cell = _escape(one_line(key))
+        table.add_row(name_cell, str(len(sizes)), dtype, shape, bytes_as_text(sum(sizes)))
     out.print(table)
     if len(largest) > _MOST_LISTED:
-        out.print(f"[dim]and {len(largest) - _MOST_LISTED} smaller ones[/]")
+        left = sum(len(sizes) for _, sizes in largest[_MOST_LISTED:])
+        out.print(f"[dim]and {left} smaller ones[/]")
     backend, version = opened.backend
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")

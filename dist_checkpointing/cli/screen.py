@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+_NUMBER = re.compile(r"(?<=[./])[0-9]+(?=[./])")
 
 out = Console(soft_wrap=False, highlight=False)
 """Where results go. rich itself leaves colours out for NO_COLOR and for pipes."""
@@ -52,3 +55,8 @@ def one_line(text: str) -> str:
 def bytes_on_disk(paths: Iterable[Path]) -> int:
     """The blocks that files take; those that are not there take none."""
     return sum(path.lstat().st_blocks * 512 for path in paths if path.exists())
+
+
+def same_for_all_layers(key: str) -> str:
+    """A key with its numbers left out: what the same tensors of all layers have in common."""
+    return _NUMBER.sub("*", key)
