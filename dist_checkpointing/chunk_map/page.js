@@ -245,9 +245,12 @@
     for (const tile of tiles) drawTile(context, tile, page);
     const chosen = tiles.find((tile) => tile.tensor === state.selected);
     if (chosen) {
-      context.strokeStyle = css("--accent");
-      context.lineWidth = 3;
-      context.strokeRect(chosen.x + 1.5, chosen.y + 1.5, Math.max(1, chosen.w - 3), Math.max(1, chosen.h - 3));
+      // In two colours, to be seen on any.
+      for (const [name, wide] of [["--panel", 5], ["--ink", 2.5]]) {
+        context.strokeStyle = css(name);
+        context.lineWidth = wide;
+        context.strokeRect(chosen.x + 1.5, chosen.y + 1.5, Math.max(1, chosen.w - 3), Math.max(1, chosen.h - 3));
+      }
       context.lineWidth = 1;
     }
   }

@@ -23,6 +23,7 @@ from dist_checkpointing.cli.screen import (
 from dist_checkpointing.removal import PlannedRemoval
 
 _MOST_LISTED = 12
+_WIDE = 76
 _NO = 1
 """Exit code if the answer is no."""
 
@@ -108,18 +109,21 @@ def _show(preview: _Preview) -> None:
     groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for key in planned.keys:
         stored = opened.index[key]
-        name = (same_for_all_layers(key), stored.dtype.name, stored.global_shape)
-        groups.setdefault(name, []).append(stored.num_bytes)
+        group = (same_for_all_layers(key), stored.dtype.name, stored.global_shape)
+        groups.setdefault(group, []).append(stored.num_bytes)
     largest = sorted(groups.items(), key=lambda group: (-sum(group[1]), group[0]))
-    table = Table("tensors", "count", "dtype", "shape", "size", box=None, pad_edge=False)
-    table.columns[0].overflow = "fold"
+    is_narrow = out.width < _WIDE
+    names = ("tensors", "count", *(() if is_narrow else ("dtype", "shape")), "size")
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        justify: Any = "right" if name in ("count", "size") else "left"
+        table.add_column(name, justify=justify, overflow="fold")
     table.columns[0].style = "bold"
-    for column in (1, 4):
-        table.columns[column].justify = "right"
     for (key, dtype, whole), sizes in largest[:_MOST_LISTED]:
         shape = "x".join(map(str, whole)) or "scalar"
-        name_cell = _escape(one_line(key))
-        table.add_row(name_cell, str(len(sizes)), dtype, shape, bytes_as_text(sum(sizes)))
+        kind = () if is_narrow else (dtype, shape)
+        size = bytes_as_text(sum(sizes))
+        table.add_row(_escape(one_line(key)), str(len(sizes)), *kind, size)
     out.print(table)
     if len(largest) > _MOST_LISTED:
         left = sum(len(sizes) for _, sizes in largest[_MOST_LISTED:])
@@ -151,10 +155,10 @@ def _show(preview: _Preview) -> None:
             "rewritten", f"{bytes_as_text(planned.moved_bytes)} of kept values, to free their files"
         )
     if preview.kept_objects:
-        names = ", ".join(map(one_line, preview.kept_objects[:3]))
+        kept = ", ".join(map(one_line, preview.kept_objects[:3]))
         more = ", ..." if len(preview.kept_objects) > 3 else ""
         facts.add_row(
-            "kept", _escape(f"{_count(preview.kept_objects, 'sharded object')}: {names}{more}")
+            "kept", _escape(f"{_count(preview.kept_objects, 'sharded object')}: {kept}{more}")
         )
     out.print()
     out.print(facts)

@@ -157,8 +157,11 @@ class LoadShardedStrategy(LoadStrategyBase):
         raise NotImplementedError
 
     def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
-        """What ``remove_sharded_tensors`` would do."""
-        raise NotImplementedError
+        """What ``remove_sharded_tensors`` would do; by default nothing is known of files."""
+        if type(self).remove_sharded_tensors is LoadShardedStrategy.remove_sharded_tensors:
+            raise NotImplementedError
+        stored = self.load_tensors_metadata(checkpoint_dir)
+        return PlannedRemoval(tuple(key for key in stored if key.startswith(key_prefix)), ())
 
 
 class SaveCommonStrategy(SaveStrategyBase):

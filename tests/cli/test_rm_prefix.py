@@ -290,6 +290,7 @@ def test_a_backend_that_cannot_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     from dist_checkpointing.strategies.zarr.v3 import Zarr3LoadShardedStrategy
 
     folder = saved(tmp_path / "c", ("zarr", 2))
-    monkeypatch.setattr(Zarr3LoadShardedStrategy, "plan_removal", LoadShardedStrategy.plan_removal)
+    for name in ("plan_removal", "remove_sharded_tensors"):
+        monkeypatch.setattr(Zarr3LoadShardedStrategy, name, getattr(LoadShardedStrategy, name))
     with pytest.raises(UnsupportedFormatError, match="zarr 2"):
         invoke(folder, "optimizer", "--yes")

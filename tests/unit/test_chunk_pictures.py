@@ -8,7 +8,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_checkpointing.chunk_map import ChunkMap, MappedTensor
@@ -123,6 +123,7 @@ def labels(drawing: Drawing) -> list[str]:
     return [shape.text for shape in drawing.shapes if isinstance(shape, Label)]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(0.01, 1e6), min_size=1, max_size=60),
     st.floats(1, 2000),
