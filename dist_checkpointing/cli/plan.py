@@ -14,6 +14,7 @@ from rich.table import Table
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.cli.screen import (
     bytes_as_text,
+    counted,
     one_line,
     out,
     print_json,
@@ -118,7 +119,7 @@ def _replicas(tp: int, dp: int, ranks: int | None) -> int:
 
 
 def _topology(tp: int, replicas: int) -> str:
-    parts = f"{tp} tensor-parallel rank{'s' if tp > 1 else ''}"
+    parts = counted(tp, "tensor-parallel rank")
     return parts if replicas == 1 else f"{parts} x {replicas} replicas"
 
 
@@ -128,13 +129,10 @@ def _topology(tp: int, replicas: int) -> str:
 def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], topology: str) -> None:
     backend, version = opened.backend
     stored = sum(handle.num_bytes for handle in opened.values())
-    out.print(
-        f"{opened.path} ({backend} {version}): {len(opened)} tensors, {bytes_as_text(stored)}",
-        markup=False,
-    )
-    count = found.num_ranks
-    ranks = f"{count} rank{'s' if count != 1 else ''}"
-    out.print(f"Load on {ranks}{f': {topology}' if topology and count > 1 else ''}\n")
+    size = f"{counted(len(opened), 'tensor')}, {bytes_as_text(stored)}"
+    out.print(f"{opened.path} ({backend} {version}): {size}", markup=False)
+    more = f": {topology}" if topology and found.num_ranks > 1 else ""
+    out.print(f"Load on {counted(found.num_ranks, 'rank')}{more}\n")
     out.print(_table(found.costs))
     out.print()
     out.print(_totals(opened, found))
@@ -142,10 +140,11 @@ def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], topology:
         out.print()
         _show_cuts(opened, cuts)
     if found.unasked:
-        out.print(f"\n{len(found.unasked)} tensors are wanted by no rank:", style="yellow")
+        count = counted(len(found.unasked), "tensor")
+        out.print(f"\nwanted by no rank: {count}", style="yellow")
         _show_keys(found.unasked)
     if found.findings:
-        out.print(f"\n[bold red]This load would fail[/], {len(found.findings)} findings:")
+        out.print(f"\n[bold red]This load would fail[/]: {counted(len(found.findings), 'finding')}")
         for finding in found.findings[:_MOST_LISTED]:
             out.print(f"  {one_line(str(finding))}", markup=False)
         if len(found.findings) > _MOST_LISTED:
@@ -218,13 +217,13 @@ def _totals(opened: Checkpoint, found: Forecast) -> Table:
 def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut]) -> None:
     axes = Counter(cut.axis for cut in cuts if cut.axis is not None)
     for axis, count in sorted(axes.items()):
-        out.print(f"{count} tensors are cut along axis {axis}")
+        out.print(f"cut along axis {axis}: {counted(count, 'tensor')}")
     for reason in (Reason.NO_RULE, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
             size = bytes_as_text(sum(opened.index[key].num_bytes for key in keys))
             out.print(
-                f"{len(keys)} tensors are whole on every rank ({reason.value}): {size}",
+                f"whole on every rank, {reason.value}: {counted(len(keys), 'tensor')}, {size}",
                 style="yellow" if reason is Reason.NOT_DIVISIBLE else None,
             )
             _show_keys(sorted(keys, key=lambda key: -opened.index[key].num_bytes))

@@ -15,6 +15,7 @@ from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.cli.screen import (
     bytes_as_text,
     bytes_on_disk,
+    counted,
     one_line,
     out,
     print_json,
@@ -137,17 +138,15 @@ def _show(preview: _Preview) -> None:
         "tensors",
         f"{len(planned.keys)} of {len(opened)} go: {bytes_as_text(preview.num_bytes)} of values",
     )
-    facts.add_row(
-        "disk",
-        f"{bytes_as_text(preview.file_bytes)} freed by deleting {_count(planned.files, 'file')}",
-    )
+    files = counted(len(planned.files), "file")
+    facts.add_row("disk", f"{bytes_as_text(preview.file_bytes)} freed by deleting {files}")
     if planned.is_unfinished:
         facts.add_row("unfinished", "a removal that was cut off here is brought to its end")
     if preview.shared_bytes:
         facts.add_row(
             "[yellow]not freed[/]",
             f"{bytes_as_text(preview.shared_bytes)} stay on the disk: they lie in "
-            f"{_count(planned.shared, 'file')} with values that are kept. To be rid of them, "
+            f"{counted(len(planned.shared), 'file')} with values that are kept. To be rid of them, "
             "convert the checkpoint without these tensors into a new one.",
         )
     if planned.moved_bytes:
@@ -158,7 +157,7 @@ def _show(preview: _Preview) -> None:
         kept = ", ".join(map(one_line, preview.kept_objects[:3]))
         more = ", ..." if len(preview.kept_objects) > 3 else ""
         facts.add_row(
-            "kept", _escape(f"{_count(preview.kept_objects, 'sharded object')}: {kept}{more}")
+            "kept", _escape(f"{counted(len(preview.kept_objects), 'sharded object')}: {kept}{more}")
         )
     out.print()
     out.print(facts)
@@ -170,7 +169,7 @@ def _make_sure(preview: _Preview, *, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise ValueError("nobody can be asked here (no terminal): pass --yes to remove them")
-    question = f"Remove {_count(preview.planned.keys, 'tensor')} for good?"
+    question = f"Remove {counted(len(preview.planned.keys), 'tensor')} for good?"
     if not typer.confirm(question, default=False):
         out.print("Nothing was removed.")
         raise typer.Exit(_NO)
@@ -195,10 +194,6 @@ def _nothing(opened: Checkpoint, prefix: str) -> str:
     known = ", ".join(repr(name) for name in tops[:8]) + (", ..." if len(tops) > 8 else "")
     hint = f"; keys begin with {known}" if tops else ""
     return f"no tensor in {opened.path} has a key that begins with {prefix!r}{hint}"
-
-
-def _count(things: Any, word: str) -> str:
-    return f"{len(things)} {word}" if len(things) == 1 else f"{len(things)} {word}s"
 
 
 def _escape(text: str) -> str:

@@ -60,3 +60,8 @@ def bytes_on_disk(paths: Iterable[Path]) -> int:
 def same_for_all_layers(key: str) -> str:
     """A key with its numbers left out: what the same tensors of all layers have in common."""
     return _NUMBER.sub("*", key)
+
+
+def counted(count: int, word: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

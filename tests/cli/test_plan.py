@@ -306,7 +306,7 @@ def test_many_ranks_are_summed_up(tmp_path: Path) -> None:
         "median",
         "max",
     ]
-    assert "1 tensors are whole on every rank (no rule matches)" in text
+    assert "whole on every rank, no rule matches: 1 tensor, 1.0 KiB" in text
 
 
 # The model of what is read.
