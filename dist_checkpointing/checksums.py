@@ -12,16 +12,19 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from dist_checkpointing import store
-from dist_checkpointing.catalog import ShardTable
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box
+
+if TYPE_CHECKING:
+    # It imports torch, which whoever only reads does without.
+    from dist_checkpointing.catalog import ShardTable
 
 CHECKSUMS_NAME = ".dckpt/checksums"
 _COLUMNS = ("keys", "ndim", "offsets", "shapes", "flat", "digests")
@@ -37,12 +40,13 @@ def checksum(array: npt.NDArray[Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor with the hash of its values."""
+    """A part of a tensor with the hash of its values, and the rank that wrote it."""
 
     key: str
     box: Box
     flat_range: tuple[int, int] | None
     digest: int
+    rank: int
 
 
 def write_checksums(
@@ -82,13 +86,14 @@ def read_checksums(folder: Path) -> list[StoredPart]:
     parts: list[StoredPart] = []
     for path in sorted((folder / CHECKSUMS_NAME).glob("*.npz")):
         try:
+            rank = int(path.stem)
             with np.load(io.BytesIO(store.read_bytes(path, _MAX_BYTES))) as content:
                 names = json.loads(content["names"].tobytes())
                 columns = [content[name].tolist() for name in _COLUMNS]
             for key, ndim, offset, shape, flat, digest in zip(*columns, strict=True):
                 box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
                 flat_range = None if flat[0] < 0 else (flat[0], flat[1])
-                parts.append(StoredPart(names[key], box, flat_range, digest))
+                parts.append(StoredPart(names[key], box, flat_range, digest, rank))
         except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile) as error:
             finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
             raise CorruptCheckpointError("checksums cannot be read", [finding]) from error

@@ -28,6 +28,7 @@ from dist_checkpointing.errors import (
     Finding,
     InvalidShardingError,
 )
+from dist_checkpointing.removal import REMOVAL_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +209,8 @@ class Attempt:
                 store.remove(path, folder)
             for name in leftovers:
                 store.remove(folder / name, folder)
+            # It spoke of the old checkpoint.
+            (folder / REMOVAL_NAME).unlink(missing_ok=True)
             attempt._record()
         except BaseException:
             _let_go(file, os.getpid())
@@ -347,7 +350,7 @@ def remove_checkpoint(folder: Path) -> None:
             store.fsync_folder(folder)
         for path in store.temporaries(names, folder):
             store.remove(path, folder)
-        for name in sorted(names):
+        for name in sorted({*names, REMOVAL_NAME}):
             store.remove(folder / name, folder)
         store.remove(folder / ATTEMPT_NAME, folder)
     if any(folder.iterdir()):

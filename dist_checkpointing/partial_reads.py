@@ -17,6 +17,7 @@ from dist_checkpointing.geometry import Box, Ints
 from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.loading import common_reader, open_checkpoint
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
+from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -79,18 +80,27 @@ class PartialReads:
                 (DictKey(number),): leaf for number, leaf in leaves.items()
             }
             reader = strategy.make_reader(self._folder)
-            strategy.read(paths, self._index_for(reader, index), reader, SingleProcess())
+            strategy.read(paths, self.index_for(reader, index), reader, SingleProcess())
             return [_data(leaf) for leaf in leaves.values()]
         loaded = strategy.load({str(number): leaf for number, leaf in leaves.items()}, self._folder)
         return [loaded[str(number)] for number in leaves]
 
-    def _index_for(self, reader: StorageReader, index: Index) -> Index:
+    def index_for(self, reader: StorageReader, index: Index) -> Index:
         """The index as a reader wants it: one that makes its own may note more in it."""
         if type(reader).read_metadata is StorageReader.read_metadata:
             return index
         if self._own_index is None:
             self._own_index = reader.read_metadata()
         return self._own_index
+
+    def files(self, index: Index, chunks: Sequence[MetadataIndex]) -> list[str | None]:
+        """The file of each stored chunk, relative to the checkpoint; None where it is not known."""
+        strategy = self.sharded
+        if not isinstance(strategy, PlannedLoadStrategy):
+            return [None] * len(chunks)
+        reader = strategy.make_reader(self._folder)
+        reader.set_up_storage_reader(self.index_for(reader, index), rank=0, world_size=1)
+        return [None if place is None else place.file for place in reader.places(chunks)]
 
     def object_grids(self) -> dict[str, Ints]:
         """The grids of all sharded objects, by key."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.commit import check_is_distributed_checkpoint, read_config
+from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.loading import common_reader, load, open_checkpoint
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
+from dist_checkpointing.removal import PlannedRemoval, only_one_removal
 from dist_checkpointing.saving import CONTENT_METADATA_KEY, save
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -36,6 +39,7 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "preview_removal",
     "remove_sharded_tensors",
     "save",
 ]
@@ -122,7 +126,28 @@ def remove_sharded_tensors(
     with comm.agreed("removing tensors"):
         if comm.rank == 0:
             strategy = open_checkpoint(checkpoint_dir).sharded
-            strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+            with only_one_removal(Path(checkpoint_dir)):
+                strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+
+def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
+    """What ``remove_sharded_tensors`` would do. Not collective, touches nothing.
+
+    Raises:
+        UnsupportedFormatError: if tensors cannot be removed from this backend.
+    """
+    found = open_checkpoint(checkpoint_dir)
+    try:
+        return found.sharded.plan_removal(checkpoint_dir, key_prefix)
+    except NotImplementedError:
+        finding = Finding(
+            "its strategy does not remove tensors",
+            found=f"{found.config.sharded_backend} {found.config.sharded_backend_version}",
+            path=str(checkpoint_dir),
+            remedy="Convert it without them into a new checkpoint.",
+        )
+        message = "tensors cannot be removed from this checkpoint"
+        raise UnsupportedFormatError(message, [finding]) from None
 
 
 def get_default_save_sharded_strategy(

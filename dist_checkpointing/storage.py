@@ -63,6 +63,21 @@ class WriteResult:
     checksum: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkPlace:
+    """Where a stored chunk is.
+
+    Attributes:
+        file: relative to the checkpoint; None if it lies among what describes the checkpoint.
+        num_bytes: that it takes there.
+        is_read_whole: whatever is wanted of it, because it is compressed or very small.
+    """
+
+    file: str | None
+    num_bytes: int
+    is_read_whole: bool = False
+
+
 class StorageWriter(ABC):
     """Writes one checkpoint; one object a rank.
 
@@ -144,6 +159,10 @@ class StorageReader(ABC):
     def location(self, chunk: MetadataIndex) -> str:
         """Where a stored chunk is, for messages."""
         return f"{self.checkpoint_dir}: {chunk.fqn} at {chunk.offset}"
+
+    def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
+        """Where stored chunks are, for forecasts; None if that is not known."""
+        return [None] * len(chunks)
 
     def read_metadata(self) -> Index:
         """What the checkpoint holds.

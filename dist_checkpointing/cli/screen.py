@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+
+_NUMBER = re.compile(r"(?<=[./])[0-9]+(?=[./])")
 
 out = Console(soft_wrap=False, highlight=False)
 """Where results go. rich itself leaves colours out for NO_COLOR and for pipes."""
@@ -40,3 +45,23 @@ def bytes_as_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("the last unit takes everything")
+
+
+def one_line(text: str) -> str:
+    """A text of somebody else, such as a key, without what would move the cursor or colour it."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def bytes_on_disk(paths: Iterable[Path]) -> int:
+    """The blocks that files take; those that are not there take none."""
+    return sum(path.lstat().st_blocks * 512 for path in paths if path.exists())
+
+
+def same_for_all_layers(key: str) -> str:
+    """A key with its numbers left out: what the same tensors of all layers have in common."""
+    return _NUMBER.sub("*", key)
+
+
+def counted(count: int, word: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -9,6 +9,7 @@ from typing import Self
 
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.options import Durability
+from dist_checkpointing.removal import PlannedRemoval
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 
 PathOrStr = str | PathLike[str]
@@ -96,6 +97,13 @@ class LoadShardedStrategy(LoadStrategyBase):
     def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
         """Delete all tensors whose key begins with ``key_prefix``."""
         raise NotImplementedError
+
+    def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
+        """What ``remove_sharded_tensors`` would do; by default nothing is known of files."""
+        if type(self).remove_sharded_tensors is LoadShardedStrategy.remove_sharded_tensors:
+            raise NotImplementedError
+        stored = self.load_tensors_metadata(checkpoint_dir)
+        return PlannedRemoval(tuple(key for key in stored if key.startswith(key_prefix)), ())
 
 
 class SaveCommonStrategy(SaveStrategyBase):

@@ -27,7 +27,7 @@ from dist_checkpointing.strategies.threads import in_threads
 
 Array = npt.NDArray[Any]
 
-_SMALL_BYTES = 2**18
+SMALL_BYTES = 2**18
 _RUN_BYTES = 2**22
 _GAP_BYTES = 2**16
 """Reading over a gap of this size costs no more than another read."""
@@ -116,14 +116,14 @@ def _in_runs(reads: Sequence[ChunkRead]) -> Iterator[list[ChunkRead]]:
             extent.path == path
             and stop - begin <= _RUN_BYTES
             and extent.offset - end <= _GAP_BYTES
-            and extent.num_bytes <= _SMALL_BYTES
+            and extent.num_bytes <= SMALL_BYTES
         )
         if run and not joins:
             yield run
             run = []
         if not run:
             path, begin, end = extent.path, extent.offset, 0
-            if extent.num_bytes > _SMALL_BYTES:
+            if extent.num_bytes > SMALL_BYTES:
                 yield [read]
                 continue
         run.append(read)

@@ -17,6 +17,7 @@ from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.options import StorageOptions
 from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.removal import PlannedRemoval
 from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
@@ -223,6 +224,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
         self.base_strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
+    def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
+        return self.base_strategy.plan_removal(checkpoint_dir, key_prefix)
+
     def _load_shared(
         self, state_dict: ShardedStateDict, checkpoint_dir: PathOrStr, comm: Comm
     ) -> StateDict:
@@ -310,6 +314,9 @@ class _PlannedParallelLoad(PlannedLoadStrategy):
 
     def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
         self._base.remove_sharded_tensors(checkpoint_dir, key_prefix)
+
+    def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
+        return self._base.plan_removal(checkpoint_dir, key_prefix)
 
 
 def _chunks_text(index: Index, leaves: Leaves) -> str:

@@ -8,19 +8,19 @@ Any TensorStore client opens a tensor by itself::
 
 from __future__ import annotations
 
-import shutil
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from dist_checkpointing.index import write_index
-from dist_checkpointing.store import disk_name
+from dist_checkpointing.index import Index, write_index
+from dist_checkpointing.removal import PlannedRemoval, end_removal, note_removal, noted_removal
 from dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     PlannedLoadStrategy,
     PlannedSaveStrategy,
 )
-from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
+from dist_checkpointing.strategies.tensorstore.removal import drop_all_but, plan_removal
 from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
 
 __all__ = ["TensorStoreLoadShardedStrategy", "TensorStoreSaveShardedStrategy"]
@@ -64,11 +64,25 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)
         index = TensorStoreReader(root).read_metadata()
-        gone = [key for key in index if key.startswith(key_prefix)]
+        gone = _begins_with(index, key_prefix)
+        if not gone and not noted_removal(root):
+            return
+        note_removal(root, dict.fromkeys(gone, ()))
         kept = index.without(gone)
         # Once the index does not name them they are unreachable; what follows frees their space.
         write_index(kept, root)
-        database.remove_ranges(root, [disk_name(key) for key in gone if key not in index.objects])
-        in_use = {database.section_of(key) for key in (*kept, *kept.objects)}
-        for section in {database.section_of(key) for key in gone} - in_use:
-            shutil.rmtree(database.section_folder(root, section), ignore_errors=True)
+        drop_all_but(root, kept)
+        end_removal(root)
+
+    def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
+        root = Path(checkpoint_dir)
+        index = TensorStoreReader(root).read_metadata()
+        gone = _begins_with(index, key_prefix)
+        is_unfinished = bool(noted_removal(root))
+        if not gone and not is_unfinished:
+            return PlannedRemoval((), ())
+        return replace(plan_removal(root, gone, index.without(gone)), is_unfinished=is_unfinished)
+
+
+def _begins_with(index: Index, prefix: str) -> list[str]:
+    return [key for key in index if key.startswith(prefix)]

@@ -6,7 +6,7 @@ into the one at the root of the checkpoint, which is what readers open.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,12 @@ def merge(checkpoint_dir: Path, parts: Sequence[tuple[str, Contents]], context: 
         raise CorruptCheckpointError("merging failed", [finding])
 
 
-def remove_ranges(checkpoint_dir: Path, prefixes: Iterable[str]) -> None:
-    """Delete all keys below the prefixes, in one transaction."""
+def change(checkpoint_dir: Path, dead: Iterable[str], written: Mapping[str, bytes]) -> None:
+    """Delete keys and write others, in one transaction."""
     target = open_store(checkpoint_dir, ts.Context())
     with ts.Transaction() as transaction:
         store = target.with_transaction(transaction)
-        for prefix in prefixes:
-            # "0" is the character behind "/": the range holds exactly what begins with "prefix/".
-            store.delete_range(ts.KvStore.KeyRange(f"{prefix}/", f"{prefix}0")).result()
+        pending = [store.write(key, None) for key in dead]
+        pending += [store.write(key, value) for key, value in written.items()]
+        for write in pending:
+            write.result()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
-from dist_checkpointing.storage import StorageReader, done
+from dist_checkpointing.storage import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.raw_chunks import (
+    SMALL_BYTES,
     ChunkRead,
     Extent,
     fill,
@@ -45,6 +47,18 @@ class TensorStoreReader(StorageReader):
         if isinstance(place, Extent):
             return f"{place.path}, {place.num_bytes} bytes from {place.offset}"
         return f"{self.checkpoint_dir} (OCDBT), {key}"
+
+    def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
+        names = [self._key(chunk) for chunk in chunks]
+        found = locate(self.checkpoint_dir, names) if names else {}
+        return [self._place(found.get(name)) for name in names]
+
+    def _place(self, place: Extent | bytes | None) -> ChunkPlace | None:
+        if isinstance(place, Extent):
+            name = Path(place.path).relative_to(self.checkpoint_dir).as_posix()
+            # Small neighbours share a read.
+            return ChunkPlace(name, place.num_bytes, place.num_bytes <= SMALL_BYTES)
+        return None if place is None else ChunkPlace(None, len(place), is_read_whole=True)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with paused_collector():

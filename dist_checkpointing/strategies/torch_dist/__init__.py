@@ -6,14 +6,16 @@ what they write is read here, plain DCP checkpoints without ``metadata.json`` in
 
 from __future__ import annotations
 
+import re
 from os import PathLike
 from pathlib import Path
 
 from dist_checkpointing import store
 from dist_checkpointing.commit import DCP_METADATA_NAME
+from dist_checkpointing.removal import PlannedRemoval
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.common import TorchDistCommonLoadStrategy
-from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
+from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, read_dcp_metadata
 from dist_checkpointing.strategies.torch_dist.metadata_pickle import to_pickle
 from dist_checkpointing.strategies.torch_dist.reader import TorchDistReader
 from dist_checkpointing.strategies.torch_dist.writer import TorchDistWriter
@@ -23,6 +25,8 @@ __all__ = [
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
 ]
+
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
 class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
@@ -57,6 +61,25 @@ class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
         kept = metadata.without_tensors(key_prefix)
         # Once it does not name them they are unreachable; files of nothing else are freed then.
         store.write_atomic(root / DCP_METADATA_NAME, to_pickle(kept))
-        in_use = {place.file for place in kept.places.values()}
-        for file in {place.file for place in metadata.places.values()} - in_use:
+        for file in _unused_files(root, metadata, kept):
             store.remove(root / file, root)
+
+    def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
+        root = Path(checkpoint_dir)
+        metadata = read_dcp_metadata(root)
+        kept = metadata.without_tensors(key_prefix)
+        in_use = {place.file for place in kept.places.values()}
+        shared: dict[str, int] = {}
+        for at, place in metadata.places.items():
+            if at not in kept.places and place.file in in_use:
+                shared[place.file] = shared.get(place.file, 0) + place.length
+        keys = tuple(sorted(set(metadata.tensors) - set(kept.tensors)))
+        unused = _unused_files(root, metadata, kept)
+        return PlannedRemoval(keys, tuple(unused), shared, is_unfinished=bool(unused and not keys))
+
+
+def _unused_files(root: Path, before: DcpMetadata, kept: DcpMetadata) -> list[str]:
+    """Files of values that are kept no more, and those that a removal cut off has left."""
+    in_use = {place.file for place in kept.places.values()}
+    left = {path.name for path in root.iterdir() if _DATA_FILE.fullmatch(path.name)}
+    return sorted(left.union(place.file for place in before.places.values()) - in_use)

@@ -11,7 +11,7 @@ from dist_checkpointing.geometry import Ints
 from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
-from dist_checkpointing.storage import StorageReader, done
+from dist_checkpointing.storage import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.threads import in_threads
 from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
 from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
@@ -51,6 +51,10 @@ class TorchDistReader(StorageReader):
 
     def _where(self, place: Place) -> str:
         return f"{self.checkpoint_dir / place.file}, bytes from {place.offset} on"
+
+    def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
+        found = (self._index.place(self._index.row(chunk)) for chunk in chunks)
+        return [ChunkPlace(p.file, p.length, p.length <= SMALL_BYTES) for p in found]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_row: dict[int, list[ReadItem]] = {}

@@ -25,7 +25,7 @@ from dist_checkpointing.planning import (
     SavePlanner,
     WriteItem,
 )
-from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
+from dist_checkpointing.storage import ChunkPlace, StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.raw_chunks import ChunkRead, Extent, fill, read_chunks
 from dist_checkpointing.strategies.threads import in_threads
 from dist_checkpointing.strategies.zarr.chunk_files import Codec, read_decoded
@@ -117,6 +117,19 @@ class ZarrFolderReader(StorageReader):
 
     def location(self, chunk: MetadataIndex) -> str:
         return str(self.chunk_path(self._index[chunk.fqn], chunk))
+
+    def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
+        is_encoded = self.codec() is not None
+        places: list[ChunkPlace | None] = []
+        for chunk in chunks:
+            tensor = self._index[chunk.fqn]
+            path = self.chunk_path(tensor, chunk)
+            num_bytes = stored_elements(tensor, chunk) * tensor.dtype.itemsize
+            if is_encoded:
+                num_bytes = path.stat().st_size if path.is_file() else 0
+            name = path.relative_to(self.checkpoint_dir).as_posix()
+            places.append(ChunkPlace(name, num_bytes, is_encoded))
+        return places
 
     def codec(self) -> Codec | None:
         """How the chunk files are encoded."""

@@ -30,6 +30,12 @@ from dist_checkpointing.geometry import Box, Ints, split_flat_range
 from dist_checkpointing.index import Index, StoredTensor, ints_from_json
 from dist_checkpointing.planning import MetadataIndex, WriteItem
 from dist_checkpointing.planning.layout import WholeShardLayout
+from dist_checkpointing.removal import (
+    PlannedRemoval,
+    end_removal,
+    note_removal,
+    noted_removal,
+)
 from dist_checkpointing.storage import WriteResult
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk, write_part
@@ -160,11 +166,13 @@ class ZarrV2Reader(ZarrFolderReader):
     def read_metadata(self) -> Index:
         root = self.checkpoint_dir
         tensors = []
+        going = noted_removal(root)
         for folder, names, files in os.walk(root):
             # Megatron leaves lock folders behind that look like arrays and are none.
             names[:] = sorted(name for name in names if not name.endswith(".sync"))
-            if _METADATA_NAME in files:
-                tensors.append(_parse(Path(folder), Path(folder).relative_to(root).as_posix()))
+            key = Path(folder).relative_to(root).as_posix()
+            if _METADATA_NAME in files and key not in going:
+                tensors.append(_parse(Path(folder), key))
         return Index.of(sorted(tensors, key=lambda tensor: tensor.key))
 
     def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
@@ -232,14 +240,44 @@ class ZarrLoadShardedStrategy(PlannedLoadStrategy):
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)
-        gone = [key for key in ZarrV2Reader(root).read_metadata() if key.startswith(key_prefix)]
-        # Without its metadata an array is none: a crash in between leaves dead files, not a lie.
-        for key in gone:
-            (root / key / _METADATA_NAME).unlink()
-            store.fsync_folder(root / key)
-        for key in gone:
-            for path in (root / key).iterdir():
-                if _CHUNK_NAME.fullmatch(path.name) and path.is_file():
-                    path.unlink()
-            if not any((root / key).iterdir()):
-                store.remove(root / key, root)
+        going = _going(root, key_prefix)
+        if not going:
+            return
+        # From here on they are not listed, all at once; what follows may be cut off anywhere.
+        note_removal(root, {key: (key,) for key in going})
+        folders = [folder for folder in (root / key for key in going) if folder.is_dir()]
+        # Readers that know nothing of removals must never see an array without its chunks.
+        for folder in folders:
+            (folder / _METADATA_NAME).unlink(missing_ok=True)
+            store.fsync_folder(folder)
+        for folder in folders:
+            for path in _chunk_files(folder):
+                path.unlink()
+            # A ShardedObject, or another tensor, may live in a folder below.
+            if not any(folder.iterdir()):
+                store.remove(folder, root)
+        end_removal(root)
+
+    def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
+        root = Path(checkpoint_dir)
+        keys = tuple(
+            key for key in ZarrV2Reader(root).read_metadata() if key.startswith(key_prefix)
+        )
+        files = []
+        for key in _going(root, key_prefix):
+            described = root / key / _METADATA_NAME
+            found = [*([described] if described.exists() else []), *_chunk_files(root / key)]
+            files += [path.relative_to(root).as_posix() for path in found]
+        return PlannedRemoval(keys, tuple(files), is_unfinished=bool(noted_removal(root)))
+
+
+def _going(root: Path, prefix: str) -> list[str]:
+    """The tensors to remove, and those that a removal cut off has left."""
+    stored = ZarrV2Reader(root).read_metadata()
+    left = [name for names in noted_removal(root).values() for name in names]
+    return [*left, *(key for key in stored if key.startswith(prefix))]
+
+
+def _chunk_files(folder: Path) -> list[Path]:
+    named = [path for path in folder.glob("*") if _CHUNK_NAME.fullmatch(path.name)]
+    return [path for path in named if path.is_file()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -28,6 +28,12 @@ from dist_checkpointing.index import (
 )
 from dist_checkpointing.options import StorageOptions
 from dist_checkpointing.planning import MetadataIndex, SavePlanner, WriteItem
+from dist_checkpointing.removal import (
+    PlannedRemoval,
+    end_removal,
+    note_removal,
+    noted_removal,
+)
 from dist_checkpointing.storage import WriteResult
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import Codec, chunk_array, write_chunk
@@ -177,13 +183,19 @@ def _codec_name(node: Mapping[str, Any]) -> str | None:
     return names[0] if names else None
 
 
-def _remove_tensor(tensor: StoredTensor, root: Path) -> None:
-    """Delete the files of a tensor; a ShardedObject may live in a folder below it, and stays."""
-    for node in describe(tensor):
-        for path in list((root / node).glob("*")):
+def _going(root: Path, index: Index, prefix: str) -> dict[str, tuple[str, ...]]:
+    """The folders of the tensors to remove, and of those that a removal cut off has left."""
+    left = {key: names for key, names in noted_removal(root).items() if key not in index}
+    return left | {key: tuple(describe(index[key])) for key in index if key.startswith(prefix)}
+
+
+def _files_of(root: Path, going: Mapping[str, Iterable[str]]) -> Iterator[Path]:
+    """The files of tensors; a ShardedObject may live in a folder below one, and stays."""
+    for folder in (root / name for names in going.values() for name in names):
+        for path in folder.glob("*"):
             is_chunk = _CHUNK_NAME.fullmatch(path.name) is not None
             if path.is_file() and (path.name == METADATA_NAME or is_chunk):
-                store.remove(path, root)
+                yield path
 
 
 class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
@@ -231,10 +243,21 @@ class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)
         index = ZarrV3Reader(root).read_metadata()
-        gone = [key for key in index if key.startswith(key_prefix)]
-        kept = index.without(gone)
+        going = _going(root, index, key_prefix)
+        kept = index.without(going)
+        if going:
+            note_removal(root, going)
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
         write_index(kept, root)
         store.write_atomic(root / METADATA_NAME, _root_json(kept))
-        for key in gone:
-            _remove_tensor(index[key], root)
+        for path in list(_files_of(root, going)):
+            store.remove(path, root)
+        end_removal(root)
+
+    def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
+        root = Path(checkpoint_dir)
+        index = ZarrV3Reader(root).read_metadata()
+        going = _going(root, index, key_prefix)
+        files = [path.relative_to(root).as_posix() for path in _files_of(root, going)]
+        keys = tuple(key for key in index if key in going)
+        return PlannedRemoval(keys, tuple(files), is_unfinished=bool(noted_removal(root)))

@@ -290,7 +290,10 @@ class Contents(BackendHooks):
                 self.loader().remove_sharded_tensors(folder, "optimizer.")
             kept |= gone
         else:
+            planned = self.loader().plan_removal(folder, "optimizer.")
+            assert set(planned.keys) == gone.keys()
             remove_sharded_tensors(folder, "optimizer.")
+            assert not any((folder / name).exists() for name in planned.files)
             assert load_tensors_metadata(folder, self.load_strategy()).keys() == kept.keys()
             for key, tensor in gone.items():
                 absent = template(replicated(key, tensor, 1)[0][0])

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dist_checkpointing import Checkpoint, ShardedTensor, save
+from dist_checkpointing.chunk_map import chunk_map
+from dist_checkpointing.cli.app import app
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.testing import run_ranks
+
+BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
+BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
+GOLDEN = Path(__file__).parents[1] / "golden"
+FIXTURES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+RUNNER = CliRunner()
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+
+
+def flattened(key: str, begin: int, end: int, rank: int) -> ShardedTensor:
+    del rank
+    data = torch.arange(begin, end, dtype=torch.float32)
+    return ShardedTensor(
+        key, data, data.dtype, (4, 6), (4, 6), (0, 0), (1, 1), flattened_range=slice(begin, end)
+    )
+
+
+def saved(folder: Path, backend: Any) -> Path:
+    """Rows and columns cut over four ranks, replicas, uneven rows and a flattened range."""
+    uneven, flat = [0, 1, 4, 5, 8], [0, 5, 13, 14, 24]
+
+    def save_rank(comm: Comm) -> None:
+        rank = comm.rank
+        low, high = uneven[rank], uneven[rank + 1]
+        state = [
+            ShardedTensor.from_rank_offsets("rows", torch.ones(2, 6), (0, rank, 4)),
+            ShardedTensor.from_rank_offsets(
+                "tiles", torch.ones(2, 3), (0, rank // 2, 2), (1, rank % 2, 2)
+            ),
+            ShardedTensor.from_rank_offsets("copied", torch.ones(3), replica_id=(rank - 2) % 4),
+            ShardedTensor.from_rank_offsets("empty", torch.ones(0, 3), replica_id=rank),
+            ShardedTensor(
+                "uneven", torch.ones(high - low, 2), torch.float32, (high - low, 2), (8, 2),
+                (low, 0), None,
+            ),
+            flattened("flat", flat[rank], flat[rank + 1], rank),
+        ]  # fmt: skip
+        save({leaf.key: leaf for leaf in state}, folder, backend, comm=comm)
+
+    run_ranks(4, save_rank)
+    return folder
+
+
+def invoke(*arguments: object, exit_code: int = 0) -> str:
+    result = RUNNER.invoke(app, ["map", *map(str, arguments)])
+    assert result.exit_code == exit_code, result.output
+    return result.stdout
+
+
+def data_in(page: Path) -> Any:
+    text = page.read_text()
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+@BACKEND
+def test_it_knows_which_rank_wrote_what(tmp_path: Path, backend: Any) -> None:
+    folder = saved(tmp_path / "c", backend)
+    found = {tensor.key: tensor for tensor in chunk_map(Checkpoint.open(folder)).tensors}
+    assert list(found) == ["copied", "empty", "flat", "rows", "tiles", "uneven"]
+    ranks = [(0,), (1,), (2,), (3,)]
+    assert list(found["rows"].writers) == ranks
+    assert found["rows"].counts == (4, 1)
+    assert list(found["tiles"].writers) == ranks
+    assert set(found["copied"].writers) == {(2,)}
+    # Every element, wherever it lies, was written by the rank that held it.
+    held = [rank for rank, count in enumerate((5, 8, 1, 10)) for _ in range(count)]
+    assert _writers_of_elements(found["flat"]) >= [{rank} for rank in held]
+    rows = [rank for rank, count in enumerate((1, 3, 1, 3)) for _ in range(2 * count)]
+    assert _writers_of_elements(found["uneven"]) >= [{rank} for rank in rows]
+    if backend[0] != "zarr" or backend[1] == 2:
+        assert _writers_of_elements(found["flat"]) == [{rank} for rank in held]
+
+
+def _writers_of_elements(tensor: Any) -> Any:
+    owners: list[set[int]] = [set() for _ in range(tensor.shape[0] * tensor.shape[1])]
+    for boxes, writers in tensor.parts():
+        for box in boxes:
+            for row in range(box.offset[0], box.stop[0]):
+                for column in range(box.offset[1], box.stop[1]):
+                    owners[row * tensor.shape[1] + column] |= set(writers)
+
+    class Owners(list[set[int]]):
+        def __ge__(self, other: Any) -> bool:
+            return len(self) == len(other) and all(a >= b for a, b in zip(self, other, strict=True))
+
+    return Owners(owners)
+
+
+def test_torch_dist_tells_by_its_file_names_who_wrote(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", "torch_dist")
+    before = chunk_map(Checkpoint.open(folder))
+    shutil.rmtree(folder / ".dckpt" / "checksums")
+    assert chunk_map(Checkpoint.open(folder)) == before
+
+
+def test_without_a_record_nobody_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", "tensorstore")
+    shutil.rmtree(folder / ".dckpt" / "checksums")
+    writers = {w for t in chunk_map(Checkpoint.open(folder)).tensors for w in t.writers}
+    assert writers == {()}
+    invoke(folder, "-o", tmp_path / "m.svg")
+    assert "writer not recorded" in (tmp_path / "m.svg").read_text()
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_on_the_checkpoints_of_megatron(tmp_path: Path, name: str) -> None:
+    invoke(GOLDEN / name, "-o", tmp_path / "m.html")
+    data = data_in(tmp_path / "m.html")
+    opened = Checkpoint.open(GOLDEN / name)
+    assert {row["key"]: row["shape"] for row in data["tensors"]} == {
+        key: list(handle.shape) for key, handle in opened.items()
+    }
+    for row in data["tensors"]:
+        assert sum(count for _, count in row["writers"]) == len(opened[row["key"]].chunks)
+    assert data["writers"] == [[]] if "zarr" in name else [[0], [1]]
+
+
+@BACKEND
+def test_every_kind_of_file(tmp_path: Path, backend: Any) -> None:
+    folder = saved(tmp_path / "c", backend)
+    for name in ("m.html", "m.svg"):
+        invoke(folder, "-o", tmp_path / name)
+        invoke(folder, "flat", "-o", tmp_path / f"flat-{name}")
+    assert len(data_in(tmp_path / "m.html")["tensors"]) == 6
+    (only,) = data_in(tmp_path / "flat-m.html")["tensors"]
+    assert only["key"] == "flat"
+    assert "rank 3" in (tmp_path / "flat-m.svg").read_text()
+
+
+def test_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    told = json.loads(invoke(GOLDEN / FIXTURES[0], "-o", tmp_path / "m.PNG", "--json"))
+    assert told == {
+        "file": str(tmp_path / "m.PNG"),
+        "bytes": (tmp_path / "m.PNG").stat().st_size,
+        "tensors": len(Checkpoint.open(GOLDEN / FIXTURES[0])),
+    }
+    assert (tmp_path / "m.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["-o", "m.pdf"], "must end in .html, .svg or .png"),
+        (["-o", "there.svg"], "there.svg exists"),
+        (["-o", "no/such/m.svg"], "does not exist"),
+        (["fc.weights", "-o", "m.svg"], "did you mean 'fc.weight'"),
+    ],
+)
+def test_bad_arguments_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.svg").write_text("mine")
+    result = RUNNER.invoke(app, ["map", str(GOLDEN / "mc0.15.3_zarr"), *arguments])
+    assert isinstance(result.exception, LookupError | ValueError | OSError)
+    assert problem in str(result.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["there.svg"]
+    assert (tmp_path / "there.svg").read_text() == "mine"
+
+
+def test_force_replaces_the_file(tmp_path: Path) -> None:
+    (tmp_path / "m.svg").write_text("old")
+    invoke(GOLDEN / FIXTURES[0], "-o", tmp_path / "m.svg", "--force")
+    assert (tmp_path / "m.svg").read_text().startswith("<svg")
+
+
+def test_an_indexed_checkpoint_is_mapped_without_torch(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", "tensorstore")
+    code = f"""
+import sys
+from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.chunk_map import chunk_map
+from dist_checkpointing.chunk_map.page import render_page
+render_page(chunk_map(Checkpoint.open({str(folder)!r})))
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# In a browser.
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_page_works_in_a_browser(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", "zarr")
+    page = tmp_path / "m.html"
+    invoke(folder, "-o", page)
+    steps = Path(__file__).with_name("map_steps.js").read_text()
+    page.write_text(f"{page.read_text()}<script>{steps}</script>")
+    arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    done = subprocess.run(
+        [str(CHROMIUM), *arguments, profile, "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "<title>FAILED" not in done.stdout
+    found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stdout[-2000:]
+    seen = json.loads(html.unescape(found[1]))
+    every = ["copied", "empty", "flat", "rows", "tiles", "uneven"]
+    assert sorted(seen["all"]) == seen["sorted"] == every
+    assert "6 tensors" in seen["facts"]
+    assert "written by 4 ranks" in seen["facts"]
+    assert "rank 3" in seen["legend"]
+    assert seen["found"] == ["rows", "tiles"]
+    assert seen["selected"] == "rows"
+    assert seen["clicked"] == "tiles"
+    assert seen["chunks"] == [f"rank {rank}" for rank in range(4)]
+    assert seen["painted"] >= 5
+    assert seen["none"] == [0, "0 of 6"]
+    assert seen["bad"] == "not a regular expression"
+    assert seen["theme"] in ("dark", "light")

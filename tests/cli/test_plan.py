@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dist_checkpointing import Checkpoint, ShardedTensor, save
+from dist_checkpointing.cli.app import app
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.commit import CheckpointingConfig
+from dist_checkpointing.element_types import from_name
+from dist_checkpointing.geometry import Box, Window
+from dist_checkpointing.index import Index, StoredTensor, write_index
+from dist_checkpointing.load_forecast import bytes_read
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+
+BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
+BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
+GOLDEN = Path(__file__).parents[1] / "golden"
+FIXTURES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+RUNNER = CliRunner()
+
+QKV, PROJ, NORM = "layers.linear_qkv.weight", "layers.linear_proj.weight", "norm.weight"
+
+
+def saved(folder: Path, backend: Any, side: int = 256) -> Path:
+    def save_rank(comm: Comm) -> None:
+        state = {
+            key: ShardedTensor.from_rank_offsets(
+                key, torch.ones(side // 2, side), (0, comm.rank, 2)
+            )
+            for key in (QKV, PROJ)
+        }
+        norm = torch.ones(side)
+        save(
+            state | {"n": ShardedTensor.from_rank_offsets(NORM, norm, replica_id=comm.rank)},
+            folder,
+            backend,
+            comm=comm,
+        )
+
+    run_ranks(2, save_rank)
+    return folder
+
+
+def invoke(*arguments: object, exit_code: int = 0, columns: int = 80) -> str:
+    words = ["plan", *map(str, arguments)]
+    result = RUNNER.invoke(app, words, env={"COLUMNS": str(columns)})
+    assert result.exit_code == exit_code, result.output
+    return result.stdout
+
+
+def planned(*arguments: object, exit_code: int = 0) -> Any:
+    return json.loads(invoke(*arguments, "--json", exit_code=exit_code))
+
+
+@BACKEND
+def test_bytes_and_files_of_a_load_on_four_ranks(tmp_path: Path, backend: Any) -> None:
+    side = 256
+    folder = saved(tmp_path / "c", backend, side)
+    plan = planned(folder, "--tp", 4, "--dp", 2)
+    assert plan["num_ranks"] == 8
+    assert [rank["ranks"] for rank in plan["ranks"]] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    cut = side * side * 4 // 4
+    assert {rank["wanted_bytes"] for rank in plan["ranks"]} == {2 * cut + side * 4}
+    assert plan["wanted_bytes"] == 2 * 4 * (2 * cut + side * 4)
+    assert plan["read_bytes"] == 2 * plan["read_bytes_if_shared"]
+    assert {c["key"]: c["axis"] for c in plan["cuts"]} == {QKV: 0, PROJ: 1, NORM: None}
+    assert plan["findings"] == []
+
+
+@BACKEND
+def test_the_files_it_names_are_those_that_are_needed(tmp_path: Path, backend: Any) -> None:
+    folder = saved(tmp_path / "c", backend)
+    (first, _) = planned(folder, "--tp", 2)["ranks"]
+    named = set(first["files"])
+    wanted = [(QKV, Box((0, 0), (128, 256))), (PROJ, Box((0, 0), (256, 128)))]
+    wanted.append((NORM, Box((0,), (256,))))
+    data = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.suffix == ".distcp"
+        or (path.parts[-2] == "d" and "data" in path.parts)
+        or (
+            "zarr" in backend
+            and path.parent.parent == folder
+            and path.name[0] in "c0123456789"
+            and path.parent.name != ".dckpt"
+        )
+    }
+    assert named <= data
+    for name in data - named:
+        (folder / name).unlink()
+    tensors = Checkpoint.open(folder).read(wanted)
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+    for name in named:
+        (folder / name).rename(tmp_path / "aside")
+        (finding,) = planned(folder, "--tp", 2, exit_code=1)["findings"][:1]
+        assert finding["problem"] == "a file that would be read is missing"
+        (tmp_path / "aside").rename(folder / name)
+
+
+def test_what_is_read_is_what_the_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dist_checkpointing.strategies import raw_chunks
+
+    folder = saved(tmp_path / "c", ("zarr", 2), 1024)
+    counts: list[int] = []
+    own = raw_chunks._pread
+
+    def counting(descriptor: int, view: memoryview, offset: int) -> None:
+        counts.append(view.nbytes)
+        own(descriptor, view, offset)
+
+    monkeypatch.setattr(raw_chunks, "_pread", counting)
+    (cost, *_) = planned(folder, "--tp", 4, "--shard", "layers=0")["ranks"]
+    assert counts == []
+    boxes = [(key, Box((0, 0), (256, 1024))) for key in (QKV, PROJ)]
+    Checkpoint.open(folder).read([*boxes, (NORM, Box((0,), (1024,)))])
+    assert sum(counts) == cost["read_bytes"] == cost["wanted_bytes"]
+
+
+def test_compressed_chunks_are_read_whole(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", Zarr3SaveShardedStrategy(codec="zstd"))
+    plan = planned(folder, "--tp", 4, "--shard", ".*=none", "--shard", "x=0")
+    every = sum((folder / name).stat().st_size for name in plan["files"])
+    assert {rank["read_bytes"] for rank in plan["ranks"]} == {every}
+    rows = planned(folder, "--tp", 4, "--shard", "layers=0")["ranks"]
+    # A quarter of the rows lies in half of the chunks.
+    assert rows[0]["read_bytes"] == sum((folder / n).stat().st_size for n in rows[0]["files"])
+    assert len(rows[0]["files"]) == 3
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_on_the_checkpoints_of_megatron(name: str) -> None:
+    opened = Checkpoint.open(GOLDEN / name)
+    plan = planned(GOLDEN / name, "--ranks", 3)
+    assert plan["wanted_bytes"] == 3 * sum(handle.num_bytes for handle in opened.values())
+    assert plan["findings"] == []
+    assert all((GOLDEN / name / file).is_file() for file in plan["files"])
+
+
+def test_a_checkpoint_far_larger_than_memory(tmp_path: Path) -> None:
+    shape, chunk = (2**22, 2**22), (2**19, 2**22)
+    stored = StoredTensor("lm_head.weight", from_name("bfloat16"), shape, chunk)
+    (tmp_path / ".dckpt").mkdir()
+    write_index(Index.of([stored]), tmp_path)
+    config = CheckpointingConfig("zarr", 2)
+    content = {name: getattr(config, name) for name in config.__slots__}
+    (tmp_path / "metadata.json").write_text(json.dumps(content))
+    plan = planned(tmp_path, "--tp", 8, exit_code=1)
+    assert [rank["wanted_bytes"] for rank in plan["ranks"]] == [2 * 2**44 // 8] * 8
+    assert [rank["files"] for rank in plan["ranks"]] == [
+        [f"lm_head.weight/c.{i}.0"] for i in range(8)
+    ]
+    assert len(plan["findings"]) == 8
+
+
+# Templates.
+
+
+def shard(key: str, shape: list[int], offset: list[int], whole: list[int]) -> dict[str, Any]:
+    return {"key": key, "shape": shape, "offset": offset, "global_shape": whole}
+
+
+def test_a_json_template(tmp_path: Path) -> None:
+    folder, template = saved(tmp_path / "c", "tensorstore"), tmp_path / "t.json"
+    ranks = [
+        [
+            shard(QKV, [256, 256], [0, 0], [256, 256]),
+            {**shard(PROJ, [256, 256], [0, 0], [256, 256]), "flat_range": [5, 1005]},
+        ],
+        [],
+    ]
+    template.write_text(json.dumps(ranks))
+    plan = planned(folder, "--template", template)
+    assert [rank["wanted_bytes"] for rank in plan["ranks"]] == [256 * 256 * 4 + 4000, 0]
+    assert plan["unasked"] == [NORM]
+
+
+def test_what_does_not_fit_is_found(tmp_path: Path) -> None:
+    folder, template = saved(tmp_path / "c", "tensorstore"), tmp_path / "t.json"
+    wrong = [
+        shard("missing", [1], [0], [1]),
+        shard(QKV, [128, 256], [0, 0], [512, 256]),
+        {**shard(PROJ, [256, 256], [0, 0], [256, 256]), "dtype": "bfloat16"},
+    ]
+    template.write_text(json.dumps([wrong, wrong]))
+    plan = planned(folder, "--template", template, exit_code=1)
+    found = {finding["key"]: finding for finding in plan["findings"]}
+    assert "not in the checkpoint" in found["missing"]["problem"]
+    assert found[QKV]["problem"] == "global shape differs"
+    assert found[QKV]["found"] == "(256, 256)"
+    assert found[PROJ]["problem"] == "dtype differs"
+    assert {tuple(finding["ranks"]) for finding in found.values()} == {(0, 1)}
+    text = invoke(folder, "--template", template, exit_code=1)
+    assert "This load would fail" in text
+    assert "'missing'" in text
+
+
+def test_a_function_that_makes_tensors_without_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "c", "tensorstore")
+    source = f"""
+import torch
+from dist_checkpointing import ShardedObject, ShardedTensor
+
+def build(rank, world_size):
+    big = torch.empty(2**20, 2**20)  # 4 TiB, if it took memory
+    part = torch.empty(256 // world_size, 256)
+    return {{
+        "w": ShardedTensor.from_rank_offsets({QKV!r}, part, (0, rank, world_size)),
+        "o": ShardedObject("gone", None, (1,), (0,)),
+        "iteration": 3,
+    }}
+
+def fails(rank, world_size):
+    raise RuntimeError("no such model")
+
+constant = 3
+"""
+    (tmp_path / "my_model.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    plan = planned(folder, "--template", "my_model:build", "--ranks", 4, exit_code=1)
+    assert [rank["wanted_bytes"] for rank in plan["ranks"]] == [256 * 256] * 4
+    assert [finding["problem"] for finding in plan["findings"]] == ["object not in the checkpoint"]
+    for name, problem in [
+        ("my_model:fails", "no such model"),
+        ("my_model:gone", "cannot import 'my_model:gone'"),
+        ("no_such_module:f", "No module named"),
+        ("my_model:constant", "is not a function"),
+    ]:
+        arguments = ["plan", str(folder), "--template", name, "--ranks", "1"]
+        result = RUNNER.invoke(app, arguments)
+        assert isinstance(result.exception, ValueError)
+        assert problem in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "must hold a list"),
+        ("[]", "must hold a list"),
+        ("[3]", "rank 0 is not a list"),
+        ("[[], [3]]", "rank 1, shard 0: it needs a 'key'"),
+        ('[[{"key": "w"}]]', "rank 0, shard 0: no 'shape'"),
+        (
+            '[[{"key": "w", "shape": [1], "offset": [-1], "global_shape": [1]}]]',
+            "shard 0: expected",
+        ),
+        ('[[{"key": "w", "shape": [2], "offset": [0], "global_shape": [1]}]]', "sticks out"),
+    ],
+)
+def test_bad_templates_are_named(tmp_path: Path, content: str, problem: str) -> None:
+    template = tmp_path / "t.json"
+    template.write_text(content)
+    arguments = ["plan", str(GOLDEN / FIXTURES[0]), "--template", str(template)]
+    result = RUNNER.invoke(app, arguments)
+    assert isinstance(result.exception, ValueError)
+    assert problem in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--shard", "w"], "not of the form"),
+        (["--tp", "4", "--ranks", "6"], "6 ranks are not 4"),
+        (["--template", "x"], "neither FILE.json nor"),
+        (["--template", "a:b"], "pass --ranks"),
+        (["--template", "a:b", "--tp", "2"], "leave --tp"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: list[str], problem: str) -> None:
+    result = RUNNER.invoke(app, ["plan", str(GOLDEN / FIXTURES[0]), *arguments])
+    assert isinstance(result.exception, ValueError)
+    assert problem in str(result.exception)
+
+
+# What a person sees.
+
+
+@pytest.mark.parametrize("columns", [60, 80, 160])
+def test_lines_fit_the_terminal(tmp_path: Path, columns: int) -> None:
+    shutil.copytree(GOLDEN / "mc0.15.3_zarr", tmp_path / "c")
+    text = invoke(tmp_path / "c", "--tp", 2, "--dp", 4, columns=columns)
+    # A path may be longer than any terminal is wide.
+    assert max(map(len, text.splitlines()[1:])) <= columns
+    assert "…" not in text
+    assert "504 B" in text
+
+
+def test_many_ranks_are_summed_up(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", "tensorstore")
+    text = invoke(folder, "--tp", 64)
+    assert [line.split()[0] for line in text.splitlines() if line[:3] in ("min", "med", "max")] == [
+        "min",
+        "median",
+        "max",
+    ]
+    assert "whole on every rank, no rule matches: 1 tensor, 1.0 KiB" in text
+
+
+# The model of what is read.
+
+
+def test_bytes_of_windows() -> None:
+    rows = Window(0, (8, 1024), Box((2, 0), (3, 1024)))
+    columns = Window(0, (8, 1024), Box((0, 0), (8, 512)))
+    far = Window(0, (8, 2**16), Box((0, 0), (8, 16)))
+    assert bytes_read(rows, 4, maps_files=True) == 3 * 4096
+    # The gaps are smaller than a page: everything between the first and the last element.
+    assert bytes_read(columns, 4, maps_files=True) == 7 * 4096 + 2048
+    assert bytes_read(far, 4, maps_files=True) == 8 * (64 + 4096)
+    assert bytes_read(far, 4, maps_files=False) == 7 * 4 * 2**16 + 64

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, save
+from dist_checkpointing.cli.app import app
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.verify import verify_checkpoint
+
+BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
+BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
+GOLDEN = Path(__file__).parents[1] / "golden"
+FIXTURES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+SCRIPT = Path(__file__).with_name("removal_cut_off.py")
+RUNNER = CliRunner()
+
+
+def values(side: int = 64) -> dict[str, torch.Tensor]:
+    names = ["model.a", "model.b", "optimizer.a", "optimizer.b", "optimizer"]
+    return {
+        key: torch.arange(side * side, dtype=torch.float32).reshape(side, side) + number
+        for number, key in enumerate(names)
+    }
+
+
+def saved(folder: Path, backend: Any, side: int = 64) -> Path:
+    def save_rank(comm: Comm) -> None:
+        state: dict[str, Any] = {
+            key: ShardedTensor.from_rank_offsets(
+                key, full.chunk(2)[comm.rank].clone(), (0, comm.rank, 2)
+            )
+            for key, full in values(side).items()
+        }
+        state["o"] = ShardedObject("optimizer.rng", list(range(1000)), (2,), (comm.rank,))
+        save(state | {"step": 3}, folder, backend, comm=comm)
+
+    run_ranks(2, save_rank)
+    return folder
+
+
+def invoke(*arguments: object, exit_code: int = 0) -> str:
+    result = RUNNER.invoke(app, ["rm-prefix", *map(str, arguments)], env={"COLUMNS": "80"})
+    if exit_code == 0 and result.exception is not None:
+        raise result.exception
+    assert result.exit_code == exit_code
+    return result.stdout
+
+
+def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "dist_checkpointing", "rm-prefix", *map(str, arguments)]
+    return subprocess.run(line, check=False, capture_output=True, text=True, timeout=120, **options)
+
+
+def disk_bytes(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def assert_holds(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    opened = Checkpoint.open(folder)
+    assert set(opened) == set(expected)
+    for key, tensor in expected.items():
+        assert torch.equal(opened[key][...], tensor), key
+    assert list(opened.objects) == ["optimizer.rng"]
+    assert [opened.objects["optimizer.rng"][cell] for cell in range(2)] == [list(range(1000))] * 2
+    assert opened.common["step"] == 3
+
+
+def without(prefix: str, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in full.items() if not key.startswith(prefix)}
+
+
+@BACKEND
+def test_a_section_goes_and_gives_its_disk_space_back(tmp_path: Path, backend: Any) -> None:
+    folder = saved(tmp_path / "c", backend, 256)
+    before = disk_bytes(folder)
+    text = invoke(folder, "optimizer", "--yes")
+    assert "3 of 5 go: 768.0 KiB of values" in text
+    assert "1 sharded object: optimizer.rng" in text
+    assert_holds(folder, without("optimizer", values(256)))
+    verify_checkpoint(folder)
+    # The files of torch DCP hold what a rank wrote, whatever it is.
+    freed = before - disk_bytes(folder)
+    if backend[0] == "torch_dist":
+        assert "stay on the disk" in " ".join(text.split())
+    else:
+        assert freed >= 3 * 256 * 256 * 4
+        assert "stay on the disk" not in " ".join(text.split())
+
+
+@BACKEND
+def test_what_is_not_freed_is_said_before(tmp_path: Path, backend: Any) -> None:
+    folder = saved(tmp_path / "c", backend)
+    told = json.loads(invoke(folder, "model.a", "--json", "--dry-run"))
+    assert told["keys"] == ["model.a"]
+    assert told["num_bytes"] == 64 * 64 * 4
+    assert told["removed"] is False
+    assert_holds(folder, values())
+    files = [folder / name for name in told["files"]]
+    assert sum(path.stat().st_blocks * 512 for path in files) == told["file_bytes"]
+    before = disk_bytes(folder)
+    done = json.loads(invoke(folder, "model.a", "--json", "--yes"))
+    assert {k: done[k] for k in told if k != "removed"} == {
+        k: told[k] for k in told if k != "removed"
+    }
+    assert before - disk_bytes(folder) == done["bytes_freed"]
+    assert not any(path.exists() for path in files)
+    if backend[0] == "zarr":
+        assert told["bytes_not_freed"] == {}
+        assert done["bytes_freed"] >= told["num_bytes"]
+    else:
+        assert sum(told["bytes_not_freed"].values()) >= told["num_bytes"]
+        # What merging has left of a rank's own tree may go, but no file with values of others.
+        assert told["file_bytes"] <= 2 * 4096
+    assert_holds(folder, without("model.a", values()))
+    verify_checkpoint(folder)
+
+
+def test_files_of_a_lane_are_freed_one_by_one(tmp_path: Path) -> None:
+    options = StorageOptions(data_file_bytes=2**16)
+    folder = saved(tmp_path / "c", TensorStoreSaveShardedStrategy(options=options), 256)
+    told = json.loads(invoke(folder, "model.a", "--json", "--yes"))
+    assert told["bytes_freed"] >= 2 * 2**16
+    assert_holds(folder, without("model.a", values(256)))
+    verify_checkpoint(folder)
+
+
+@BACKEND
+def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: Any) -> None:
+    folder, copies = saved(tmp_path / "c", backend, 32), tmp_path / "copies"
+    subprocess.run([sys.executable, SCRIPT, folder, "optimizer.", copies], check=True, timeout=120)
+    steps = sorted(copies.iterdir(), key=lambda path: int(path.name))
+    kept = without("optimizer.", values(32))
+    finished = {name for name in snapshot(steps[-1]) if not name.startswith("d/")}
+    was_removed = False
+    for copy in steps:
+        is_removed = set(Checkpoint.open(copy)) == set(kept)
+        assert_holds(copy, kept if is_removed else values(32))
+        # Once removed, always removed.
+        assert is_removed or not was_removed
+        was_removed = is_removed
+        # Run again, it does what was left to do.
+        if copy is not steps[-1]:
+            result = RUNNER.invoke(app, ["rm-prefix", str(copy), "optimizer.", "--yes"])
+            nothing_left = isinstance(result.exception, LookupError)
+            assert result.exit_code == 0 or nothing_left
+        assert set(Checkpoint.open(copy)) == set(kept)
+        left = {name for name in snapshot(copy) if not name.startswith("d/")}
+        # A temporary file of a killed write is harmless.
+        assert {name for name in left if not name.endswith(".tmp")} == finished
+    assert was_removed
+    assert len(steps) > 3
+
+
+@BACKEND
+def test_a_save_over_a_removal_that_was_cut_off_is_whole(tmp_path: Path, backend: Any) -> None:
+    from dist_checkpointing.removal import note_removal, noted_removal
+
+    folder = saved(tmp_path / "c", backend)
+    note_removal(folder, {key: (key,) for key in ("optimizer.a", "optimizer.b")})
+    full = {key: tensor + 100 for key, tensor in values().items()}
+    state = {
+        key: ShardedTensor(key, t, t.dtype, t.shape, t.shape, (0, 0), (1, 1))
+        for key, t in full.items()
+    }
+    save(state, folder, backend, overwrite=True)
+    assert noted_removal(folder) == {}
+    opened = Checkpoint.open(folder)
+    assert set(opened) == set(full)
+    assert all(torch.equal(opened[key][...], tensor) for key, tensor in full.items())
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_on_the_checkpoints_of_megatron(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "c"
+    shutil.copytree(GOLDEN / name, folder)
+    before = Checkpoint.open(folder)
+    kept = {key: before[key][...] for key in before if not key.startswith("optim")}
+    assert 0 < len(kept) < len(before)
+    told = json.loads(invoke(folder, "optim", "--json", "--yes"))
+    assert set(told["keys"]) == set(before) - set(kept)
+    after = Checkpoint.open(folder)
+    assert set(after) == set(kept)
+    assert all(torch.equal(after[key][...], tensor) for key, tensor in kept.items())
+    assert after.common.keys() == before.common.keys()
+    assert after.objects.keys() == before.objects.keys()
+
+
+# Asking.
+
+
+def test_without_a_terminal_and_without_yes_nothing_happens(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", "tensorstore")
+    before = snapshot(folder)
+    result = command(folder, "optimizer", stdin=subprocess.DEVNULL)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: nobody can be asked here (no terminal): pass --yes to remove them\n"
+    )
+    assert snapshot(folder) == before
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1)])
+def test_on_a_terminal_it_asks(tmp_path: Path, answer: str, code: int) -> None:
+    folder = saved(tmp_path / "c", ("zarr", 2))
+    master, slave = pty.openpty()
+    os.write(master, f"{answer}\n".encode())
+    result = command(folder, "optimizer", stdin=slave)
+    os.close(slave)
+    os.close(master)
+    assert result.returncode == code
+    assert "Remove 3 tensors for good? [y/N]" in result.stdout
+    assert_holds(folder, values() if code else without("optimizer", values()))
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["mdel"], "begins with 'mdel'; keys begin with 'model', 'optimizer'"),
+        ([""], "an empty prefix means every tensor"),
+        (["model", "--json"], "--json asks nothing"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
+    folder = saved(tmp_path / "c", ("zarr", 2))
+    before = snapshot(folder)
+    result = RUNNER.invoke(app, ["rm-prefix", str(folder), *arguments])
+    assert result.stdout == ""
+    assert isinstance(result.exception, LookupError | ValueError)  # which main() prints
+    assert expected in str(result.exception)
+    assert "\n" not in str(result.exception)
+    assert snapshot(folder) == before
+
+
+def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
+    from dist_checkpointing import CheckpointExistsError
+    from dist_checkpointing.removal import only_one_removal
+
+    folder = saved(tmp_path / "c", ("zarr", 2))
+    with only_one_removal(folder), pytest.raises(CheckpointExistsError, match="being changed"):
+        invoke(folder, "optimizer", "--yes")
+    assert_holds(folder, values())
+
+
+def test_a_damaged_note_of_a_removal_is_not_followed(tmp_path: Path) -> None:
+    from dist_checkpointing import CorruptCheckpointError
+
+    folder = saved(tmp_path / "c", ("zarr", 2))
+    for content in ('{"a": ["../.."]}', '{"a": ["/etc"]}', '{"a": [""]}', "[]", "{"):
+        (folder / ".dckpt" / "removal.json").write_text(content)
+        with pytest.raises(CorruptCheckpointError, match="unfinished removal"):
+            invoke(folder, "optimizer", "--yes")
+
+
+def test_keys_are_shown_as_they_are(tmp_path: Path) -> None:
+    key = "[red]x\n\x1b[31m"
+    tensor = torch.ones(3)
+    leaf = ShardedTensor(key, tensor, tensor.dtype, (3,), (3,), (0,), (1,))
+    save({"x": leaf}, tmp_path / "c")
+    text = invoke(tmp_path / "c", "[red]", "--dry-run")
+    assert "[red]x\\n\\x1b[31m" in text
+    assert "\x1b" not in text
+
+
+def test_a_backend_that_cannot_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dist_checkpointing import UnsupportedFormatError
+    from dist_checkpointing.strategies.base import LoadShardedStrategy
+    from dist_checkpointing.strategies.zarr.v3 import Zarr3LoadShardedStrategy
+
+    folder = saved(tmp_path / "c", ("zarr", 2))
+    for name in ("plan_removal", "remove_sharded_tensors"):
+        monkeypatch.setattr(Zarr3LoadShardedStrategy, name, getattr(LoadShardedStrategy, name))
+    with pytest.raises(UnsupportedFormatError, match="zarr 2"):
+        invoke(folder, "optimizer", "--yes")

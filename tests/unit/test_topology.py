@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+
+from dist_checkpointing.element_types import from_name
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.topology import (
+    MEGATRON_RULES,
+    KeyCut,
+    Reason,
+    cut_keys,
+    parse_rule,
+    part_of,
+)
+
+
+def index_of(**shapes: tuple[int, ...]) -> Index:
+    return Index.of(
+        StoredTensor(key.replace("__", "."), from_name("float32"), shape, shape)
+        for key, shape in shapes.items()
+    )
+
+
+def axes(index: Index, parts: int, *rules: str) -> dict[str, int | None]:
+    own = [parse_rule(text) for text in rules]
+    return {cut.key: cut.axis for cut in cut_keys(index, parts, [*own, *MEGATRON_RULES])}
+
+
+def test_layers_of_megatron_are_cut_as_it_cuts_them() -> None:
+    prefix = "optimizer__exp_avg__decoder__layers__"
+    index = index_of(
+        **{
+            "embedding__word_embeddings__weight": (64, 8),
+            f"{prefix}self_attention__linear_qkv__weight": (12, 24, 8),
+            f"{prefix}self_attention__linear_qkv__bias": (12, 24),
+            f"{prefix}self_attention__linear_qkv__layer_norm_weight": (12, 8),
+            f"{prefix}self_attention__linear_proj__weight": (12, 8, 8),
+            f"{prefix}self_attention__linear_proj__bias": (12, 8),
+            "mlp__linear_fc1__weight": (32, 8),
+            "mlp__experts__linear_fc2__weight7": (8, 32),
+            "output_layer__weight": (64, 8),
+            "router__weight": (4, 8),
+            "my_output_layer_scale": (4,),
+        }
+    )
+    assert list(axes(index, 4).values()) == [0, 1, 1, None, 2, None, 0, 1, 0, None, None]
+
+
+def test_own_rules_are_stronger_and_the_first_one_counts() -> None:
+    index = index_of(a=(4, 6), b=(4, 6), output_layer__weight=(4, 6))
+    rules = ["^a=-1", "^a=0", "^b=0", "output=none"]
+    assert axes(index, 2, *rules) == {"a": 1, "b": 0, "output_layer.weight": None}
+
+
+def test_why_a_tensor_is_whole() -> None:
+    index = index_of(a=(5,), b=(4,), c=(4,), lm_head__weight=())
+    rules = [parse_rule("^a=0"), parse_rule("^b=none")]
+    cuts = cut_keys(index, 2, [*rules, *MEGATRON_RULES])
+    assert cuts == [
+        KeyCut("a", None, Reason.NOT_DIVISIBLE),
+        KeyCut("b", None, Reason.ASKED),
+        KeyCut("c", None, Reason.NO_RULE),
+        KeyCut("lm_head.weight", None, Reason.NO_RULE),
+    ]
+
+
+def test_parts_tile_the_tensor() -> None:
+    (stored,) = index_of(w=(3, 8)).values()
+    cut = KeyCut("w", 1, Reason.RULE)
+    assert [part_of(stored, cut, part, 4) for part in range(4)] == [
+        Box((0, 2 * part), (3, 2)) for part in range(4)
+    ]
+    assert part_of(stored, KeyCut("w", None, Reason.NO_RULE), 3, 4) == Box((0, 0), (3, 8))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("w", "not of the form"),
+        ("=1", "not of the form"),
+        ("w=x", "neither an axis nor"),
+        ("w(=1", "not a regular expression"),
+    ],
+)
+def test_bad_rules(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_rule(text)
+
+
+def test_an_axis_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"'w' of shape .* has no axis 2"):
+        cut_keys(index_of(w=(3, 8)), 2, [parse_rule("w=2")])
+
+
+def test_an_equals_sign_in_the_pattern_is_part_of_it() -> None:
+    assert parse_rule("a=b=1").pattern.pattern == "a=b"
