@@ -1,172 +1,122 @@
-"""Train, save behind the training, and kill ranks at random moments: nothing is ever lost.
+"""Kill a training again and again at random moments: nothing is ever lost, and nothing is wrong.
 
-A tiny model is trained on WORLD ranks with an asynchronous save after every step. Again and again
-one rank, or all of them, is killed with SIGKILL at a random moment, and training resumes from the
-latest valid checkpoint. Whatever happens, the losses must be those of a run nobody disturbed.
+    python examples/chaos.py [--kills 40] [--minutes 4] [--world 2] [--seed 0] [--steps 200]
 
-Usage: python examples/chaos.py [--kills 200] [--world 2] [--seed 0] [--minutes 10]
+The small GPT is trained with tensor parallelism by real processes, which save behind the training
+every few steps. One rank or all of them die of SIGKILL; ranks that survive must notice and end by
+themselves; then new processes resume from the latest valid checkpoint. When a training has reached
+its last step, another one begins with the next backend. This fails unless
+
+* every loss, also of steps that are trained again, has the bits of a run that nobody disturbed;
+* no life finds less than was committed before it, and none hangs;
+* every checkpoint that is left at the end of a training is whole.
+
+The seed decides who dies and when, but not what the victims are doing at that moment.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
-import signal
+import shutil
 import sys
-import tempfile
 import time
-from datetime import timedelta
+from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dist_checkpointing import (
-    CheckpointingException,
-    CheckpointManager,
-    Retention,
-    ShardedTensor,
-    StrategyNotFoundError,
-)
-from dist_checkpointing.comm import TorchComm
+from chaos_course import Course, Mayhem
+from chaos_picture import draw_chaos
+from chaos_ranks import ChaosError
+from chaos_tables import course_line, summary_table
 
 BACKENDS = ("tensorstore", "zarr", "torch_dist")
-ROWS, COLUMNS = 8, 512
-DEAD_AFTER_SECONDS = 1.0
 
 
-class Model:
-    """A linear map whose rows are spread over the ranks, and SGD with momentum."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        torch.manual_seed(1)
-        self.part = (0, rank, world_size)
-        self.weight = torch.randn(ROWS, COLUMNS).chunk(world_size)[rank].clone()
-        self.momentum = torch.zeros_like(self.weight)
-        self.step = 0
-
-    def state(self) -> dict[str, Any]:
-        shard = ShardedTensor.from_rank_offsets
-        return {
-            "weight": shard("weight", self.weight, self.part),
-            "momentum": shard("optimizer.momentum", self.momentum, self.part),
-            "step": self.step,
-        }
-
-    def train_step(self) -> float:
-        """One step, in place; the loss over all ranks."""
-        generator = torch.Generator().manual_seed(self.step)
-        data = torch.randn(COLUMNS, generator=generator)
-        output = self.weight @ data
-        self.momentum.mul_(0.9).add_(torch.outer(output, data), alpha=1e-4)
-        self.weight.sub_(self.momentum)
-        self.step += 1
-        loss = output.square().sum()
-        dist.all_reduce(loss)
-        return float(loss)
-
-
-def train(folder: Path, rank: int, world_size: int, steps: int, backend: str) -> None:
-    """Resume from the latest valid checkpoint and train; rank 0 notes every loss."""
-    store = dist.FileStore(str(folder / "rendezvous"), world_size)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20)
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    group = dist.new_group(timeout=timedelta(seconds=20))
-    comm = TorchComm(group, DEAD_AFTER_SECONDS)
-    manager = CheckpointManager(
-        folder / "run", backend, comm=comm, retention=Retention(keep_last=2, keep_every=10)
-    )
-    model = Model(rank, world_size)
-    if manager.steps():
-        model.step = manager.load(model.state())["step"]
-    losses = {}
-    while model.step < steps:
-        losses[model.step] = model.train_step()
-        if rank == 0:
-            (folder / "losses.jsonl").open("a").write(f"{json.dumps(losses.popitem())}\n")
-        manager.async_save(model.step, model.state())
-    manager.close()
-
-
-def life(folder: Path, world_size: int, steps: int, backend: str, kill: Any) -> list[int]:
-    """Fork all ranks, kill some, wait for the rest: how each of them ended."""
-    (folder / "rendezvous").unlink(missing_ok=True)
-    started = []
-    for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                torch.set_num_threads(1)
-                train(folder, rank, world_size, steps, backend)
-                code = 0
-            except (CheckpointingException, RuntimeError) as error:
-                if isinstance(error, StrategyNotFoundError):
-                    print(error, file=sys.stderr)
-            finally:
-                os._exit(code)
-        started.append(pid)
-    if kill is not None:
-        victims, seconds = kill
-        time.sleep(seconds)
-        for rank in victims:
-            os.kill(started[rank], signal.SIGKILL)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in started]
-
-
-def losses_of(folder: Path) -> dict[int, float]:
-    """Step -> loss; every time a step was trained, its loss must be the same."""
-    losses: dict[int, float] = {}
-    for line in (folder / "losses.jsonl").read_text().splitlines():
-        step, loss = json.loads(line)
-        assert losses.setdefault(step, loss) == loss, f"step {step} had another loss before"
-    return losses
-
-
-def undisturbed(world_size: int, steps: int) -> dict[int, float]:
-    """The losses of a run that nobody kills."""
-    with tempfile.TemporaryDirectory() as folder:
-        codes = life(Path(folder), world_size, steps, "zarr", None)
-        assert codes == [0] * world_size, "training failed by itself"
-        return losses_of(Path(folder))
+    parser.add_argument("--kills", type=int, default=40, help="so many, or what fits the time")
+    parser.add_argument("--minutes", type=float, default=4.0, help="no kill after so long")
+    parser.add_argument("--world", type=int, default=2, help="ranks: 1, 2 or 4")
+    parser.add_argument("--seed", type=int, help="who dies and when; by default another every time")
+    parser.add_argument("--steps", type=int, default=200, help="of each training")
+    parser.add_argument("--save-every", type=int, default=5, help="steps")
+    parser.add_argument("--folder", type=Path, help="a new or empty folder for all that is written")
+    arguments = parser.parse_args()
+    if arguments.world not in (1, 2, 4):
+        parser.error("--world must be 1, 2 or 4: the ranks share 4 heads")
+    if arguments.seed is None:
+        arguments.seed = random.SystemRandom().randrange(10_000)
+    if arguments.folder is None:
+        now = datetime.now().astimezone()
+        arguments.folder = Path("demo-output") / f"chaos-{now:%Y%m%d-%H%M%S}"
+    if arguments.folder.exists() and any(arguments.folder.iterdir()):
+        parser.error(f"{arguments.folder} is not empty; name a new folder")
+    return arguments
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=10.0, help="give up after so long")
-    args = parser.parse_args()
-    moments = random.Random(args.seed)  # noqa: S311 - not for secrets
-    deadline = time.monotonic() + 60 * args.minutes
-    steps_a_run = 40
-    expected = undisturbed(args.world, steps_a_run)
-    kills = runs = 0
-    while kills < args.kills and time.monotonic() < deadline:
-        backend = BACKENDS[runs % len(BACKENDS)]
-        with tempfile.TemporaryDirectory() as name:
-            folder, finished, reached = Path(name), False, 0
-            while not finished:
-                spare = kills >= args.kills or time.monotonic() > deadline
-                alone, everybody = [moments.randrange(args.world)], range(args.world)
-                victims = moments.choice([alone, everybody])
-                kill = None if spare else (victims, moments.uniform(0.05, 1.2))
-                codes = life(folder, args.world, steps_a_run, backend, kill)
-                finished = codes == [0] * args.world
-                kills += -signal.SIGKILL in codes
-                steps = CheckpointManager(folder / "run").steps()
-                assert max(steps, default=0) >= reached, "a good checkpoint was lost"
-                reached = max(steps, default=0)
-            assert losses_of(folder) == expected, "the losses are not those of an undisturbed run"
-        runs += 1
-        print(f"{kills} kills, {runs} runs came to their end with the same losses ({backend})")
-    if kills < args.kills:
-        print(f"out of time after {kills} of {args.kills} kills; all went well until then")
+    arguments = _arguments()
+    console = Console(width=None if sys.stdout.isatty() else 116, highlight=False)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    repeat = f"--seed {arguments.seed} --kills {arguments.kills} --world {arguments.world}"
+    console.print(f"Chaos with {repeat}, for at most {arguments.minutes:g} minutes", style="bold")
+    begin = time.monotonic()
+    mayhem = Mayhem(
+        world_size=arguments.world,
+        random=random.Random(arguments.seed),  # noqa: S311 - not for secrets
+        kills=arguments.kills,
+        deadline=begin + 60 * arguments.minutes,
+    )
+    try:
+        courses = _wreak(mayhem, arguments, console)
+    except ChaosError as error:
+        console.print(f"the checkpoints are still in {arguments.folder}", soft_wrap=True)
+        raise SystemExit(f"FAILED ({repeat}): {error}") from error
+    finally:
+        mayhem.end()
+    draw_chaos(courses, arguments.folder / "chaos.png")
+    console.print(summary_table(courses[0], courses[1:], time.monotonic() - begin))
+    if mayhem.kills_done < arguments.kills:
+        missing = f"{mayhem.kills_done} of {arguments.kills} kills fitted the time"
+        console.print(f"{missing}; --minutes gives it more", style="yellow")
+    console.print(f"picture  {arguments.folder / 'chaos.png'}", soft_wrap=True)
+
+
+def _wreak(mayhem: Mayhem, arguments: argparse.Namespace, console: Console) -> list[Course]:
+    """The undisturbed training first, then those that are killed."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(30),
+        MofNCompleteColumn(),
+        TextColumn("kills  {task.fields[told]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    courses: list[Course] = []
+    with bar:
+        task = bar.add_task("undisturbed", total=arguments.kills, told="")
+
+        def tell(course: Course) -> None:
+            told = f"{course.resumes} resumes, {len(course.skipped)} skipped, step {course.reached}"
+            name = f"training {len(courses)}, {course.backend}" if courses else "undisturbed"
+            bar.update(task, completed=mayhem.kills_done, told=told, description=name)
+
+        while not courses or mayhem.goes_on:
+            backend = BACKENDS[max(0, len(courses) - 1) % len(BACKENDS)]
+            folder = arguments.folder / f"training-{len(courses)}"
+            course = Course(folder, backend, arguments.steps, arguments.save_every)
+            expected = courses[0].losses if courses else None
+            mayhem.run(course, expected, tell)
+            console.print(course_line(len(courses), course))
+            courses.append(course)
+            shutil.rmtree(folder)
+    return courses
 
 
 if __name__ == "__main__":
