@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -160,7 +161,7 @@ class Dcp(AsyncContestant):
         kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
         # Its helper process meets this one over TCP.
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        stager = DefaultStager(StagingOptions(False, in_process, self.background, False))  # noqa: FBT003
+        stager = DefaultStager(StagingOptions(False, in_process, self.background, False))
 
         def begin(folder: Path, state: Any) -> Begun:
             writer = _WriterWithoutCrc32(folder, sync_files=False)
@@ -187,6 +188,7 @@ class _WriterWithoutCrc32(FileSystemWriter):
 
     def write_data(self, *arguments: Any, **options: Any) -> Any:
         set_crc32_options(False)
+        logging.getLogger().setLevel(logging.WARNING)  # that process tells about every save
         return super().write_data(*arguments, **options)
 
 

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from async_contestants import AsyncContestant, Begun, Calls, Tensors
 from bench_megatron import allow_cpu_only, megatron_is_installed
 
@@ -53,19 +55,25 @@ class TorchCheckpointing(AsyncContestant):
 
 
 class Megatron(AsyncContestant):
-    """megatron-core's asynchronous save with its persistent worker; it always fsyncs."""
+    """megatron-core's asynchronous save; it always fsyncs.
+
+    Its persistent worker wants a GPU (without one it dies, and the caller waits for ever): then it
+    forks a process for every save.
+    """
 
     name = "megatron-core"
     family = "megatron"
 
     def __init__(self) -> None:
-        self.detail = f"{version('megatron-core')}, persistent worker, always durable"
+        self.is_persistent = torch.cuda.is_available()
+        how = "persistent worker" if self.is_persistent else "forks"
+        self.detail = f"{version('megatron-core')}, {how}, always durable"
 
     def open(self) -> Calls:
         allow_cpu_only()
         library: Any = import_module("megatron.core.dist_checkpointing")
         queues = import_module("megatron.core.dist_checkpointing.strategies.async_utils")
-        queue = queues.AsyncCallsQueue(persistent=True)
+        queue = queues.AsyncCallsQueue(persistent=self.is_persistent)
         make = library.ShardedTensor.from_rank_offsets
 
         def prepare(tensors: Tensors) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from async_contestants import AsyncContestant, Calls
 from async_training import Training
@@ -143,7 +144,8 @@ class AsyncRun:
     def _guarded(self, entrant: _Entrant, step: Callable[[_Entrant], None]) -> None:
         try:
             step(entrant)
-        except Exception as error:  # noqa: BLE001 - whatever it is, that contestant is out
+        # DCP's is no Exception.
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - that contestant is out
             entrant.result.failed = f"{type(error).__name__}: {error}"
             self._say(f"async: {entrant.result.name} failed: {entrant.result.failed}")
         finally:

@@ -139,8 +139,9 @@ class Life:
             if kill_at is None and kill is not None and ready == len(self._pipes):
                 kill_at = time.monotonic() + kill.seconds
             due = give_up_at if kill is None else kill_at
-            for pipe in wait(list(open_pipes), None if due is None else due - time.monotonic()):
-                assert isinstance(pipe, Connection)
+            rest = None if due is None else max(0.0, due - time.monotonic())
+            heard = wait(list(open_pipes), rest)
+            for pipe in [pipe for pipe in open_pipes if pipe in heard]:
                 try:
                     what, content = pipe.recv()
                 except (EOFError, ConnectionResetError):
