@@ -7,7 +7,6 @@ the save: what the machine does at that moment hits both.
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -194,7 +193,6 @@ class AsyncRun:
     def _round(self, entrant: _Entrant) -> None:
         folder = self._new_folder()
         gc.collect()
-        os.sync()  # what others left in the page cache is not this contestant's to write
         memcpy = self._memcpy()
         begin = time.perf_counter()
         begun = entrant.calls.begin(folder, entrant.state)
@@ -212,7 +210,6 @@ class AsyncRun:
     def _training_round(self, entrant: _Entrant) -> None:
         folder = self._new_folder()
         gc.collect()
-        os.sync()
         with self._training.one_thread():
             speed = self._training.speed(_TRAINING_SECONDS)
             begin = time.perf_counter()

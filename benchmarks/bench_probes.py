@@ -99,8 +99,8 @@ class TreeWatch:
     """Memory of this process and the processes it has started; see ``tree_watched``.
 
     Attributes:
-        extra_bytes: the most that was added: anonymous memory of all of them, and shared memory
-            that this one has mapped. None where the system does not say.
+        extra_bytes: the most that was added: anonymous and shared memory that this process has
+            mapped, and what only the others have. None where the system does not say.
     """
 
     def __init__(self) -> None:
@@ -113,11 +113,12 @@ class TreeWatch:
             self.extra_bytes = max(self.extra_bytes or 0, (now - before) * 1024)
 
     def _now(self) -> int | None:
-        own = _status_numbers("self", ("RssAnon:", "RssShmem:"))
+        own = _sum_of("self/status", ("RssAnon:", "RssShmem:"))
         if own is None:
             return None
-        children = [_status_numbers(pid, ("RssAnon:",)) for pid in _descendants(str(os.getpid()))]
-        return own + sum(number for number in children if number is not None)
+        # Not what a fork still shares with its parent.
+        others = [_sum_of(f"{pid}/smaps_rollup", ("Private_Dirty:",)) for pid in _descendants()]
+        return own + sum(number for number in others if number is not None)
 
 
 @contextmanager
@@ -129,7 +130,7 @@ def tree_watched() -> Iterator[TreeWatch]:
         yield watch
 
 
-def _descendants(pid: str) -> list[str]:
+def _descendants(pid: str = "self") -> list[str]:
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -141,9 +142,10 @@ def _descendants(pid: str) -> list[str]:
     return found
 
 
-def _status_numbers(pid: str, fields: tuple[str, ...]) -> int | None:
+def _sum_of(name: str, fields: tuple[str, ...]) -> int | None:
+    """Of lines in a file below /proc."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{name}").read_text().splitlines()
     except OSError:
         return None
     return sum(int(line.split()[1]) for line in lines if line.startswith(fields))

@@ -64,4 +64,5 @@ def _draw_lives(axes: Axes, courses: Sequence[Course]) -> None:
     axes.set_xlabel("steps trained, those trained again included")
     axes.set_ylabel("step")
     axes.set_title("How they got there")
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_ylim(top=1.15 * max((course.steps for course in courses), default=1))
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
