@@ -3,7 +3,8 @@
 import importlib
 import typing
 
-from dist_checkpointing.async_save import AsyncSaver, SaveHandle, async_save
+from dist_checkpointing.async_save import async_save
+from dist_checkpointing.async_saver import AsyncSaver
 from dist_checkpointing.commit import check_is_distributed_checkpoint
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -25,6 +26,7 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.planned_save import PlanCache
 from dist_checkpointing.retention import Retention
+from dist_checkpointing.save_handle import SaveHandle
 from dist_checkpointing.serialization import (
     load,
     load_common_state_dict,

@@ -23,7 +23,8 @@ def run_in_background(work: Callable[[], T], name: str) -> Future[T]:
     """``work()`` in a thread of its own.
 
     The thread is a daemon, so that one that hangs cannot keep the interpreter alive for ever; but
-    the interpreter waits ``EXIT_PATIENCE_SECONDS`` for it before it ends.
+    the interpreter waits ``EXIT_PATIENCE_SECONDS`` for it before it ends. Where no thread is to be
+    had, the work is done before this returns: other ranks count on it.
     """
     future: Future[T] = Future()
 
@@ -37,7 +38,11 @@ def run_in_background(work: Callable[[], T], name: str) -> Future[T]:
 
     worker = threading.Thread(target=run, name=name, daemon=True)
     _running.add(worker)
-    worker.start()
+    try:
+        worker.start()
+    except RuntimeError as error:
+        logger.warning("%s is done in the foreground: %s", name, error)
+        run()
     return future
 
 

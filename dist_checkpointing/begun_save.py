@@ -18,7 +18,12 @@ from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.commit import Attempt, CheckpointingConfig, check_distinct
-from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    InvalidShardingError,
+    RankFailedError,
+)
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import (
     CommonStateDict,
@@ -182,11 +187,14 @@ class BegunSave:
         """Clear away what was written, if all ranks have stopped; else leave it to the next save.
 
         Args:
-            error: what ended the save. An interrupt is no agreement: other ranks may still write.
+            error: what ended the save. An interrupt is no agreement, and nobody knows what a rank
+                does that does not answer: they may still write, and what they wrote must stay named
+                as ours. (Should all but the last agreement have come about, a checkpoint stays.)
         """
         if self._attempt is None:
             return
-        if isinstance(error, CheckpointingException):
+        unheard = isinstance(error, RankFailedError) and bool(error.silent_ranks)
+        if isinstance(error, CheckpointingException) and not unheard:
             self._attempt.abandon()
         else:
             self._attempt.release()

@@ -151,7 +151,7 @@ class Attempt:
         self._creates = creates
         self._durability = durability
         # A save may be interrupted, or a request for one dropped: the lock goes with the attempt.
-        self._close = weakref.finalize(self, file.close)
+        self._close = weakref.finalize(self, _let_go, file, os.getpid())
 
     @classmethod
     def begin(
@@ -204,11 +204,13 @@ class Attempt:
             if (folder / CONFIG_FNAME).exists():
                 (folder / CONFIG_FNAME).unlink()
                 store.fsync_folder(folder)
+            for path in store.temporaries(leftovers, folder):
+                store.remove(path, folder)
             for name in leftovers:
                 store.remove(folder / name, folder)
             attempt._record()
         except BaseException:
-            file.close()
+            _let_go(file, os.getpid())
             raise
         return attempt
 
@@ -233,6 +235,8 @@ class Attempt:
 
     def abandon(self) -> None:
         """Free what was written. What cannot be deleted now, the next attempt deletes."""
+        if not self._close.alive:
+            return  # committed, or let go: what is here is no longer this attempt's to judge
         left = []
         # The commit goes first, should it have come that far.
         for name in reversed(self._creates):
@@ -275,6 +279,16 @@ def _lock(file: IO[bytes], folder: Path) -> None:
             "another save is writing here", path=str(folder), remedy="Wait for it to end."
         )
         raise CheckpointExistsError(f"{folder} is being written", [finding]) from None
+
+
+def _let_go(file: IO[bytes], owner: int) -> None:
+    """Unlock, and not only close: a process forked meanwhile has the lock too, and would keep it.
+
+    What such a process closes is none of its own.
+    """
+    if os.getpid() == owner and not file.closed:
+        fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 def _named_in(file: IO[bytes]) -> set[str]:
@@ -331,6 +345,8 @@ def remove_checkpoint(folder: Path) -> None:
         if (folder / CONFIG_FNAME).exists():
             (folder / CONFIG_FNAME).unlink()
             store.fsync_folder(folder)
+        for path in store.temporaries(names, folder):
+            store.remove(path, folder)
         for name in sorted(names):
             store.remove(folder / name, folder)
         store.remove(folder / ATTEMPT_NAME, folder)

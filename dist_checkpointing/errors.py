@@ -126,6 +126,11 @@ class RankFailedError(CheckpointingException):
         """The ranks that failed."""
         return tuple(sorted({rank for finding in self.findings for rank in finding.ranks}))
 
+    @property
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Those of ``ranks`` that did not say what happened: dead, hung, or still at work."""
+        return tuple(rank for rank in self.ranks if rank not in self.tracebacks)
+
     def __str__(self) -> str:
         text = super().__str__()
         for rank, traceback in sorted(self.tracebacks.items())[:3]:

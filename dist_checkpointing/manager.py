@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Literal, Self
 
-from dist_checkpointing.async_save import AsyncSaver, Capture, Finalize, SaveHandle
+from dist_checkpointing.async_saver import AsyncSaver, Capture, Finalize, Worker
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.commit import (
-    attempt_of,
-    check_is_distributed_checkpoint,
-    read_config,
-    remove_checkpoint,
-)
+from dist_checkpointing.commit import read_config
 from dist_checkpointing.errors import (
     CheckpointingException,
     CheckpointNotFoundError,
@@ -32,10 +25,10 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.index import Index
 from dist_checkpointing.loading import load, open_checkpoint
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
-from dist_checkpointing.options import Durability
 from dist_checkpointing.planned_save import PlanCache
 from dist_checkpointing.retention import Retention
-from dist_checkpointing.run_record import RunRecord, StepRecord, read_record, write_record
+from dist_checkpointing.run_files import RunFiles
+from dist_checkpointing.save_handle import SaveHandle
 from dist_checkpointing.saving import save
 from dist_checkpointing.store import check_room
 from dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -43,8 +36,6 @@ from dist_checkpointing.strategies.selection import Selection
 from dist_checkpointing.verify import verify_checkpoint
 
 logger = logging.getLogger(__name__)
-
-_FOLDER: Final = re.compile(r"step-(\d+)")
 
 OnError = Literal["raise", "warn", "retry"]
 
@@ -71,6 +62,7 @@ class CheckpointManager:
             been written ``retries`` more times by then, and raises if that was in vain.
         retries: how often, for ``"retry"``.
         finalize: see ``AsyncSaver``.
+        worker: see ``AsyncSaver``.
         trusted: unpickle anything when loading, see ``load``.
     """
 
@@ -84,6 +76,7 @@ class CheckpointManager:
         on_error: OnError = "raise",
         retries: int = 2,
         finalize: Finalize = "background",
+        worker: Worker = "thread",
         trusted: bool = False,
     ) -> None:
         if on_error not in ("raise", "warn", "retry"):
@@ -91,24 +84,23 @@ class CheckpointManager:
         self.root = Path(root)
         self._strategy = sharded_strategy
         self._comm = default_comm() if comm is None else comm
-        self._retention = Retention() if retention is None else retention
+        self._files = RunFiles(self.root, Retention() if retention is None else retention)
         self._on_error = on_error
         self._trusted = trusted
         self._plan_cache = PlanCache()
         self._saver = AsyncSaver(
             comm=self._comm,
             finalize=finalize,
+            worker=worker,
             retries=retries if on_error == "retry" else 0,
             plan_cache=self._plan_cache,
         )
         self._damaged: set[int] = set()
         self._signalled = threading.Event()
-        # The thread that commits moves the pointer while the training may ask for steps.
-        self._lock = threading.RLock()
 
     def folder(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
-        return self.root / f"step-{step:08d}"
+        return self._files.folder(step)
 
     def save(self, step: int, state: ShardedStateDict, **options: Any) -> None:
         """Save a step and return when it is committed.
@@ -134,7 +126,7 @@ class CheckpointManager:
         )
         with self._comm.agreed("moving the pointer"):
             if self._comm.rank == 0:
-                self._committed(step)
+                self._files.committed(step)
 
     def async_save(
         self,
@@ -165,7 +157,7 @@ class CheckpointManager:
             step=step,
             capture=capture,
             before_claim=self._preflight(step),
-            on_committed=lambda: self._committed(step),
+            on_committed=lambda: self._files.committed(step),
             **options,
         )
 
@@ -199,18 +191,11 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """All committed steps, oldest first."""
-        return self._comm.from_rank0("listing the checkpoints", self._committed_steps)
+        return self._comm.from_rank0("listing the checkpoints", self._files.committed_steps)
 
     def latest(self) -> int | None:
         """The step that the pointer names; the newest committed one if the pointer is lost."""
-
-        def find() -> int | None:
-            pointer = self._record().latest
-            if pointer is not None and check_is_distributed_checkpoint(self.folder(pointer)):
-                return pointer
-            return max(self._committed_steps(), default=None)
-
-        return self._comm.from_rank0("finding the latest checkpoint", find)
+        return self._comm.from_rank0("finding the latest checkpoint", self._files.latest)
 
     def latest_valid(self, *, check: Literal["contents", "structure"] = "contents") -> int | None:
         """The newest step that can be loaded; logs why it skipped each one that is newer.
@@ -237,7 +222,7 @@ class CheckpointManager:
             )
         with self._comm.agreed(f"noting that step {step} is valid"):
             if rank == 0:
-                self._change(step, lambda known: replace(known, verified=True))
+                self._files.verified(step)
 
     def load(
         self, template: ShardedStateDict, step: int | None = None, **options: Any
@@ -272,8 +257,7 @@ class CheckpointManager:
         self.wait()
         with self._comm.agreed(f"deleting step {step}"):
             if self._comm.rank == 0:
-                with self._lock:
-                    self._delete(step)
+                self._files.delete(step)
 
     def save_on_signal(self, signum: signal.Signals = signal.SIGTERM) -> None:
         """From now on ``preempted()`` tells when any rank has received the signal.
@@ -287,22 +271,14 @@ class CheckpointManager:
         return not self._comm.all_same(None if self._signalled.is_set() else 0)
 
     def _begin(self, step: int) -> None:
-        """Note that the folder of a step will be ours, before there is anything in it."""
+        """Check the step, and note on rank 0 that its folder will be ours."""
         with self._comm.agreed("beginning a save"):
             if type(step) is not int or step < 0:
                 finding = Finding("a step is an int of at least 0", found=repr(step))
                 raise CheckpointingException("cannot save this step", [finding])
             if self._comm.rank == 0:
-                check_room(self.root, 0)
-                with self._lock:
-                    record = self._record()
-                    if step in self._damaged and self._is_own(record, step):
-                        # Training came here again from an older step: this one is of no use.
-                        self._remove(step)
-                        record = self._record()
-                    taken = self.folder(step).exists()
-                    if step not in record.steps and not taken:
-                        self._write(record.with_step(step, StepRecord()), Durability.PAGE_CACHE)
+                # One that was skipped as damaged, before training came here again, is of no use.
+                self._files.begin(step, is_damaged=step in self._damaged)
 
     def _preflight(self, step: int) -> Callable[[Index | None], None]:
         def check(index: Index | None) -> None:
@@ -315,91 +291,13 @@ class CheckpointManager:
 
         return check
 
-    def _committed(self, step: int) -> None:
-        with self._lock:
-            record = self._record()
-            known = StepRecord(attempt_of(self.folder(step)))
-            if step not in record.steps:
-                logger.debug("step %d was saved over the rest of a save that is not ours", step)
-            record = replace(record.with_step(step, known), latest=step)
-            self._write(record, Durability.FSYNC)
-            self._thin_out(record)
-
-    def _thin_out(self, record: RunRecord) -> None:
-        committed = self._committed_steps()
-        # What was saved after going back to an older step counts; what lies ahead of it stays.
-        latest = record.latest
-        assert latest is not None
-        own = [step for step in committed if self._is_own(record, step) and step <= latest]
-        protected = [step for step in (latest, record.last_verified) if step is not None]
-        due = self._retention.due(own, protected)
-        leftovers = [
-            step
-            for step in record.steps
-            if step < latest and step not in committed and attempt_of(self.folder(step)) is not None
-        ]
-        for step in (*leftovers, *due.delete):
-            self._try_to(self._remove, step)
-        for step in due.strip:
-            if not record.steps[step].stripped:
-                self._try_to(self._strip, step)
-
-    @staticmethod
-    def _try_to(work: Callable[[int], None], step: int) -> None:
-        """What cannot be deleted must not end a training: the next pass tries again."""
-        try:
-            work(step)
-        except (OSError, CheckpointingException, NotImplementedError) as error:
-            logger.warning("retention could not deal with step %d: %s", step, error)
-
-    def _is_own(self, record: RunRecord, step: int) -> bool:
-        known = record.steps.get(step)
-        return (
-            known is not None
-            and known.attempt is not None
-            and known.attempt == attempt_of(self.folder(step))
-        )
-
-    def _delete(self, step: int) -> None:
-        record = self._record()
-        problem = None
-        if not self._is_own(record, step):
-            problem = "no manager of this root wrote it"
-        elif step == record.last_verified:
-            problem = "it is the last checkpoint that is known to be valid"
-        if problem is not None:
-            finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
-            raise CheckpointingException(f"step {step} is not deleted", [finding])
-        if record.latest == step:
-            others = [other for other in self._committed_steps() if other != step]
-            self._write(replace(record, latest=max(others, default=None)), Durability.FSYNC)
-        self._remove(step)
-
-    def _remove(self, step: int) -> None:
-        remove_checkpoint(self.folder(step))
-        self._write(self._record().without_step(step), Durability.PAGE_CACHE)
-
-    def _strip(self, step: int) -> None:
-        prefix = self._retention.optimizer_prefix
-        folder = self.folder(step)
-        open_checkpoint(folder).sharded.remove_sharded_tensors(folder, prefix)
-        self._change(step, lambda known: replace(known, stripped=True))
-
-    def _change(self, step: int, change: Callable[[StepRecord], StepRecord]) -> None:
-        with self._lock:
-            record = self._record()
-            known = record.steps.get(step)
-            if known is not None:
-                changed = record.with_step(step, change(known))
-                self._write(changed, Durability.PAGE_CACHE)
-
     def _find_valid(
         self, check: Literal["contents", "structure"]
     ) -> tuple[int | None, list[Finding]]:
         if check not in ("contents", "structure"):
             raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
         skipped = []
-        for step in self._comm.from_rank0("listing the checkpoints", self._all_steps):
+        for step in self._comm.from_rank0("listing the checkpoints", self._files.all_steps):
             try:
                 if check == "contents":
                     self.verify(step)
@@ -416,24 +314,6 @@ class CheckpointManager:
             else:
                 return step, skipped
         return None, skipped
-
-    def _all_steps(self) -> list[int]:
-        """Every step that has a folder, newest first."""
-        if not self.root.is_dir():
-            return []
-        found = [(_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
-        steps = [int(match[1]) for match, path in found if match is not None and path.is_dir()]
-        return sorted((s for s in steps if self.folder(s).is_dir()), reverse=True)
-
-    def _committed_steps(self) -> list[int]:
-        steps = self._all_steps()
-        return [s for s in reversed(steps) if check_is_distributed_checkpoint(self.folder(s))]
-
-    def _record(self) -> RunRecord:
-        return read_record(self.root)
-
-    def _write(self, record: RunRecord, durability: Durability) -> None:
-        write_record(record, self.root, durability)
 
 
 def _check_structure(folder: Path) -> None:

@@ -70,5 +70,11 @@ class Meter:
         logger.info("%s on rank %d: %s", self._operation, self._rank, phases)
 
     def _report(self) -> None:
-        if self._callback is not None:
+        if self._callback is None:
+            return
+        try:
             self._callback(Progress(self._phase, self._done, self._total, self._rank))
+        except Exception:
+            # Raised here, on one rank, it would leave the others waiting for that rank.
+            logger.exception("the progress callback failed, and is not called any more")
+            self._callback = None

@@ -89,6 +89,12 @@ def read_record(root: Path) -> RunRecord:
     return RunRecord(latest, steps)
 
 
+def clear_temporaries(root: Path) -> None:
+    """Delete what a killed ``write_record`` has left."""
+    for path in store.temporaries([RECORD_NAME], root):
+        path.unlink()
+
+
 def write_record(record: RunRecord, root: Path, durability: store.Durability) -> None:
     """Replace the record."""
     content = {

@@ -18,15 +18,42 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_replica
 from dist_checkpointing.planning import SavePlan
-from dist_checkpointing.staging import ChangeDetector, StagingBuffers, detached_copy, stage_plan
-from dist_checkpointing.storage import WriteResult, finish_write, prepare_write, write_plan
+from dist_checkpointing.staging import (
+    ChangeDetector,
+    StagedPlanner,
+    StagingBuffers,
+    detached_copy,
+    stage_plan,
+)
+from dist_checkpointing.storage import (
+    StorageWriter,
+    WriteResult,
+    finish_write,
+    prepare_write,
+    write_plan,
+)
 from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+
+PlanWriter = Callable[[SavePlan, StagedPlanner, StorageWriter, int], Sequence[WriteResult]]
+"""``storage.write_plan``, or what has the same effect in another process."""
 
 
 def stage(
-    begun: BegunSave, buffers: StagingBuffers, comm: Comm, *, step: int | None = None
+    begun: BegunSave,
+    buffers: StagingBuffers,
+    comm: Comm,
+    *,
+    step: int | None = None,
+    write: PlanWriter = write_plan,
 ) -> StagedSave:
     """Get ready to copy. Collective, after ``begun.claim``.
+
+    Args:
+        begun: the save.
+        buffers: for the copies.
+        comm: the ranks that save together.
+        step: what the save is for.
+        write: writes what this rank has to write.
 
     Raises:
         CheckpointingException: if the buffers are in use, or the writer cannot get ready.
@@ -42,7 +69,7 @@ def stage(
         buffers.give_back()
         raise
     stamp = xxhash.xxh3_64_intdigest(f"{attempt} {step}".encode()) >> 2
-    return StagedSave(begun, plan, buffers, generation, stamp, is_coordinator=comm.rank == 0)
+    return StagedSave(begun, plan, buffers, generation, stamp, write, is_coordinator=comm.rank == 0)
 
 
 class StagedSave:
@@ -60,12 +87,14 @@ class StagedSave:
         buffers: StagingBuffers,
         generation: int,
         stamp: int,
+        write: PlanWriter,
         *,
         is_coordinator: bool,
     ) -> None:
         self.begun = begun
         self._plan = plan
         self._buffers, self._generation, self._stamp = buffers, generation, stamp
+        self._write_plan = write
         self._is_coordinator = is_coordinator
         self._common: dict[Any, Any] = {}
         self._objects: Any = None
@@ -147,7 +176,8 @@ class StagedSave:
                 assert self._plan is not None
                 rank = begun.rank
                 planner, writer = begun.planned.planner, begun.work.writer
-                self._results = write_plan(self._plan, planner, writer, rank)
+                assert isinstance(planner, StagedPlanner)
+                self._results = self._write_plan(self._plan, planner, writer, rank)
             elif isinstance(strategy, AsyncSaveShardedStrategy):
                 request = strategy.async_save(self._leaves, folder)
                 request.execute()

@@ -12,6 +12,7 @@ import xxhash
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
+from dist_checkpointing.shared_memory import SharedMemory
 from dist_checkpointing.tree import flatten
 
 _ALIGNMENT_BYTES = 64
@@ -27,10 +28,17 @@ class StagingBuffers:
     Args:
         pinned: page-locked, for copies from a GPU that run by themselves; by default where there is
             a GPU.
+        shared: for a worker process to read.
+
+    Attributes:
+        is_shared: whether a worker process can read it.
+        shared_memory: where the copies are then; None as long as there were none.
     """
 
-    def __init__(self, *, pinned: bool | None = None) -> None:
+    def __init__(self, *, pinned: bool | None = None, shared: bool = False) -> None:
         self._pinned = pinned
+        self.is_shared = shared
+        self.shared_memory: SharedMemory | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._sizes: list[int] = []
         self._views: list[torch.Tensor | None] = []
@@ -91,6 +99,13 @@ class StagingBuffers:
         streams.synchronize()
         return copies
 
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where a contiguous CPU tensor begins in the memory, in bytes; None if it is elsewhere."""
+        if tensor.device.type != "cpu" or tensor.nbytes == 0:
+            return None
+        offset = tensor.data_ptr() - self._memory.data_ptr()
+        return offset if 0 <= offset <= self.num_bytes - tensor.nbytes else None
+
     def _make_room(self, sizes: list[int]) -> None:
         if sizes == self._sizes:
             return
@@ -98,8 +113,13 @@ class StagingBuffers:
         needed = sum(map(_padded, sizes))
         if needed > self._memory.numel():
             pinned = torch.cuda.is_available() if self._pinned is None else self._pinned
-            self._memory = torch.empty(0, dtype=torch.uint8)  # never both at once
-            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
+            self._memory, self.shared_memory = torch.empty(0, dtype=torch.uint8), None
+            # Only now, with the old memory gone: never both at once.
+            if self.is_shared:
+                self.shared_memory = SharedMemory(needed, pinned=pinned)
+                self._memory = self.shared_memory.tensor
+            else:
+                self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
 
     def _view(self, start: int, size: int, like: torch.Tensor) -> torch.Tensor:
         if like.nbytes != size:
@@ -142,9 +162,14 @@ class _CopyStreams:
 
 
 class StagedPlanner(SavePlanner):
-    """Answers with copies for the items of a plan that is already made."""
+    """Answers with copies for the items of a plan that is already made.
+
+    Attributes:
+        data: the copies, in the order of the plan.
+    """
 
     def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
+        self.data = data
         self._data = dict(zip(plan.items, data, strict=True))
 
     @property

@@ -6,6 +6,7 @@ state dicts (the planner answers for them) nor of commits (the driver's caller m
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -36,6 +37,13 @@ T = TypeVar("T")
 
 def _ignore(num_bytes: int) -> None:
     """Report to nobody."""
+
+
+def unreported(writer: StorageWriter) -> StorageWriter:
+    """A writer that does the same, and reports to nobody."""
+    writer = copy.copy(writer)
+    writer.report = _ignore
+    return writer
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from dist_checkpointing.errors import (
 _MAX_NAME_BYTES = 200
 _MAX_COMPONENT_BYTES = 255
 _PLAIN_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{,{_MAX_NAME_BYTES - 1}}}")
+_TEMPORARY_NAME = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
 _TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
 
 
@@ -119,6 +120,18 @@ def write_atomic(path: Path, data: bytes, durability: Durability = Durability.FS
         raise
     if durable:
         fsync_folder(path.parent)
+
+
+def temporaries(names: Iterable[str], root: Path) -> list[Path]:
+    """What calls of ``write_atomic`` for these names below ``root`` left when they were killed."""
+    targets = {root / name for name in names}
+    found = []
+    for folder in sorted({target.parent for target in targets}):
+        for path in folder.glob("*.tmp"):
+            match = _TEMPORARY_NAME.fullmatch(path.name)
+            if match is not None and folder / match[1] in targets and path.is_file():
+                found.append(path)
+    return found
 
 
 def check_room(folder: Path, num_bytes: int) -> None:

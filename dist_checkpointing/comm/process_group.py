@@ -67,6 +67,11 @@ class TorchComm(Comm):
             f"dist_checkpointing/{name}", default_store.clone()
         )
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        ranks = tuple(dist.get_process_group_ranks(self._group))
+        return _kept.setdefault(dist.group.WORLD, {}).setdefault(ranks, {})
+
     def all_gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.world_size
         if self._group_is_broken:
@@ -135,8 +140,13 @@ class TorchComm(Comm):
         return TorchComm(group, self.timeout_seconds)
 
     def close(self) -> None:
-        if dist.is_initialized():
+        if not dist.is_initialized():
+            return
+        try:
             dist.destroy_process_group(self._group)
+        except ValueError as error:
+            # With the world that it belonged to, it has gone already.
+            logger.debug("nothing to close: %s", error)
 
     def _through_store(self, value: T) -> list[T]:
         """What all ranks bring, without the group: slow, and only after a rank was too late."""
@@ -273,6 +283,9 @@ def _wait_until_let_go(tensor: torch.Tensor) -> None:
 
 
 _comms: weakref.WeakKeyDictionary[Any, TorchComm] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dict[str, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 _beside: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 

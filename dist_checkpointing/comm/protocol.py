@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -83,6 +83,14 @@ class Comm(ABC):
 
     rank: int
     world_size: int
+
+    @property
+    @abstractmethod
+    def kept(self) -> dict[str, Any]:
+        """What this process keeps for these ranks, by name, until they can talk no longer.
+
+        The same for every comm of the same ranks.
+        """
 
     @property
     def tensor_device(self) -> torch.device:
@@ -186,6 +194,11 @@ class SingleProcess(Comm):
 
     rank = 0
     world_size = 1
+    _kept: ClassVar[dict[str, Any]] = {}
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        return self._kept
 
     def all_gather(self, value: T) -> list[T]:
         return [value]

@@ -25,6 +25,7 @@ class ThreadComm(Comm):
             self.timeout_seconds = timeout_seconds
             self.first_to_leave: int | None = None
             self.duplicates: list[ThreadComm.Meeting] = []
+            self.kept: list[dict[str, Any]] = [{} for _ in range(world_size)]
             self._changed = threading.Condition()
             self._round = 0
             self._brought: dict[int, Any] = {}
@@ -76,6 +77,10 @@ class ThreadComm(Comm):
         self.rank = rank
         self.world_size = meeting.world_size
         self._meeting = meeting
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        return self._meeting.kept[self.rank]
 
     def all_gather(self, value: T) -> list[T]:
         values: list[T] = self._meet("exchange", value)

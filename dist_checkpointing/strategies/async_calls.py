@@ -69,10 +69,16 @@ class AsyncRequest(NamedTuple):
 
     def execute_sync(self) -> None:
         """Do all of it now. Collective."""
-        with default_comm().agreed("saving"):
+        comm = default_comm()
+        with comm.agreed("saving"):
             self.execute()
+        self.finalize(comm)
+
+    def finalize(self, comm: Comm) -> None:
+        """The last steps. Collective; one that fails on some ranks fails on all."""
         for finalize in self.finalize_fns:
-            finalize()
+            with comm.agreed("finalizing"):
+                finalize()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,8 +156,7 @@ class AsyncCallsQueue:
             if not comm.all_same(index):
                 finding = Finding("ranks finalize different calls", found=index, ranks=(comm.rank,))
                 raise CheckpointingException("Unmatched async calls", [finding])
-            for finalize in call.request.finalize_fns:
-                finalize()
+            call.request.finalize(comm)
             finalized.append(index)
         return finalized
 

@@ -29,6 +29,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.commit import Attempt
+from dist_checkpointing.run_record import read_record, write_record
 from dist_checkpointing.testing import run_ranks
 
 COMM = SingleProcess()
@@ -250,7 +251,7 @@ def test_the_pointer_moves_after_the_commit_and_retention_after_the_pointer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a crash cuts off, the pointer names a checkpoint, and it is a whole one."""
-    from dist_checkpointing import manager as imported
+    from dist_checkpointing import run_files as imported
 
     module: Any = imported
     manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
@@ -338,9 +339,8 @@ def test_a_save_in_flight_is_not_deleted(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
     manager.save(1, state(1))
     live = Attempt.begin(manager.folder(2), ["w"])
-    manager._write(
-        manager._record().with_step(2, manager._record().steps[1]), store.Durability.FSYNC
-    )
+    record = read_record(tmp_path)
+    write_record(record.with_step(2, record.steps[1]), tmp_path, store.Durability.FSYNC)
     manager.save(3, state(3))
     assert manager.folder(2).exists()
     live.release()

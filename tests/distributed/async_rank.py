@@ -27,6 +27,7 @@ from dist_checkpointing import (
     Retention,
     ShardedObject,
     ShardedTensor,
+    async_save,
 )
 from dist_checkpointing.comm import TorchComm
 
@@ -94,6 +95,46 @@ def train(root: Path, rank: int, world_size: int, steps: int, kill_at: float) ->
     return report
 
 
+def with_processes(root: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """Rank 1 loses the process that writes for it, while it has not begun yet."""
+    toy = Toy(rank, world_size)
+    report: dict[str, Any] = {"errors": []}
+    with CheckpointManager(root, worker="process") as manager:
+        for step in (1, 2, 3):
+            toy.advance()
+            handle = manager.async_save(step, toy.state())
+            worker = manager._saver._process
+            assert worker is not None
+            pid = worker.pid
+            assert pid is not None
+            if step == 1 and rank == 1:
+                os.kill(pid, signal.SIGKILL)
+            try:
+                handle.result(60)
+            except CheckpointingException as error:
+                report["errors"].append((step, str(error)))
+            pid = worker.pid
+        report["steps"] = manager.steps()
+    report["left"] = Path(f"/proc/{pid}").exists()
+    return report
+
+
+def with_kept_savers(root: Path, rank: int, world_size: int) -> dict[str, Any]:
+    """``async_save`` without a saver: again and again, for all ranks and for two of them."""
+    pair = dist.new_group([0, 1])
+    toy = Toy(rank, world_size)
+    groups = []
+    for step in (1, 2, 3):
+        toy.advance()
+        async_save(toy.state(), root / f"step-{step:08d}")
+        if rank < 2:
+            assert isinstance(pair, dist.ProcessGroup)
+            part = ShardedTensor.from_rank_offsets("w", torch.full((2,), step), (0, rank, 2))
+            async_save({"w": part}, root.parent / f"pair-{step}", comm=TorchComm(pair))
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+    return {"groups": groups}
+
+
 def main() -> None:
     scenario, root_text, rank_text, size_text, port, steps, kill_at = sys.argv[1:]
     root, rank = Path(root_text), int(rank_text)
@@ -119,6 +160,16 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         return
+    if scenario == "process":
+        report = with_processes(root, rank, int(size_text))
+        (root.parent / f"report-{rank}.json").write_text(json.dumps(report))
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    if scenario == "kept":
+        report = with_kept_savers(root, rank, int(size_text))
+        (root.parent / f"report-{rank}.json").write_text(json.dumps(report))
+        return  # what is kept goes by itself
     if scenario == "exit":
         # The last lines of a script that waits for nothing.
         toy = Toy(rank, int(size_text))

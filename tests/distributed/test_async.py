@@ -118,6 +118,32 @@ def test_a_part_of_the_world_saves_alone(tmp_path: Path) -> None:
     assert assert_all_committed_are_right(tmp_path / "run") == [1]
 
 
+def test_a_killed_worker_process_is_told_to_all_ranks(tmp_path: Path) -> None:
+    codes, reports, outputs = run("process", tmp_path / "run", 2)
+    assert codes == [0] * 2, outputs
+    first, second = reports
+    assert first is not None
+    assert first == second
+    ((step, text),) = first["errors"]
+    assert step == 1
+    assert "killed by SIGKILL (exit code -9); rank 1" in text
+    assert first["steps"] == [2, 3]
+    assert not first["left"]
+    assert assert_all_committed_are_right(tmp_path / "run") == [2, 3]
+
+
+def test_async_save_makes_one_group_for_a_set_of_ranks(tmp_path: Path) -> None:
+    """And the interpreter ends in order, although nobody closes what is kept."""
+    codes, reports, outputs = run("kept", tmp_path / "run", 3)
+    assert codes == [0] * 3, outputs
+    for report in reports:
+        assert report is not None
+        assert len(set(report["groups"])) == 1
+    assert assert_all_committed_are_right(tmp_path / "run") == [1, 2, 3]
+    for step in (1, 2, 3):
+        assert load_plain_tensors(tmp_path / f"pair-{step}")["w"].tolist() == [step] * 4
+
+
 @pytest.mark.parametrize("scenario", ["exit", "raise", "interrupt"])
 def test_the_end_of_the_interpreter_waits_for_the_save(tmp_path: Path, scenario: str) -> None:
     """No hang and no half commit; the training's own error is what the process ends with."""

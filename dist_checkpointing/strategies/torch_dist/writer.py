@@ -72,6 +72,7 @@ class TorchDistWriter(StorageWriter):
         super().__init__(checkpoint_dir)
         self.world_size = 1
         self._rank = 0
+        self._with_crc = get_crc32_options()  # which other threads and processes may not see
 
     def created_names(self, index: Index) -> Iterable[str]:
         clashes = [key for key in unique_keys(index) if key in index]
@@ -104,13 +105,12 @@ class TorchDistWriter(StorageWriter):
         parts = _split(plan.items, self.options.threads)
         buffer_bytes = max(1, self.options.buffer_bytes // max(1, len(parts)))
         results: list[WriteResult | None] = [None] * len(plan.items)
-        with_crc = get_crc32_options()  # which other threads may not see
 
         def fill(work: tuple[int, list[_Task]]) -> list[Row]:
             number, tasks = work
             path = self.checkpoint_dir / file_name(self._rank, number)
             rows: list[Row] = []
-            with DataFile.created(path, with_crc=with_crc, buffer_bytes=buffer_bytes) as file:
+            with DataFile.created(path, with_crc=self._with_crc, buffer_bytes=buffer_bytes) as file:
                 for task in tasks:
                     item = task.item
                     as_one = flattened.get(item.index.fqn, False)

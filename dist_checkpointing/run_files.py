@@ -1,0 +1,187 @@
+"""The folder of a run, as rank 0 sees it: the record, what is committed, what goes."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from dist_checkpointing.commit import (
+    attempt_of,
+    check_is_distributed_checkpoint,
+    remove_checkpoint,
+)
+from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.loading import open_checkpoint
+from dist_checkpointing.options import Durability
+from dist_checkpointing.retention import Retention
+from dist_checkpointing.run_record import (
+    RunRecord,
+    StepRecord,
+    clear_temporaries,
+    read_record,
+    write_record,
+)
+from dist_checkpointing.store import check_room
+
+logger = logging.getLogger(__name__)
+
+_FOLDER: Final = re.compile(r"step-(\d+)")
+
+
+class RunFiles:
+    """Checkpoints of one run below one root, one folder a step. Nothing here is collective.
+
+    Whatever changes files is for rank 0 alone.
+
+    Args:
+        root: of the run.
+        retention: which checkpoints are kept.
+    """
+
+    def __init__(self, root: Path, retention: Retention) -> None:
+        self.root = root
+        self._retention = retention
+        self._is_tidy = False
+        # The thread that commits moves the pointer while the training may ask for steps.
+        self._lock = threading.RLock()
+
+    def folder(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.root / f"step-{step:08d}"
+
+    def all_steps(self) -> list[int]:
+        """Every step that has a folder, newest first."""
+        if not self.root.is_dir():
+            return []
+        found = [(_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
+        steps = [int(match[1]) for match, path in found if match is not None and path.is_dir()]
+        return sorted((s for s in steps if self.folder(s).is_dir()), reverse=True)
+
+    def committed_steps(self) -> list[int]:
+        """Every step that is committed, oldest first."""
+        steps = self.all_steps()
+        return [s for s in reversed(steps) if check_is_distributed_checkpoint(self.folder(s))]
+
+    def latest(self) -> int | None:
+        """The step that the pointer names; the newest committed one if the pointer is lost."""
+        pointer = read_record(self.root).latest
+        if pointer is not None and check_is_distributed_checkpoint(self.folder(pointer)):
+            return pointer
+        return max(self.committed_steps(), default=None)
+
+    def begin(self, step: int, *, is_damaged: bool) -> None:
+        """Note that the folder of a step will be ours, before there is anything in it.
+
+        Args:
+            step: about to be saved.
+            is_damaged: whether it has been found damaged: then it makes room, if it is ours.
+        """
+        check_room(self.root, 0)
+        with self._lock:
+            if not self._is_tidy:
+                clear_temporaries(self.root)
+                self._is_tidy = True
+            record = read_record(self.root)
+            if is_damaged and self._is_own(record, step):
+                self._remove(step)
+                record = read_record(self.root)
+            taken = self.folder(step).exists()
+            if step not in record.steps and not taken:
+                self._write(record.with_step(step, StepRecord()), Durability.PAGE_CACHE)
+
+    def committed(self, step: int) -> None:
+        """Move the pointer to a step that is committed, durably, and then let old ones go."""
+        with self._lock:
+            record = read_record(self.root)
+            known = StepRecord(attempt_of(self.folder(step)))
+            if step not in record.steps:
+                logger.debug("step %d was saved over the rest of a save that is not ours", step)
+            record = replace(record.with_step(step, known), latest=step)
+            self._write(record, Durability.FSYNC)
+            self._thin_out(record)
+
+    def verified(self, step: int) -> None:
+        """Note that all of a step has been read back and compared."""
+        self._change(step, lambda known: replace(known, verified=True))
+
+    def delete(self, step: int) -> None:
+        """Delete a checkpoint that a manager of this root wrote.
+
+        Raises:
+            CheckpointingException: if none did, or if the step is the last verified one.
+        """
+        with self._lock:
+            record = read_record(self.root)
+            problem = None
+            if not self._is_own(record, step):
+                problem = "no manager of this root wrote it"
+            elif step == record.last_verified:
+                problem = "it is the last checkpoint that is known to be valid"
+            if problem is not None:
+                finding = Finding(problem, path=str(self.folder(step)), remedy="Delete it by hand.")
+                raise CheckpointingException(f"step {step} is not deleted", [finding])
+            if record.latest == step:
+                others = [other for other in self.committed_steps() if other != step]
+                self._write(replace(record, latest=max(others, default=None)), Durability.FSYNC)
+            self._remove(step)
+
+    def _thin_out(self, record: RunRecord) -> None:
+        committed = self.committed_steps()
+        # What was saved after going back to an older step counts; what lies ahead of it stays.
+        latest = record.latest
+        assert latest is not None
+        own = [step for step in committed if self._is_own(record, step) and step <= latest]
+        protected = [step for step in (latest, record.last_verified) if step is not None]
+        due = self._retention.due(own, protected)
+        leftovers = [
+            step
+            for step in record.steps
+            if step < latest and step not in committed and attempt_of(self.folder(step)) is not None
+        ]
+        for step in (*leftovers, *due.delete):
+            self._try_to(self._remove, step)
+        for step in due.strip:
+            if not record.steps[step].stripped:
+                self._try_to(self._strip, step)
+
+    @staticmethod
+    def _try_to(work: Callable[[int], None], step: int) -> None:
+        """What cannot be deleted must not end a training: the next pass tries again."""
+        try:
+            work(step)
+        except (OSError, CheckpointingException, NotImplementedError) as error:
+            logger.warning("retention could not deal with step %d: %s", step, error)
+
+    def _is_own(self, record: RunRecord, step: int) -> bool:
+        known = record.steps.get(step)
+        return (
+            known is not None
+            and known.attempt is not None
+            and known.attempt == attempt_of(self.folder(step))
+        )
+
+    def _remove(self, step: int) -> None:
+        remove_checkpoint(self.folder(step))
+        self._write(read_record(self.root).without_step(step), Durability.PAGE_CACHE)
+
+    def _strip(self, step: int) -> None:
+        prefix = self._retention.optimizer_prefix
+        folder = self.folder(step)
+        open_checkpoint(folder).sharded.remove_sharded_tensors(folder, prefix)
+        self._change(step, lambda known: replace(known, stripped=True))
+
+    def _change(self, step: int, change: Callable[[StepRecord], StepRecord]) -> None:
+        with self._lock:
+            record = read_record(self.root)
+            known = record.steps.get(step)
+            if known is not None:
+                changed = record.with_step(step, change(known))
+                self._write(changed, Durability.PAGE_CACHE)
+
+    def _write(self, record: RunRecord, durability: Durability) -> None:
+        write_record(record, self.root, durability)

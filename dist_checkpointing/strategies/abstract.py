@@ -1,0 +1,151 @@
+"""What a strategy is: the abstract classes that every backend derives from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from os import PathLike
+from typing import Self
+
+from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
+from dist_checkpointing.options import Durability
+from dist_checkpointing.strategies.async_calls import AsyncRequest
+
+PathOrStr = str | PathLike[str]
+
+
+class LoadStrategyBase(ABC):
+    """Reads one or more (backend, version)s."""
+
+    def trusting(self) -> Self:
+        """A strategy that unpickles whatever is stored, for checkpoints from a trusted source."""
+        return self
+
+    @abstractmethod
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise UnsupportedFormatError if this strategy cannot read the backend."""
+
+    @abstractmethod
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise UnsupportedFormatError if this strategy cannot read the version."""
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Whether it reads ShardedObjects as well."""
+        return False
+
+
+class SaveStrategyBase(ABC):  # noqa: B024 - what its two kinds share
+    """Writes one (backend, version)."""
+
+    def __init__(self, backend: str, version: int) -> None:
+        self.backend = backend
+        self.version = version
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Whether it writes ShardedObjects as well."""
+        return False
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.backend}, {self.version})"
+
+
+class LoadCommonStrategy(LoadStrategyBase):
+    """Reads the common state, and ShardedObjects for strategies that cannot."""
+
+    @abstractmethod
+    def load_common(self, checkpoint_dir: PathOrStr) -> StateDict:
+        """The common state dict."""
+
+    @abstractmethod
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
+    ) -> StateDict:
+        """The same nested dict with every ShardedObject replaced by its stored value."""
+
+    def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
+        """All stored ShardedObjects by unique key, without data."""
+        if not self.can_handle_sharded_objects:
+            return {}
+        raise NotImplementedError(checkpoint_dir)
+
+
+class LoadShardedStrategy(LoadStrategyBase):
+    """Reads ShardedTensors."""
+
+    def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
+        """The strategy for one of the formats that it understands: by default itself."""
+        del backend, version
+        return self
+
+    @abstractmethod
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
+        """The same nested dict with every ShardedTensor replaced by its loaded tensor."""
+
+    @abstractmethod
+    def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
+        """All stored tensors by key, each as one whole shard without data."""
+
+    def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
+        """All stored tensors by key, and objects by unique key if this strategy has them."""
+        if not self.can_handle_sharded_objects:
+            return dict(self.load_tensors_metadata(checkpoint_dir))
+        raise NotImplementedError
+
+    def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
+        """Delete all tensors whose key begins with ``key_prefix``."""
+        raise NotImplementedError
+
+
+class SaveCommonStrategy(SaveStrategyBase):
+    """Writes the common state, and ShardedObjects for strategies that cannot."""
+
+    def lasting(self, durability: Durability) -> Self:
+        """A strategy whose files are as durable as that; one that has no choice returns itself."""
+        del durability
+        return self
+
+    def created_names(self, object_keys: Iterable[str]) -> Iterable[str]:
+        """Relative names of all files and folders that this strategy will create.
+
+        Raises:
+            InvalidShardingError: if a key cannot be stored.
+        """
+        del object_keys
+        return []
+
+    @abstractmethod
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: PathOrStr) -> None:
+        """Write the common state dict, durably; called on rank 0."""
+
+    def save_sharded_objects(
+        self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
+    ) -> None:
+        """Write the main replicas among the ShardedObjects, durably; called on every rank."""
+        raise NotImplementedError
+
+
+class SaveShardedStrategy(SaveStrategyBase):
+    """Writes ShardedTensors. ``save`` is all that a strategy of your own must have."""
+
+    def resolved(self) -> SaveShardedStrategy:
+        """The strategy that ``save`` drives: by default itself; a wrapper may name another."""
+        return self
+
+    @abstractmethod
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
+        """Write the main replicas among the shards, durably; called on every rank."""
+
+
+class AsyncSaveShardedStrategy(SaveShardedStrategy):
+    """A strategy that can put off its I/O; it is usable as a synchronous one too."""
+
+    @abstractmethod
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
+    ) -> AsyncRequest:
+        """Prepare a save and return what is left to do."""
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
+        self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()

@@ -1,0 +1,237 @@
+"""The two classes from which backends derive that are made of a writer and a reader."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    InvalidShardingError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.index import Index
+from dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
+from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.planned_save import PlanCache, PlannedSave, plan_save
+from dist_checkpointing.planning import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlanner,
+    SavePlanner,
+)
+from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.storage import StorageReader, StorageWriter, read, write
+from dist_checkpointing.strategies.abstract import (
+    LoadShardedStrategy,
+    LoadStrategyBase,
+    PathOrStr,
+    SaveShardedStrategy,
+)
+from dist_checkpointing.tree import flatten, unflatten
+
+
+class PlannedSaveStrategy(SaveShardedStrategy):
+    """A save strategy made of a planner and a StorageWriter.
+
+    Everything between the state dict and the bytes is here; a backend adds its writer.
+
+    Args:
+        backend: recorded in the checkpoint; the backend's own name if left out.
+        version: likewise.
+        planner: used instead of DefaultSavePlanner.
+        comm: the ranks that save together when ``save`` is called directly.
+        options: knobs of the I/O.
+
+    Attributes:
+        writer_type: set by a backend (or it overrides ``make_writer``).
+        writes: the (backend, version) whose files it writes.
+    """
+
+    writer_type: ClassVar[type[StorageWriter]]
+    writes: ClassVar[tuple[str, int]]
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        version: int | None = None,
+        *,
+        planner: SavePlanner | None = None,
+        comm: Comm | None = None,
+        options: StorageOptions | None = None,
+    ) -> None:
+        super().__init__(backend or self.writes[0], version or self.writes[1])
+        if (self.backend, self.version) != self.writes:
+            raise UnsupportedFormatError(
+                f"{type(self).__name__} writes {self.writes}, not {(self.backend, self.version)}"
+            )
+        self.planner = planner
+        self.comm = comm
+        self.options = options or StorageOptions()
+
+    def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
+        """A writer for one checkpoint."""
+        writer = self.writer_type(checkpoint_dir)
+        writer.options = self.options
+        return writer
+
+    def plan(
+        self,
+        leaves: Leaves,
+        writer: StorageWriter,
+        comm: Comm,
+        *,
+        cache: PlanCache | None = None,
+        others: Iterable[ShardedBase] = (),
+    ) -> PlannedSave:
+        """Decide who writes what, see ``plan_save``. Collective, touches no file."""
+        planner = DefaultSavePlanner() if self.planner is None else self.planner
+        return plan_save(leaves, planner, writer.layout, comm, cache=cache, others=others)
+
+    def write(self, planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
+        """Write what was planned. Collective, durable, not committed."""
+        write(planned, writer, comm)
+
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
+        comm = default_comm() if self.comm is None else self.comm
+        leaves, _ = _sharded_leaves(sharded_state_dict)
+        writer = self.make_writer(Path(checkpoint_dir))
+        self.write(self.plan(leaves, writer, comm), writer, comm)
+
+
+class PlannedLoadStrategy(LoadShardedStrategy):
+    """A load strategy made of a planner and a StorageReader.
+
+    Args:
+        planner: used instead of DefaultLoadPlanner.
+        comm: the ranks that load together when ``load`` is called directly.
+        options: knobs of the I/O.
+
+    Attributes:
+        trusted: whether objects may be unpickled without an allow-list.
+        reader_type: set by a backend (or it overrides ``make_reader``).
+        reads: the (backend, version)s whose files it understands.
+    """
+
+    reader_type: ClassVar[type[StorageReader]]
+    reads: ClassVar[frozenset[tuple[str, int]]]
+
+    def __init__(
+        self,
+        *,
+        planner: LoadPlanner | None = None,
+        comm: Comm | None = None,
+        options: StorageOptions | None = None,
+    ) -> None:
+        self.planner = planner
+        self.comm = comm
+        self.options = options or StorageOptions()
+        self.trusted = False
+
+    def trusting(self) -> Self:
+        strategy = copy.copy(self)
+        strategy.trusted = True
+        return strategy
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        backends = sorted({backend for backend, _ in self.reads})
+        if loaded_backend not in backends:
+            raise _incompatible(self, "backend", backends, loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        versions = sorted({version for _, version in self.reads})
+        if loaded_version not in versions:
+            raise _incompatible(self, "version", versions, loaded_version)
+
+    def make_reader(self, checkpoint_dir: Path) -> StorageReader:
+        """A reader for one checkpoint."""
+        reader = self.reader_type(checkpoint_dir)
+        reader.options, reader.trusted = self.options, self.trusted
+        return reader
+
+    def read(self, leaves: Leaves, index: Index, reader: StorageReader, comm: Comm) -> None:
+        """Fill the leaves, which all have memory. Collective."""
+        planner = DefaultLoadPlanner() if self.planner is None else self.planner
+        read(leaves, index, planner, reader, comm)
+
+    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
+        comm = default_comm() if self.comm is None else self.comm
+        leaves, skeleton = _sharded_leaves(sharded_state_dict)
+        reader = self.make_reader(Path(checkpoint_dir))
+        index = comm.from_rank0("reading the index", reader.read_metadata)
+        for leaf in leaves.values():
+            if isinstance(leaf, ShardedTensor):
+                leaf.init_data("cpu")
+        self.read(leaves, index, reader, comm)
+        result: StateDict = unflatten(skeleton, {path: leaf.data for path, leaf in leaves.items()})
+        return result
+
+    def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
+        index = self.make_reader(Path(checkpoint_dir)).read_metadata()
+        return {key: _whole(index, key) for key in index}
+
+    def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
+        index = self.make_reader(Path(checkpoint_dir)).read_metadata()
+        metadata: ShardedStateDict = {key: _whole(index, key) for key in index}
+        for key, shape in index.objects.items():
+            for cell in itertools.product(*map(range, shape)):
+                leaf = ShardedObject(key, None, shape, cell)
+                metadata[leaf.unique_key] = leaf
+        return metadata
+
+
+def _whole(index: Index, key: str) -> ShardedTensor:
+    stored = index[key]
+    shape = stored.global_shape
+    ndim = len(shape)
+    return ShardedTensor(key, None, stored.dtype.torch, shape, shape, (0,) * ndim, (1,) * ndim)
+
+
+def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> tuple[dict[Any, ShardedBase], Any]:
+    leaves, skeleton = flatten(sharded_state_dict)
+    foreign = sorted(
+        {
+            type(leaf).__name__
+            for leaf in leaves.values()
+            if not isinstance(leaf, ShardedTensor | ShardedObject)
+        }
+    )
+    if foreign:
+        finding = Finding(
+            "a strategy takes ShardedTensors and ShardedObjects only",
+            found=", ".join(foreign),
+            remedy="Call save or load of dist_checkpointing, which sort out the rest.",
+        )
+        raise InvalidShardingError("not a sharded state dict", [finding])
+    # Copies, so that memory made here does not appear in the caller's leaves.
+    copies = {path: _shallow(leaf) for path, leaf in leaves.items()}
+    return copies, skeleton
+
+
+def _shallow(leaf: ShardedBase) -> ShardedBase:
+    copied = leaf.without_data()
+    copied.data = leaf.data
+    return copied
+
+
+def _incompatible(
+    strategy: LoadStrategyBase, what: str, known: list[Any], found: object
+) -> CheckpointingException:
+    finding = Finding(
+        f"{type(strategy).__name__} does not read this {what}",
+        expected=f"one of {known}",
+        found=found,
+        remedy="Leave sharded_strategy out: the right one is found from the checkpoint.",
+    )
+    return UnsupportedFormatError(f"wrong strategy for this checkpoint's {what}", [finding])

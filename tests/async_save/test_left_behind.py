@@ -1,0 +1,230 @@
+"""What a save leaves behind that was killed, or given up by ranks that are only late."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointExistsError,
+    CheckpointManager,
+    RankFailedError,
+    Retention,
+    ShardedTensor,
+    check_is_distributed_checkpoint,
+    load_plain_tensors,
+    save,
+    store,
+)
+from dist_checkpointing.async_saver import AsyncSaver
+from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
+from dist_checkpointing.commit import Attempt, remove_checkpoint
+from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.storage import StorageWriter, WriteResult
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+
+BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+
+
+def state(step: int, comm: Comm | None = None) -> dict[str, Any]:
+    comm = SingleProcess() if comm is None else comm
+    part = (0, comm.rank, comm.world_size)
+    data = torch.full((4, 3), float(step))
+    return {"w": ShardedTensor.from_rank_offsets("w", data, part), "step": step}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_temporary_files_of_a_killed_save_are_cleared_away(
+    tmp_path: Path, backend: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file that is written in one piece has such a name for a moment."""
+    left: list[Path] = []
+    replace = Path.replace
+
+    def leave(self: Path, target: Path) -> Path:
+        if self.suffix == ".tmp":
+            copied = self.with_name(f"{self.name[:-12]}0123abcd.tmp")
+            copied.write_bytes(b"half")
+            left.append(copied)
+        return replace(self, target)
+
+    folder = tmp_path / "c"
+    monkeypatch.setattr(Path, "replace", leave)
+    save(state(1), folder, backend)
+    monkeypatch.undo()
+    assert {path.name.split(".0123")[0] for path in left} >= {"metadata.json", "common.pt"}
+    foreign = [folder / "notes.0123abcd.tmp", folder / "common.pt.bak.tmp"]
+    for path in foreign:
+        path.write_text("mine")
+    save(state(2), folder, backend, overwrite=True)
+    assert not any(path.exists() for path in left)
+    assert load_plain_tensors(folder)["step"] == 2
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    remove_checkpoint(folder)
+    assert sorted(folder.rglob("*")) == sorted(foreign)
+
+
+def test_a_manager_clears_its_own(tmp_path: Path) -> None:
+    (tmp_path / "manager.json.0123abcd.tmp").write_bytes(b"half")
+    with CheckpointManager(tmp_path) as manager:
+        manager.async_save(1, state(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manager.json", "step-00000001"]
+
+
+def test_a_process_forked_during_a_save_does_not_keep_the_folder_taken(tmp_path: Path) -> None:
+    """Such as a worker of a DataLoader: it shares the open file and with it the lock."""
+    attempt = Attempt.begin(tmp_path, ["w"])
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        pass_fds=[attempt._file.fileno()],
+    )
+    try:
+        with pytest.raises(CheckpointExistsError, match="being written"):
+            Attempt.begin(tmp_path, ["w"])
+        attempt.release()
+        Attempt.begin(tmp_path, ["w"]).release()
+        assert child.poll() is None
+    finally:
+        child.communicate()
+
+
+class Late(Zarr3SaveShardedStrategy):
+    """Rank 1 writes only when it is told to."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
+        gate = self.gate
+
+        class Writer(ZarrV3Writer):
+            def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+                if self._rank == 1:
+                    assert gate.wait(30)
+                return super().write_data(plan, planner)
+
+        return Writer(checkpoint_dir)
+
+
+def worlds(world_size: int, seconds: float) -> list[ThreadComm]:
+    meeting = ThreadComm.Meeting(world_size, seconds)
+    return [ThreadComm(meeting, rank) for rank in range(world_size)]
+
+
+def test_a_rank_that_is_only_late_does_not_spoil_the_folder(tmp_path: Path) -> None:
+    """It still writes after the others gave up; what it writes is cleared by the next save."""
+    gate = threading.Event()
+    folder, failures = tmp_path / "c", []
+
+    def one(comm: Comm) -> None:
+        saver = AsyncSaver(comm=comm, retries=3)
+        handle = saver.save(state(1, comm), folder, Late(gate))
+        try:
+            handle.result(30)
+        except RankFailedError as error:
+            failures.append((comm.rank, error.silent_ranks))
+
+    threads = [threading.Thread(target=one, args=(comm,)) for comm in worlds(2, 1.0)]
+    for thread in threads:
+        thread.start()
+    threads[0].join()
+    assert failures == [(0, (1,))], "nobody writes again what waits for a rank that is gone"
+    gate.set()
+    threads[1].join()
+    assert (folder / "w").exists()
+    assert not check_is_distributed_checkpoint(folder)
+    save(state(2), folder, "zarr")
+    assert load_plain_tensors(folder)["w"].unique().tolist() == [2]
+
+
+def test_a_rank_lost_after_the_commit_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything was written: the checkpoint is good, even if nobody can be told so."""
+    from dist_checkpointing.begun_save import BegunSave
+
+    real = BegunSave.commit
+
+    def commit(self: BegunSave, comm: Comm) -> None:
+        if self.rank == 1:
+            raise SystemExit  # never comes to the last agreement
+        real(self, comm)
+
+    monkeypatch.setattr(BegunSave, "commit", commit)
+
+    def one(comm: Comm) -> None:
+        manager = CheckpointManager(tmp_path, comm=comm)
+        handle = manager.async_save(1, state(1, comm))
+        if comm.rank == 0:
+            with pytest.raises(RankFailedError, match="did not reach"):
+                handle.result(30)
+            done.set()
+
+    done = threading.Event()
+    threads = [threading.Thread(target=one, args=(comm,)) for comm in worlds(2, 0.5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done.is_set()
+    monkeypatch.undo()
+    with CheckpointManager(tmp_path, retention=Retention(keep_last=1)) as manager:
+        assert manager.latest_valid() == 1
+        assert load_plain_tensors(manager.folder(1))["w"].unique().tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("tracebacks", "silent"), [({0: "x", 1: "x"}, ()), ({0: "x"}, (1,)), ({}, (0, 1))]
+)
+def test_silent_ranks(tracebacks: dict[int, str], silent: tuple[int, ...]) -> None:
+    error = RankFailedError("step", [Finding("a", ranks=(0, 1))], tracebacks)
+    assert error.silent_ranks == silent
+
+
+def test_only_names_of_ours_are_temporary(tmp_path: Path) -> None:
+    ours = ["a.json.01234567.tmp", ".dckpt/i.json.89abcdef.tmp"]
+    others = ["b.json.01234567.tmp", "a.json.0123456.tmp", "a.json.01234567.tmp.tmp", "a.json.tmp"]
+    (tmp_path / ".dckpt").mkdir()
+    for name in (*ours, *others):
+        (tmp_path / name).touch()
+    found = store.temporaries(["a.json", ".dckpt/i.json", "missing/x"], tmp_path)
+    assert sorted(found) == sorted(tmp_path / name for name in ours)
+
+
+def test_a_writer_without_its_listener() -> None:
+    from dist_checkpointing.storage import unreported
+
+    writer: StorageWriter = ZarrV3Writer(Path("c"))
+    heard: list[int] = []
+    writer.report = heard.append
+    unreported(writer).report(1)
+    assert not heard
+    writer.report(2)
+    assert heard == [2]
+
+
+def test_errors_of_ranks_that_all_stopped_free_the_folder(tmp_path: Path) -> None:
+    class Failing(Zarr3SaveShardedStrategy):
+        def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
+            class Writer(ZarrV3Writer):
+                def write_data(self, *_: Any) -> Future[list[WriteResult]]:
+                    raise OSError(5, "Input/output error")
+
+            return Writer(checkpoint_dir)
+
+    with AsyncSaver() as saver, pytest.raises(CheckpointingException, match="Input/output"):
+        saver.save(state(1), tmp_path / "c", Failing()).result(30)
+    assert [path.name for path in (tmp_path / "c").rglob("*")] == [".dckpt", "attempt.json"]

@@ -1,0 +1,203 @@
+"""Savers: the one that is kept for async_save, and what happens at their edges."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    AsyncSaver,
+    CheckpointingException,
+    RankFailedError,
+    ShardedTensor,
+    async_save,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.async_save import _KEPT_AS
+from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
+from dist_checkpointing.progress import Progress
+from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
+from dist_checkpointing.testing import run_ranks
+
+ALONE = SingleProcess()
+
+
+def state(step: int, comm: Comm = ALONE) -> dict[str, Any]:
+    part = (0, comm.rank, comm.world_size)
+    data = torch.full((4, 3), float(step))
+    return {"w": ShardedTensor.from_rank_offsets("w", data, part), "step": step}
+
+
+def assert_holds(folder: Path, step: int) -> None:
+    found = load_plain_tensors(folder)
+    assert found["step"] == step
+    assert found["w"].unique().tolist() == [step]
+
+
+def test_async_save_keeps_one_saver_for_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    duplicate = ThreadComm.duplicate
+
+    def count(self: ThreadComm) -> ThreadComm:
+        made.append(self.rank)
+        return duplicate(self)
+
+    monkeypatch.setattr(ThreadComm, "duplicate", count)
+
+    def one(comm: Comm) -> None:
+        assert isinstance(comm, ThreadComm)
+        pointers = set()
+        for step in (1, 2, 3):
+            again = ThreadComm(comm._meeting, comm.rank)  # the same ranks
+            async_save(state(step, again), tmp_path / str(step), comm=again)
+            pointers.add(comm.kept[_KEPT_AS]._buffers._memory.data_ptr())
+        assert len(pointers) == 1
+        comm.kept[_KEPT_AS].close()
+
+    run_ranks(2, one)
+    assert sorted(made) == [0, 1], "a channel for each call"
+    for step in (1, 2, 3):
+        assert_holds(tmp_path / str(step), step)
+
+
+def test_the_next_async_save_raises_what_nobody_has_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def one(comm: Comm) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(TensorStoreWriter, "finish", fail)
+            async_save(state(1, comm), tmp_path / "1", comm=comm)
+            with pytest.raises(RankFailedError, match="No space left"):
+                async_save(state(2, comm), tmp_path / "2", comm=comm)
+        async_save(state(2, comm), tmp_path / "2", comm=comm).result(30)
+
+    run_ranks(1, one)
+    assert_holds(tmp_path / "2", 2)
+
+
+def test_ranks_alone_have_one_saver(tmp_path: Path) -> None:
+    async_save(state(1), tmp_path / "1").result(30)
+    saver = SingleProcess().kept[_KEPT_AS]
+    async_save(state(2), tmp_path / "2").result(30)
+    assert SingleProcess().kept[_KEPT_AS] is saver
+    assert_holds(tmp_path / "2", 2)
+
+
+def test_a_closed_saver(tmp_path: Path) -> None:
+    saver = AsyncSaver()
+    saver.close()
+    saver.close()
+    with pytest.raises(ValueError, match="closed"):
+        saver.save(state(1), tmp_path / "1")
+
+
+def test_a_progress_callback_that_fails_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On one rank alone it would otherwise leave the others waiting."""
+
+    def one(comm: Comm) -> None:
+        def fail(_: Progress) -> None:
+            raise ZeroDivisionError
+
+        callback = fail if comm.rank == 1 else None
+        save(state(1, comm), tmp_path / "1", comm=comm, progress=callback)
+        with AsyncSaver(comm=comm) as saver:
+            saver.save(state(2, comm), tmp_path / "2", progress=callback)
+
+    run_ranks(2, one, timeout_seconds=10)
+    assert_holds(tmp_path / "1", 1)
+    assert_holds(tmp_path / "2", 2)
+    told = [record for record in caplog.records if "callback failed" in record.message]
+    assert len(told) == 2
+    assert told[0].exc_info is not None
+
+
+def test_waiting_in_vain_is_told_to_all_ranks(tmp_path: Path) -> None:
+    """Else one would be at the next step while the others wait for it at this one."""
+    gate = threading.Event()
+
+    def one(comm: Comm) -> None:
+        def hold(report: Progress) -> None:
+            if comm.rank == 1 and report.phase == "writing":
+                assert gate.wait(30)
+
+        saver = AsyncSaver(comm=comm, finalize="caller")
+        saver.save(state(1, comm), tmp_path / "1", progress=hold)
+        with pytest.raises(TimeoutError, match="goes on"):
+            saver.wait(0.2)
+        comm.all_gather(None)
+        gate.set()
+        saver.wait(30)
+
+    run_ranks(2, one)
+    assert_holds(tmp_path / "1", 1)
+
+
+def test_without_a_thread_the_work_is_done_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that cannot start one must not leave the others waiting in the background."""
+    start = threading.Thread.start
+
+    def fail(self: threading.Thread) -> None:
+        if self.name.startswith("async-save"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def one(comm: Comm) -> None:
+        with AsyncSaver(comm=comm) as saver:
+            saver.save(state(1, comm), tmp_path / "1").result(30)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    run_ranks(1, one)
+    assert_holds(tmp_path / "1", 1)
+    assert any("in the foreground" in text for text in caplog.messages)
+
+
+def test_a_result_that_nobody_asks_for_is_mentioned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import gc
+
+    saver = AsyncSaver(finalize="caller")
+    handle = saver.save(state(1), tmp_path / "1")
+    assert handle._pending.is_through_in(30)
+    with caplog.at_level(logging.WARNING):
+        del saver, handle
+        gc.collect()
+    assert any("never committed" in text for text in caplog.messages)
+    caplog.clear()
+    asked = AsyncSaver(finalize="caller")
+    asked.save(state(2), tmp_path / "2").result(30)
+    del asked
+    gc.collect()
+    assert not caplog.messages
+
+
+def test_a_last_step_that_fails_on_one_rank_fails_on_all() -> None:
+    def one(comm: Comm) -> None:
+        def last() -> None:
+            if comm.rank == 1:
+                raise CheckpointingException("not today")
+
+        queue = AsyncCallsQueue(comm=comm)
+        queue.schedule_async_request(AsyncRequest(None, (), [last]))
+        with pytest.raises(CheckpointingException, match="not today"):
+            queue.maybe_finalize_async_calls(blocking=True)
+        assert queue.get_num_unfinalized_calls() == 0
+
+    run_ranks(2, one)
