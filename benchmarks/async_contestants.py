@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -109,9 +108,7 @@ class Ours(AsyncContestant):
 
     def open(self) -> Calls:
         strategy, load_strategy = make_strategies(_BACKEND, self.variant, durable=False)
-        # The training would give its comm; a single rank needs none.
-        options = {} if self.worker == "thread" else {"worker": self.worker}
-        saver = AsyncSaver(comm=SingleProcess(), **options)  # type: ignore[arg-type]
+        saver = AsyncSaver(comm=SingleProcess(), worker=self.worker)
 
         def begin(folder: Path, state: Any) -> Begun:
             handle = saver.save(state, folder, strategy, capture=self.capture)
@@ -202,15 +199,14 @@ def dcp_name(where: str, *, background: bool) -> str:
 
 def our_contestants() -> list[AsyncContestant]:
     """Both ways to capture, and those that a training is slowed by in another way."""
-    contestants: list[AsyncContestant] = [
+    return [
         Synchronous(),
         Ours("copy"),
         Ours("background"),
         Ours("copy", Variant.CHECKSUM),
+        Ours("copy", worker="process"),
+        Ours("background", worker="process"),
     ]
-    if "worker" in inspect.signature(AsyncSaver).parameters:
-        contestants += [Ours("copy", worker="process"), Ours("background", worker="process")]
-    return contestants
 
 
 def dcp_contestants() -> list[AsyncContestant]:

@@ -3,9 +3,10 @@
     python examples/chaos.py [--kills 40] [--minutes 4] [--world 2] [--seed 0] [--steps 200]
 
 The small GPT is trained with tensor parallelism by real processes, which save behind the training
-every few steps. One rank or all of them die of SIGKILL; ranks that survive must notice and end by
-themselves; then new processes resume from the latest valid checkpoint. When a training has reached
-its last step, another one begins with the next backend. This fails unless
+every few steps. One rank or all of them die of SIGKILL, or only the worker that writes for a rank;
+those that survive must notice and end by themselves (or go on, if the worker had nothing to do);
+then new processes resume from the latest valid checkpoint. When a training has reached its last
+step, another one begins with the next backend, and with or without workers. This fails unless
 
 * every loss, also of steps that are trained again, has the bits of a run that nobody disturbed;
 * no life finds less than was committed before it, and none hangs;
@@ -29,10 +30,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from chaos_course import Course, Mayhem
 from chaos_picture import draw_chaos
-from chaos_ranks import ChaosError
+from chaos_ranks import ChaosError, Worker
 from chaos_tables import course_line, summary_table
 
 BACKENDS = ("tensorstore", "zarr", "torch_dist")
+WORKERS: tuple[Worker, ...] = ("thread", "process")
 
 
 def _arguments() -> argparse.Namespace:
@@ -112,9 +114,11 @@ def _wreak(mayhem: Mayhem, arguments: argparse.Namespace, console: Console) -> l
             bar.update(task, completed=mayhem.kills_done, told=told, description=name)
 
         while not courses or mayhem.goes_on:
-            backend = BACKENDS[max(0, len(courses) - 1) % len(BACKENDS)]
+            number = max(0, len(courses) - 1)
+            backend = BACKENDS[number % len(BACKENDS)]
+            worker = WORKERS[number % len(WORKERS)]
             folder = arguments.folder / f"training-{len(courses)}"
-            course = Course(folder, backend, arguments.steps, arguments.save_every)
+            course = Course(folder, backend, arguments.steps, arguments.save_every, worker)
             expected = courses[0].losses if courses else None
             mayhem.run(course, expected, tell)
             console.print(course_line(len(courses), course))

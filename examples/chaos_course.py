@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from chaos_ranks import ChaosError, Job, Kill, Life, Story
+from chaos_ranks import ChaosError, Job, Kill, Life, Story, Whom, Worker
 from dist_checkpointing import CheckpointingException, CheckpointManager
 from dist_checkpointing.comm import SingleProcess
 
-LONGEST_LIFE_SECONDS = 2.0
-"""A kill comes so long after the ranks have met, or earlier."""
+LONGEST_LIFE_SECONDS: Mapping[Worker, float] = {"thread": 2.0, "process": 5.0}
+"""A kill comes so long after the ranks have met, or earlier; a worker has to start first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Course:
         backend: they are saved with.
         steps: number of steps to reach.
         save_every: steps between two saves.
+        worker: who writes them.
         endings: of its lives, in order.
         losses: step -> loss as hexadecimal.
         reached: the newest step that was ever committed.
@@ -50,6 +51,7 @@ class Course:
     backend: str
     steps: int
     save_every: int
+    worker: Worker = "thread"
     endings: list[Ending] = field(default_factory=list)
     losses: dict[int, str] = field(default_factory=dict)
     reached: int = 0
@@ -57,7 +59,7 @@ class Course:
 
     @property
     def kills(self) -> list[Ending]:
-        return [ending for ending in self.endings if ending.story.is_killed]
+        return [ending for ending in self.endings if ending.story.killed]
 
     @property
     def resumes(self) -> int:
@@ -112,16 +114,18 @@ class Mayhem:
         Raises:
             ChaosError: if anything is not as it must be.
         """
-        job = Job(course.folder, course.backend, course.steps, course.save_every)
+        job = Job(course.folder, course.backend, course.steps, course.save_every, course.worker)
         while True:
-            kill = self._next_kill() if expected is not None and self.goes_on else None
+            kill = None
+            if expected is not None and self.goes_on:
+                kill = self._next_kill(course.worker)
             life, self._standby = self._standby or Life(self._world_size), None
             try:
                 story = life.run(job, kill, self._prepare)
             finally:
                 life.end()
             course.endings.append(Ending(story, kill, _check_folder(course)))
-            self.kills_done += story.is_killed
+            self.kills_done += story.killed is not None
             _check_story(course, story, expected)
             tell(course)
             if story.has_finished:
@@ -133,10 +137,11 @@ class Mayhem:
         if self._standby is not None:
             self._standby.end()
 
-    def _next_kill(self) -> Kill:
-        alone = (self._random.randrange(self._world_size),)
-        victims = self._random.choice([alone, tuple(range(self._world_size))])
-        return Kill(victims, self._random.uniform(0, LONGEST_LIFE_SECONDS))
+    def _next_kill(self, worker: Worker) -> Kill:
+        choices: list[Whom] = ["rank", "all"] if worker == "thread" else ["rank", "all", "worker"]
+        whom = self._random.choice(choices)
+        rank = self._random.randrange(self._world_size)
+        return Kill(whom, rank, self._random.uniform(0, LONGEST_LIFE_SECONDS[worker]))
 
     def _prepare(self) -> None:
         """The next processes import torch while the survivors of this life find out."""
@@ -155,7 +160,7 @@ def _check_folder(course: Course) -> bool:
 
 
 def _check_story(course: Course, story: Story, expected: Mapping[int, str] | None) -> None:
-    if not story.is_killed and not story.has_finished:
+    if story.killed is None and not story.has_finished:
         raise ChaosError(f"nobody was killed, and yet it ended: {story.errors}")
     for step, loss in story.losses:
         right = course.losses.setdefault(step, loss) if expected is None else expected[step]

@@ -13,6 +13,12 @@ from chaos_course import Course
 
 mpl.use("Agg")  # a machine without a screen will do
 
+_MARKS = {
+    "rank": ("x", "one rank killed"),
+    "all": ("X", "all ranks killed"),
+    "worker": ("+", "a worker killed, and what came of it"),
+}
+
 
 def draw_chaos(courses: Sequence[Course], path: Path) -> None:
     """Write a PNG.
@@ -55,14 +61,13 @@ def _draw_lives(axes: Axes, courses: Sequence[Course]) -> None:
             places = range(trained + 1, trained + len(steps) + 1)
             axes.plot(places, steps, color=color, linewidth=1.4)
             trained += len(steps)
-            if ending.story.is_killed:
+            if ending.story.killed is not None:
                 height = steps[-1] if steps else ending.story.resumed or 0
-                everybody = all(code == -9 for code in ending.story.exit_codes)
-                axes.plot(trained, height, "X" if everybody else "x", color="tab:red", markersize=5)
-    axes.plot([], [], "x", color="tab:red", label="one rank killed")
-    axes.plot([], [], "X", color="tab:red", label="all ranks killed")
+                axes.plot(trained, height, _MARKS[ending.story.killed][0], color="tab:red")
+    for mark, label in _MARKS.values():
+        axes.plot([], [], mark, color="tab:red", label=label)
     axes.set_xlabel("steps trained, those trained again included")
     axes.set_ylabel("step")
     axes.set_title("How they got there")
     axes.set_ylim(top=1.15 * max((course.steps for course in courses), default=1))
-    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", ncols=3)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its stubs
@@ -30,7 +30,13 @@ DEAD_AFTER_SECONDS = 3.0
 """How long ranks wait for one another before they say that one is gone."""
 
 PATIENCE_SECONDS = 60.0
-"""A rank that has not ended so long after a kill hangs."""
+"""Ranks that neither train nor end for so long after a kill hang."""
+
+_LOOK_SECONDS = 0.05
+
+
+Whom = Literal["rank", "all", "worker"]
+Worker = Literal["thread", "process"]
 
 
 class ChaosError(Exception):
@@ -46,12 +52,14 @@ class Job:
         backend: they are saved with.
         steps: number of steps to reach.
         save_every: steps between two saves.
+        worker: who writes, see ``AsyncSaver``.
     """
 
     folder: Path
     backend: str
     steps: int
     save_every: int
+    worker: Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +67,13 @@ class Kill:
     """A kill -9.
 
     Attributes:
-        victims: ranks.
+        whom: one rank, all ranks at once, or only the process that writes for one rank.
+        rank: which; of no meaning for all ranks.
         seconds: after all ranks have met.
     """
 
-    victims: tuple[int, ...]
+    whom: Whom
+    rank: int
     seconds: float
 
 
@@ -77,6 +87,7 @@ class Story:
         skipped: (step, why) of the checkpoints that were passed over.
         losses: (step, loss as hexadecimal) in the order they came.
         errors: rank -> what it ended with by itself.
+        killed: who was killed indeed; None if everything was over by then.
     """
 
     exit_codes: list[int] = field(default_factory=list)
@@ -84,10 +95,7 @@ class Story:
     skipped: list[tuple[int, str]] = field(default_factory=list)
     losses: list[tuple[int, str]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
-
-    @property
-    def is_killed(self) -> bool:
-        return -signal.SIGKILL in self.exit_codes
+    killed: Whom | None = None
 
     @property
     def has_finished(self) -> bool:
@@ -134,13 +142,9 @@ class Life:
         open_pipes = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         for pipe in self._pipes:
             pipe.send(job)
-        kill_at, give_up_at = None, None
+        kill_at, heard_at = None, time.monotonic()
         while open_pipes:
-            if kill_at is None and kill is not None and ready == len(self._pipes):
-                kill_at = time.monotonic() + kill.seconds
-            due = give_up_at if kill is None else kill_at
-            rest = None if due is None else max(0.0, due - time.monotonic())
-            heard = wait(list(open_pipes), rest)
+            heard = wait(list(open_pipes), _LOOK_SECONDS)
             for pipe in [pipe for pipe in open_pipes if pipe in heard]:
                 try:
                     what, content = pipe.recv()
@@ -149,18 +153,35 @@ class Life:
                     continue
                 ready += what == "ready"
                 _note(story, open_pipes[pipe], what, content)
-            if kill is not None and kill_at is not None and time.monotonic() >= kill_at:
-                for rank in kill.victims:
-                    self._processes[rank].kill()
-                kill, give_up_at = None, time.monotonic() + PATIENCE_SECONDS
+            now = time.monotonic()
+            heard_at = now if heard else heard_at
+            if kill_at is None and kill is not None and ready == len(self._pipes):
+                kill_at = now + kill.seconds
+            if kill is not None and kill_at is not None and now >= kill_at and self._strike(kill):
+                story.killed = kill.whom
+                kill, heard_at = None, now
                 after_kill()
-            if give_up_at is not None and time.monotonic() > give_up_at:
-                raise ChaosError(f"ranks {sorted(open_pipes.values())} hang after a kill")
+            if now > heard_at + PATIENCE_SECONDS:
+                raise ChaosError(f"ranks {sorted(open_pipes.values())} hang")
         story.exit_codes = [_exit_code(process) for process in self._processes]
+        if story.killed != "worker" and -signal.SIGKILL not in story.exit_codes:
+            story.killed = None  # they had ended before
         died = [code for code in story.exit_codes if code < 0 and code != -signal.SIGKILL]
         if died:
             raise ChaosError(f"a rank died of a signal that nobody sent: {died}")
         return story
+
+    def _strike(self, kill: Kill) -> bool:
+        """Kill; False if there is no such process yet."""
+        if kill.whom == "worker":
+            pid = _writer_of(self._processes[kill.rank].pid)
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+            return pid is not None
+        ranks = range(len(self._processes)) if kill.whom == "all" else [kill.rank]
+        for rank in ranks:
+            self._processes[rank].kill()
+        return True
 
     def end(self) -> None:
         """End processes that were never needed, or that hang."""
@@ -168,6 +189,18 @@ class Life:
             pipe.close()
             process.kill()
             process.join()
+
+
+def _writer_of(pid: int | None) -> int | None:
+    """The process that writes for a rank, found from outside."""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            for child in path.read_text().split():
+                if b"writer_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
+        except OSError:
+            continue  # it has just ended
+    return None
 
 
 def _exit_code(process: Any) -> int:
@@ -214,7 +247,11 @@ def _train(job: Job, ranks: Ranks, text: Text, pipe: Connection) -> None:
     if ranks.size > 1:
         comm = TorchComm(torch.distributed.new_group(), DEAD_AFTER_SECONDS)
     manager = CheckpointManager(
-        job.folder, job.backend, comm=comm, retention=Retention(keep_last=3, keep_every=50)
+        job.folder,
+        job.backend,
+        comm=comm,
+        retention=Retention(keep_last=3, keep_every=50),
+        worker=job.worker,
     )
     is_speaker = ranks.rank == 0
     if is_speaker:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
 from chaos_course import Course, Ending
+from chaos_ranks import Whom
 
+_VICTIMS: Mapping[Whom, tuple[str, str]] = {
+    "rank": ("one rank", "a spawned process"),
+    "all": ("all ranks at once", "spawned processes"),
+    "worker": ("the worker of a rank", "the process that writes for it"),
+}
+_MEANINGS = {
+    "RuntimeError": "torch, in a collective of the training",
+    "RankFailedError": "the library: it names the rank, or the worker, that is gone",
+}
 _REASON_WORDS = {
     "is not a distributed checkpoint": "killed before the commit",
 }
@@ -28,7 +38,8 @@ def course_line(number: int, course: Course) -> str:
         f"{again} steps trained again",
     ]
     same = f"all {course.num_trained} losses the same bits"
-    return f"training {number}, {course.backend}: {', '.join(parts)}; [green]{same}[/]"
+    name = f"training {number}, {course.backend}, {course.worker}"
+    return f"{name}: {', '.join(parts)}; [green]{same}[/]"
 
 
 def summary_table(undisturbed: Course, courses: Sequence[Course], seconds: float) -> Table:
@@ -41,20 +52,15 @@ def summary_table(undisturbed: Course, courses: Sequence[Course], seconds: float
     table.add_column(justify="right")
     table.add_column(overflow="fold")
     table.add_row("killed with SIGKILL", str(len(kills)), "")
-    for what, count in _victims(kills):
-        table.add_row(f"  {what}", str(count), "real processes, spawned")
+    whom = Counter(ending.story.killed for ending in kills)
+    for who, (what, how) in _VICTIMS.items():
+        if whom[who]:
+            table.add_row(f"  {what}", str(whom[who]), how)
     saving = sum(ending.was_saving for ending in kills)
     table.add_row("  with a save under way", str(saving), "the checkpoint stayed uncommitted")
     table.add_section()
-    survivors = sum(code != -9 for ending in kills for code in ending.story.exit_codes)
-    table.add_row("ranks that survived", str(survivors), "noticed, and ended by themselves")
-    errors = [error for ending in kills for error in ending.story.errors.values()]
-    for name, count in Counter(error.split(":")[0] for error in errors).most_common():
-        table.add_row(f"  with {escape(name)}", str(count), _meaning(name))
-    if survivors > len(errors):
-        table.add_row(
-            "  without an error", str(survivors - len(errors)), "had done all their steps"
-        )
+    for who, what in (("rank", "ranks that survived"), ("worker", "ranks without their worker")):
+        _add_survivors(table, what, [ending for ending in kills if ending.story.killed == who])
     table.add_section()
     resumed = sum(ending.story.resumed is not None for ending in endings)
     begun = sum(ending.story.resumed is None for ending in endings) - len(courses)
@@ -75,19 +81,18 @@ def summary_table(undisturbed: Course, courses: Sequence[Course], seconds: float
     return table
 
 
-def _victims(kills: Sequence[Ending]) -> list[tuple[str, int]]:
-    everybody = sum(all(code == -9 for code in ending.story.exit_codes) for ending in kills)
-    counted = [("one rank", len(kills) - everybody), ("all ranks at once", everybody)]
-    return [(what, count) for what, count in counted if count]
+def _add_survivors(table: Table, what: str, kills: Sequence[Ending]) -> None:
+    codes = [code for ending in kills for code in ending.story.exit_codes if code >= 0]
+    if not codes:
+        return
+    table.add_row(what, str(len(codes)), "none hung")
+    errors = [error for ending in kills for error in ending.story.errors.values()]
+    for name, count in Counter(error.split(":")[0] for error in errors).most_common():
+        table.add_row(f"  ended with {escape(name)}", str(count), _MEANINGS.get(name, ""))
+    if codes.count(0):
+        table.add_row("  came to the last step", str(codes.count(0)), "")
 
 
 def _reason(why: str) -> str:
     known = [words for text, words in _REASON_WORDS.items() if text in why]
     return known[0] if known else why
-
-
-def _meaning(name: str) -> str:
-    return {
-        "RuntimeError": "torch, in a collective of the training",
-        "RankFailedError": "the library: it names the rank that is gone",
-    }.get(name, "")

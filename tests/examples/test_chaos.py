@@ -107,18 +107,18 @@ def test_steps_that_are_missing_are_seen(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_table_counts(tmp_path: Path) -> None:
-    undisturbed = Course(tmp_path, "zarr", 2, 1, [Ending(FINISHED, None, was_saving=False)])
-    alone = Story([SIGKILL, 1], None, [], [(1, "0x1p+0")], {1: "RankFailedError: gone"})
-    killed = Ending(alone, Kill((0,), 1.0), was_saving=True)
+    undisturbed = Course(tmp_path, "zarr", 2, 1)
+    alone = Story([SIGKILL, 1], None, [], [(1, "0x1p+0")], {1: "RankFailedError: gone"}, "rank")
+    killed = Ending(alone, Kill("rank", 0, 1.0), was_saving=True)
     resumed = Story([0, 0], 1, [(2, "step-2 is not a distributed checkpoint")], [(2, "0x1p+0")])
     endings = [killed, Ending(resumed, None, was_saving=False)]
-    course = Course(tmp_path, "zarr", 2, 1, endings, verified=3)
+    course = Course(tmp_path, "zarr", 2, 1, endings=endings, verified=3)
     table = summary_table(undisturbed, [course], 1.0)
     cells = zip(*(list(column.cells) for column in table.columns), strict=True)
     counts = {str(name).strip(): str(count) for name, count, _ in cells}
     assert counts["killed with SIGKILL"] == counts["one rank"] == "1"
     assert counts["with a save under way"] == "1"
-    assert counts["ranks that survived"] == counts["with RankFailedError"] == "1"
+    assert counts["ranks that survived"] == counts["ended with RankFailedError"] == "1"
     assert counts["resumed from the latest valid step"] == "1"
     assert counts["begun again"] == "0"
     assert counts["killed before the commit"] == "1"
