@@ -69,6 +69,7 @@ class AsyncContestant(ABC):
         detail: its settings.
         copies_first: the state may be changed as soon as ``begin`` returns.
         in_training: takes part where a training goes on meanwhile.
+        shares_memory: keeps its copy in /dev/shm.
     """
 
     name: str
@@ -76,6 +77,7 @@ class AsyncContestant(ABC):
     detail: str = ""
     copies_first: bool = True
     in_training: bool = True
+    shares_memory: bool = False
 
     @abstractmethod
     def open(self) -> Calls:
@@ -152,6 +154,7 @@ class Dcp(AsyncContestant):
         self.name = dcp_name(where, background=background)
         self.detail = "1 writer thread, no crc32"
         self.copies_first = not background
+        self.shares_memory = where == "process"
 
     def open(self) -> Calls:
         in_process = self.where == "process"

@@ -50,7 +50,7 @@ def async_table(report: Report) -> Group:
             continue
         style = "bold" if entry["family"] == "ours" else ""
         table.add_row(entry["name"], *_cells(report, entry), style=style)
-    notes += [f"[dim]{name}: not installed[/]" for name in report["not_installed"]]
+    notes += [f"[dim]{name}: {why}[/]" for name, why in report["left_out"].items()]
     return Group(table, *notes)
 
 

@@ -20,6 +20,7 @@ class TorchCheckpointing(AsyncContestant):
     name = "torch_checkpointing"
     family = "torch_checkpointing"
     copies_first = False
+    shares_memory = True
 
     def __init__(self) -> None:
         self.detail = f"{version('torch_checkpointing')}, page cache"
@@ -99,16 +100,16 @@ class Megatron(AsyncContestant):
         return Calls(prepare, begin, load, queue.close)
 
 
-def other_contestants() -> tuple[list[AsyncContestant], list[str]]:
-    """Those that are installed, and the names of those that are not."""
+def other_contestants() -> tuple[list[AsyncContestant], dict[str, str]]:
+    """Those that are installed; and of the others, name -> why they are not here."""
     found: list[AsyncContestant] = []
-    missing = []
+    missing = {}
     if find_spec("torch_checkpointing") is not None:
         found.append(TorchCheckpointing())
     else:
-        missing.append("torch_checkpointing")
+        missing["torch_checkpointing"] = "not installed"
     if megatron_is_installed():
         found.append(Megatron())
     else:
-        missing.append("megatron-core")
+        missing["megatron-core"] = "not installed"
     return found, missing

@@ -31,7 +31,7 @@ BEHIND = {"blocked": [0.003] * 3, "copies_first": False}
 
 
 def verdicts(*entries: dict[str, Any]) -> dict[str, str]:
-    report = {"num_bytes": 1024 * MIB, "contestants": entries, "not_installed": []}
+    report = {"num_bytes": 1024 * MIB, "contestants": entries, "left_out": {}}
     return {verdict["what"]: verdict["verdict"] for verdict in async_verdicts(report)}
 
 
