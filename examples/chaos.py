@@ -49,6 +49,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="who dies and when; by default another every time")
     parser.add_argument("--steps", type=int, default=200, help="of each training")
     parser.add_argument("--save-every", type=int, default=5, help="steps")
+    parser.add_argument("--worker", choices=WORKERS, help="who writes; by default they take turns")
     parser.add_argument("--folder", type=Path, help="a new or empty folder for all that is written")
     arguments = parser.parse_args()
     if arguments.world not in (1, 2, 4):
@@ -116,7 +117,7 @@ def _wreak(mayhem: Mayhem, arguments: argparse.Namespace, console: Console) -> l
         while not courses or mayhem.goes_on:
             number = max(0, len(courses) - 1)
             backend = BACKENDS[number % len(BACKENDS)]
-            worker = WORKERS[number % len(WORKERS)]
+            worker = arguments.worker or WORKERS[number % len(WORKERS)]
             folder = arguments.folder / f"training-{len(courses)}"
             course = Course(folder, backend, arguments.steps, arguments.save_every, worker)
             expected = courses[0].losses if courses else None

@@ -30,7 +30,7 @@ DEAD_AFTER_SECONDS = 3.0
 """How long ranks wait for one another before they say that one is gone."""
 
 PATIENCE_SECONDS = 60.0
-"""Ranks that neither train nor end for so long after a kill hang."""
+"""Ranks from which nothing is heard for so long, not even their end, hang."""
 
 _LOOK_SECONDS = 0.05
 
