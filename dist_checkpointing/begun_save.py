@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import logging
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.commit import Attempt, CheckpointingConfig, check_distinct
+from dist_checkpointing.common_state import compare_common_state
 from dist_checkpointing.errors import (
     CheckpointingException,
     Finding,
@@ -44,8 +41,8 @@ from dist_checkpointing.strategies.base import (
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, handles_objects, select
 from dist_checkpointing.tree import Path as TreePath
-from dist_checkpointing.tree import flatten, path_text
-from dist_checkpointing.validation import check_coverage, difference_of_common_state
+from dist_checkpointing.tree import path_text
+from dist_checkpointing.validation import check_coverage
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +208,7 @@ def begin(request: SaveRequest, comm: Comm, meter: Meter) -> BegunSave:
         with comm.agreed("preparing the save"):
             work = _prepare(request)
         if request.validate:
-            _compare_common(work.common, request.preprocess, comm)
+            compare_common_state(work.common, request.preprocess, comm)
         planned, objects = _plan(work, comm, request.plan_cache, validate=request.validate)
     return BegunSave(request, work, planned, objects, meter, comm.rank)
 
@@ -317,40 +314,3 @@ def _refuse_clashes(names: list[str], objects: ShardTable, planned: PlannedSave 
     if findings:
         raise InvalidShardingError("keys of the state dict clash", findings)
     check_distinct(names)
-
-
-def _compare_common(
-    common: CommonStateDict,
-    preprocess: Callable[[CommonStateDict], CommonStateDict] | None,
-    comm: Comm,
-) -> None:
-    """Log, on every rank that differs, how its common state differs from rank 0's."""
-    if comm.world_size == 1:
-        return
-    with comm.agreed("comparing the common state"):
-        seen = common if preprocess is None else preprocess(dict(common))
-        leaves, _ = flatten(seen)
-        digests = {path_text(path): _digest(leaf) for path, leaf in leaves.items()}
-        text = repr(sorted(digests.items())).encode()
-        summary = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
-    if comm.all_same(summary >> 2):
-        return
-    difference = difference_of_common_state(comm.broadcast(digests), digests, comm.rank)
-    if difference is not None:
-        logger.warning("%s", difference)
-
-
-def _digest(leaf: object) -> bytes:
-    """Equal for equal leaves; a pickle alone also depends on which objects are the same one."""
-    try:
-        if isinstance(leaf, torch.Tensor):
-            bits = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-            content = f"{leaf.dtype}{tuple(leaf.shape)}".encode() + bits.numpy().tobytes()
-        elif isinstance(leaf, bool | int | float | complex | str | bytes | None):
-            content = repr(leaf).encode()
-        else:
-            content = pickle.dumps(copy.deepcopy(leaf))
-    except Exception as error:  # noqa: BLE001 - saving it will fail with a better message
-        content = repr(error).encode()
-    return hashlib.blake2b(content, digest_size=16).digest()

@@ -98,7 +98,8 @@ class WriterProcess:
     def __init__(self, buffers: StagingBuffers) -> None:
         self._buffers = buffers
         self._worker: _Worker | None = None
-        self._sent_memory: SharedMemory | None = None
+        # Weakly: outgrown memory must not stay because it has been sent.
+        self._sent_memory: weakref.ref[SharedMemory] | None = None
         self._sent_plan: SavePlan | None = None
 
     @property
@@ -162,7 +163,7 @@ class WriterProcess:
             data = pickle.dumps(job)
         except Exception as error:
             finding = Finding(f"{type(error).__name__}: {error}", remedy="Choose worker='thread'.")
-            raise CheckpointingException("a plan cannot be pickled", [finding]) from error
+            raise CheckpointingException("a worker process cannot write this", [finding]) from error
         try:
             self._send(worker, memory, data)
             self._sent_plan = plan
@@ -170,16 +171,16 @@ class WriterProcess:
             while isinstance(answer, int):
                 writer.report(answer)
                 answer = worker.receive()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError) as error:
             how = worker.end()
             self.close()
             finding = Finding(f"the worker process that writes {how}", ranks=(rank,))
-            raise RankFailedError("writing failed", [finding]) from None
+            raise RankFailedError("writing failed", [finding]) from error
         except BaseException:
             self.close()  # what it still says must not be taken for the next answer
             raise
         if isinstance(answer, Failure):
-            self._sent_plan = None
+            self._sent_plan = self._sent_memory = None  # who knows how far it came
             raise _error_of(answer, rank)
         results: Sequence[WriteResult] = answer
         return results
@@ -205,12 +206,13 @@ class WriterProcess:
         return Job(rank, unreported(writer), sent, tensors, others)
 
     def _send(self, worker: _Worker, memory: SharedMemory | None, data: bytes) -> None:
-        is_new = memory is not None and memory is not self._sent_memory
-        num_bytes = memory.tensor.numel() if memory is not None and is_new else None
-        worker.channel.send(Announcement(num_bytes))
-        if memory is not None and is_new:
+        known = None if self._sent_memory is None else self._sent_memory()
+        if memory is None or memory is known:
+            worker.channel.send(Announcement(None))
+        else:
+            worker.channel.send(Announcement(memory.tensor.numel()))
             reduction.send_handle(worker.channel, memory.descriptor, worker.process.pid)
-            self._sent_memory = memory
+            self._sent_memory = weakref.ref(memory)
         worker.channel.send_bytes(data)
 
 
@@ -221,7 +223,7 @@ class _Worker:
         self.channel, theirs = Pipe()
         with theirs:
             boot = _BOOT.format(
-                path=sys.path,
+                path=list(map(str, sys.path)),
                 descriptor=theirs.fileno(),
                 parent=os.getpid(),
             )
