@@ -43,7 +43,7 @@ def _draw_losses(axes: Axes, courses: Sequence[Course]) -> None:
     styles = ("-", "--", "-.", ":")
     for number, course in enumerate(courses[1:]):
         losses = [float.fromhex(course.losses[step]) for step in steps]
-        label = f"{course.backend}, killed {len(course.kills)} times"
+        label = f"{course.backend}, {course.worker}, killed {len(course.kills)} times"
         axes.plot(steps, losses, styles[number % len(styles)], linewidth=1.4, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a byte)")
