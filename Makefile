@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself; only Python >= 3.11 and make must be there.
 #   make demo [BACKEND=zarr] [STEPS=40]   make test [ARGS='-k tree']   make lint   make chaos   make clean
-#   make bench   make bench-planning
+#   make bench   make bench-planning   make docs
 PYTHON ?= python3
 BACKEND ?=
 STEPS ?=
@@ -8,8 +8,9 @@ ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/ready
+DOCS_READY := .venv/docs-ready
 
-.PHONY: demo test lint bench bench-planning chaos clean
+.PHONY: demo test lint bench bench-planning chaos docs clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -17,6 +18,11 @@ $(READY): pyproject.toml constraints.txt
 	  { echo "Python >= 3.11 is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Apart, so that no other target waits for what only the site needs.
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 demo: $(READY)
@@ -41,6 +47,10 @@ bench-planning: $(READY)
 chaos: $(READY)
 	$(BIN)/python examples/chaos.py $(ARGS)
 
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open $(CURDIR)/site/index.html"
+
 clean:
-	rm -rf .venv demo-output build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv demo-output build site dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

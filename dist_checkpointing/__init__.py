@@ -3,46 +3,49 @@
 import importlib
 import typing
 
-from dist_checkpointing.async_save import async_save
-from dist_checkpointing.async_saver import AsyncSaver
-from dist_checkpointing.commit import check_is_distributed_checkpoint
-from dist_checkpointing.errors import (
-    CheckpointExistsError,
-    CheckpointingException,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    InvalidShardingError,
-    RankFailedError,
-    StateMismatchError,
-    StrategyNotFoundError,
-    UnsupportedFormatError,
-)
-from dist_checkpointing.manager import CheckpointManager
-from dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-)
-from dist_checkpointing.planned_save import PlanCache
-from dist_checkpointing.retention import Retention
-from dist_checkpointing.save_handle import SaveHandle
-from dist_checkpointing.serialization import (
-    load,
-    load_common_state_dict,
-    load_content_metadata,
-    load_plain_tensors,
-    load_sharded_metadata,
-    load_tensors_metadata,
-    remove_sharded_tensors,
-    save,
-)
-from dist_checkpointing.staging import StagingBuffers
-from dist_checkpointing.validation import StrictHandling
-from dist_checkpointing.verify import verify_checkpoint
+if typing.TYPE_CHECKING:
+    from dist_checkpointing.async_saver import AsyncSaver
+    from dist_checkpointing.async_saving import async_save
+    from dist_checkpointing.checkpoint import Checkpoint
+    from dist_checkpointing.commit import check_is_distributed_checkpoint
+    from dist_checkpointing.errors import (
+        CheckpointExistsError,
+        CheckpointingException,
+        CheckpointNotFoundError,
+        CorruptCheckpointError,
+        InvalidShardingError,
+        RankFailedError,
+        StateMismatchError,
+        StrategyNotFoundError,
+        UnsupportedFormatError,
+    )
+    from dist_checkpointing.manager import CheckpointManager
+    from dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+    )
+    from dist_checkpointing.planned_save import PlanCache
+    from dist_checkpointing.retention import Retention
+    from dist_checkpointing.save_handle import SaveHandle
+    from dist_checkpointing.serialization import (
+        load,
+        load_common_state_dict,
+        load_content_metadata,
+        load_plain_tensors,
+        load_sharded_metadata,
+        load_tensors_metadata,
+        remove_sharded_tensors,
+        save,
+    )
+    from dist_checkpointing.staging import StagingBuffers
+    from dist_checkpointing.validation import StrictHandling
+    from dist_checkpointing.verify import verify_checkpoint
 
 __all__ = [
     "AsyncSaver",
+    "Checkpoint",
     "CheckpointExistsError",
     "CheckpointManager",
     "CheckpointNotFoundError",
@@ -75,9 +78,59 @@ __all__ = [
     "verify_checkpoint",
 ]
 
+# On first use: to look into a checkpoint, torch need not be imported.
+_NAMES_BY_MODULE = {
+    "async_saver": ("AsyncSaver",),
+    "async_saving": ("async_save",),
+    "checkpoint": ("Checkpoint",),
+    "commit": ("check_is_distributed_checkpoint",),
+    "errors": (
+        "CheckpointExistsError",
+        "CheckpointingException",
+        "CheckpointNotFoundError",
+        "CorruptCheckpointError",
+        "InvalidShardingError",
+        "RankFailedError",
+        "StateMismatchError",
+        "StrategyNotFoundError",
+        "UnsupportedFormatError",
+    ),
+    "manager": ("CheckpointManager",),
+    "mapping": (
+        "LocalNonpersistentObject",
+        "ShardedObject",
+        "ShardedTensor",
+        "ShardedTensorFactory",
+    ),
+    "planned_save": ("PlanCache",),
+    "retention": ("Retention",),
+    "save_handle": ("SaveHandle",),
+    "serialization": (
+        "load",
+        "load_common_state_dict",
+        "load_content_metadata",
+        "load_plain_tensors",
+        "load_sharded_metadata",
+        "load_tensors_metadata",
+        "remove_sharded_tensors",
+        "save",
+    ),
+    "staging": ("StagingBuffers",),
+    "validation": ("StrictHandling",),
+    "verify": ("verify_checkpoint",),
+}
+_MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+
 
 def __getattr__(name: str) -> typing.Any:
-    # On first use: it imports torch.distributed.checkpoint, which not everybody needs.
     if name == "interop":
         return importlib.import_module(f"{__name__}.interop")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "interop"})

@@ -143,7 +143,9 @@ class BegunSave:
         """Take possession of the folder. Collective. ``secure`` must follow."""
         with comm.agreed("claiming the folder"):
             if comm.rank == 0:
-                self._attempt = _claim(self.work, self.planned, self._objects, self._request)
+                self._attempt = _claim(
+                    self.work, self.planned, self._objects, self._request, comm.world_size
+                )
 
     def secure(self, comm: Comm) -> None:
         """Make durable what a crash must not lose, before a byte is written. Collective."""
@@ -255,14 +257,18 @@ def _plan(
 
 
 def _claim(
-    work: Work, planned: PlannedSave | None, objects: ShardTable, request: SaveRequest
+    work: Work,
+    planned: PlannedSave | None,
+    objects: ShardTable,
+    request: SaveRequest,
+    world_size: int,
 ) -> Attempt:
     """Take possession of the folder, on rank 0."""
     if request.before_claim is not None:
         request.before_claim(None if planned is None else planned.index)
     names = [*work.common_writer.created_names(sorted(set(objects.key_column)))]
     if planned is not None and work.writer is not None:
-        names += work.writer.created_names(planned.index)
+        names += work.writer.created_names(planned.index, world_size=world_size)
     _refuse_clashes(names, objects, planned)
     return Attempt.begin(
         work.folder, names, overwrite=request.overwrite, durability=work.durability

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_checkpointing import dtypes
+from dist_checkpointing.element_types import ELEMENT_TYPES
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.geometry import Box, Ints
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
@@ -22,7 +23,7 @@ from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 OBJECT = "object"
 """Stands in the dtype column for a ShardedObject."""
 
-_ITEMSIZES = {row.name: row.itemsize for row in dtypes.DTYPES}
+_ITEMSIZES = {row.name: row.itemsize for row in ELEMENT_TYPES}
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

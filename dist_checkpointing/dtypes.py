@@ -1,87 +1,34 @@
-"""Every dtype a checkpoint may hold, in one table: torch, numpy and zarr names side by side.
+"""Element types as torch has them, and the way of bits between torch and numpy.
 
 Bits travel through views: no value is ever converted on its way to or from a file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
-import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.errors import Finding, InvalidShardingError, UnsupportedFormatError
+from dist_checkpointing.element_types import ELEMENT_TYPES, DType, from_name, from_zarr_v2
+from dist_checkpointing.errors import Finding, InvalidShardingError
 
+__all__ = [
+    "DTYPES",
+    "DType",
+    "as_numpy",
+    "as_tensor",
+    "fillable",
+    "from_name",
+    "from_torch",
+    "from_zarr_v2",
+    "is_lossless",
+]
 
-@dataclass(frozen=True, slots=True)
-class DType:
-    """One storable element type.
-
-    ``name`` is the zarr v3 name (also used in our index), ``zarr_v2`` the v2 one as Megatron and
-    TensorStore spell it. ``bits`` is a dtype of the same size that numpy itself knows, and copies
-    at full speed.
-    """
-
-    name: str
-    torch: torch.dtype
-    numpy: np.dtype[Any]
-    zarr_v2: str
-    bits: np.dtype[Any]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return self.numpy.itemsize
-
-
-def _table() -> tuple[DType, ...]:
-    plain = (
-        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
-        "float16 float32 float64 complex64 complex128"
-    )
-    rows = [
-        DType(name, getattr(torch, name), own, own.newbyteorder("<").str, own)
-        for name, own in ((name, np.dtype(name)) for name in plain.split())
-    ]
-    extended = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-    rows += [
-        DType(name, getattr(torch, name), own, name, np.dtype(f"i{own.itemsize}"))
-        for name, own in ((name, np.dtype(getattr(ml_dtypes, name))) for name in extended.split())
-        if hasattr(torch, name)  # float8_e8m0fnu came with torch 2.7
-    ]
-    return tuple(rows)
-
-
-DTYPES = _table()
-_BY_NAME = {row.name: row for row in DTYPES}
+# float8_e8m0fnu came with torch 2.7.
+DTYPES = tuple(row for row in ELEMENT_TYPES if hasattr(torch, row.name))
 _BY_TORCH = {row.torch: row for row in DTYPES}
-_BY_ZARR_V2 = {row.zarr_v2: row for row in DTYPES}
-
-
-def from_name(name: str) -> DType:
-    """The dtype with this zarr v3 name.
-
-    Raises:
-        UnsupportedFormatError: if we do not store it.
-    """
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        raise _unsupported(name, _BY_NAME) from None
-
-
-def from_zarr_v2(name: object) -> DType:
-    """The dtype with this zarr v2 name.
-
-    Raises:
-        UnsupportedFormatError: if we do not store it, big-endian ones included.
-    """
-    if not isinstance(name, str) or name not in _BY_ZARR_V2:
-        raise _unsupported(name, _BY_ZARR_V2)
-    return _BY_ZARR_V2[name]
 
 
 def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
@@ -96,16 +43,11 @@ def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
         finding = Finding(
             problem="this dtype cannot be stored",
             key=key,
-            expected=", ".join(_BY_NAME),
+            expected=", ".join(row.name for row in DTYPES),
             found=str(dtype),
             remedy="Convert the tensor, or wrap it in a ShardedObject.",
         )
         raise InvalidShardingError("unsupported dtype", [finding]) from None
-
-
-def _unsupported(name: object, known: dict[str, DType]) -> UnsupportedFormatError:
-    finding = Finding(problem="unknown stored dtype", expected=", ".join(known), found=repr(name))
-    return UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])
 
 
 def is_lossless(stored: torch.dtype, wanted: torch.dtype) -> bool:

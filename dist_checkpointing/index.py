@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing import dtypes, store
+from dist_checkpointing import element_types, store
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box, ChunkGrid, Ints
 
@@ -102,7 +102,7 @@ class StoredTensor:
     """One global tensor as stored: either on a chunk grid, or as pieces."""
 
     key: str
-    dtype: dtypes.DType
+    dtype: element_types.DType
     global_shape: Ints
     chunk_shape: Ints | None
     pieces: Pieces | None = None
@@ -165,7 +165,7 @@ class Index(Mapping[str, StoredTensor]):
             chunk_shape = self.chunk_shape_column[row]
             tensor = self._asked_for[key] = StoredTensor(
                 key,
-                dtypes.from_name(self.dtype_column[row]),
+                element_types.from_name(self.dtype_column[row]),
                 tuple(self.global_shape_column[row]),
                 None if chunk_shape is None else tuple(chunk_shape),
                 self.pieces.get(key),
@@ -259,7 +259,7 @@ class Index(Mapping[str, StoredTensor]):
         if len(self._row) != len(self):
             raise ValueError("a key appears twice")
         for name in set(self.dtype_column):
-            dtypes.from_name(name)
+            element_types.from_name(name)
         rows = zip(self.keys_column, self.global_shape_column, self.chunk_shape_column, strict=True)
         for key, shape, chunk in rows:
             if (chunk is None) == (key not in self.pieces):

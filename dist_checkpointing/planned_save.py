@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -132,11 +132,9 @@ def plan_save(
         )
         catalog = concatenate(unpack_all(packed_others))
         check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
-        announced = local_plans.catalog
-        check_agreement(announced)
-        plans, index = planner.build_global_plan(local_plans)
-        check_coverage(announced, concatenate([plan.table for plan in plans]))
+        plans, index = checked_plans(local_plans, planner)
         plan = planner.finalize_plan(plans[comm.rank])
+        announced = local_plans.catalog
         asked = {leaf.key for leaf in leaves.values()}
         dropped = tuple(sorted(asked - {announced.names[k] for k in np.unique(announced.keys)}))
         planned = PlannedSave(plan, index, planner, dropped, catalog)
@@ -146,6 +144,22 @@ def plan_save(
                 digest.update(data)
             cache.keep(description, planned, digest.intdigest() >> 2)
     return planned
+
+
+def checked_plans(
+    local_plans: LocalPlans, planner: SavePlanner
+) -> tuple[Sequence[SavePlan], Index]:
+    """What all ranks write of what they announce, and what the checkpoint then holds.
+
+    Raises:
+        InvalidShardingError: if ranks contradict each other about a tensor, or what is written is
+            not each of its elements exactly once.
+    """
+    announced = local_plans.catalog
+    check_agreement(announced)
+    plans, index = planner.build_global_plan(local_plans)
+    check_coverage(announced, concatenate([plan.table for plan in plans]))
+    return plans, index
 
 
 _FIELDS = attrgetter(

@@ -86,12 +86,17 @@ class StorageWriter(ABC):
         self.options = StorageOptions()
         self.report: Callable[[int], None] = _ignore
 
-    def created_names(self, index: Index) -> Iterable[str]:
-        """Relative names of all files and folders that this writer will create.
+    def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
+        """Relative names of all files and folders that the writers of all ranks will create.
+
+        Args:
+            index: what the checkpoint will hold.
+            world_size: number of ranks that write.
 
         Raises:
             InvalidShardingError: if a key cannot be stored.
         """
+        del world_size
         return [INDEX_NAME, CHECKSUMS_NAME, *(disk_name(key) for key in index)]
 
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:  # noqa: B027 - a hook

@@ -91,16 +91,16 @@ class TorchComm(Comm):
         return result
 
     def all_same(self, number: int | None) -> bool:
-        if self._group_is_broken:
-            return set(self._through_store(number)) == {number} - {None}
-        # Equal numbers have equal maxima of themselves and of their negatives; None has none.
-        extremes = [_NO_NUMBER, _NO_NUMBER] if number is None else [number, -number]
-        self._extremes.copy_(torch.tensor(extremes, dtype=torch.int64))
-        with self._contact_loss_named():
-            dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=self._group)
-            _wait_until_let_go(self._extremes)
-        highest, lowest = self._extremes.tolist()
-        return bool(highest == -lowest)
+        if not self._group_is_broken:
+            # Equal numbers have equal maxima of themselves and of their negatives; None has none.
+            extremes = [_NO_NUMBER, _NO_NUMBER] if number is None else [number, -number]
+            self._extremes.copy_(torch.tensor(extremes, dtype=torch.int64))
+            if self._found_maxima(self._extremes):
+                highest, lowest = self._extremes.tolist()
+                return bool(highest == -lowest)
+            # It names a rank that is gone; one that was only too late is here after it.
+            self.agree("comparing a number", None)
+        return set(self._through_store(number)) == {number} - {None}
 
     @property
     def tensor_device(self) -> torch.device:
@@ -198,17 +198,21 @@ class TorchComm(Comm):
         if self._group_is_broken:
             return False
         self._failed.fill_(failure is not None)
+        return self._found_maxima(self._failed) and not self._failed.item()
+
+    def _found_maxima(self, numbers: torch.Tensor) -> bool:
+        """Put the maxima over all ranks in place; False if the group has just broken."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # a stub of torch's
         options.timeout = timedelta(seconds=self.timeout_seconds)
         try:
-            self._group.allreduce([self._failed], options).wait()
-            _wait_until_let_go(self._failed)
+            self._group.allreduce([numbers], options).wait()
+            _wait_until_let_go(numbers)
         except RuntimeError as error:
-            logger.debug("agreement %d: %s", self._agreements, error)
+            logger.debug("after agreement %d: %s", self._agreements, error)
             self._group_is_broken = True
             return False
-        return not self._failed.item()
+        return True
 
     def _verdict(self, step: str, deadline: float) -> Mapping[int, Failure]:
         number = self._agreements

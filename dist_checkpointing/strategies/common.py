@@ -17,7 +17,6 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     Finding,
     StateMismatchError,
-    UnsupportedFormatError,
 )
 from dist_checkpointing.mapping import (
     ShardedObject,
@@ -26,6 +25,7 @@ from dist_checkpointing.mapping import (
     is_main_replica,
 )
 from dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
+from dist_checkpointing.strategies.known_formats import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize, serialize
 from dist_checkpointing.tree import flatten, unflatten
 
@@ -96,12 +96,15 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             store.fsync_folders(files, root)
 
 
-class TorchCommonLoadStrategy(LoadCommonStrategy):
+class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     """Reads what TorchCommonSaveStrategy and every Megatron release with a ``common.pt`` wrote.
 
     Args:
         trusted: unpickle anything, which lets the files run any code.
     """
+
+    reads = frozenset({("torch", 1)})
+    argument = "common_strategy"
 
     def __init__(self, *, trusted: bool = False) -> None:
         self.trusted = trusted
@@ -112,16 +115,6 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):
     @property
     def can_handle_sharded_objects(self) -> bool:
         return True
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        if loaded_backend != "torch":
-            finding = Finding("unknown common backend", expected="torch", found=loaded_backend)
-            raise UnsupportedFormatError("cannot read the common state", [finding])
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        if loaded_version != 1:
-            finding = Finding("unknown version", expected="torch 1", found=loaded_version)
-            raise UnsupportedFormatError("cannot read the common state", [finding])
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import (
-    CheckpointingException,
     Finding,
     InvalidShardingError,
     UnsupportedFormatError,
@@ -35,10 +34,10 @@ from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.storage import StorageReader, StorageWriter, read, write
 from dist_checkpointing.strategies.abstract import (
     LoadShardedStrategy,
-    LoadStrategyBase,
     PathOrStr,
     SaveShardedStrategy,
 )
+from dist_checkpointing.strategies.known_formats import KnownFormats
 from dist_checkpointing.tree import flatten, unflatten
 
 
@@ -107,10 +106,12 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         comm = default_comm() if self.comm is None else self.comm
         leaves, _ = _sharded_leaves(sharded_state_dict)
         writer = self.make_writer(Path(checkpoint_dir))
+        with comm.agreed("making the folder"):
+            writer.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         self.write(self.plan(leaves, writer, comm), writer, comm)
 
 
-class PlannedLoadStrategy(LoadShardedStrategy):
+class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
     """A load strategy made of a planner and a StorageReader.
 
     Args:
@@ -121,11 +122,9 @@ class PlannedLoadStrategy(LoadShardedStrategy):
     Attributes:
         trusted: whether objects may be unpickled without an allow-list.
         reader_type: set by a backend (or it overrides ``make_reader``).
-        reads: the (backend, version)s whose files it understands.
     """
 
     reader_type: ClassVar[type[StorageReader]]
-    reads: ClassVar[frozenset[tuple[str, int]]]
 
     def __init__(
         self,
@@ -143,16 +142,6 @@ class PlannedLoadStrategy(LoadShardedStrategy):
         strategy = copy.copy(self)
         strategy.trusted = True
         return strategy
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        backends = sorted({backend for backend, _ in self.reads})
-        if loaded_backend not in backends:
-            raise _incompatible(self, "backend", backends, loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        versions = sorted({version for _, version in self.reads})
-        if loaded_version not in versions:
-            raise _incompatible(self, "version", versions, loaded_version)
 
     def make_reader(self, checkpoint_dir: Path) -> StorageReader:
         """A reader for one checkpoint."""
@@ -223,15 +212,3 @@ def _shallow(leaf: ShardedBase) -> ShardedBase:
     copied = leaf.without_data()
     copied.data = leaf.data
     return copied
-
-
-def _incompatible(
-    strategy: LoadStrategyBase, what: str, known: list[Any], found: object
-) -> CheckpointingException:
-    finding = Finding(
-        f"{type(strategy).__name__} does not read this {what}",
-        expected=f"one of {known}",
-        found=found,
-        remedy="Leave sharded_strategy out: the right one is found from the checkpoint.",
-    )
-    return UnsupportedFormatError(f"wrong strategy for this checkpoint's {what}", [finding])

@@ -19,7 +19,7 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.async_save import _KEPT_AS
+from dist_checkpointing.async_saving import _KEPT_AS
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
 from dist_checkpointing.progress import Progress
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest

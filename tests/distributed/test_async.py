@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its stubs
 
-import dist_checkpointing
 from dist_checkpointing import CheckpointManager, load_plain_tensors
+from real_ranks import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-ROOT = Path(dist_checkpointing.__file__).parents[1]
 SCRIPT = Path(__file__).parent / "async_rank.py"
 NOBODY, EVERYBODY = -1, -2
 STEPS = 12
@@ -34,32 +30,15 @@ def run(
     reports = [root.parent / f"report-{rank}.json" for rank in range(world_size)]
     for path in reports:
         path.unlink(missing_ok=True)
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    started = [
-        subprocess.Popen(
-            [
-                *(sys.executable, SCRIPT, scenario, root, str(rank), str(world_size)),
-                *(str(store.port), str(STEPS)),
-                str(kill_at if victim in (rank, EVERYBODY) else -1.0),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                "OMP_NUM_THREADS": "1",
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-            },
-        )
+    commands = [
+        [
+            *(SCRIPT, scenario, root, rank, world_size, store.port, STEPS),
+            kill_at if victim in (rank, EVERYBODY) else -1.0,
+        ]
         for rank in range(world_size)
     ]
-    try:
+    with processes(commands) as started:
         outputs = [process.communicate(timeout=90)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
     found = [json.loads(path.read_text()) if path.exists() else None for path in reports]
     return [process.returncode for process in started], found, outputs
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +11,30 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-import dist_checkpointing
 from dist_checkpointing import load_common_state_dict, load_plain_tensors
 from dist_checkpointing.interop import DCPReader, DCPStorageLoadStrategy
+from real_ranks import torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-ROOT = Path(dist_checkpointing.__file__).parents[1]
 SCRIPT = Path(__file__).parent / "dcp_rank.py"
 RANK = runpy.run_path(str(SCRIPT))
 
 
-def torchrun(world_size: int, scenario: str, checkpoints: Path, reports: Path) -> list[Any]:
-    """Run the script on so many ranks: their reports."""
-    reports.mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = [str(SCRIPT), scenario, str(checkpoints), str(reports)]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [*launcher, f"--nproc-per-node={world_size}", *script],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return [json.loads((reports / f"{rank}.json").read_text()) for rank in range(world_size)]
+def launch(world_size: int, scenario: str, checkpoints: Path, reports: Path) -> list[Any]:
+    return torchrun(world_size, SCRIPT, scenario, checkpoints, reports=reports, timeout_seconds=180)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of four ranks, who have read them again themselves."""
     folder = tmp_path_factory.mktemp("saved")
-    assert torchrun(4, "save", folder, folder / "reports") == [[]] * 4
+    assert launch(4, "save", folder, folder / "reports") == [[]] * 4
     return folder
 
 
 def test_two_ranks_with_other_placements(saved: Path, tmp_path: Path) -> None:
-    assert torchrun(2, "load", saved, tmp_path / "reports") == [[]] * 2
+    assert launch(2, "load", saved, tmp_path / "reports") == [[]] * 2
 
 
 @pytest.mark.parametrize("name", RANK["FOLDERS"])

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import dist_checkpointing
 from dist_checkpointing import load_plain_tensors
+from real_ranks import torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
-ROOT = Path(dist_checkpointing.__file__).parents[1]
 SCRIPT = Path(__file__).parent / "fully_parallel_rank.py"
 RANK = runpy.run_path(str(SCRIPT))
 UNIQUE = RANK["unique_bytes"]()
@@ -30,19 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The checkpoints, and what each rank reports."""
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     reports = tmp_path_factory.mktemp("reports")
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node=4", str(SCRIPT), str(checkpoints), str(reports)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return checkpoints, [json.loads((reports / f"{rank}.json").read_text()) for rank in range(4)]
+    return checkpoints, torchrun(4, SCRIPT, checkpoints, reports=reports, timeout_seconds=90)
 
 
 CASES = pytest.mark.parametrize("case", RANK["CASES"])

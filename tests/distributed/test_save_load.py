@@ -3,59 +3,33 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its stubs
 
-import dist_checkpointing
 from dist_checkpointing import (
     CheckpointNotFoundError,
     check_is_distributed_checkpoint,
     load_plain_tensors,
     save,
 )
+from real_ranks import processes, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-ROOT = Path(dist_checkpointing.__file__).parents[1]
 SCRIPT = Path(__file__).parent / "save_load_rank.py"
 RANK = runpy.run_path(str(SCRIPT))
 
 Checkpoints = Callable[[int], Path]
 
 
-def environment() -> dict[str, str]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def torchrun(world_size: int, scenario: str, checkpoints: Path, reports: Path) -> list[Any]:
-    """Run the script on so many ranks: their reports."""
-    reports.mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = [str(SCRIPT), scenario, str(checkpoints), str(reports)]
-    done = subprocess.run(
-        [*launcher, f"--nproc-per-node={world_size}", *script],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return [json.loads((reports / f"{rank}.json").read_text()) for rank in range(world_size)]
+def launch(world_size: int, scenario: str, checkpoints: Path, reports: Path) -> list[Any]:
+    return torchrun(world_size, SCRIPT, scenario, checkpoints, reports=reports, timeout_seconds=60)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         if world_size not in folders:
             folders[world_size] = tmp_path_factory.mktemp(f"saved-by-{world_size}")
             reports = folders[world_size] / "reports"
-            torchrun(world_size, "save", folders[world_size], reports)
+            launch(world_size, "save", folders[world_size], reports)
         return folders[world_size]
 
     return folder
@@ -77,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def test_other_numbers_of_processes(
     saved: Checkpoints, tmp_path: Path, save_world: int, load_world: int
 ) -> None:
-    reports = torchrun(load_world, "load", saved(save_world), tmp_path / "reports")
+    reports = launch(load_world, "load", saved(save_world), tmp_path / "reports")
     assert reports == [[]] * load_world
 
 
@@ -96,43 +70,20 @@ def test_one_plain_process(saved: Checkpoints, save_world: int) -> None:
 WORLD_SIZE = 3
 
 
-@contextmanager
-def ranks(
-    scenario: str, folder: Path, backend: tuple[str, int], victim: int
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes without a launcher, which would kill the survivors of a dead rank."""
-    # Held here, like torchrun's, so that the death of rank 0 does not take it along.
-    store = TCPStore("127.0.0.1", 0, WORLD_SIZE, is_master=True, wait_for_workers=False)
-    (folder / "reports").mkdir(parents=True)
-    command = [sys.executable, SCRIPT, scenario, folder, folder / "reports", *backend]
-    started = [
-        subprocess.Popen(
-            [str(word) for word in (*command, rank, WORLD_SIZE, store.port, victim)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            # The store is held by the test: no rank shall start one.
-            env=environment() | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
-
-
 def reports_of(
     scenario: str, folder: Path, backend: tuple[str, int], victim: int
 ) -> list[dict[str, Any] | None]:
     """What each rank saw; None for one that was killed."""
-    with ranks(scenario, folder, backend, victim) as started:
+    # Held here, like torchrun's, so that the death of rank 0 does not take it along.
+    store = TCPStore("127.0.0.1", 0, WORLD_SIZE, is_master=True, wait_for_workers=False)
+    (folder / "reports").mkdir(parents=True)
+    command = [SCRIPT, scenario, folder, folder / "reports", *backend]
+    commands = [[*command, rank, WORLD_SIZE, store.port, victim] for rank in range(WORLD_SIZE)]
+    with processes(commands) as started:
         outputs = [process.communicate(timeout=60)[0] for process in started]
         codes = [process.returncode for process in started]
     expected = [0] * WORLD_SIZE
-    if scenario == "killed":
+    if scenario.startswith("killed"):
         expected[victim] = -signal.SIGKILL
     assert codes == expected, "\n".join(outputs)[-5000:]
     paths = [folder / "reports" / f"{rank}.json" for rank in range(WORLD_SIZE)]
@@ -194,3 +145,14 @@ def test_a_rank_is_killed_while_it_writes(
     for key in RANK["GLOBAL"].keys() - {"columns"}:
         assert tensors[key].equal(RANK["whole"](key)), key
     assert not (second / "columns").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_is_killed_while_it_loads(tmp_path: Path, victim: int) -> None:
+    """It dies where ranks compare a number, which names nobody by itself."""
+    reports = reports_of("killed-in-load", tmp_path, ("zarr", 2), victim)
+    assert reports.pop(victim) is None
+    for report in reports:
+        assert report is not None
+        assert (report["class"], report["ranks"]) == ("RankFailedError", [victim]), report
+    assert len({report["text"] for report in reports if report}) == 1

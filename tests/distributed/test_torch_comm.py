@@ -3,52 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its stubs
 
-import dist_checkpointing
+from real_ranks import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 WORLD_SIZE = 3
 DEAD = None
-ROOT = Path(dist_checkpointing.__file__).parents[1]
 SCRIPT = Path(__file__).parent / "torch_comm_rank.py"
 
 
 def run(scenario: str, place: str) -> list[Any]:
     """The report of each rank, or DEAD for one that died as it was told to."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), scenario, str(rank), str(WORLD_SIZE), place],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
+    commands = [[SCRIPT, scenario, rank, WORLD_SIZE, place] for rank in range(WORLD_SIZE)]
     reports: list[Any] = []
-    try:
-        for process in processes:
+    with processes(commands, stderr=subprocess.PIPE) as started:
+        for process in started:
             out, err = process.communicate(timeout=90)
             assert process.returncode in (0, 3), err
             reports.append(json.loads(out.splitlines()[-1]) if process.returncode == 0 else DEAD)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
     return reports
 
 
@@ -172,6 +151,11 @@ def test_a_late_rank_hears_that_it_was_given_up_and_may_go_on(place: str) -> Non
     assert error["ranks"] == [2]
     assert [report["next"] for report in reports] == [{"class": None, "value": [0, 1, 2]}] * 3
     assert [report["all_same"] for report in reports] == [[True, False, False]] * 3
+
+
+def test_a_rank_that_is_only_late_for_a_number_is_waited_for(place: str) -> None:
+    expected = [{"class": None, "value": value} for value in (True, False, False, True)]
+    assert [report["all_same"] for report in run("late_for_a_number", place)] == [expected] * 3
 
 
 def test_a_value_that_cannot_travel_fails_on_all_ranks_at_once(place: str) -> None:

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import dist_checkpointing
 from dist_checkpointing import load_common_state_dict, load_plain_tensors, load_sharded_metadata
+from real_ranks import torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-ROOT = Path(dist_checkpointing.__file__).parents[1]
 SCRIPT = Path(__file__).parent / "torch_dist_rank.py"
 RANK = runpy.run_path(str(SCRIPT))
 
 
-def torchrun(world_size: int, steps: str, checkpoints: Path, reports: Path) -> None:
+def launch(world_size: int, steps: str, checkpoints: Path, reports: Path) -> None:
     """Run scenarios on so many ranks, none of which may find anything wrong."""
-    reports.mkdir()
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = [str(SCRIPT), steps, str(checkpoints), str(reports)]
-    done = subprocess.run(
-        [*launcher, f"--nproc-per-node={world_size}", *script],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    wrong = [json.loads((reports / f"{rank}.json").read_text()) for rank in range(world_size)]
+    wrong = torchrun(world_size, SCRIPT, steps, checkpoints, reports=reports, timeout_seconds=60)
     assert wrong == [[]] * world_size
 
 
@@ -47,7 +28,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One by us, one of DTensors by DCP, and one of our shards by DCP, saved by three ranks."""
     folder = tmp_path_factory.mktemp("saved-by-3")
     steps = "we_save=ours,dcp_saves=dcp,dcp_saves_ours=mixed"
-    torchrun(3, steps, folder, folder / "reports")
+    launch(3, steps, folder, folder / "reports")
     return folder
 
 
@@ -61,7 +42,7 @@ def assert_whole(folder: Path, prefix: str = "") -> None:
 
 def test_two_ranks_load_each_others_checkpoints(checkpoints: Path, tmp_path: Path) -> None:
     steps = "dcp_loads=ours,we_load=ours,we_load_dcp=dcp,dcp_loads=mixed,we_load=mixed"
-    torchrun(2, steps, checkpoints, tmp_path / "reports")
+    launch(2, steps, checkpoints, tmp_path / "reports")
 
 
 def test_one_plain_process_loads_all_of_them(checkpoints: Path) -> None:

@@ -200,6 +200,17 @@ def late(rank: int) -> Report:
     return report
 
 
+def late_for_a_number(rank: int) -> Report:
+    comm = make_comm()
+    comm.agree("start", None)
+    if rank == 2:
+        # The others have given up their collective, and ask who is there.
+        while any(comm._read(f"at/{other}")[0] < 2 for other in (0, 1)):
+            time.sleep(0.02)
+    numbers = (7, rank, None, 7)
+    return {"all_same": [caught(lambda n=number: comm.all_same(n)) for number in numbers]}  # type: ignore[misc]
+
+
 def unpicklable(rank: int) -> Report:
     comm = make_comm()
     begin = time.monotonic()
@@ -221,6 +232,7 @@ SCENARIOS: dict[str, Callable[[int], Report]] = {
         dead_in_a_collective,
         interrupted,
         late,
+        late_for_a_number,
         unpicklable,
     )
 }

@@ -35,6 +35,8 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from dist_checkpointing.strategies.torch_dist import TorchDistCommonLoadStrategy
 from dist_checkpointing.strategies.zarr import (
     Zarr3LoadShardedStrategy,
     Zarr3SaveShardedStrategy,
@@ -201,6 +203,20 @@ def test_a_strategy_for_another_version_is_refused(
     assert "version" in str(error)
     assert f"found {saved[1]}" in str(error)
     assert "Leave sharded_strategy out" in str(error)
+
+
+def test_a_common_strategy_for_another_backend_is_refused(tmp_path: Path) -> None:
+    save({"w": rows("w", 0, 1), "step": 1}, tmp_path)
+    template, asked = {"w": rows("w", 0, 1)}, TorchDistCommonLoadStrategy()
+    error = the_one_error(
+        2, lambda comm: load(template, tmp_path, common_strategy=asked, comm=comm)
+    )
+    assert type(error) is UnsupportedFormatError
+    assert "expected one of ['torch_dist']; found torch;" in str(error)
+    assert "Leave common_strategy out" in str(error)
+    for strategy in (asked, TorchCommonLoadStrategy()):
+        with pytest.raises(UnsupportedFormatError, match=r"expected one of \[1\]; found 2"):
+            strategy.check_version_compatibility(2)
 
 
 @pytest.mark.parametrize("wrong", [Zarr3LoadShardedStrategy(), 5, object(), ["zarr", 2]])

@@ -191,9 +191,9 @@ def failing_writer(kind: type[StorageWriter], fault: Fault, rank: int) -> type[S
             super().finish(metadata, results)
             fault.at("finish, after", rank)
 
-        def created_names(self, index: Index) -> Any:
+        def created_names(self, index: Index, *, world_size: int) -> Any:
             fault.at("created_names", rank)
-            return super().created_names(index)
+            return super().created_names(index, world_size=world_size)
 
     return FailingWriter
 

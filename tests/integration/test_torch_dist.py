@@ -148,6 +148,22 @@ VALUES: dict[str, Any] = {
 }
 
 
+def test_conjugate_and_negative_views_load_as_what_they_stand_for(tmp_path: Path) -> None:
+    """DCP stores the other bytes, and a word about them."""
+    values = torch.randn(6, 4, dtype=torch.complex64)
+    stored = {"conjugate": values.conj(), "negative": values.conj().imag.contiguous()}
+    stored["negative"] = torch._neg_view(stored["negative"])
+    assert stored["conjugate"].is_conj()
+    assert stored["negative"].is_neg()
+    dcp_save(stored, tmp_path)
+    for key, tensor in stored.items():
+        assert torch.equal(dc.load_plain_tensors(tmp_path)[key], tensor)
+        part = ShardedTensor.from_rank_offsets(
+            key, torch.empty(3, 4, dtype=tensor.dtype), (0, 1, 2)
+        )
+        assert torch.equal(load({"part": part}, tmp_path)["part"], tensor[3:])
+
+
 def test_values_of_plain_dcp_are_common_state_nested_as_they_were(tmp_path: Path) -> None:
     dcp_save({"w": torch.ones(3), **VALUES}, tmp_path)
     assert dc.load_common_state_dict(tmp_path) == VALUES

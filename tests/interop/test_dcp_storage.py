@@ -41,6 +41,7 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
+from dist_checkpointing.commit import leftovers
 from dist_checkpointing.dtypes import DTYPES
 from dist_checkpointing.index import read_index
 from dist_checkpointing.interop import DCPReader, DCPWriter, shard_state_dict
@@ -438,6 +439,14 @@ def test_a_cache_that_is_out_of_date_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"'more': was not written by any rank"):
         dcp_save(more, storage_writer=DCPWriter(tmp_path / "2"), planner=planner())
     assert not check_is_distributed_checkpoint(tmp_path / "2")
+
+
+def test_the_files_of_all_ranks_are_announced(tmp_path: Path) -> None:
+    writer = DCPWriter(tmp_path, "torch_dist")
+    writer.set_up_storage_writer(is_coordinator=True)
+    writer.prepare_global_plan([SavePlan([]), SavePlan([])])
+    assert {"__0_0.distcp", "__1_0.distcp"} <= leftovers(tmp_path)
+    writer.reset()
 
 
 def test_a_committed_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:

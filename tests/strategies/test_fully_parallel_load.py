@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,12 +26,11 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.catalog import describe
-from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
+from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.dtypes import DTYPES
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.options import StorageOptions
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
-from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -43,7 +42,6 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreSaveShardedStrategy,
 )
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
-from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance.observed import observed_load
 from dist_checkpointing.testing.conformance.shards import (
@@ -52,21 +50,12 @@ from dist_checkpointing.testing.conformance.shards import (
     random_bits,
 )
 from dist_checkpointing.tree import flatten, unflatten
+from simulated_groups import TinyChunks, each_rank, everybody_fails
 
 Algorithm = Literal["broadcast", "gather_object", "gather_rounds"]
 
-SECONDS = 20.0
 ALGORITHMS: tuple[Algorithm, ...] = ("broadcast", "gather_object", "gather_rounds")
 ALGORITHM = pytest.mark.parametrize("algorithm", ALGORITHMS)
-
-
-class TinyChunkWriter(ZarrV3Writer):
-    layout = RowBlockLayout(64)
-
-
-class TinyChunks(Zarr3SaveShardedStrategy):
-    def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
-        return TinyChunkWriter(checkpoint_dir, self.codec)
 
 
 class Counting:
@@ -180,13 +169,6 @@ class World:
     groups: tuple[tuple[int, ...], ...]
     wishes: tuple[Wish, ...]
 
-    @property
-    def num_ranks(self) -> int:
-        return sum(map(len, self.groups))
-
-    def group_of(self, rank: int) -> tuple[int, ...]:
-        return next(group for group in self.groups if rank in group)
-
     def leaves(self, rank: int) -> list[ShardedTensor]:
         return [
             wish.leaf(memory) for wish in self.wishes for who, memory in wish.ranks if who == rank
@@ -235,20 +217,6 @@ def worlds(draw: st.DrawFn) -> World:
     return World(groups, tuple(wishes))
 
 
-def each_rank(world: World, step: Callable[[Comm, Comm], Any]) -> list[Any]:
-    """``step(everybody, group)`` on every rank; a group of one rank is no group."""
-    meetings = {group: ThreadComm.Meeting(len(group), SECONDS) for group in world.groups}
-
-    def one(comm: Comm) -> Any:
-        group = world.group_of(comm.rank)
-        own: Comm = SingleProcess()
-        if len(group) > 1:
-            own = ThreadComm(meetings[group], group.index(comm.rank))
-        return step(comm, own)
-
-    return run_ranks(world.num_ranks, one, timeout_seconds=SECONDS)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "c"
@@ -280,7 +248,7 @@ def test_every_wish_is_filled_and_read_once(
         loaded: Any = load({"leaves": wanted}, saved, strategy, comm=comm)
         check(wanted, loaded.get("leaves", []), in_place=True)
 
-    each_rank(world, one)
+    each_rank(world.groups, one)
     assert counting.total == world.unique_bytes()
 
 
@@ -309,7 +277,7 @@ def test_a_third_party_reads_once(world: World, algorithm: Algorithm, in_place: 
         assert loaded["deep"][1] == "rng/shard_0_1"
         return base.num_bytes
 
-    assert sum(each_rank(world, one)) == world.unique_bytes()
+    assert sum(each_rank(world.groups, one)) == world.unique_bytes()
 
 
 # --- who reads ----------------------------------------------------------------------------------
@@ -550,21 +518,7 @@ def test_another_chunk_grid_is_another_sharing(tmp_path: Path) -> None:
 # --- failures -----------------------------------------------------------------------------------
 
 
-def everybody_fails(world: World, step: Callable[[Comm, Comm], object]) -> list[Exception]:
-    def attempt(comm: Comm, group: Comm) -> Exception | None:
-        try:
-            step(comm, group)
-        except Exception as error:  # noqa: BLE001 - which one it is, is what is tested
-            return error
-        return None
-
-    errors = each_rank(world, attempt)
-    assert None not in errors
-    assert len({str(error) for error in errors}) == 1
-    return [error for error in errors if error is not None]
-
-
-TWO_GROUPS = World(((0, 1), (2, 3)), ())
+TWO_GROUPS = ((0, 1), (2, 3))
 
 
 @ALGORITHM

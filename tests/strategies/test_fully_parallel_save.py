@@ -24,20 +24,17 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import is_main_replica
 from dist_checkpointing.planning import BalancedSavePlanner, DefaultSavePlanner, WriteItem
-from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tree import flatten
-
-SECONDS = 20.0
+from simulated_groups import TinyChunks, each_rank, everybody_fails
 
 
 @dataclass(frozen=True)
@@ -59,10 +56,6 @@ class World:
     groups: tuple[tuple[int, ...], ...]
     rows: Mapping[str, int]
     parts: tuple[Part, ...]
-
-    @property
-    def num_ranks(self) -> int:
-        return sum(map(len, self.groups))
 
     def group_of(self, rank: int) -> tuple[int, ...]:
         return next(group for group in self.groups if rank in group)
@@ -124,29 +117,6 @@ def worlds(draw: st.DrawFn) -> World:
     return World(groups, rows, tuple(parts))
 
 
-def each_rank(world: World, step: Callable[[Comm, Comm], Any]) -> list[Any]:
-    """``step(everybody, group)`` on every rank; a group of one rank is no group."""
-    meetings = {group: ThreadComm.Meeting(len(group), SECONDS) for group in world.groups}
-
-    def one(comm: Comm) -> Any:
-        group = world.group_of(comm.rank)
-        own: Comm = SingleProcess()
-        if len(group) > 1:
-            own = ThreadComm(meetings[group], group.index(comm.rank))
-        return step(comm, own)
-
-    return run_ranks(world.num_ranks, one, timeout_seconds=SECONDS)
-
-
-class TinyChunkWriter(ZarrV3Writer):
-    layout = RowBlockLayout(100)
-
-
-class TinyChunks(Zarr3SaveShardedStrategy):
-    def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
-        return TinyChunkWriter(checkpoint_dir, self.codec)
-
-
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(worlds(), st.sampled_from([TinyChunks, Zarr3SaveShardedStrategy]))
 def test_a_balanced_plan_writes_everything_once(world: World, kind: type[Any]) -> None:
@@ -160,7 +130,7 @@ def test_a_balanced_plan_writes_everything_once(world: World, kind: type[Any]) -
 
     written = {key: torch.zeros(rows * 3, dtype=torch.int64) for key, rows in world.rows.items()}
     times = {key: torch.zeros(rows * 3, dtype=torch.int64) for key, rows in world.rows.items()}
-    for rank, items in enumerate(each_rank(world, plan)):
+    for rank, items in enumerate(each_rank(world.groups, plan)):
         for item, data in items:
             where = place(world, item)
             written[item.index.fqn][where] = data.reshape(-1)
@@ -226,7 +196,9 @@ def test_a_third_party_writes_everything_once(world: World) -> None:
             assert replace(marked, replica_id=own.replica_id) == own
         return [leaf for leaf in seen["deep"][0] if is_main_replica(leaf.replica_id)]
 
-    written = [(rank, leaf) for rank, leaves in enumerate(each_rank(world, one)) for leaf in leaves]
+    written = [
+        (rank, leaf) for rank, leaves in enumerate(each_rank(world.groups, one)) for leaf in leaves
+    ]
     for part in world.parts:
         model = world.leaf(part, part.main)
         writers = [
@@ -302,8 +274,6 @@ def test_a_strategy_with_a_planner_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_options_of_a_balanced_planner_hold_within_the_groups(tmp_path: Path) -> None:
-    world = World(((0, 2), (1, 3)), {}, ())
-
     def one(comm: Comm, group: Comm) -> list[str]:
         base = Zarr3SaveShardedStrategy(planner=BalancedSavePlanner(save_to_minimum_rank=True))
         strategy: Any = FullyParallelSaveStrategyWrapper(base, group).resolved()
@@ -318,7 +288,7 @@ def test_the_options_of_a_balanced_planner_hold_within_the_groups(tmp_path: Path
         planned = strategy.plan(leaves, strategy.make_writer(tmp_path), comm)
         return [item.index.fqn for item in planned.plan.items]
 
-    assert each_rank(world, one) == [["w2"], ["w3"], [], []]
+    assert each_rank([(0, 2), (1, 3)], one) == [["w2"], ["w3"], [], []]
 
 
 # --- caches never lie ---------------------------------------------------------------------------
@@ -417,32 +387,18 @@ def test_ranks_that_remember_different_saves_share_out_anew() -> None:
 # --- failures -----------------------------------------------------------------------------------
 
 
-def everybody_fails(world_size: int, step: Callable[[Comm], object]) -> list[Exception]:
-    def attempt(comm: Comm) -> Exception | None:
-        try:
-            step(comm)
-        except Exception as error:  # noqa: BLE001 - which one it is, is what is tested
-            return error
-        return None
-
-    errors = run_ranks(world_size, attempt, timeout_seconds=SECONDS)
-    assert None not in errors
-    assert len({str(error) for error in errors}) == 1
-    return [error for error in errors if error is not None]
-
-
 @pytest.mark.parametrize("third_party", [True, False])
 def test_a_replica_without_data_is_named(tmp_path: Path, third_party: bool) -> None:
     base: Any = Recorder() if third_party else Zarr3SaveShardedStrategy()
 
-    def one(comm: Comm) -> None:
+    def one(comm: Comm, group: Comm) -> None:
         leaf = shard("w", rank=comm.rank)
         if comm.rank == 1:
             leaf.data = None
-        strategy = FullyParallelSaveStrategyWrapper(base, comm)
+        strategy = FullyParallelSaveStrategyWrapper(base, group)
         save({"w": leaf}, tmp_path / "c", strategy, comm=comm)
 
-    error = everybody_fails(3, one)[0]
+    error = everybody_fails([range(3)], one)[0]
     assert isinstance(error, InvalidShardingError)
     assert {(f.key, f.ranks) for f in error.findings} == {("w", (1,))}
     assert not (tmp_path / "c").exists() or third_party
@@ -451,7 +407,6 @@ def test_a_replica_without_data_is_named(tmp_path: Path, third_party: bool) -> N
 @pytest.mark.parametrize("third_party", [True, False])
 def test_one_failing_rank_fails_all_groups(tmp_path: Path, third_party: bool) -> None:
     """Two groups: what goes wrong in one is everybody's error."""
-    world = World(((0, 1), (2, 3)), {}, ())
 
     class FullDisk(Recorder):
         def save(self, *_: Any) -> None:
@@ -461,7 +416,7 @@ def test_one_failing_rank_fails_all_groups(tmp_path: Path, third_party: bool) ->
         def get_data(self, item: WriteItem) -> Any:
             raise OSError(28, f"no space left on device for {item.index.fqn}")
 
-    def one(comm: Comm, group: Comm) -> Exception | None:
+    def one(comm: Comm, group: Comm) -> None:
         base: Any
         if third_party:
             base = FullDisk() if comm.rank == 3 else Recorder()
@@ -476,26 +431,22 @@ def test_one_failing_rank_fails_all_groups(tmp_path: Path, third_party: bool) ->
             )
             for i in range(4)
         }
-        try:
-            save(state, tmp_path / "c", strategy, comm=comm)
-        except RankFailedError as error:
-            return error
-        return None
+        save(state, tmp_path / "c", strategy, comm=comm)
 
-    errors = each_rank(world, one)
-    assert len({str(error) for error in errors}) == 1
-    assert errors[0].ranks == (3,)
-    assert "no space left" in str(errors[0])
+    error = everybody_fails([(0, 1), (2, 3)], one)[0]
+    assert isinstance(error, RankFailedError)
+    assert error.ranks == (3,)
+    assert "no space left" in str(error)
     assert not (tmp_path / "c" / "metadata.json").exists()
 
 
 @pytest.mark.parametrize("kind", [Zarr3SaveShardedStrategy, Recorder])
 def test_two_main_replicas_are_still_refused(tmp_path: Path, kind: type[Any]) -> None:
-    def one(comm: Comm) -> None:
-        strategy = FullyParallelSaveStrategyWrapper(kind(), comm)
+    def one(comm: Comm, group: Comm) -> None:
+        strategy = FullyParallelSaveStrategyWrapper(kind(), group)
         save({"w": shard("w", rank=0)}, tmp_path / "c", strategy, comm=comm)
 
-    error = everybody_fails(2, one)[0]
+    error = everybody_fails([range(2)], one)[0]
     assert isinstance(error, InvalidShardingError)
     assert "2 shards hold this part" in str(error)
 

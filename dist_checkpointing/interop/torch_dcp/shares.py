@@ -10,13 +10,13 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as dcp
 
 from dist_checkpointing import dtypes
-from dist_checkpointing.catalog import TableRows, concatenate
+from dist_checkpointing.catalog import TableRows
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.index import Index
-from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
+from dist_checkpointing.planned_save import checked_plans
+from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan
 from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.storage import StorageWriter, WriteResult
-from dist_checkpointing.validation import check_agreement, check_coverage
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,10 @@ def lay_out(plans: Sequence[dcp.SavePlan], layout: Layout) -> tuple[list[SavePla
     Raises:
         InvalidShardingError: if it is not every element exactly once, or cannot be stored.
     """
-    tables = [_table(plan, rank) for rank, plan in enumerate(plans)]
     planner = DefaultSavePlanner()
     planner.configure_planner({}, is_coordinator=True, rank=0, layout=layout)
-    announced = concatenate([plan.table for plan in tables])
-    check_agreement(announced)
-    own_plans, index = planner.build_global_plan(tables)
-    check_coverage(announced, concatenate([plan.table for plan in own_plans]))
+    announced = LocalPlans(_announced(plan, rank) for rank, plan in enumerate(plans))
+    own_plans, index = checked_plans(announced, planner)
     return [planner.finalize_plan(plan) for plan in own_plans], index
 
 
@@ -114,7 +111,7 @@ def make_shares(
     return [Share(plan, rank, len(plans), writes, save_plan_id) for rank, plan in enumerate(final)]
 
 
-def _table(plan: dcp.SavePlan, rank: int) -> SavePlan:
+def _announced(plan: dcp.SavePlan, rank: int) -> SavePlan:
     rows = TableRows()
     for position, item in enumerate(plan.items):
         data = item.tensor_data

@@ -135,8 +135,8 @@ class _Writer(StorageWriter):
         super().__init__(checkpoint_dir)
         self._make = make
 
-    def created_names(self, index: Index) -> Iterable[str]:
-        del index
+    def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
+        del index, world_size
         return [FOLDER_NAME]
 
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:

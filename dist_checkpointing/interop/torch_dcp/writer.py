@@ -135,7 +135,11 @@ class DCPWriter(dcp_storage.StorageWriter):
         laid_out = [lay_out(full, writer.layout) for full in every]
         names: dict[str, None] = {}
         for _, index in laid_out:
-            created = [*writer.created_names(index), *self._common.created_names([]), DCP_KEYS_NAME]
+            created = [
+                *writer.created_names(index, world_size=len(plans)),
+                *self._common.created_names([]),
+                DCP_KEYS_NAME,
+            ]
             check_distinct(created)
             names |= dict.fromkeys(created)
         self._attempt = Attempt.begin(self.path, names, overwrite=self.overwrite)

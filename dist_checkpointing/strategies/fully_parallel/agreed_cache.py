@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+import xxhash
 
 from dist_checkpointing.catalog import ShardTable
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.packing import pack, unpack_all
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -19,13 +21,13 @@ class _Kept(Generic[T]):
     """A value, and what it was made of.
 
     Attributes:
-        own: digest of what this rank brought.
-        occasion: digest of what all ranks brought.
+        own: what this rank brought: its packed table and its facts.
+        occasion: a number for what all ranks brought.
         value: made of it.
     """
 
-    own: bytes
-    occasion: bytes
+    own: tuple[bytes, object]
+    occasion: int
     value: T
 
 
@@ -62,32 +64,25 @@ class AgreedCache(Generic[T]):
             comm: the group.
             step: what is being done, for messages.
             describe: the table of this rank, with its rank in ``comm``, and whatever else the value
-                depends on; its ``repr`` must tell it from anything different.
+                depends on; equal to nothing, and with the ``repr`` of nothing, that is different.
             work_out: makes the value of what all ranks bring, in rank order.
         """
         with comm.agreed(step):
             table, facts = describe()
-            own = _digest(table, facts)
+            own = pack(table), facts
         kept = self._kept
         if self._keeps:
-            held = None if kept is None or kept.own != own else kept.occasion
-            occasions = set(comm.all_gather(held))
-            if kept is not None and len(occasions) == 1 and None not in occasions:
+            occasion = kept.occasion if kept is not None and kept.own == own else None
+            if comm.all_same(occasion):
+                assert kept is not None
                 return kept.value
-        brought = comm.all_gather((table, facts, own))
+        brought = comm.all_gather(own)
         with comm.agreed(step):
-            value = work_out([(theirs, known) for theirs, known, _ in brought])
+            packed, facts_of_ranks = zip(*brought, strict=True)
+            value = work_out(list(zip(unpack_all(packed), facts_of_ranks, strict=True)))
         if self._keeps:
-            occasion = hashlib.blake2b(b"".join(digest for _, _, digest in brought)).digest()
-            self._kept = _Kept(own, occasion, value)
+            digest = xxhash.xxh3_64(repr(facts_of_ranks).encode())
+            for data in packed:
+                digest.update(data)
+            self._kept = _Kept(own, digest.intdigest() >> 2, value)
         return value
-
-
-def _digest(table: ShardTable, facts: object) -> bytes:
-    digest = hashlib.blake2b(repr((facts, table.names)).encode(), digest_size=16)
-    for field in fields(table):
-        if field.name != "names":
-            column = getattr(table, field.name)
-            digest.update(repr((field.name, column.shape)).encode())
-            digest.update(column.tobytes())
-    return digest.digest()

@@ -144,8 +144,8 @@ class TensorStoreWriter(StorageWriter):
 
     gathers_results: ClassVar[bool] = True
 
-    def created_names(self, index: Index) -> Iterable[str]:
-        del index
+    def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
+        del index, world_size
         return [INDEX_NAME, CHECKSUMS_NAME, *database.CREATED_NAMES]
 
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:

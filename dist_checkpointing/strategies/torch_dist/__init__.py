@@ -6,17 +6,11 @@ what they write is read here, plain DCP checkpoints without ``metadata.json`` in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 
 from dist_checkpointing import store
-from dist_checkpointing.comm import Comm
 from dist_checkpointing.commit import DCP_METADATA_NAME
-from dist_checkpointing.mapping import ShardedBase
-from dist_checkpointing.planned_save import PlanCache, PlannedSave
-from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.storage import StorageWriter
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.common import TorchDistCommonLoadStrategy
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
@@ -45,19 +39,6 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
     @property
     def can_handle_sharded_objects(self) -> bool:
         return True
-
-    def plan(
-        self,
-        leaves: Leaves,
-        writer: StorageWriter,
-        comm: Comm,
-        *,
-        cache: PlanCache | None = None,
-        others: Iterable[ShardedBase] = (),
-    ) -> PlannedSave:
-        assert isinstance(writer, TorchDistWriter)
-        writer.world_size = comm.world_size
-        return super().plan(leaves, writer, comm, cache=cache, others=others)
 
 
 class TorchDistLoadShardedStrategy(PlannedLoadStrategy):

@@ -14,6 +14,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.strategies.base import LoadCommonStrategy
+from dist_checkpointing.strategies.known_formats import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_dist.contents import COMMON_STATE_CELL, cell_named
 from dist_checkpointing.strategies.torch_dist.metadata import (
@@ -25,7 +26,7 @@ from dist_checkpointing.strategies.torch_dist.record_search import BadRecord
 from dist_checkpointing.strategies.torch_dist.stored_values import OpenRecord, opened, read_object
 
 
-class TorchDistCommonLoadStrategy(LoadCommonStrategy):
+class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     """Reads the common state that Megatron-Core >= 0.19 and plain torch DCP keep in the checkpoint.
 
     Megatron's is one object. Plain DCP's is every value that is not a tensor, nested as it was in
@@ -35,21 +36,14 @@ class TorchDistCommonLoadStrategy(LoadCommonStrategy):
         trusted: unpickle anything, which lets the files run any code.
     """
 
+    reads = frozenset({("torch_dist", 1)})
+    argument = "common_strategy"
+
     def __init__(self, *, trusted: bool = False) -> None:
         self.trusted = trusted
 
     def trusting(self) -> Self:
         return type(self)(trusted=True)
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        if loaded_backend != "torch_dist":
-            finding = Finding("other common backend", expected="torch_dist", found=loaded_backend)
-            raise UnsupportedFormatError("cannot read the common state", [finding])
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        if loaded_version != 1:
-            finding = Finding("unknown version", expected="torch_dist 1", found=loaded_version)
-            raise UnsupportedFormatError("cannot read the common state", [finding])
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
         folder = Path(checkpoint_dir)

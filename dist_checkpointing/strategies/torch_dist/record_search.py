@@ -6,7 +6,7 @@ import io
 import itertools
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -175,6 +175,14 @@ class _TooSpecial(Exception):
     """A pickle holds more than a plain tensor."""
 
 
+def _plain(args: Sequence[Any], dtype: Any, bits: Sequence[Any]) -> tuple[Any, ...]:
+    if any(bits):
+        # Conjugate and negative views: what is stored is not what they stand for.
+        raise _TooSpecial(f"a tensor with {bits}")
+    storage, offset, shape, stride = args
+    return storage, offset, shape, stride, dtype
+
+
 class _Description(pickle.Unpickler):
     """Reads what the pickle of a tensor says, and makes nothing of it.
 
@@ -184,11 +192,9 @@ class _Description(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name == "_rebuild_tensor_v2":
-            return lambda storage, offset, shape, stride, *_: (storage, offset, shape, stride, None)
+            return lambda *args: _plain(args[:4], None, args[6:7])
         if module == "torch._utils" and name == "_rebuild_tensor_v3":
-            return lambda storage, offset, shape, stride, _, __, dtype, *___: (
-                storage, offset, shape, stride, dtype
-            )  # fmt: skip
+            return lambda *args: _plain(args[:4], args[6], args[7:8])
         if (module, name) == ("collections", "OrderedDict"):
             return lambda: None
         if (module, name) == ("torch.storage", "UntypedStorage"):

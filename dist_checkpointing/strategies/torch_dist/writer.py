@@ -58,11 +58,7 @@ class _Task:
 
 
 class TorchDistWriter(StorageWriter):
-    """Writes what plain torch DCP and Megatron-Core read.
-
-    Attributes:
-        world_size: of the save; known before the folder is claimed, since file names depend on it.
-    """
+    """Writes what plain torch DCP and Megatron-Core read."""
 
     # A chunk is a shard, however large it is.
     layout = RowBlockLayout(max_chunk_bytes=1 << 62)
@@ -70,11 +66,10 @@ class TorchDistWriter(StorageWriter):
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
-        self.world_size = 1
         self._rank = 0
         self._with_crc = get_crc32_options()  # which other threads and processes may not see
 
-    def created_names(self, index: Index) -> Iterable[str]:
+    def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         clashes = [key for key in unique_keys(index) if key in index]
         if clashes:
             raise InvalidShardingError(
@@ -88,14 +83,14 @@ class TorchDistWriter(StorageWriter):
             )
         names = [
             file_name(rank, number)
-            for rank in range(self.world_size)
+            for rank in range(world_size)
             for number in range(self.options.threads)
         ]
         return [DCP_METADATA_NAME, CHECKSUMS_NAME, *names]
 
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
-        self._rank, self.world_size = rank, world_size
-        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        del world_size
+        self._rank = rank
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert plan.index is not None
@@ -166,7 +161,8 @@ class TorchDistWriter(StorageWriter):
                 chunks[key].append((offsets, sizes))
         tensors = {key: _dcp_tensor(metadata, key, chunks[key]) for key in metadata}
         content = to_pickle(DcpMetadata(tensors, tuple(values), places))
-        store.write_atomic(self.checkpoint_dir / DCP_METADATA_NAME, content)
+        path = self.checkpoint_dir / DCP_METADATA_NAME
+        store.write_atomic(path, content, self.options.durability)
 
 
 def _rows(result: WriteResult) -> list[Row]:

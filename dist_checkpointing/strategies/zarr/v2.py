@@ -54,7 +54,8 @@ class ZarrV2Writer(ZarrFolderWriter):
 
     layout = WholeShardLayout()
 
-    def created_names(self, index: Index) -> Iterable[str]:
+    def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
+        del world_size
         for key in index:
             store.check_raw_key(key)
         _check_nested_keys(index)

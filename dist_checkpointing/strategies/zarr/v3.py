@@ -80,8 +80,8 @@ class ZarrV3Writer(ZarrFolderWriter):
         self._codec_name = codec
         self._codec = make_codec(codec)
 
-    def created_names(self, index: Index) -> Iterable[str]:
-        return [*super().created_names(index), METADATA_NAME]
+    def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
+        return [*super().created_names(index, world_size=world_size), METADATA_NAME]
 
     def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
         for path, content in describe(tensor, _codecs(self._codec_name, tensor)).items():

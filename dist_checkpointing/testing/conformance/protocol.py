@@ -168,16 +168,29 @@ class StorageProtocol(BackendHooks):
         """All that a save creates is announced before, so that a failed one can be cleared away."""
         strategy, folder = self.planned_saver(), tmp_path / "c"
         log = _Log()
-        observed = observed_save(strategy, log.observer(0))
-        save(_state(1, 0), folder, observed)
-        (plan,) = log.values("write_data")
-        announced = {*strategy.make_writer(folder).created_names(plan.index)}
+
+        def save_one(comm: Comm) -> None:
+            observed = observed_save(self.planned_saver(), log.observer(comm.rank))
+            save(_state(2, comm.rank), folder, observed, comm=comm)
+
+        run_ranks(2, save_one)
+        plan, _ = log.values("write_data")
+        announced = {*strategy.make_writer(folder).created_names(plan.index, world_size=2)}
         announced |= {CONFIG_FNAME, "common.pt", ".dckpt"}
         for path in folder.rglob("*"):
             if path.is_file():
                 name = path.relative_to(folder)
                 above = {name.as_posix(), *(parent.as_posix() for parent in name.parents)}
                 assert above & announced, f"{name} was not announced"
+
+    @pytest.mark.parametrize("is_empty", [False, True])
+    def test_a_direct_save_makes_the_folder(self, tmp_path: Path, is_empty: bool) -> None:
+        """Also if there is nothing to write but what describes the whole."""
+        folder = tmp_path / "not" / "yet"
+        state = {} if is_empty else _state(1, 0)
+        self.planned_saver().save(state, folder)
+        found = self.planned_loader().load_tensors_metadata(folder)
+        assert found.keys() == state.keys()
 
     def test_async_commits_at_the_end(self, tmp_path: Path) -> None:
         """An asynchronous save is a checkpoint once it is finalized on all ranks, not before."""

@@ -1,0 +1,5 @@
+"""``python -m dist_checkpointing`` is ``dckpt``."""
+
+from dist_checkpointing.cli.app import main
+
+main()

@@ -1,0 +1,68 @@
+"""The program: its commands, and how an error ends it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Final
+
+import typer
+
+from dist_checkpointing.cli import ls
+from dist_checkpointing.cli.screen import fail
+from dist_checkpointing.errors import CheckpointingException
+
+EXIT_BAD_INPUT: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+app = typer.Typer(
+    name="dckpt",
+    help="Look into distributed checkpoints, check, compare and convert them.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("ls")(ls.ls)
+
+
+@app.callback()
+def options(
+    *,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Look into distributed checkpoints, check, compare and convert them.
+
+    Works on one machine, without a process group, for every backend, also for checkpoints of
+    Megatron-Core and torch.distributed.checkpoint.
+    """
+    del debug  # seen by ``main``, which is where errors arrive
+
+
+def main() -> None:
+    """Run ``dckpt`` with the arguments of the process."""
+    debug = "--debug" in sys.argv
+    try:
+        # Wherever it stands, also behind the command.
+        app([argument for argument in sys.argv[1:] if argument != "--debug"])
+    except KeyboardInterrupt:
+        fail("interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output (head, less) has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except (CheckpointingException, LookupError, ValueError, OSError) as error:
+        if debug:
+            raise
+        fail(_text(error))
+        sys.exit(EXIT_BAD_INPUT)
+
+
+def _text(error: Exception) -> str:
+    # The text of a KeyError is the repr of its message.
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+
+
+if __name__ == "__main__":
+    main()

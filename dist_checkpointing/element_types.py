@@ -1,0 +1,103 @@
+"""Every element type a checkpoint may hold, in one table: numpy and zarr names side by side.
+
+Without torch, so that a checkpoint can be listed without importing it; see ``dtypes``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from dist_checkpointing.errors import Finding, UnsupportedFormatError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One storable element type.
+
+    ``name`` is the zarr v3 name (also used in our index, and torch's own), ``zarr_v2`` the v2 one
+    as Megatron and TensorStore spell it. ``bits`` is a dtype of the same size that numpy itself
+    knows, and copies at full speed.
+    """
+
+    name: str
+    numpy: np.dtype[Any]
+    zarr_v2: str
+    bits: np.dtype[Any]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.numpy.itemsize
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch dtype.
+
+        Raises:
+            UnsupportedFormatError: if the installed torch is too old to have it.
+        """
+        found: torch.dtype | None = getattr(importlib.import_module("torch"), self.name, None)
+        if found is None:
+            finding = Finding(
+                "the installed torch has no such dtype", found=self.name, remedy="Update torch."
+            )
+            raise UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])
+        return found
+
+
+def _table() -> tuple[DType, ...]:
+    plain = (
+        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+        "float16 float32 float64 complex64 complex128"
+    )
+    rows = [
+        DType(name, own, own.newbyteorder("<").str, own)
+        for name, own in ((name, np.dtype(name)) for name in plain.split())
+    ]
+    extended = "bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+    rows += [
+        DType(name, own, name, np.dtype(f"i{own.itemsize}"))
+        for name, own in ((name, np.dtype(getattr(ml_dtypes, name))) for name in extended.split())
+    ]
+    return tuple(rows)
+
+
+ELEMENT_TYPES = _table()
+_BY_NAME = {row.name: row for row in ELEMENT_TYPES}
+_BY_ZARR_V2 = {row.zarr_v2: row for row in ELEMENT_TYPES}
+
+
+def from_name(name: str) -> DType:
+    """The dtype with this zarr v3 name.
+
+    Raises:
+        UnsupportedFormatError: if we do not store it.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise _unsupported(name, _BY_NAME) from None
+
+
+def from_zarr_v2(name: object) -> DType:
+    """The dtype with this zarr v2 name.
+
+    Raises:
+        UnsupportedFormatError: if we do not store it, big-endian ones included.
+    """
+    if not isinstance(name, str) or name not in _BY_ZARR_V2:
+        raise _unsupported(name, _BY_ZARR_V2)
+    return _BY_ZARR_V2[name]
+
+
+def _unsupported(name: object, known: dict[str, DType]) -> UnsupportedFormatError:
+    finding = Finding(problem="unknown stored dtype", expected=", ".join(known), found=repr(name))
+    return UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])

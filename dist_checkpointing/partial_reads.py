@@ -1,0 +1,131 @@
+"""Reads single boxes, objects and the common state of a checkpoint, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_checkpointing import dtypes
+from dist_checkpointing.begun_save import CONTENT_METADATA_KEY
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.commit import CheckpointingConfig
+from dist_checkpointing.geometry import Box, Ints
+from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.loading import common_reader, open_checkpoint
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
+from dist_checkpointing.storage import StorageReader
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    PlannedLoadStrategy,
+)
+from dist_checkpointing.strategies.selection import handles_objects
+from dist_checkpointing.tree import DictKey
+from dist_checkpointing.tree import Path as TreePath
+
+
+class PartialReads:
+    """What reads one checkpoint; strategies are looked for on first use.
+
+    Args:
+        folder: the checkpoint.
+        config: its config.
+        trusted: unpickle anything.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointingConfig, *, trusted: bool) -> None:
+        self._folder = folder
+        self._config = config
+        self._trusted = trusted
+        self._own_index: Index | None = None
+
+    @cached_property
+    def sharded(self) -> LoadShardedStrategy:
+        """The strategy for tensors."""
+        found = open_checkpoint(self._folder).sharded
+        return found.trusting() if self._trusted else found
+
+    @cached_property
+    def _common(self) -> LoadCommonStrategy:
+        found = common_reader(self._config)
+        return found.trusting() if self._trusted else found
+
+    def index(self) -> Index:
+        """What is stored, for a checkpoint without an index file."""
+        if isinstance(self.sharded, PlannedLoadStrategy):
+            self._own_index = self.sharded.make_reader(self._folder).read_metadata()
+            return self._own_index
+        stored = self.sharded.load_tensors_metadata(self._folder)
+        return Index.of(
+            StoredTensor(
+                key,
+                dtypes.from_torch(tensor.dtype, key=key),
+                tensor.global_shape,
+                tuple(max(1, extent) for extent in tensor.global_shape),
+            )
+            for key, tensor in sorted(stored.items())
+        )
+
+    def boxes(self, index: Index, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """One new tensor for each box; see ``Checkpoint.read``."""
+        leaves = {number: _leaf(index[key], box) for number, (key, box) in enumerate(wanted)}
+        strategy = self.sharded
+        if isinstance(strategy, PlannedLoadStrategy):
+            paths: dict[TreePath, ShardedTensor] = {
+                (DictKey(number),): leaf for number, leaf in leaves.items()
+            }
+            reader = strategy.make_reader(self._folder)
+            strategy.read(paths, self._index_for(reader, index), reader, SingleProcess())
+            return [_data(leaf) for leaf in leaves.values()]
+        loaded = strategy.load({str(number): leaf for number, leaf in leaves.items()}, self._folder)
+        return [loaded[str(number)] for number in leaves]
+
+    def _index_for(self, reader: StorageReader, index: Index) -> Index:
+        """The index as a reader wants it: one that makes its own may note more in it."""
+        if type(reader).read_metadata is StorageReader.read_metadata:
+            return index
+        if self._own_index is None:
+            self._own_index = reader.read_metadata()
+        return self._own_index
+
+    def object_grids(self) -> dict[str, Ints]:
+        """The grids of all sharded objects, by key."""
+        strategy = self.sharded if handles_objects(self.sharded) else self._common
+        stored = strategy.load_sharded_metadata(self._folder)
+        return {
+            leaf.key: tuple(leaf.global_shape)
+            for leaf in stored.values()
+            if isinstance(leaf, ShardedObject)
+        }
+
+    def object_cell(self, key: str, shape: Ints, cell: Ints) -> Any:
+        """The value of one cell of a sharded object."""
+        template = {"cell": ShardedObject(key, None, shape, cell)}
+        if handles_objects(self.sharded):
+            return self.sharded.load(template, self._folder)["cell"]
+        return self._common.load_sharded_objects(template, self._folder)["cell"]
+
+    def common(self) -> StateDict:
+        """The common state."""
+        return self._common.load_common(self._folder)
+
+    @staticmethod
+    def content_metadata(common: StateDict) -> dict[str, Any] | None:
+        """What ``save`` was given as ``content_metadata``."""
+        return common.get(CONTENT_METADATA_KEY)
+
+
+def _leaf(stored: StoredTensor, box: Box) -> ShardedTensor:
+    data = torch.empty(box.shape, dtype=stored.dtype.torch)
+    return ShardedTensor(
+        stored.key, data, data.dtype, box.shape, stored.global_shape, box.offset, None
+    )
+
+
+def _data(leaf: ShardedTensor) -> torch.Tensor:
+    assert leaf.data is not None
+    return leaf.data

@@ -1,0 +1,167 @@
+"""What the listings of a page take for granted: the names that they use and do not define.
+
+A listing shows the call that matters. A function here sets the scene for one page: it is called
+before each listing with its number, in a new folder which is the working directory, and one process
+is all ranks.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import tensorstore
+import torch
+from torch.distributed import checkpoint as dcp
+
+import dist_checkpointing
+from dist_checkpointing import CheckpointManager, ShardedTensor, interop
+from dist_checkpointing.planning import DefaultSavePlanner
+from dist_checkpointing.strategies.async_calls import AsyncCallsQueue
+from dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+
+Names = dict[str, Any]
+Scene = Callable[[int, Names], None]
+
+
+def _public() -> Names:
+    return {name: getattr(dist_checkpointing, name) for name in dist_checkpointing.__all__}
+
+
+def _interop() -> Names:
+    # Alternatives in one listing save to one place.
+    overwriting = {
+        "save": partial(dist_checkpointing.save, overwrite=True),
+        "DCPWriter": partial(interop.DCPWriter, overwrite=True),
+    }
+    storages = {name: getattr(dcp, name) for name in ("FileSystemReader", "FileSystemWriter")}
+    return {name: getattr(interop, name) for name in interop.__all__} | storages | overwriting
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+
+
+def _weight() -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets("decoder.w", torch.arange(96.0).reshape(8, 12))
+
+
+def readme(number: int, names: Names) -> None:
+    if number == 0:
+        names |= {"w": torch.ones(4, 2), "rng_state": torch.get_rng_state(), "template": {}}
+        names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "rank": 0, "world_size": 1}
+    else:
+        names |= _interop() | {"dcp": dcp, "model": _model(), "path": "ckpt/2000"}
+        names["state"] = {"w": _weight().data}
+        # One listing for both kinds of state, and for saves to one place.
+        names["save"] = lambda state, path, *strategy: dist_checkpointing.save(
+            interop.shard_state_dict(state) if strategy else state, path, *strategy, overwrite=True
+        )
+
+
+def index(number: int, names: Names) -> None:
+    if number == 2:
+        names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "step": 2000}
+        names["weight"] = torch.ones(4, 2)
+
+
+def looking(number: int, names: Names) -> None:
+    del names
+    if number == 0:
+        dist_checkpointing.save({"w": _weight(), "step": 1000}, "ckpt/1000")
+
+
+def asynchronous(number: int, names: Names) -> None:
+    model = _model()
+    state = {"w": _weight(), "step": 0}
+    names |= _public() | {"root": "run", "steps": 600, "signal": signal, "state": lambda: state}
+    names |= {"train_step": lambda: None, "model": model, "batch": torch.ones(2, 4)}
+    names |= {"optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    if number == 1:
+        names |= {"manager": CheckpointManager("second"), "step": 10}
+    if number == 2:
+        names["manager"].close()
+        names |= {"AsyncCallsQueue": AsyncCallsQueue, "state": state, "path": "ckpt/1"}
+
+
+def concepts(number: int, names: Names) -> None:
+    del number
+    names |= _public() | {"torch": torch, "replace": replace, "training": (1, 2)}
+    names |= {"state": {"w": _weight()}, "DefaultSavePlanner": DefaultSavePlanner}
+    names["TensorStoreSaveShardedStrategy"] = TensorStoreSaveShardedStrategy
+    names |= {"tp_rank": 0, "tp_size": 1, "layer": 1, "num_layers": 2, "first_row": 50_000}
+    names |= {"part": torch.ones(4, 768), "a": 700, "b": 800, "flat": torch.ones(100)}
+
+
+def formats(number: int, names: Names) -> None:
+    del number
+    weight = torch.arange(96.0).reshape(8, 12)
+    state = {"w": ShardedTensor.from_rank_offsets("decoder.w", weight)}
+    dist_checkpointing.save(state, "ckpt/1000")
+
+    def opened(spec: Any) -> None:
+        base = spec["kvstore"]["base"].replace("file:///", f"file://{Path.cwd()}/")
+        array = tensorstore.open(spec | {"kvstore": spec["kvstore"] | {"base": base}}).result()
+        assert torch.equal(torch.from_numpy(array.read().result()), weight)
+
+    names["ts"] = SimpleNamespace(open=opened)
+
+
+def fully_parallel(number: int, names: Names) -> None:
+    del number
+    names |= _public() | {"state": {"w": _weight()}, "template": {"w": _weight()}}
+    names |= {"path": "ckpt/1", "dp_group": None}
+    names["TensorStoreSaveShardedStrategy"] = TensorStoreSaveShardedStrategy
+    names["TensorStoreLoadShardedStrategy"] = TensorStoreLoadShardedStrategy
+
+
+def torch_dcp(number: int, names: Names) -> None:
+    model = _model()
+    names |= _public() | _interop() | {"partial": partial, "path": "ckpt/1", "step": 7}
+    names |= {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    for name in ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"):
+        names[name] = getattr(dcp, name)
+    if number == 1:
+        names["state"] = {"model": model.state_dict(), "step": 7}
+    if number == 2:
+        names["state"] = names["template"] = {"w": _weight()}
+
+
+def from_megatron(number: int, names: Names) -> None:
+    del number
+    names |= {"state": {"w": _weight()}, "path": "ckpt/1"}
+
+
+def from_torch_dcp(number: int, names: Names) -> None:
+    if number == 0:
+        names |= {"model": _model(), "old_path": "old", "path": "ckpt/1"}
+        names["state"] = {"model": names["model"].state_dict(), "step": 0}
+
+
+def from_torch_save(number: int, names: Names) -> None:
+    if number == 0:
+        names |= {"torch": torch, "model": _model(), "step": 3}
+
+
+SCENES: Final[dict[str, Scene]] = {
+    "README.md": readme,
+    "docs/async.md": asynchronous,
+    "docs/concepts.md": concepts,
+    "docs/formats.md": formats,
+    "docs/fully_parallel.md": fully_parallel,
+    "docs/index.md": index,
+    "docs/looking.md": looking,
+    "docs/migrating/megatron.md": from_megatron,
+    "docs/migrating/torch_dcp.md": from_torch_dcp,
+    "docs/migrating/torch_save.md": from_torch_save,
+    "docs/torch_dcp.md": torch_dcp,
+}

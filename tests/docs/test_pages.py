@@ -1,0 +1,210 @@
+"""The listings of the documentation run, its links lead somewhere, its pictures are up to date."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import dist_checkpointing
+from dist_checkpointing import ShardedTensor
+
+ROOT = Path(dist_checkpointing.__file__).parents[1]
+DOCS = ROOT / "docs"
+
+pytestmark = [
+    pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(), reason="not a checkout"),
+    # torch says these of single processes and of itself.
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning"),
+]
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_docs_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+HERE = Path(__file__).parent
+markdown_code = _module(HERE / "markdown_code.py")
+scenes = _module(HERE / "scenes.py")
+site_hooks = _module(DOCS / "tools" / "site_hooks.py")
+
+
+def _pages() -> list[str]:
+    pages = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+    return [path.relative_to(ROOT).as_posix() for path in pages]
+
+
+def _listings(page: str) -> list[Any]:
+    return [
+        block
+        for block in markdown_code.blocks((ROOT / page).read_text())
+        if block.language == "python"
+    ]
+
+
+def _run(page: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "listing"}
+    for number, block in enumerate(block for block in _listings(page) if block.is_run):
+        scenes.SCENES[page](number, names)
+        markdown_code.run(block, ROOT / page, names)
+    return names
+
+
+@pytest.fixture
+def _signals() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_signals")
+@pytest.mark.parametrize("page", [page for page in _pages() if _listings(page)])
+def test_the_listings_of_a_page_run(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert page in scenes.SCENES, f"{page} has listings: give it a scene in tests/docs/scenes.py"
+    _run(page)
+
+
+def test_a_listing_that_fails_is_named_by_its_line(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n```python\nx = 1\nx.nonsense\n```\n")
+    (block,) = markdown_code.blocks(page.read_text())
+    with pytest.raises(AttributeError) as caught:
+        markdown_code.run(block, page, {})
+    last = caught.traceback[-1]
+    assert (last.path, last.lineno + 1) == (page, 5)
+
+
+def test_a_leaf_of_megatron_is_carried_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = _run("docs/migrating/megatron.md")
+    leaf = ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, 1, 4), replica_id=(0, 1))
+    without_flattened = {k: v for k, v in vars(leaf).items() if k != "flattened_range"}
+    theirs = type("Theirs", (), {})()
+    vars(theirs).update(without_flattened, of_theirs_alone=1)
+    assert repr(names["carried_over"](theirs)) == repr(leaf)
+
+
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("page", _pages())
+def test_relative_links_lead_to_files(page: str) -> None:
+    code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    links = _LINK.findall(code.sub("", (ROOT / page).read_text()))
+    targets = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link)]
+    folder = (ROOT / page).parent
+    assert [target for target in targets if target and not (folder / target).exists()] == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    directives = re.compile(r"^::: (\S+)$", re.MULTILINE)
+    named: set[str] = set()
+    for page in (DOCS / "reference").glob("*.md"):
+        named.update(directives.findall(page.read_text()))
+    missing = {f"dist_checkpointing.{name}" for name in dist_checkpointing.__all__} - named
+    assert missing == set()
+    for name in named:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_pictures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "tools"))
+    drawn = {
+        drawing.name: drawing.svg()
+        for drawing in _module(DOCS / "tools" / "pictures.py").pictures()
+    }
+    stored = {path.stem: path.read_text() for path in (DOCS / "pictures").glob("*.svg")}
+    assert drawn == stored, "run python docs/tools/pictures.py"
+
+
+def test_a_section_of_a_file_is_taken_into_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site_hooks, "ROOT", tmp_path)
+    (tmp_path / "F.md").write_text(
+        "# F\n\n## One\n\n[a](docs/a.md#x) [b](b.py) [c](https://c)\n\n```sh\n## no heading\n```\n"
+        "### Below\n\n## Two\n\nother\n"
+    )
+    expected = "[a](../a.md#x) `b.py` [c](https://c)\n\n```sh\n## no heading\n```\n### Below"
+    assert site_hooks.included("F.md", "One", "sub/page.md").strip() == expected
+    assert "[a](a.md#x)" in site_hooks.included("F.md", None, "page.md")
+    with pytest.raises(ValueError, match=r"F\.md has no heading 'Three'"):
+        site_hooks.included("F.md", "Three", "page.md")
+
+
+@pytest.mark.parametrize("markup", ["rich", None])
+def test_the_page_of_commands_is_made_of_their_help(
+    markup: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typer = pytest.importorskip("typer")
+    settings = {"help_option_names": ["-h", "--help"]}
+    app = typer.Typer(rich_markup_mode=markup, no_args_is_help=True, context_settings=settings)
+
+    def ls(path: str) -> None:
+        del path
+
+    def rm(prefix: str = typer.Option("a", help="which tensors")) -> None:
+        del prefix
+
+    app.command("ls", help="List [bold]all[/bold].")(ls)
+    app.command("rm-prefix", help="Remove tensors.", epilog="Example: dckpt rm-prefix x")(rm)
+    module = ModuleType("dist_checkpointing.cli.app")
+    vars(module)["app"] = app
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    text = site_hooks.command_help()
+    titles = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert titles == ["dckpt ls", "dckpt rm-prefix"]
+    assert [block.language for block in markdown_code.blocks(text)] == ["text"] * 3
+    assert "Usage: dckpt rm-prefix [OPTIONS]" in text
+    assert "[default: a]" in text
+    assert text.count("-h, --help") == 3
+    assert "Example: dckpt rm-prefix x" in text
+    assert ("List all." if markup else "List [bold]all[/bold].") in text
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    built = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (built.returncode, built.stdout + built.stderr) == (0, "")
+    loaded = re.compile(
+        r"<(?:script|img|iframe|source)[^>]+src=[\"']?(?:https?:)?//|"
+        r"<link[^>]+href=[\"']?(?:https?:)?//|url\([\"']?(?:https?:)?//|@import"
+    )
+    pages = [*tmp_path.rglob("*.html"), *tmp_path.rglob("*.css")]
+    assert len(pages) > 20
+    assert [page for page in pages if loaded.search(page.read_text())] == []

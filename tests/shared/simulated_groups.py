@@ -1,0 +1,62 @@
+"""Ranks as threads that are also members of groups, as replicas are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
+from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+from dist_checkpointing.testing import run_ranks
+
+T = TypeVar("T")
+
+SECONDS = 20.0
+
+
+class _TinyChunkWriter(ZarrV3Writer):
+    layout = RowBlockLayout(64)
+
+
+class TinyChunks(Zarr3SaveShardedStrategy):
+    """Makes many chunks of little data."""
+
+    def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
+        return _TinyChunkWriter(checkpoint_dir, self.codec)
+
+
+def each_rank(groups: Sequence[Sequence[int]], step: Callable[[Comm, Comm], T]) -> list[T]:
+    """``step(everybody, group)`` on every rank; a group of one rank is no group."""
+    meetings = [ThreadComm.Meeting(len(group), SECONDS) for group in groups]
+    number_of = {rank: number for number, group in enumerate(groups) for rank in group}
+
+    def one(comm: Comm) -> T:
+        number = number_of[comm.rank]
+        group = groups[number]
+        own: Comm = SingleProcess()
+        if len(group) > 1:
+            own = ThreadComm(meetings[number], group.index(comm.rank))
+        return step(comm, own)
+
+    return run_ranks(len(number_of), one, timeout_seconds=SECONDS)
+
+
+def everybody_fails(
+    groups: Sequence[Sequence[int]], step: Callable[[Comm, Comm], object]
+) -> list[Exception]:
+    """What ``step`` raises on each rank: the same on all."""
+
+    def attempt(comm: Comm, group: Comm) -> Exception | None:
+        try:
+            step(comm, group)
+        except Exception as error:  # noqa: BLE001 - which one it is, is what is tested
+            return error
+        return None
+
+    errors = each_rank(groups, attempt)
+    assert None not in errors
+    assert len({str(error) for error in errors}) == 1
+    return [error for error in errors if error is not None]
