@@ -28,7 +28,7 @@ def _arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--kills", type=int, default=40, help="so many, or what fits the time")
     parser.add_argument(
-        "--minutes", type=float, help="no kill after so long; by default 4, or 1 for every 8 kills"
+        "--minutes", type=float, help="no kill after so long; by default 1 for every 10 kills"
     )
     parser.add_argument("--world", type=int, default=2, help="ranks: 1, 2 or 4")
     parser.add_argument("--seed", type=int, help="who dies and when; by default another every time")
@@ -40,7 +40,7 @@ def _arguments(description: str) -> argparse.Namespace:
     if arguments.world not in (1, 2, 4):
         parser.error("--world must be 1, 2 or 4: the ranks share 4 heads")
     if arguments.minutes is None:
-        arguments.minutes = max(4.0, arguments.kills / 8)
+        arguments.minutes = max(1.0, arguments.kills / 10)
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(10_000)
     if arguments.folder is None:
