@@ -1,6 +1,6 @@
 """Kill a training again and again at random moments: nothing is ever lost, and nothing is wrong.
 
-    python examples/chaos.py [--kills 40] [--minutes 4] [--world 2] [--seed 0] [--steps 200]
+    python examples/chaos.py [--kills 40] [--minutes 4] [--world 2] [--seed 0] [--steps 120]
 
 The small GPT is trained with tensor parallelism by real processes, which save behind the training
 every few steps. One rank or all of them die of SIGKILL, or only the worker that writes for a rank;

@@ -32,7 +32,7 @@ def _arguments(description: str) -> argparse.Namespace:
     )
     parser.add_argument("--world", type=int, default=2, help="ranks: 1, 2 or 4")
     parser.add_argument("--seed", type=int, help="who dies and when; by default another every time")
-    parser.add_argument("--steps", type=int, default=200, help="of each training")
+    parser.add_argument("--steps", type=int, default=120, help="of each training")
     parser.add_argument("--save-every", type=int, default=5, help="steps")
     parser.add_argument("--worker", choices=WORKERS, help="who writes; by default they take turns")
     parser.add_argument("--folder", type=Path, help="a new or empty folder for all that is written")

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,20 +23,19 @@ from tensor_parallel import Ranks, joined_ranks
 from tensor_parallel_gpt import GPTConfig
 from training_state import Text, TrainingState
 
+Whom = Literal["rank", "all", "worker"]
+Worker = Literal["thread", "process"]
+
 SMALL = GPTConfig(width=64, num_layers=2, num_heads=4, mlp_width=128, context_length=64)
 """The model of the demo with fewer and smaller layers: 13 ms a step on one core."""
 
-DEAD_AFTER_SECONDS = 3.0
-"""How long ranks wait for one another before they say that one is gone."""
+DEAD_AFTER_SECONDS: Mapping[Worker, float] = {"thread": 3.0, "process": 6.0}
+"""How long ranks wait for one another before they say that one is gone; workers start slowly."""
 
 PATIENCE_SECONDS = 60.0
 """Ranks from which nothing is heard for so long, not even their end, hang."""
 
 _LOOK_SECONDS = 0.05
-
-
-Whom = Literal["rank", "all", "worker"]
-Worker = Literal["thread", "process"]
 
 
 class ChaosError(Exception):
@@ -245,7 +244,7 @@ def _rank_main(rank: int, size: int, port: int, pipe: Connection) -> None:
 def _train(job: Job, ranks: Ranks, text: Text, pipe: Connection) -> None:
     comm: Comm = SingleProcess()
     if ranks.size > 1:
-        comm = TorchComm(torch.distributed.new_group(), DEAD_AFTER_SECONDS)
+        comm = TorchComm(torch.distributed.new_group(), DEAD_AFTER_SECONDS[job.worker])
     manager = CheckpointManager(
         job.folder,
         job.backend,
