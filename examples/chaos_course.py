@@ -124,8 +124,10 @@ class Mayhem:
                 story = life.run(job, kill, self._prepare)
             finally:
                 life.end()
+            committed_before = course.reached
             course.endings.append(Ending(story, kill, _check_folder(course)))
             self.kills_done += story.killed is not None
+            _check_resumed(story, committed_before)
             _check_story(course, story, expected)
             tell(course)
             if story.has_finished:
@@ -157,6 +159,12 @@ def _check_folder(course: Course) -> bool:
     course.reached = newest
     folders = [path for path in course.folder.glob("step-*") if path.is_dir()]
     return any(int(path.name.removeprefix("step-")) > newest for path in folders)
+
+
+def _check_resumed(story: Story, committed: int) -> None:
+    """That a life that got as far as a step went on from the newest commit before it."""
+    if (story.losses or story.resumed is not None) and (story.resumed or 0) != committed:
+        raise ChaosError(f"resumed from step {story.resumed}, but step {committed} was committed")
 
 
 def _check_story(course: Course, story: Story, expected: Mapping[int, str] | None) -> None:

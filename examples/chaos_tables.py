@@ -63,9 +63,9 @@ def summary_table(undisturbed: Course, courses: Sequence[Course], seconds: float
         _add_survivors(table, what, [ending for ending in kills if ending.story.killed == who])
     table.add_section()
     resumed = sum(ending.story.resumed is not None for ending in endings)
-    begun = sum(ending.story.resumed is None for ending in endings) - len(courses)
-    table.add_row("resumed from the latest valid step", str(resumed), "")
-    table.add_row("begun again", str(max(0, begun)), "killed before the first commit")
+    table.add_row("resumed from the newest commit", str(resumed), "found with latest_valid()")
+    idle = sum(not ending.story.losses for ending in kills)
+    table.add_row("killed before their first step", str(idle), "most of them while resuming")
     reasons = Counter(_reason(why) for course in courses for _, why in course.skipped)
     table.add_row("checkpoints skipped", str(reasons.total()), "")
     for reason, count in reasons.most_common():

@@ -82,6 +82,18 @@ def test_a_lost_checkpoint_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         mayhem.run(course, None, lambda _: None)
 
 
+def test_going_on_from_an_old_checkpoint_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 1, 2)
+    course = Course(tmp_path, "tensorstore", 2, 1, reached=2)
+    story = Story(exit_codes=[0, 0], resumed=1, losses=[(2, (1.0).hex())])
+    monkeypatch.setattr("chaos_course.Life", lambda _: ToldLife(story))
+    mayhem = Mayhem(world_size=2, random=random.Random(1), kills=0, deadline=0.0)
+    with pytest.raises(ChaosError, match="resumed from step 1, but step 2 was committed"):
+        mayhem.run(course, {2: (1.0).hex()}, lambda _: None)
+
+
 def test_a_damaged_checkpoint_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = commit(tmp_path, 1, 2)
     files = [path for path in manager.folder(1).rglob("*") if path.is_file()]
@@ -119,8 +131,8 @@ def test_the_table_counts(tmp_path: Path) -> None:
     assert counts["killed with SIGKILL"] == counts["one rank"] == "1"
     assert counts["with a save under way"] == "1"
     assert counts["ranks that survived"] == counts["ended with RankFailedError"] == "1"
-    assert counts["resumed from the latest valid step"] == "1"
-    assert counts["begun again"] == "0"
+    assert counts["resumed from the newest commit"] == "1"
+    assert counts["killed before their first step"] == "0"
     assert counts["killed before the commit"] == "1"
     assert counts["losses compared, bit for bit"] == "2"
     assert counts["checkpoints left, read in full"] == "3"
