@@ -12,8 +12,12 @@ from chaos_ranks import ChaosError, Job, Kill, Life, Story, Whom, Worker
 from dist_checkpointing import CheckpointingException, CheckpointManager
 from dist_checkpointing.comm import SingleProcess
 
-LONGEST_LIFE_SECONDS: Mapping[Worker, float] = {"thread": 2.0, "process": 5.0}
-"""A kill comes so long after the ranks have met, or earlier; a worker has to start first."""
+LONGEST_SECONDS: Mapping[Worker, float] = {"thread": 1.5, "process": 4.0}
+"""A kill comes so long after the first step, or earlier; a worker has to start first."""
+
+LONGEST_RESUMING_SECONDS = 0.5
+RESUMING_SHARE = 0.2
+"""How many of the kills come so soon after the ranks have met, when they resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,7 @@ class Mayhem:
         job = Job(course.folder, course.backend, course.steps, course.save_every, course.worker)
         while True:
             kill = None
-            if expected is not None and self.goes_on:
+            if expected is not None and self.goes_on and course.reached < course.steps:
                 kill = self._next_kill(course.worker)
             life, self._standby = self._standby or Life(self._world_size), None
             try:
@@ -143,7 +147,9 @@ class Mayhem:
         choices: list[Whom] = ["rank", "all"] if worker == "thread" else ["rank", "all", "worker"]
         whom = self._random.choice(choices)
         rank = self._random.randrange(self._world_size)
-        return Kill(whom, rank, self._random.uniform(0, LONGEST_LIFE_SECONDS[worker]))
+        if whom != "worker" and self._random.random() < RESUMING_SHARE:
+            return Kill(whom, rank, "meeting", self._random.uniform(0, LONGEST_RESUMING_SECONDS))
+        return Kill(whom, rank, "first step", self._random.uniform(0, LONGEST_SECONDS[worker]))
 
     def _prepare(self) -> None:
         """The next processes import torch while the survivors of this life find out."""

@@ -25,6 +25,7 @@ from training_state import Text, TrainingState
 
 Whom = Literal["rank", "all", "worker"]
 Worker = Literal["thread", "process"]
+Since = Literal["meeting", "first step"]
 
 SMALL = GPTConfig(width=64, num_layers=2, num_heads=4, mlp_width=128, context_length=64)
 """The model of the demo with fewer and smaller layers: 13 ms a step on one core."""
@@ -68,11 +69,14 @@ class Kill:
     Attributes:
         whom: one rank, all ranks at once, or only the process that writes for one rank.
         rank: which; of no meaning for all ranks.
-        seconds: after all ranks have met.
+        since: when the clock starts: when all ranks have met, which is when they begin to look for
+            a checkpoint, or when they have trained a step.
+        seconds: after that.
     """
 
     whom: Whom
     rank: int
+    since: Since
     seconds: float
 
 
@@ -154,8 +158,10 @@ class Life:
                 _note(story, open_pipes[pipe], what, content)
             now = time.monotonic()
             heard_at = now if heard else heard_at
-            if kill_at is None and kill is not None and ready == len(self._pipes):
-                kill_at = now + kill.seconds
+            if kill_at is None and kill is not None:
+                have_met = ready == len(self._pipes)
+                if have_met if kill.since == "meeting" else story.losses:
+                    kill_at = now + kill.seconds
             if kill is not None and kill_at is not None and now >= kill_at and self._strike(kill):
                 story.killed = kill.whom
                 kill, heard_at = None, now

@@ -65,7 +65,7 @@ def summary_table(undisturbed: Course, courses: Sequence[Course], seconds: float
     resumed = sum(ending.story.resumed is not None for ending in endings)
     table.add_row("resumed from the newest commit", str(resumed), "found with latest_valid()")
     idle = sum(not ending.story.losses for ending in kills)
-    table.add_row("killed before their first step", str(idle), "most of them while resuming")
+    table.add_row("killed before their first step", str(idle), "while starting or resuming")
     reasons = Counter(_reason(why) for course in courses for _, why in course.skipped)
     table.add_row("checkpoints skipped", str(reasons.total()), "")
     for reason, count in reasons.most_common():

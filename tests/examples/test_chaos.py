@@ -121,7 +121,7 @@ def test_steps_that_are_missing_are_seen(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_table_counts(tmp_path: Path) -> None:
     undisturbed = Course(tmp_path, "zarr", 2, 1)
     alone = Story([SIGKILL, 1], None, [], [(1, "0x1p+0")], {1: "RankFailedError: gone"}, "rank")
-    killed = Ending(alone, Kill("rank", 0, 1.0), was_saving=True)
+    killed = Ending(alone, Kill("rank", 0, "meeting", 1.0), was_saving=True)
     resumed = Story([0, 0], 1, [(2, "step-2 is not a distributed checkpoint")], [(2, "0x1p+0")])
     endings = [killed, Ending(resumed, None, was_saving=False)]
     course = Course(tmp_path, "zarr", 2, 1, endings=endings, verified=3)
