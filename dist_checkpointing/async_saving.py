@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from os import PathLike
 from typing import Any, Final, Literal
@@ -18,7 +19,8 @@ from dist_checkpointing.strategies.selection import Selection
 _KEPT_AS: Final = "async saver"
 _EXIT_PATIENCE_SECONDS: Final = 1.0
 
-_kept: weakref.WeakSet[AsyncSaver] = weakref.WeakSet()
+_kept: weakref.WeakKeyDictionary[AsyncSaver, int] = weakref.WeakKeyDictionary()
+"""Savers to close, and the process that made each."""
 
 
 def async_save(
@@ -92,7 +94,7 @@ def _saver_for(comm: Comm) -> AsyncSaver:
     saver: AsyncSaver | None = comm.kept.get(_KEPT_AS)
     if saver is None:
         saver = comm.kept[_KEPT_AS] = AsyncSaver(comm=comm)
-        _kept.add(saver)
+        _kept[saver] = os.getpid()
     saver.talk_over(comm)
     return saver
 
@@ -100,5 +102,6 @@ def _saver_for(comm: Comm) -> AsyncSaver:
 @atexit.register
 def _close_kept() -> None:
     # Saves under way have been waited for by now, see ``background``.
-    for saver in list(_kept):
-        saver.close_alone(_EXIT_PATIENCE_SECONDS)
+    for saver, owner in list(_kept.items()):
+        if owner == os.getpid():  # and not one forked from it, which has none of its threads
+            saver.close_alone(_EXIT_PATIENCE_SECONDS)

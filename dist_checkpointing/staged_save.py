@@ -33,6 +33,7 @@ from dist_checkpointing.storage import (
     write_plan,
 )
 from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from dist_checkpointing.tree import flatten, path_text
 
 PlanWriter = Callable[[SavePlan, StagedPlanner, StorageWriter, int], Sequence[WriteResult]]
 """``storage.write_plan``, or what has the same effect in another process."""
@@ -115,6 +116,11 @@ class StagedSave:
         for leaf in self.begun.work.by_strategy.values():
             if isinstance(leaf.data, torch.Tensor):
                 tensors.setdefault(leaf.key, []).append(leaf.data)
+        if self._is_coordinator:
+            common, _ = flatten(self.begun.work.common)
+            for path, value in common.items():
+                if isinstance(value, torch.Tensor):
+                    tensors.setdefault(path_text(path), []).append(value)
         self._buffers.follow(tensor for held in tensors.values() for tensor in held)
         return ChangeDetector(tensors, contents=contents)
 

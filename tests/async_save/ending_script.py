@@ -32,9 +32,10 @@ def main() -> None:
             worker=choice, finalize="caller" if ending == "forgotten" else "background"
         )
         handle = saver.save(state, folder / "c", strategy)
-    while not (folder / "c" / "pid").exists():
+    pid = folder / "c" / "pid"
+    while not (pid.exists() and pid.read_text()):
         time.sleep(0.01)
-    (folder / "writing").write_text((folder / "c" / "pid").read_text())
+    (folder / "writing").write_text(pid.read_text())
     if ending == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     (folder / "go").touch()

@@ -184,6 +184,25 @@ def test_a_change_that_comes_too_early_fails_the_save(tmp_path: Path, detect: An
     assert not check_is_distributed_checkpoint(tmp_path / "c")
 
 
+def test_a_change_of_the_common_state_is_noticed_too(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def one(comm: Comm) -> None:
+        state = State(comm, 1)
+        strategy = kind(BACKENDS[0])(planner=Gate(gate))
+        handle = async_save(state.dict, tmp_path / "c", strategy, capture="background", comm=comm)
+        state.counter.add_(1)  # of rank 1 nobody saves it
+        comm.all_gather(None)
+        gate.set()
+        with pytest.raises(CheckpointingException, match="changed while") as raised:
+            handle.result(30)
+        assert [(f.key, f.ranks) for f in raised.value.findings] == [
+            ("state_dict['counter']", (0,))
+        ]
+
+    run_ranks(2, one)
+
+
 @pytest.mark.parametrize("finalize", ["background", "caller"])
 def test_an_io_error_reaches_every_rank_and_the_next_call(
     tmp_path: Path, finalize: Any, monkeypatch: pytest.MonkeyPatch

@@ -25,7 +25,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.async_saver import AsyncSaver
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
-from dist_checkpointing.commit import Attempt, remove_checkpoint
+from dist_checkpointing.commit import Attempt, CheckpointingConfig, remove_checkpoint
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.storage import StorageWriter, WriteResult
@@ -228,3 +228,10 @@ def test_errors_of_ranks_that_all_stopped_free_the_folder(tmp_path: Path) -> Non
     with AsyncSaver() as saver, pytest.raises(CheckpointingException, match="Input/output"):
         saver.save(state(1), tmp_path / "c", Failing()).result(30)
     assert [path.name for path in (tmp_path / "c").rglob("*")] == [".dckpt", "attempt.json"]
+
+
+def test_what_is_committed_is_never_given_up(tmp_path: Path) -> None:
+    attempt = Attempt.begin(tmp_path, ["w"])
+    attempt.commit(CheckpointingConfig("zarr", 2))
+    attempt.abandon()
+    assert check_is_distributed_checkpoint(tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dist_checkpointing import (
     AsyncSaver,
@@ -20,7 +21,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.async_saving import _KEPT_AS
-from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
+from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm, default_comm
 from dist_checkpointing.progress import Progress
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
@@ -94,6 +95,23 @@ def test_ranks_alone_have_one_saver(tmp_path: Path) -> None:
     async_save(state(2), tmp_path / "2").result(30)
     assert SingleProcess().kept[_KEPT_AS] is saver
     assert_holds(tmp_path / "2", 2)
+
+
+def test_a_world_that_is_taken_down_takes_its_saver_along(tmp_path: Path) -> None:
+    """The next one gets a saver of its own; what is left of the old one ends without a word."""
+    savers = []
+    for step in (1, 2):
+        store = dist.FileStore(str(tmp_path / f"store-{step}"), 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            async_save(state(step), tmp_path / str(step)).result(30)
+            savers.append(default_comm().kept[_KEPT_AS])
+        finally:
+            dist.destroy_process_group()
+    assert savers[0] is not savers[1]
+    for step, saver in enumerate(savers, start=1):
+        saver.close_alone(1.0)
+        assert_holds(tmp_path / str(step), step)
 
 
 def test_a_closed_saver(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dist_checkpointing import ShardedObject, ShardedTensor, load_plain_tensors, save
+from dist_checkpointing.interop import DCPWriter
 from dist_checkpointing.options import Durability, StorageOptions
 from dist_checkpointing.strategies.base import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
@@ -21,6 +23,13 @@ def strategy(backend: str, version: int, durability: Durability) -> PlannedSaveS
     found = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
     assert isinstance(found, PlannedSaveStrategy)
     return type(found)(options=StorageOptions(durability=durability))
+
+
+def check_synced(folder: Path, synced: set[Path], durability: Durability) -> None:
+    if durability is Durability.FSYNC:
+        assert {folder, *folder.rglob("*")} <= synced
+    else:
+        assert not synced
 
 
 @pytest.fixture
@@ -38,6 +47,16 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     return paths
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("durability", Durability)
+def test_a_save_by_dcp_does_so_too(
+    tmp_path: Path, synced: set[Path], durability: Durability
+) -> None:
+    writer = DCPWriter(tmp_path / "c", strategy("zarr", 2, durability))
+    dcp_save({"w": torch.arange(6.0), "step": 1}, storage_writer=writer)
+    check_synced(tmp_path / "c", synced, durability)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("durability", Durability)
 def test_a_save_waits_for_the_disk_or_not(
@@ -49,8 +68,5 @@ def test_a_save_waits_for_the_disk_or_not(
         "step": 1,
     }
     save(state, tmp_path / "c", strategy(*backend, durability))
-    if durability is Durability.FSYNC:
-        assert {tmp_path / "c", *(tmp_path / "c").rglob("*")} <= synced
-    else:
-        assert not synced
+    check_synced(tmp_path / "c", synced, durability)
     assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], torch.arange(6.0))

@@ -588,3 +588,13 @@ def test_the_lock_folders_of_megatron_do_not_hinder_removal(tmp_path: Path) -> N
     (tmp_path / "a.sync" / ".zarray").touch()
     dc.remove_sharded_tensors(tmp_path, "a")
     assert set(dc.load_tensors_metadata(tmp_path)) == {"b"}
+
+
+def test_another_number_of_axes_is_no_mismatch_that_is_allowed(tmp_path: Path) -> None:
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 2))}, tmp_path)
+    for shape in ((8,), (4, 2, 1)):
+        leaf = ShardedTensor.from_rank_offsets("w", torch.zeros(shape), allow_shape_mismatch=True)
+        with pytest.raises(StateMismatchError, match="global shape differs"):
+            load({"w": leaf}, tmp_path)
+        assert leaf.data is not None
+        assert not leaf.data.any()

@@ -181,6 +181,17 @@ def test_a_flipped_bit_is_found_when_asked_for(tmp_path: Path, backend: Any) -> 
     load({"b": template["model.b"]}, tmp_path, verify=True)
 
 
+def test_all_shards_of_a_tensor_are_verified(tmp_path: Path) -> None:
+    """Also where a rank wants two of them, and only the second is damaged."""
+    parts = [ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, i, 3)) for i in range(3)]
+    save({"w": parts}, tmp_path, "zarr")
+    with (tmp_path / "w" / "c.2").open("r+b") as file:
+        file.write(b"?")
+    load({"w": parts[:2]}, tmp_path, verify=True)
+    with pytest.raises(CorruptCheckpointError, match="checksum differs"):
+        load({"w": [parts[0], parts[2]]}, tmp_path, verify=True)
+
+
 def test_without_checksums_there_is_nothing_to_verify(tmp_path: Path) -> None:
     options = StorageOptions(checksum=Checksum.NONE)
     save_state(tmp_path, TensorStoreSaveShardedStrategy(options=options))

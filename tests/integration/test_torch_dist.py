@@ -140,14 +140,6 @@ def test_a_tensor_stored_with_other_strides_is_read_in_parts(
         assert_same_bits(loaded["w"], full[start : start + 1, 13:20].contiguous(), str(start))
 
 
-VALUES: dict[str, Any] = {
-    "step": 17,
-    "optim": {"param_groups": [{"lr": 0.5, "betas": (0.9, 0.95)}], "name": "adam"},
-    "nothing": None,
-    "rng": [1, 2, 3],
-}
-
-
 def test_conjugate_and_negative_views_load_as_what_they_stand_for(tmp_path: Path) -> None:
     """DCP stores the other bytes, and a word about them."""
     values = torch.randn(6, 4, dtype=torch.complex64)
@@ -162,6 +154,14 @@ def test_conjugate_and_negative_views_load_as_what_they_stand_for(tmp_path: Path
             key, torch.empty(3, 4, dtype=tensor.dtype), (0, 1, 2)
         )
         assert torch.equal(load({"part": part}, tmp_path)["part"], tensor[3:])
+
+
+VALUES: dict[str, Any] = {
+    "step": 17,
+    "optim": {"param_groups": [{"lr": 0.5, "betas": (0.9, 0.95)}], "name": "adam"},
+    "nothing": None,
+    "rng": [1, 2, 3],
+}
 
 
 def test_values_of_plain_dcp_are_common_state_nested_as_they_were(tmp_path: Path) -> None:

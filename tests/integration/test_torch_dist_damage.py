@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dist_checkpointing import (
     CheckpointNotFoundError,
@@ -25,6 +26,7 @@ from dist_checkpointing import (
     StateMismatchError,
     UnsupportedFormatError,
     load,
+    load_common_state_dict,
     load_plain_tensors,
     load_sharded_metadata,
     save,
@@ -188,6 +190,22 @@ def test_files_outside_of_the_checkpoint_are_refused(damaged: Path, name: str) -
     rewrite(damaged, move)
     with pytest.raises(CorruptCheckpointError, match="no file of a checkpoint"):
         load(wanted(), damaged)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("position", [1 << 60, -1])
+def test_positions_in_lists_that_nobody_had(tmp_path: Path, position: int) -> None:
+    dcp_save({"w": torch.ones(2), "values": [{"a": 1}, {"a": 2}]}, checkpoint_id=tmp_path)
+
+    def move(content: Any) -> None:
+        content.planner_data["values.1.a"] = ("values", position, "a")
+
+    rewrite(tmp_path, move)
+    if position < 0:  # which is no path: the value keeps its name
+        assert load_common_state_dict(tmp_path) == {"values": [{"a": 1}], "values.1.a": 2}
+    else:
+        with pytest.raises(CorruptCheckpointError, match=str((1 << 60) + 1)):
+            load_common_state_dict(tmp_path)
 
 
 def _lose(content: Any) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dist_checkpointing import CorruptCheckpointError
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, names_in
+from dist_checkpointing.options import Durability
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 scalars = st.none() | st.integers() | st.text(max_size=3) | st.tuples(st.integers())
@@ -76,6 +77,7 @@ def test_names_are_those_that_dcp_gives(state: dict[str, Any]) -> None:
         {"a": ("a",), "b.c": ("a", "c")},  # leads through a value
         {"a": ("x",), "b.c": ("x",)},  # two values at one place
         {"a": (0,), "b.c": ("b",)},  # a list and a dict at once
+        {"a": (0,), "b.c": (1,)},  # all of it would be a list
         {"a": (), "b.c": (1.5,)},
     ],
 )
@@ -87,7 +89,7 @@ def test_paths_that_do_not_fit_leave_names_at_the_top(planner_data: Any) -> None
 def test_the_file(tmp_path: Path) -> None:
     assert DCPKeys.read(tmp_path) is None
     keys = DCPKeys({"a.0.b": ("a", 0, "b"), "w": ("w",)}, ("a.0.b",), ("a.0.b",))
-    keys.write(tmp_path)
+    keys.write(tmp_path, Durability.PAGE_CACHE)
     assert DCPKeys.read(tmp_path) == keys
     (tmp_path / DCP_KEYS_NAME).write_text('{"format": "dist_checkpointing.dcp_keys"}')
     with pytest.raises(CorruptCheckpointError, match="names cannot be read"):

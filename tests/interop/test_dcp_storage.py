@@ -601,6 +601,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         lambda content: content["paths"].update(step=[["x"]]),
         lambda content: content.update(values=["never heard of"]),
         lambda content: content.update(raw=["model.scale"]),
+        lambda content: content.update(raw=["step"]),  # which is no bytes
         lambda content: content.update(values=7),
     ],
 )
@@ -621,3 +622,17 @@ def test_a_lost_database_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "manifest.ocdbt").unlink()
     with pytest.raises(CheckpointException, match="the database is gone"):
         read_back(tmp_path, state())
+
+
+@pytest.mark.parametrize(
+    "clash",
+    [
+        {"a.b": 1, "a": {"b": 2}},
+        {"a": {"b": 1}, "w": ShardedTensor.from_rank_offsets("a.b", torch.ones(2))},
+    ],
+)
+def test_two_things_of_one_name_are_refused(tmp_path: Path, clash: dict[str, Any]) -> None:
+    """Which of them DCP would be given, nobody could say."""
+    save(clash, tmp_path)
+    with pytest.raises(UnsupportedFormatError, match=r"'a\.b'"):
+        DCPReader(tmp_path).read_metadata()

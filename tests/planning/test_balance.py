@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -108,7 +109,22 @@ def units(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int], int]:
 def test_arrays_give_what_the_plain_scan_gives(
     case: tuple[list[list[int]], list[int], list[int], int],
 ) -> None:
-    holders, parts, sizes, num_ranks = case
+    check_against_the_plain_scan(*case)
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_so_they_do_for_many_sets_of_ranks(width: int) -> None:
+    """Which have none in common, and are handed their units all at a time."""
+    count, rng = 12, random.Random(width)
+    holders = [list(range(i * width, (i + 1) * width)) for i in range(count)]
+    parts = sorted(rng.choices(range(count), k=200))
+    sizes = [rng.randrange(1, 50) for _ in parts]
+    check_against_the_plain_scan(holders, parts, sizes, width * count)
+
+
+def check_against_the_plain_scan(
+    holders: list[list[int]], parts: list[int], sizes: list[int], num_ranks: int
+) -> None:
     ranks = np.array([rank for own in holders for rank in own], dtype=np.int64)
     starts = np.cumsum([0, *map(len, holders)]).astype(np.int64)
     loads = np.zeros(num_ranks, dtype=np.int64)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.comm import Comm
-from dist_checkpointing.planned_save import PlanCache
+from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.planned_save import PlanCache, plan_save
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
+from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.tree import DictKey
 
 WORLD = 3
 State = dict[str, Any]
@@ -136,6 +140,53 @@ def test_any_change_on_any_one_rank_is_noticed(tmp_path: Path, change: Change, r
     caches = [PlanCache() for _ in range(WORLD)]
     save_all(tmp_path / "first", state, caches)
     assert outcome(tmp_path / "cached", caches) == outcome(tmp_path / "fresh", [None] * WORLD)
+
+
+FIELDS: dict[type[ShardedTensor | ShardedObject], dict[str, Any]] = {
+    ShardedTensor: {
+        "key": "b",
+        "data": torch.ones(2, 4, dtype=torch.float64),
+        "dtype": torch.float64,
+        "local_shape": (1, 4),
+        "global_shape": (8, 4),
+        "global_offset": (2, 0),
+        "axis_fragmentations": None,
+        "replica_id": 1,
+        "prepend_axis_num": 1,
+        "allow_shape_mismatch": True,
+        "flattened_range": slice(0, 4),
+    },
+    ShardedObject: {"key": "b", "global_shape": (3,), "global_offset": (1,), "replica_id": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in FIELDS.items() for name in names]
+)
+def test_every_field_of_a_leaf_counts(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Any], name: str
+) -> None:
+    assert {field.name for field in fields(kind)} - FIELDS[kind].keys() <= {"data"}
+    if kind is ShardedTensor:
+        leaves: list[Any] = [
+            ShardedTensor.from_rank_offsets("a", torch.ones(2, 4), (0, i, 2)) for i in range(2)
+        ]
+    else:
+        leaves = [ShardedObject("a", i, (2,), (i,)) for i in range(2)]
+    planned = count_plans(monkeypatch)
+    cache = PlanCache()
+
+    def plan() -> None:
+        paths: Any = {(DictKey(i),): leaf for i, leaf in enumerate(leaves)}
+        plan_save(paths, DefaultSavePlanner(), RowBlockLayout(), SingleProcess(), cache=cache)
+
+    plan()
+    plan()
+    assert len(planned) == 1
+    setattr(leaves[0], name, FIELDS[kind][name])
+    with suppress(InvalidShardingError):
+        plan()
+    assert len(planned) == 2
 
 
 def test_a_list_that_is_changed_in_place_is_noticed(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     StateMismatchError,
+    dtypes,
     load,
     save,
 )
@@ -29,6 +30,7 @@ from dist_checkpointing.catalog import describe
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.dtypes import DTYPES
 from dist_checkpointing.geometry import Box
+from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.options import StorageOptions
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
 from dist_checkpointing.strategies.base import LoadShardedStrategy
@@ -37,6 +39,7 @@ from dist_checkpointing.strategies.fully_parallel import (
     passing,
     sharing,
 )
+from dist_checkpointing.strategies.fully_parallel.sharing import along_chunks
 from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
@@ -329,6 +332,23 @@ def test_four_replicas_read_a_quarter_each(
     assert progress == [unique] * 4
 
 
+@given(
+    rows=st.integers(1, 7), most=st.integers(1, 60), edges=st.sets(st.integers(0, 40), min_size=2)
+)
+def test_cuts_go_along_chunks(rows: int, most: int, edges: set[int]) -> None:
+    stored = StoredTensor("w", dtypes.from_name("int16"), (40, 3), (rows, 3))
+    begin, end = min(edges), max(edges)
+    box = Box((begin, 0), (end - begin, 3))
+    parts = along_chunks(Index.of([stored]))("w", box, most)
+    assert all(part.offset[1:] == (0,) and part.shape[1:] == (3,) for part in parts)
+    cuts = [begin + part.offset[0] for part in parts]
+    stops = [begin + part.stop[0] for part in parts]
+    assert [*cuts, end] == [begin, *stops]
+    assert all(cut % rows == 0 for cut in cuts[1:])
+    # As small as was asked for, if a row of chunks is.
+    assert max(part.shape[0] for part in parts) <= max(rows, most // 3)
+
+
 def test_one_large_tensor_is_read_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Along chunks, so that no chunk is read by two."""
     monkeypatch.setattr(sharing, "_MIN_UNIT_BYTES", 64)
@@ -378,6 +398,35 @@ def test_little_is_read_by_each(tmp_path: Path) -> None:
 
         run_ranks(3, one)
         assert counting.total == times * full["w"].nbytes
+
+
+@ALGORITHM
+def test_conjugate_and_negative_views_are_filled_as_what_they_stand_for(
+    tmp_path: Path, algorithm: Algorithm
+) -> None:
+    full: dict[str, torch.Tensor] = {}
+    for i in range(4):
+        full[f"c{i}"] = torch.randn(8, 4, dtype=torch.complex64)
+        full[f"r{i}"] = torch.randn(8, 4)
+    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+
+    def one(comm: Comm) -> None:
+        wanted: Any = replicas(comm, full)
+        for key, leaf in wanted.items():
+            view = torch.conj if key.startswith("c") else torch._neg_view
+            leaf.data = torch.zeros_like(full[key])
+            if comm.rank == 1:
+                leaf.data = view(leaf.data)
+        # So little that no two tensors travel together.
+        base = Zarr3LoadShardedStrategy(options=StorageOptions(buffer_bytes=64))
+        strategy = FullyParallelLoadStrategyWrapper(
+            base, exchange_algo=algorithm, min_shared_bytes=0
+        )
+        load(wanted, tmp_path, strategy, comm=comm)
+        for key, leaf in wanted.items():
+            assert torch.equal(leaf.data, full[key]), key
+
+    run_ranks(2, one)
 
 
 @ALGORITHM

@@ -20,7 +20,13 @@ from dist_checkpointing.planning import (
     MetadataIndex,
     ReadItem,
 )
-from dist_checkpointing.strategies.raw_chunks import ChunkRead, Extent, read_chunks, read_extent
+from dist_checkpointing.strategies.raw_chunks import (
+    ChunkRead,
+    Extent,
+    read_chunks,
+    read_extent,
+    read_window,
+)
 
 
 class _Destinations(DefaultLoadPlanner):
@@ -122,6 +128,40 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path, columns: int, maps_file
         read_chunks([read], planner, StorageOptions(), maps_files=maps_files, report=lambda _: None)
     assert caught.value.findings[0].path == str(path)
     assert caught.value.findings[0].key == "w"
+
+
+def test_more_small_chunks_than_one_read_takes(tmp_path: Path) -> None:
+    values = np.arange(24 * 2**16, dtype=np.float32)
+    path = tmp_path / "data"
+    path.write_bytes(values.tobytes())
+    window = Window(0, (2**16,), Box((0,), (2**16,)))
+    kind = dtypes.from_torch(torch.float32)
+    reads = [
+        ChunkRead(item(i, window), Extent(str(path), i * 2**18, 2**18), kind) for i in range(24)
+    ]
+    tensors = [torch.empty(2**16) for _ in reads]
+    options, done = StorageOptions(), [0]
+    read_chunks(reads, _Destinations(tensors), options, maps_files=False, report=done.append)
+    assert torch.equal(torch.cat(tensors), torch.from_numpy(values))
+    assert sum(done) == values.nbytes
+
+
+@pytest.mark.parametrize("num_bytes", [63, 65])
+def test_a_file_that_is_one_chunk_must_be_as_long(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(num_bytes))
+    with pytest.raises(CorruptCheckpointError, match="wrong size; expected 64 bytes; found"):
+        read_extent(Extent(str(path), 0, 64, file_bytes=64), "w")
+
+
+@pytest.mark.parametrize("columns", [16, 5], ids=["contiguous", "strided"])
+def test_a_file_that_becomes_shorter_is_noticed(tmp_path: Path, columns: int) -> None:
+    """After its size was looked at: never is a part of the memory left as it was."""
+    path = tmp_path / "data"
+    path.write_bytes(bytes(4 * 200))
+    window = Window(0, (16, 16), Box((0, 0), (16, columns)))
+    with path.open("rb") as file, pytest.raises(EOFError):
+        read_window(file.fileno(), 0, window, np.ones((16, columns), dtype=np.float32), 64)
 
 
 def test_a_lost_file_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_checkpointing import store
-from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
 _FORMAT = "dist_checkpointing.dcp_keys"
@@ -82,8 +82,8 @@ class DCPKeys:
             found[name] = value
         return found
 
-    def write(self, folder: Path) -> None:
-        """Write the file, atomically and durably."""
+    def write(self, folder: Path, durability: store.Durability) -> None:
+        """Write the file, atomically."""
         content = {
             "format": _FORMAT,
             "paths": {name: list(path) for name, path in self.paths.items()},
@@ -92,7 +92,7 @@ class DCPKeys:
         }
         path = folder / DCP_KEYS_NAME
         path.parent.mkdir(exist_ok=True)
-        store.write_atomic(path, json.dumps(content, separators=(",", ":")).encode())
+        store.write_atomic(path, json.dumps(content, separators=(",", ":")).encode(), durability)
 
     @classmethod
     def read(cls, folder: Path) -> DCPKeys | None:
@@ -125,12 +125,26 @@ def names_in(common: Mapping[Any, Any], tensors: Iterable[str]) -> dict[str, tup
         common: of a checkpoint that DCP has not written.
         tensors: the keys of its tensors: a list that they stood in was taken apart, and holds a
             None where each of them was.
+
+    Raises:
+        UnsupportedFormatError: if two values have one name.
     """
     above: set[str] = set()
     for key in tensors:
         parts = key.split(".")
         above.update(".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    return {".".join(map(str, path)): (path, value) for path, value in _walk(common, (), above)}
+    found: dict[str, tuple[KeyPath, Any]] = {}
+    findings = []
+    for path, value in _walk(common, (), above):
+        name = ".".join(map(str, path))
+        if name in found:
+            places = f"{found[name][0]} and {path}"
+            remedy = "Load it with dist_checkpointing.load, which tells them apart."
+            findings.append(Finding("two values have this name", name, None, places, remedy=remedy))
+        found[name] = path, value
+    if findings:
+        raise UnsupportedFormatError("DCP knows one thing by one name", findings)
+    return found
 
 
 def _walk(value: Any, path: KeyPath, above: set[str]) -> Iterator[tuple[KeyPath, Any]]:
@@ -185,7 +199,7 @@ def _path(steps: object) -> KeyPath | None:
 def _fit_together(paths: Iterable[KeyPath]) -> bool:
     """Whether no path leads through the end of another, and lists and dicts are not mixed."""
     leaves = list(paths)
-    kinds: dict[KeyPath, type] = {}
+    kinds: dict[KeyPath, type] = {(): str}  # a state dict is no list
     for path in leaves:
         for depth, step in enumerate(path):
             if kinds.setdefault(path[:depth], type(step)) is not type(step):

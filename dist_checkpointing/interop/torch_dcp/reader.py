@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,28 @@ class DCPReader(dcp_storage.StorageReader):
             for leaf in with_objects.load_sharded_metadata(self.path).values()
             if isinstance(leaf, ShardedObject)
         }
+        self._refuse_clashes()
         described: dict[str, Any] = {key: _described(self._index, key) for key in self._index}
         for name in (*self._values, *self._objects):
             described[name] = dcp_metadata.BytesStorageMetadata()
         return dcp_metadata.Metadata(
             described, planner_data={name: paths.get(name, (name,)) for name in described}
         )
+
+    def _refuse_clashes(self) -> None:
+        counts = Counter([*self._index, *self._values, *self._objects])
+        findings = [
+            Finding(
+                "this name has a tensor, and a value or object too",
+                name,
+                path=str(self.path),
+                remedy="Load it with dist_checkpointing.load, which tells them apart.",
+            )
+            for name, count in counts.items()
+            if count > 1
+        ]
+        if findings:
+            raise UnsupportedFormatError("DCP knows one thing by one name", findings)
 
     def _name_values(self, state: dict[str, Any]) -> Mapping[str, KeyPath]:
         """Take the values of common state; the paths that are known."""
@@ -124,9 +141,12 @@ class DCPReader(dcp_storage.StorageReader):
             return {name: path for name, (path, _) in named.items()}
         try:
             self._values, self._raw = keys.values_in(state), frozenset(keys.raw)
+            odd = sorted(name for name in self._raw if not isinstance(self._values[name], bytes))
+            if odd:
+                raise TypeError(f"{odd} are not bytes")
         except (KeyError, IndexError, TypeError) as error:
             finding = Finding(
-                f"{DCP_KEYS_NAME} names what is not in the common state: {error!r}",
+                f"{DCP_KEYS_NAME} does not fit the common state: {error!r}",
                 path=str(self.path),
             )
             raise CorruptCheckpointError("the checkpoint contradicts itself", [finding]) from error

@@ -142,7 +142,9 @@ class DCPWriter(dcp_storage.StorageWriter):
             ]
             check_distinct(created)
             names |= dict.fromkeys(created)
-        self._attempt = Attempt.begin(self.path, names, overwrite=self.overwrite)
+        self._attempt = Attempt.begin(
+            self.path, names, overwrite=self.overwrite, durability=writer.options.durability
+        )
         self._attempt.secure()
         writer.set_up_storage_writer(rank=0, world_size=len(plans))
         self._writer = writer
@@ -203,8 +205,9 @@ class DCPWriter(dcp_storage.StorageWriter):
         values, raw = _loaded(contents)
         names = metadata.state_dict_metadata
         keys = DCPKeys.of(names, sorted(contents), raw, metadata.planner_data)
-        self._common.save_common(keys.nest(values), self.path)
-        keys.write(self.path)
+        durability = self._writer.options.durability
+        self._common.lasting(durability).save_common(keys.nest(values), self.path)
+        keys.write(self.path, durability)
         strategy, common = self._strategy, self._common
         self._attempt.commit(
             CheckpointingConfig(strategy.backend, strategy.version, common.backend, common.version)

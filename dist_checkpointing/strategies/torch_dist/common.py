@@ -25,6 +25,8 @@ from dist_checkpointing.strategies.torch_dist.metadata import (
 from dist_checkpointing.strategies.torch_dist.record_search import BadRecord
 from dist_checkpointing.strategies.torch_dist.stored_values import OpenRecord, opened, read_object
 
+_MOST_POSITIONS = 1 << 24
+
 
 class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     """Reads the common state that Megatron-Core >= 0.19 and plain torch DCP keep in the checkpoint.
@@ -100,6 +102,7 @@ def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
 
     Raises:
         StateMismatchError: if one path goes through the value at another.
+        CorruptCheckpointError: if the lists are longer than those of any state dict.
     """
     tree: dict[Any, Any] = {}
     for path, value in values.items():
@@ -111,6 +114,11 @@ def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
         if path[-1] in node:
             raise _crossing(path)
         node[path[-1]] = value
+    # What a file says is not yet memory: one number may ask for more than there is.
+    length = sum(map(_list_positions, tree.values()))
+    if length > _MOST_POSITIONS:
+        finding = Finding("lists longer than those of any state dict", found=f"{length} positions")
+        raise CorruptCheckpointError("the values in the checkpoint cannot be nested", [finding])
     return {step: _rebuilt(below) for step, below in tree.items()}
 
 
@@ -123,10 +131,22 @@ def _crossing(path: StatePath) -> StateMismatchError:
     return StateMismatchError("the values in the checkpoint cannot be nested", [finding])
 
 
+def _is_list(branch: _Branch) -> bool:
+    return all(type(step) is int for step in branch)
+
+
+def _list_positions(value: Any) -> int:
+    """How long all lists are together that ``_rebuilt`` makes of a value."""
+    if not isinstance(value, _Branch):
+        return 0
+    own = max(value) + 1 if _is_list(value) else 0
+    return own + sum(map(_list_positions, value.values()))
+
+
 def _rebuilt(value: Any) -> Any:
     if not isinstance(value, _Branch):
         return value
     below = {step: _rebuilt(child) for step, child in value.items()}
-    if all(type(step) is int for step in below):
+    if _is_list(value):
         return [below.get(position) for position in range(max(below) + 1)]
     return below

@@ -300,5 +300,5 @@ def _paths(planner_data: Any) -> dict[str, StatePath]:
         if type(key) is str
         and isinstance(path, tuple)
         and path
-        and all(type(step) in (str, int) for step in path)
+        and all(type(step) is str or (type(step) is int and step >= 0) for step in path)
     }

@@ -1,0 +1,66 @@
+"""A checkpoint that is overwritten while it is loaded: an error, and never a mixture."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import CorruptCheckpointError, ShardedTensor, load, save
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.planning import LoadPlan, LoadPlanner
+from dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
+from dist_checkpointing.strategies.zarr.v3 import ZarrV3Reader
+from dist_checkpointing.testing import run_ranks
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value)), "step": value}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_between_the_common_state_and_the_end(tmp_path: Path, when: str) -> None:
+    class Reader(ZarrV3Reader):
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            if when == "before":
+                save(state(2.0), tmp_path, "zarr", overwrite=True)
+            done = super().read_data(plan, planner)
+            if when == "after":
+                save(state(2.0), tmp_path, "zarr", overwrite=True)
+            return done
+
+    class Strategy(Zarr3LoadShardedStrategy):
+        reader_type = Reader
+
+    save(state(1.0), tmp_path, "zarr")
+    with pytest.raises(CorruptCheckpointError, match="overwritten while it was read"):
+        load(state(0.0), tmp_path, Strategy())
+
+
+def test_between_two_ranks(tmp_path: Path) -> None:
+    """Before anything is read."""
+    save(state(1.0), tmp_path)
+    overwritten = threading.Event()
+
+    class Common(TorchCommonLoadStrategy):
+        def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
+            common = super().load_common(checkpoint_dir)
+            if not overwritten.is_set():
+                save(state(2.0), tmp_path, overwrite=True)
+                overwritten.set()
+            return common
+
+    def one(comm: Comm) -> None:
+        if comm.rank == 1:
+            assert overwritten.wait(30)
+        wanted = state(0.0)
+        with pytest.raises(CorruptCheckpointError, match="overwritten while it was read"):
+            load(wanted, tmp_path, common_strategy=Common(), comm=comm)
+        assert (wanted["w"].data == 0).all()
+
+    run_ranks(2, one)
