@@ -1,5 +1,6 @@
 # Every target sets up .venv by itself; only Python >= 3.11 and make must be there.
-#   make demo [BACKEND=zarr] [STEPS=40]   make test [ARGS='-k tree']   make lint   make chaos   make clean
+#   make demo [BACKEND=zarr] [STEPS=40]   make test [ARGS='-k tree']   make lint   make clean
+#   make chaos [ARGS='--kills 200']
 #   make bench   make bench-planning   make docs
 PYTHON ?= python3
 BACKEND ?=

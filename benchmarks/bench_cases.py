@@ -208,7 +208,8 @@ def choose(names: list[str] | None, *, quick: bool, rounds: int | None) -> list[
     unknown = sorted(set(names or ()) - known.keys())
     if unknown:
         raise ValueError(f"no such case: {', '.join(unknown)}; there are: {', '.join(known)}")
-    cases = [known[name] for name in names or (QUICK if quick else known)]
+    chosen = (QUICK if quick else known) if names is None else names
+    cases = [known[name] for name in chosen]
     if quick:
         cases = [case.quick() for case in cases]
     if rounds is not None:

@@ -29,7 +29,7 @@ class Megatron(Contestant):
         self.detail = f"{version('megatron-core')}, always durable"
 
     def open(self, work: Work) -> Calls:
-        _allow_cpu_only()
+        allow_cpu_only()
         megatron = import_module("megatron.core.dist_checkpointing")
         source = _state(megatron, work.saved)
         target = _state(megatron, work.target)
@@ -52,7 +52,7 @@ def megatron_is_installed() -> bool:
     return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
-def _allow_cpu_only() -> None:
+def allow_cpu_only() -> None:
     """It calls these two whatever device the tensors are on."""
     if not torch.cuda.is_available():
         torch.cuda.synchronize = lambda *_: None

@@ -7,7 +7,7 @@ import gc
 import os
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -63,24 +63,92 @@ class Watch:
 @contextmanager
 def watched() -> Iterator[Watch]:
     """Sample the memory in a thread; what is free but still held is given back first."""
+    _give_back_memory()
+    watch = Watch()
+    with _sampled(watch.sample):
+        yield watch
+    watch.end()
+
+
+def _give_back_memory() -> None:
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
-    watch = Watch()
+
+
+@contextmanager
+def _sampled(sample: Callable[[], None]) -> Iterator[None]:
+    """Call ``sample`` every few milliseconds, in a thread, and once at the end."""
     ended = threading.Event()
 
-    def sample() -> None:
+    def repeat() -> None:
         while not ended.wait(_INTERVAL_SECONDS):
-            watch.sample()
+            sample()
 
-    thread = threading.Thread(target=sample, daemon=True)
+    thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
-        yield watch
+        yield
     finally:
         ended.set()
         thread.join()
-        watch.end()
+        sample()
+
+
+class TreeWatch:
+    """Memory of this process and the processes it has started; see ``tree_watched``.
+
+    Attributes:
+        extra_bytes: the most that was added: anonymous and shared memory that this process has
+            mapped, and what only the others have. None where the system does not say.
+    """
+
+    def __init__(self) -> None:
+        self.extra_bytes: int | None = None
+        self._before = self._now()
+
+    def sample(self) -> None:
+        now, before = self._now(), self._before
+        if now is not None and before is not None:
+            self.extra_bytes = max(self.extra_bytes or 0, (now - before) * 1024)
+
+    def _now(self) -> int | None:
+        own = _sum_of("self/status", ("RssAnon:", "RssShmem:"))
+        if own is None:
+            return None
+        # Not what a fork still shares with its parent.
+        others = [_sum_of(f"{pid}/smaps_rollup", ("Private_Dirty:",)) for pid in _descendants()]
+        return own + sum(number for number in others if number is not None)
+
+
+@contextmanager
+def tree_watched() -> Iterator[TreeWatch]:
+    """Like ``watched``, with the processes that were started for the call."""
+    _give_back_memory()
+    watch = TreeWatch()
+    with _sampled(watch.sample):
+        yield watch
+
+
+def _descendants(pid: str = "self") -> list[str]:
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = path.read_text().split()
+        except OSError:
+            continue  # that thread has just ended
+        for child in children:
+            found += [child, *_descendants(child)]
+    return found
+
+
+def _sum_of(name: str, fields: tuple[str, ...]) -> int | None:
+    """Of lines in a file below /proc."""
+    try:
+        lines = Path(f"/proc/{name}").read_text().splitlines()
+    except OSError:
+        return None
+    return sum(int(line.split()[1]) for line in lines if line.startswith(fields))
 
 
 def folder_size(folder: Path) -> tuple[int, int]:

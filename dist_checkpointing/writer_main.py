@@ -41,10 +41,9 @@ def serve(descriptor: int, parent: int) -> None:
         desk = _Desk(channel)
         while True:
             try:
-                message = channel.recv_bytes()
+                desk.work_off(pickle.loads(channel.recv_bytes()))  # noqa: S301 - the training's own
             except (EOFError, ConnectionError):
-                return
-            desk.work_off(pickle.loads(message))  # noqa: S301 - the training's own
+                return  # the training is gone, perhaps in the middle of a job
 
 
 def _end_with(parent: int) -> None:

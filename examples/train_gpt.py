@@ -3,9 +3,12 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --until 80 --save-at 40 --checkpoint DIR
     torchrun --nproc-per-node 4 examples/train_gpt.py --until 80 --resume DIR
     python examples/train_gpt.py --until 80 --resume DIR
+    torchrun --nproc-per-node 2 examples/train_gpt.py --until 800 --run DIR --save-every 20
 
-The last one has no process group at all. The two lines that matter are ``save(...)`` and
-``load(...)``: neither says how many ranks there are or were.
+The third one has no process group at all. The two lines that matter are ``save(...)`` and
+``load(...)``: neither says how many ranks there are or were. The last one is a run of many
+checkpoints, saved behind the training: kill it in any way, start it again on as many ranks as you
+like, and it goes on (``managed_training.py`` has the loop, ``chaos.py`` does the killing).
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from backend_option import HELP, parse_backend
-from dist_checkpointing import ShardedTensor, load, save
+from dist_checkpointing import CheckpointManager, Retention, ShardedTensor, load, save
 from dist_checkpointing.mapping import ShardedTensorFactory
+from managed_training import train_managed
 from oracle import global_digests
 from progress_bar import ProgressBar
 from tensor_parallel import Ranks, joined_ranks
@@ -35,11 +39,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--save-at", type=int, help="step after which to save")
     parser.add_argument("--checkpoint", type=Path, help="folder to save to")
     parser.add_argument("--resume", type=Path, help="checkpoint to start from")
+    parser.add_argument("--run", type=Path, help="folder of a run that saves and resumes by itself")
+    parser.add_argument("--save-every", type=int, default=20, help="steps, with --run")
     parser.add_argument("--backend", type=parse_backend, help=HELP)
     parser.add_argument("--report", type=Path, help="JSON file for losses, digests and cuts")
     arguments = parser.parse_args()
     if (arguments.save_at is None) != (arguments.checkpoint is None):
         parser.error("--save-at and --checkpoint need each other")
+    if arguments.run is not None and (arguments.save_at is not None or arguments.resume):
+        parser.error("a --run saves and resumes by itself")
+    if arguments.save_every < 1:
+        parser.error("--save-every must be at least 1")
     return arguments
 
 
@@ -49,7 +59,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
     with joined_ranks() as ranks:
-        report = _train(arguments, ranks)
+        train = _train if arguments.run is None else _train_managed
+        report = train(arguments, ranks)
     if arguments.report is not None and ranks.rank == 0:
         arguments.report.write_text(json.dumps(report, indent=1))
 
@@ -80,6 +91,30 @@ def _train(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             report |= _facts(state)
             _say(ranks, f"saved to {arguments.checkpoint}")
     return report
+
+
+def _train_managed(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    state = TrainingState(GPTConfig(), ranks)
+    losses: dict[int, str] = {}
+    manager = CheckpointManager(arguments.run, arguments.backend, retention=Retention(keep_last=3))
+    manager.save_on_signal()
+
+    def note(step: int, loss: float) -> None:
+        losses[step] = loss.hex()
+        if step % 10 == 0:
+            _say(ranks, f"step {step:4d}  loss {loss:.4f}")
+
+    train_managed(
+        state,
+        Text(),
+        manager,
+        until=arguments.until,
+        save_every=arguments.save_every,
+        on_resume=lambda step: _say(ranks, f"resumed after step {step}"),
+        on_step=note,
+    )
+    _say(ranks, f"ended after step {state.iteration}; checkpoints of steps {manager.steps()}")
+    return {"tensor_parallel": ranks.size, "losses": losses, "seconds": 0.0} | _facts(state)
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""That chaos sees what must not happen, and one small chaos from end to end."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import dist_checkpointing
+from chaos_course import Course, Ending, Mayhem
+from chaos_ranks import ChaosError, Job, Kill, Life, Story
+from chaos_tables import summary_table
+from dist_checkpointing import CheckpointManager, ShardedTensor
+from dist_checkpointing.comm import SingleProcess
+
+ROOT = Path(dist_checkpointing.__file__).parents[1]
+SCRIPT = ROOT / "examples" / "chaos.py"
+SIGKILL = -int(signal.SIGKILL)
+
+
+class ToldLife(Life):
+    """A life of which the end is known."""
+
+    def __init__(self, story: Story) -> None:
+        self._story = story
+
+    def run(self, job: Job, kill: Kill | None, after_kill: object) -> Story:  # noqa: ARG002
+        return self._story
+
+    def end(self) -> None:
+        pass
+
+
+def course_of(story: Story, root: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
+    """A training of two steps, whose first and only life is this story."""
+    monkeypatch.setattr("chaos_course.Life", lambda _: ToldLife(story))
+    course = Course(root, "tensorstore", 2, 1)
+    mayhem = Mayhem(world_size=2, random=random.Random(1), kills=1, deadline=time.monotonic() + 60)
+    mayhem.run(course, {1: (2.0).hex(), 2: (1.0).hex()}, lambda _: None)
+    return course
+
+
+def commit(root: Path, *steps: int) -> CheckpointManager:
+    import torch
+
+    manager = CheckpointManager(root, comm=SingleProcess())
+    for step in steps:
+        manager.save(step, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))})
+    return manager
+
+
+FINISHED = Story(exit_codes=[0, 0], losses=[(1, (2.0).hex()), (2, (1.0).hex())])
+
+
+def test_a_training_as_it_should_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(tmp_path, 1, 2)
+    course = course_of(FINISHED, tmp_path, monkeypatch)
+    assert course.verified == 2
+    assert course.reached == 2
+
+
+def test_another_loss_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(tmp_path, 1, 2)
+    story = Story(exit_codes=[0, 0], losses=[(1, (2.0).hex()), (2, (1.0 + 2**-40).hex())])
+    with pytest.raises(ChaosError, match="step 2: loss"):
+        course_of(story, tmp_path, monkeypatch)
+
+
+def test_a_lost_checkpoint_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(tmp_path, 1)
+    course = Course(tmp_path, "tensorstore", 2, 1, reached=2)
+    monkeypatch.setattr("chaos_course.Life", lambda _: ToldLife(FINISHED))
+    mayhem = Mayhem(world_size=2, random=random.Random(1), kills=0, deadline=0.0)
+    with pytest.raises(ChaosError, match="step 2 was committed, and now the newest is 1"):
+        mayhem.run(course, None, lambda _: None)
+
+
+def test_going_on_from_an_old_checkpoint_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 1, 2)
+    course = Course(tmp_path, "tensorstore", 2, 1, reached=2)
+    story = Story(exit_codes=[0, 0], resumed=1, losses=[(2, (1.0).hex())])
+    monkeypatch.setattr("chaos_course.Life", lambda _: ToldLife(story))
+    mayhem = Mayhem(world_size=2, random=random.Random(1), kills=0, deadline=0.0)
+    with pytest.raises(ChaosError, match="resumed from step 1, but step 2 was committed"):
+        mayhem.run(course, {2: (1.0).hex()}, lambda _: None)
+
+
+def test_a_damaged_checkpoint_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = commit(tmp_path, 1, 2)
+    files = [path for path in manager.folder(1).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(ChaosError, match="step 1 is committed, but not whole"):
+        course_of(FINISHED, tmp_path, monkeypatch)
+
+
+def test_an_end_without_a_kill_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    story = Story(exit_codes=[1, 0], errors={0: "OSError: no space"})
+    with pytest.raises(ChaosError, match="OSError: no space"):
+        course_of(story, tmp_path, monkeypatch)
+
+
+def test_steps_that_are_missing_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(tmp_path, 1, 2)
+    story = Story(exit_codes=[0, 0], losses=[(1, (2.0).hex())])
+    with pytest.raises(ChaosError, match="before its last step"):
+        course_of(story, tmp_path, monkeypatch)
+
+
+def test_the_table_counts(tmp_path: Path) -> None:
+    undisturbed = Course(tmp_path, "zarr", 2, 1)
+    alone = Story([SIGKILL, 1], None, [], [(1, "0x1p+0")], {1: "RankFailedError: gone"}, "rank")
+    killed = Ending(alone, Kill("rank", 0, "meeting", 1.0), was_saving=True)
+    resumed = Story([0, 0], 1, [(2, "step-2 is not a distributed checkpoint")], [(2, "0x1p+0")])
+    endings = [killed, Ending(resumed, None, was_saving=False)]
+    course = Course(tmp_path, "zarr", 2, 1, endings=endings, verified=3)
+    table = summary_table(undisturbed, [course], 1.0)
+    cells = zip(*(list(column.cells) for column in table.columns), strict=True)
+    counts = {str(name).strip(): str(count) for name, count, _ in cells}
+    assert counts["killed with SIGKILL"] == counts["one rank"] == "1"
+    assert counts["with a save under way"] == "1"
+    assert counts["ranks that survived"] == counts["ended with RankFailedError"] == "1"
+    assert counts["resumed from the newest commit"] == "1"
+    assert counts["killed before their first step"] == "0"
+    assert counts["killed before the commit"] == "1"
+    assert counts["losses compared, bit for bit"] == "2"
+    assert counts["checkpoints left, read in full"] == "3"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not SCRIPT.exists(), reason="not a checkout")
+def test_a_small_chaos_ends_well(tmp_path: Path) -> None:
+    options = ["--kills", "1", "--minutes", "2", "--seed", "1", "--steps", "60"]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    finished = subprocess.run(
+        [sys.executable, SCRIPT, *options, "--folder", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr[-3000:]
+    assert "FAILED" not in finished.stdout
+    found = re.search(r"killed with SIGKILL\W+(\d+)", finished.stdout)
+    assert found is not None
+    assert int(found[1]) >= 1
+    assert (tmp_path / "out" / "chaos.png").stat().st_size > 10_000

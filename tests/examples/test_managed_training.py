@@ -1,0 +1,125 @@
+"""The training loop of the GPT example around a CheckpointManager."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_checkpointing import CheckpointManager
+from dist_checkpointing.comm import SingleProcess
+from managed_training import train_managed
+from tensor_parallel import Ranks
+from tensor_parallel_gpt import GPTConfig
+from training_state import Text, TrainingState
+
+TINY = GPTConfig(width=16, num_layers=1, num_heads=2, mlp_width=16, context_length=8)
+STEPS, SAVE_EVERY = 9, 2
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The order of every sum is then fixed."""
+    before, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return Text()
+
+
+class Run:
+    """One process's worth of a training: what it resumed from, and its losses."""
+
+    def __init__(
+        self, root: Path, text: Text, until: int = STEPS, terminate_at: int | None = None
+    ) -> None:
+        self.resumed: int | None = None
+        self.losses: dict[int, float] = {}
+        self._terminate_at = terminate_at
+        self.manager = CheckpointManager(root, comm=SingleProcess())
+        self.manager.save_on_signal()
+        train_managed(
+            TrainingState(TINY, Ranks()),
+            text,
+            self.manager,
+            until=until,
+            save_every=SAVE_EVERY,
+            on_resume=self._on_resume,
+            on_step=self._on_step,
+        )
+
+    def _on_resume(self, step: int) -> None:
+        self.resumed = step
+
+    def _on_step(self, step: int, loss: float) -> None:
+        self.losses[step] = loss
+        if step == self._terminate_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def expected(text: Text, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of a training that nobody disturbed."""
+    torch.set_num_threads(1)
+    return Run(tmp_path_factory.mktemp("undisturbed"), text).losses
+
+
+def test_every_step_is_trained_and_the_last_one_is_saved(tmp_path: Path, text: Text) -> None:
+    run = Run(tmp_path, text)
+    assert run.resumed is None
+    assert list(run.losses) == list(range(1, STEPS + 1))
+    assert run.manager.steps() == [2, 4, 6, 8, STEPS]
+
+
+@pytest.mark.parametrize("stopped_at", [4, 5])
+def test_a_resumed_training_has_the_same_losses(
+    tmp_path: Path, text: Text, expected: dict[int, float], stopped_at: int
+) -> None:
+    first = Run(tmp_path, text, until=stopped_at)
+    second = Run(tmp_path, text)
+    assert second.resumed == stopped_at
+    assert first.losses | second.losses == expected
+
+
+def test_a_training_that_has_ended_is_left_alone(tmp_path: Path, text: Text) -> None:
+    Run(tmp_path, text)
+    again = Run(tmp_path, text)
+    assert again.resumed == STEPS
+    assert again.losses == {}
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, text: Text, expected: dict[int, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Run(tmp_path, text, until=6)
+    largest = max(
+        (path for path in first.manager.folder(6).rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    second = Run(tmp_path, text)
+    assert second.resumed == 4
+    assert second.losses == {step: loss for step, loss in expected.items() if step > 4}
+    assert "step 6 is skipped" in caplog.text
+    assert second.manager.latest_valid() == STEPS
+
+
+def test_who_is_asked_to_end_saves_first(
+    tmp_path: Path, text: Text, expected: dict[int, float]
+) -> None:
+    first = Run(tmp_path, text, terminate_at=3)
+    assert list(first.losses) == [1, 2, 3]
+    second = Run(tmp_path, text)
+    assert second.resumed == 3
+    assert first.losses | second.losses == expected
