@@ -21,10 +21,18 @@ from dist_checkpointing.strategies.tensorstore.database import MANIFEST_NAME
 _MAX_HEIGHT = 64
 
 
-def locate(checkpoint_dir: Path, keys: Collection[str]) -> dict[str, Extent | bytes]:
+def locate(
+    checkpoint_dir: Path, keys: Collection[str], *, with_neighbours: bool = False
+) -> dict[str, Extent | bytes]:
     """Where the values of ``keys`` are, or the values themselves if the tree holds them.
 
     Keys that the database does not have are left out.
+
+    Args:
+        checkpoint_dir: the checkpoint.
+        keys: to look for.
+        with_neighbours: also give all other keys of every node that had to be looked at, for a
+            caller who will ask again.
 
     Raises:
         CorruptCheckpointError: if the database cannot be read, or points out of the checkpoint.
@@ -37,7 +45,10 @@ def locate(checkpoint_dir: Path, keys: Collection[str]) -> dict[str, Extent | by
         root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
         if "location" not in root:
             return {}  # nothing in it
-        for key, entry in _entries(base, root["location"], b"", wanted, _MAX_HEIGHT):
+        entries = _entries(
+            base, root["location"], b"", wanted, _MAX_HEIGHT, with_neighbours=with_neighbours
+        )
+        for key, entry in entries:
             value = entry.get("inline_value")
             if value is None:
                 found[key] = _extent(entry["indirect_value"], checkpoint_dir, known)
@@ -51,7 +62,13 @@ def locate(checkpoint_dir: Path, keys: Collection[str]) -> dict[str, Extent | by
 
 
 def _entries(
-    base: Any, node: str, prefix: bytes, wanted: Sequence[bytes], most_height: int
+    base: Any,
+    node: str,
+    prefix: bytes,
+    wanted: Sequence[bytes],
+    most_height: int,
+    *,
+    with_neighbours: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The wanted entries below a node; ``wanted`` are sorted and lie in its range."""
     content = ts.ocdbt.dump(base, node).result()
@@ -62,7 +79,7 @@ def _entries(
         asked_for = set(wanted)
         for entry in entries:
             key = prefix + entry["key"]
-            if key in asked_for:
+            if with_neighbours or key in asked_for:
                 yield key.decode(), entry
         return
     firsts = [prefix + entry["key"] for entry in entries]
@@ -70,7 +87,14 @@ def _entries(
     for entry, begin, end in zip(entries, bounds, bounds[1:], strict=False):
         if begin < end:
             below = prefix + entry["subtree_common_prefix"]
-            yield from _entries(base, entry["location"], below, wanted[begin:end], height - 1)
+            yield from _entries(
+                base,
+                entry["location"],
+                below,
+                wanted[begin:end],
+                height - 1,
+                with_neighbours=with_neighbours,
+            )
 
 
 def _extent(location: str, checkpoint_dir: Path, known: dict[str, str]) -> Extent:
