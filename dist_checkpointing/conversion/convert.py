@@ -6,7 +6,7 @@ import errno
 import itertools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -240,21 +240,18 @@ class _Job:
             return
         common = self.source.common
         self.common = texts_for_safetensors(common)
-        lost = len(common) - len(self.common)
+        lost = [name for name in common if name not in self.common]
         if lost:
-            self.left_out.append(f"{lost} entries of the common state that are no texts")
+            self.left_out.append(f"common state that is no text ({_few(lost)})")
         if self.plan.objects:
-            self.left_out.append(f"{len(self.plan.objects)} sharded objects")
+            self.left_out.append(f"objects ({_few(o.key for o in self.plan.objects)})")
 
     def _choose_for_torch(self) -> None:
         if self.rules.tensors_only:
             return
         self.common, lost = loadable(self.source.common)
         if lost:
-            named = ", ".join(map(repr, lost))
-            self.left_out.append(
-                f"of the common state {named}: torch.load(weights_only=True) would refuse the file"
-            )
+            self.left_out.append(f"common state that torch.load would refuse ({_few(lost)})")
         cells = {
             planned.key: {
                 cell: self.source.object_cell(planned.source_key, cell)
@@ -264,8 +261,7 @@ class _Job:
         }
         self.objects, lost = loadable(cells)
         if lost:
-            named = ", ".join(map(repr, lost))
-            self.left_out.append(f"the sharded objects {named}: as above")
+            self.left_out.append(f"objects that torch.load would refuse ({_few(lost)})")
 
     def run(self) -> None:
         """Convert."""
@@ -338,3 +334,9 @@ class _Job:
         if not path.is_dir():
             return False
         return all(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in path.iterdir())
+
+
+def _few(names: Iterable[object]) -> str:
+    """The first of some names, for a person."""
+    listed = list(map(str, names))
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")
