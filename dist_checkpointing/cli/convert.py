@@ -122,11 +122,10 @@ def convert(
     Example: dckpt convert ckpt/1000 model --to safetensors --include '^model' --cast bfloat16
     --lossy
     """
-    # They import torch, which the program needs for this command only.
-    from dist_checkpointing.conversion import ConvertOptions, Rules  # noqa: PLC0415
-    from dist_checkpointing.conversion import convert as convert_tensors  # noqa: PLC0415
+    # It imports torch, which most commands do without.
+    from dist_checkpointing import conversion  # noqa: PLC0415
 
-    rules = Rules.parse(
+    rules = conversion.Rules.parse(
         include=include or (),
         exclude=exclude or (),
         rename=rename or (),
@@ -135,7 +134,7 @@ def convert(
         lossy=lossy,
         tensors_only=tensors_only,
     )
-    options = ConvertOptions(
+    options = conversion.ConvertOptions(
         memory_bytes=parse_bytes(memory),
         threads=threads,
         shard_bytes=parse_bytes(shard_size),
@@ -143,9 +142,10 @@ def convert(
         trusted=trusted,
         dry_run=dry_run,
     )
+    conversion.return_freed_memory()
     try:
         with _bar() as report:
-            done = convert_tensors(
+            done = conversion.convert(
                 source, destination, to, rules=rules, options=options, progress=report
             )
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ from dist_checkpointing.conversion.convert import (
     open_source,
     targets,
 )
+from dist_checkpointing.conversion.memory import return_freed_memory
 from dist_checkpointing.conversion.plan import ConversionPlan, plan_conversion
 from dist_checkpointing.conversion.rules import Rules
 from dist_checkpointing.conversion.torch_file import COMMON_KEY, OBJECTS_KEY
@@ -28,5 +29,6 @@ __all__ = [
     "convert",
     "open_source",
     "plan_conversion",
+    "return_freed_memory",
     "targets",
 ]

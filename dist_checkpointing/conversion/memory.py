@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ DEFAULT_MEMORY_BYTES: Final = 2 * 2**30
 _LEAST_REST_BYTES = 192 * 2**20
 _SLACK_BYTES = 96 * 2**20
 """For what comes with the work: modules, plans, threads, what the allocator keeps."""
+
+_M_MMAP_THRESHOLD = -3
 
 _COPIES = 3
 """Of a box at a time: as it was read, as it was cast, on its way into the file."""
@@ -68,3 +71,14 @@ def spend(memory_bytes: int, threads: int | None = None) -> Spending:
     count = threads or StorageOptions().threads
     box_bytes = max(2**20, min(_MOST_BOX_BYTES, rest // (2 * _COPIES * count)))
     return Spending(count, box_bytes, max(2**20, rest // 4))
+
+
+def return_freed_memory() -> None:
+    """Let the allocator of this process give large blocks back as soon as they are freed.
+
+    glibc otherwise learns from the first one to keep them, in every thread, which at the end is
+    more than what is in use. For programs that have nothing else to do: it costs page faults.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # other C libraries have none, and do not keep them
+        mallopt(_M_MMAP_THRESHOLD, 2**20)
