@@ -8,7 +8,7 @@ Every conversion runs in a process of its own, so that its peak is its own.
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,23 +18,10 @@ from pathlib import Path
 
 import torch
 
-from dist_checkpointing import ShardedTensor, save
+from dist_checkpointing import ShardedTensor, save, store
 from dist_checkpointing.cli.sizes import parse_bytes
 
 FORMATS = ("tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch")
-
-_CONVERT = """
-import json, resource, sys, time
-from dist_checkpointing.conversion import ConvertOptions, Rules, convert
-source, target, to, memory, reshard = sys.argv[1:]
-rules = Rules.parse(reshard=[reshard] if reshard else [])
-began = time.perf_counter()
-convert(source, target, to, rules=rules, options=ConvertOptions(memory_bytes=int(memory)))
-print(json.dumps({
-    "seconds": time.perf_counter() - began,
-    "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-}))
-"""
 
 
 def write_source(folder: Path, gib: float) -> int:
@@ -57,14 +44,18 @@ def write_source(folder: Path, gib: float) -> int:
     return count * large.nbytes + 1000 * small.nbytes
 
 
-def measure(
-    source: Path, target: Path, to: str, memory: int, reshard: str = ""
-) -> dict[str, float]:
+def measure(source: Path, target: Path, to: str, memory: int, *more: str) -> tuple[float, int]:
     """Convert in a process of its own: seconds, and its peak memory in bytes."""
-    command = [sys.executable, "-c", _CONVERT, source, target, to, str(memory), reshard]
-    run = subprocess.run(command, check=True, stdout=subprocess.PIPE)  # noqa: S603
-    result: dict[str, float] = json.loads(run.stdout)
-    return result
+    command = [sys.executable, "-m", "dist_checkpointing", "convert", source, target, "--to", to]
+    began = time.perf_counter()
+    run = subprocess.Popen(  # noqa: S603
+        [*map(str, command), "--memory", str(memory), *more], stdout=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(run.pid, 0)
+    run.returncode = os.waitstatus_to_exitcode(status)
+    if run.returncode:
+        raise SystemExit(f"the conversion ended with {run.returncode}")
+    return time.perf_counter() - began, usage.ru_maxrss * 1024
 
 
 def main() -> None:
@@ -78,24 +69,22 @@ def main() -> None:
         num_bytes = write_source(folder / "source", options.gib)
         print(f"{num_bytes / 1e9:.2f} GB, budget {options.memory / 2**20:.0f} MiB")
         print(f"{'from':12} {'to':12} {'seconds':>8} {'GB/s':>6} {'peak MiB':>9}")
-        ways = [("source", to, "") for to in FORMATS]
-        ways += [(source, to, "") for source in FORMATS[1:] for to in ("tensorstore", "safetensors")]
-        ways += [("source", "zarr:1", "axis=1,parts=8"), ("torch_dist", "tensorstore", "axis=1,parts=8")]
+        ways: list[tuple[str, str, str]] = [("source", to, "") for to in FORMATS]
+        ways += [(source, to, "") for source in FORMATS[1:] for to in ("tensorstore", "torch")]
+        ways += [("torch_dist", to, "axis=1,parts=8") for to in ("tensorstore", "zarr:1")]
         for source, to, reshard in ways:
-            target = folder / (to if source == "source" and not reshard else "other")
-            began = time.perf_counter()
-            result = measure(folder / source, target, to, options.memory, reshard)
-            del began
-            note = f"  --reshard {reshard}" if reshard else ""
-            over = "  OVER BUDGET" if result["peak_bytes"] > options.memory else ""
+            kept = source == "source"
+            target = folder / (to if kept else "other")
+            more = ["--reshard", reshard] if reshard else []
+            seconds, peak = measure(folder / source, target, to, options.memory, *more)
+            over = "  OVER BUDGET" if peak > options.memory else ""
             print(
-                f"{source:12} {to:12} {result['seconds']:8.2f} "
-                f"{num_bytes / 1e9 / result['seconds']:6.2f} "
-                f"{result['peak_bytes'] / 2**20:9.0f}{note}{over}",
+                f"{source:12} {to:12} {seconds:8.2f} {num_bytes / 1e9 / seconds:6.2f} "
+                f"{peak / 2**20:9.0f}  {' '.join(more)}{over}",
                 flush=True,
             )
-            if target.name == "other":
-                shutil.rmtree(target)
+            if not kept:
+                store.remove(target, folder)
     finally:
         shutil.rmtree(folder)
 

@@ -170,9 +170,7 @@ def _bar() -> Iterator[ProgressCallback]:
     )
     lock = threading.Lock()
     shown = 0.0
-    with Progress(
-        *columns, console=errors, transient=True, disable=not errors.is_terminal
-    ) as bar:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("planning", total=None)
 
         def report(progress: Report) -> None:
@@ -183,9 +181,7 @@ def _bar() -> Iterator[ProgressCallback]:
                     return
                 shown = now
             total = progress.bytes_total or None
-            bar.update(
-                task, description=progress.phase, total=total, completed=progress.bytes_done
-            )
+            bar.update(task, description=progress.phase, total=total, completed=progress.bytes_done)
 
         yield report
 

@@ -52,7 +52,7 @@ def check_checkpoint_place(folder: Path, *, overwrite: bool) -> None:
             raise _exists(folder, "a checkpoint is here", "Name another place, or pass --force.")
         return
     ours = {Path(name).parts[0] for name in leftovers(folder)} | {".dckpt"}
-    others = sorted(set(os.listdir(folder)) - ours)
+    others = sorted({entry.name for entry in folder.iterdir()} - ours)
     if others:
         raise _exists(folder, f"the folder holds {others[0]!r}", "Name an empty or a new folder.")
 
@@ -122,9 +122,7 @@ def _put(new: Path, destination: Path, old: Path) -> None:
     store.fsync_folder(destination.parent)
 
 
-def _check_free(
-    destination: Path, *, overwrite: bool, replaceable: Callable[[Path], bool]
-) -> None:
+def _check_free(destination: Path, *, overwrite: bool, replaceable: Callable[[Path], bool]) -> None:
     if not os.path.lexists(destination):
         return
     if destination.is_dir() and not any(destination.iterdir()):

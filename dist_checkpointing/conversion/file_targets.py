@@ -180,7 +180,9 @@ def write_torch_file(
         torch.save(state, path)
     file = TorchFileSource(path, most_bytes=0)
     try:
-        rest = {name: state[name] for name in (COMMON_KEY, OBJECTS_KEY) if name in state}
+        rest: dict[str, Any] = {
+            name: state[name] for name in (COMMON_KEY, OBJECTS_KEY) if name in state
+        }
         _fill_rest(path, rest, file)
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

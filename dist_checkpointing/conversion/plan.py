@@ -22,6 +22,9 @@ from dist_checkpointing.geometry import (
 )
 from dist_checkpointing.index import StoredTensor
 
+_LOW = 2**20
+"""Parts are not made smaller than this many bytes for the sake of reading."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedTensor:
@@ -128,9 +131,7 @@ def plan_conversion(
         chunk = None if reshard is None else reshard.chunk_shape(stored.global_shape)
         if reshard is not None and chunk is None:
             uncut.append(key)
-        tensors.append(
-            PlannedTensor(stored, names[key], rules.new_dtype(key, stored.dtype), chunk)
-        )
+        tensors.append(PlannedTensor(stored, names[key], rules.new_dtype(key, stored.dtype), chunk))
     casts = _casts(tensors)
     if not rules.lossy:
         _check_lossless(casts)
@@ -196,11 +197,14 @@ def shards(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
                 yield from split_rows(part, most)
         return
     chunk = tuple(min(c, e) for c, e in zip(chunk, tensor.shape, strict=True))
-    grid = ChunkGrid(
-        tensor.shape, divided(tensor.shape, chunk, tensor.widest_itemsize, most_bytes)
-    )
+    grid = ChunkGrid(tensor.shape, divided(tensor.shape, chunk, tensor.widest_itemsize, most_bytes))
     for index in itertools.product(*map(range, grid.counts)):
         yield grid.box(index)
+
+
+def is_cut_across(tensor: PlannedTensor) -> bool:
+    """Whether parts are asked for that are not whole rows."""
+    return tensor.chunk_shape is not None and tensor.chunk_shape[1:] != tensor.shape[1:]
 
 
 def _boxes(box: Box, flat: tuple[int, int] | None) -> list[Box]:
@@ -213,15 +217,16 @@ def _boxes(box: Box, flat: tuple[int, int] | None) -> list[Box]:
 
 
 def divided(shape: Ints, chunk: Ints, itemsize: int, most_bytes: int) -> Ints:
-    """A chunk shape of at most ``most_bytes`` of which the given one is a multiple."""
+    """A chunk shape of at most ``most_bytes``, of which the given one is a multiple if possible."""
     for axis, extent in enumerate(chunk):
         if itemsize * math.prod(chunk) <= most_bytes:
             break
         rows = max(1, most_bytes // max(1, itemsize * math.prod(chunk[axis + 1 :])))
-        if extent == shape[axis]:  # only one chunk along this axis: the last may be smaller
-            block = -(-extent // -(-extent // rows))
-        else:
-            block = largest_divisor_block(extent, rows)
+        block = -(-extent // -(-extent // rows))
+        if extent < shape[axis]:
+            # So that no stored chunk is read twice, unless that would leave tiny ones.
+            divisor = largest_divisor_block(extent, rows)
+            block = divisor if 2 * divisor > block else block
         chunk = (*chunk[:axis], block, *chunk[axis + 1 :])
     return chunk
 

@@ -11,8 +11,8 @@ from dist_checkpointing.errors import CheckpointingException, Finding, Unsupport
 from dist_checkpointing.geometry import Ints
 
 FLOATING = frozenset(
-    "float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz "
-    "float8_e5m2fnuz".split()
+    {"float16", "bfloat16", "float32", "float64"}
+    | {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
 )
 """The dtypes that a cast applies to; float8_e8m0fnu holds scales of others, not values."""
 

@@ -107,8 +107,8 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
     if path.is_dir():
         indices = sorted(path.glob(f"*{INDEX_SUFFIX}"))
         if len(indices) > 1:
-            names = ", ".join(index.name for index in indices)
-            finding = Finding("several indices", path=str(path), found=names)
+            listed = ", ".join(index.name for index in indices)
+            finding = Finding("several indices", path=str(path), found=listed)
             raise CheckpointingException("name the index to convert", [finding])
         if not indices:
             return sorted(path.glob(f"*{SUFFIX}")), {}

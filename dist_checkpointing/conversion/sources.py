@@ -17,12 +17,13 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box, Ints, Window
 from dist_checkpointing.index import Index
-from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.options import ReadMode, StorageOptions
 from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.raw_chunks import read_window
 from dist_checkpointing.tree import DictKey
+from dist_checkpointing.tree import Path as TreePath
 
 STRIDED_BLOCK_BYTES = 16 * 2**20
 
@@ -114,7 +115,7 @@ class CheckpointSource(Source):
         if not isinstance(strategy, PlannedLoadStrategy):
             return None
         strategy = copy.copy(strategy)
-        # Threads are ours, one a read. Pages of a mapped file would count as memory of this process.
+        # Threads are the caller's, and pages of a mapped file would count as memory in use.
         strategy.options = StorageOptions(
             threads=1, buffer_bytes=STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
         )
@@ -132,7 +133,9 @@ class CheckpointSource(Source):
             return self._checkpoint.read(wanted)
         strategy, reader, index = self._planned
         leaves = [_leaf(index, key, box) for key, box in wanted]
-        paths = {(DictKey(number),): leaf for number, leaf in enumerate(leaves)}
+        paths: dict[TreePath, ShardedBase] = {
+            (DictKey(number),): leaf for number, leaf in enumerate(leaves)
+        }
         strategy.read(paths, index, reader, SingleProcess())
         return [leaf.data for leaf in leaves if leaf.data is not None]
 

@@ -185,9 +185,7 @@ def deserialize_file(path: Path, *, trusted: bool = False, maps_file: bool = Tru
 def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: bool) -> Any:
     try:
         with _safe_globals_allowed():
-            value = torch.load(
-                source, map_location="cpu", weights_only=not trusted, mmap=maps_file
-            )
+            value = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=maps_file)
     except Exception as error:
         refused = [] if trusted else _refused_globals(source)
         if refused:
