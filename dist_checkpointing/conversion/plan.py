@@ -197,7 +197,13 @@ def shards(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
                 yield from split_rows(part, most)
         return
     chunk = tuple(min(c, e) for c, e in zip(chunk, tensor.shape, strict=True))
-    grid = ChunkGrid(tensor.shape, divided(tensor.shape, chunk, tensor.widest_itemsize, most_bytes))
+    itemsize = tensor.widest_itemsize
+    if is_cut_across(tensor):
+        # Low enough that whole rows of parts can be read at once: else each would be read often.
+        part_row = itemsize * math.prod(chunk[1:])
+        rows = max(1, most_bytes // (itemsize * math.prod(tensor.shape[1:])), _LOW // part_row)
+        chunk = divided(tensor.shape, chunk, itemsize, rows * part_row)
+    grid = ChunkGrid(tensor.shape, divided(tensor.shape, chunk, itemsize, most_bytes))
     for index in itertools.product(*map(range, grid.counts)):
         yield grid.box(index)
 
