@@ -241,7 +241,7 @@ def test_files_are_divided_as_hugging_face_does(sources: dict[str, Path], tmp_pa
     convert(sources["tensorstore"], tmp_path / "out", "safetensors", options=options)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in ORACLE.values())
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     names = sorted(set(index["weight_map"].values()))
     count = len(names)
     assert count > 1
@@ -328,7 +328,7 @@ def test_any_cut_arrives(
         assert_same(read_back(Path(folder, "out"), to), {"k": full})
 
 
-def test_small_boxes_and_many_threads(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_small_boxes_and_many_threads(tmp_path: Path) -> None:
     """Batches, groups and bands, which a small checkpoint would otherwise not need."""
     state = {
         f"k{i:03}": ShardedTensor.from_rank_offsets(
@@ -420,7 +420,7 @@ def test_a_damaged_safetensors_file(content: bytes, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_index_and_files_that_differ(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_an_index_and_files_that_differ(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     save_file({"w": torch.ones(1)}, folder / "a.safetensors")
@@ -472,8 +472,8 @@ def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path
         convert(tmp_path / "text", tmp_path / "out", "zarr")
     with pytest.raises(StrategyNotFoundError, match="safetensors"):
         convert(sources["zarr"], tmp_path / "out", "parquet")
+    rules = Rules.parse(reshard=["axis=0,parts=2"])
     with pytest.raises(CheckpointingException, match="reshard"):
-        rules = Rules.parse(reshard=["axis=0,parts=2"])
         convert(sources["zarr"], tmp_path / "out", "torch", rules=rules)
     with pytest.raises(CheckpointingException, match="memory"):
         convert(sources["zarr"], tmp_path / "out", "zarr", options=ConvertOptions(memory_bytes=1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dist_checkpointing.conversion import Rules
@@ -84,8 +86,9 @@ def test_a_reshard_may_be_for_some_keys() -> None:
     ],
 )
 def test_a_text_that_says_nothing_is_named(kind: str, text: str) -> None:
+    arguments: dict[str, Any] = {kind: [text]}
     with pytest.raises(CheckpointingException) as caught:
-        Rules.parse(**{kind: [text]})
+        Rules.parse(**arguments)
     assert kind in str(caught.value)
     assert "\n" not in str(caught.value) or kind == "cast"
 
