@@ -116,11 +116,11 @@ def convert(
 ) -> None:
     """Convert a checkpoint into another format.
 
-    Tensors keep every bit unless you --cast. They stream through, so memory stays within its
-    budget. DESTINATION appears when it is complete; after a kill, run the same command again.
+    Tensors keep every bit unless you --cast. They stream through: memory stays
+    within its budget. DESTINATION appears when it is complete. After a kill, run
+    the same command again.
 
-    Example: dckpt convert ckpt/1000 model --to safetensors --include '^model' --cast bfloat16
-    --lossy
+    Example: dckpt convert ckpt/1000 model --to safetensors --include ^model
     """
     # It imports torch, which most commands do without.
     from dist_checkpointing import conversion  # noqa: PLC0415

@@ -137,6 +137,7 @@ class CheckpointSource(Source):
             (DictKey(number),): leaf for number, leaf in enumerate(leaves)
         }
         strategy.read(paths, index, reader, SingleProcess())
+        self.check_unchanged()
         return [leaf.data for leaf in leaves if leaf.data is not None]
 
     def check_unchanged(self) -> None:

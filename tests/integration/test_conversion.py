@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -33,6 +34,7 @@ from dist_checkpointing.errors import (
     StrategyNotFoundError,
 )
 from dist_checkpointing.geometry import Box
+from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 
@@ -498,3 +500,32 @@ def test_a_failed_read_leaves_nothing(
         convert(sources["zarr"], tmp_path / "out", to, options=ROOMY)
     assert "Traceback" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_damaged_source_is_named(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
+    shutil.copytree(sources["zarr"], tmp_path / "source")
+    chunk = next((tmp_path / "source" / "model.w").glob("c.*"))
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    with pytest.raises(CheckpointingException, match=r"model\.w") as caught:
+        convert(tmp_path / "source", tmp_path / "out", to, options=ROOMY)
+    assert str(chunk) in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_source_that_is_overwritten_meanwhile(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaf = ShardedTensor.from_rank_offsets("k", torch.ones(4))
+    save({"k": leaf}, tmp_path / "source")
+    read = PlannedLoadStrategy.read
+
+    def overwriting(self: PlannedLoadStrategy, *arguments: Any) -> None:
+        read(self, *arguments)
+        save({"k": leaf}, tmp_path / "source", overwrite=True)
+
+    monkeypatch.setattr(PlannedLoadStrategy, "read", overwriting)
+    with pytest.raises(CheckpointingException, match="changed"):
+        convert(tmp_path / "source", tmp_path / "out", to, options=ROOMY)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
