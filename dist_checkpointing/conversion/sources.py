@@ -96,7 +96,7 @@ class CheckpointSource(Source):
 
     @property
     def index(self) -> Index:
-        return self._checkpoint.index
+        return self._checkpoint.index if self._planned is None else self._planned[2]
 
     @cached_property
     def objects(self) -> Mapping[str, Ints]:
@@ -123,10 +123,6 @@ class CheckpointSource(Source):
         reader.is_kept = True
         # Its own index, in which a reader may have noted more than there is in ours.
         return strategy, reader, reader.read_metadata()
-
-    def prepare(self) -> None:
-        """Make ready for ``read``, which many threads will call."""
-        _ = self._planned
 
     def read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         if self._planned is None:
