@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,8 +101,11 @@ def lazy_strategy(
             "it has no planner, so all tensors would have to be in memory", found=type(found)
         )
         raise CheckpointingException(f"cannot convert into {backend[0]} {backend[1]}", [finding])
-    options = StorageOptions(threads=spending.threads, buffer_bytes=spending.buffer_bytes)
-    return type(found)(planner=planner, options=options)
+    # A copy: a strategy that was registered by hand belongs to somebody else.
+    strategy = copy.copy(found)
+    strategy.planner = planner
+    strategy.options = StorageOptions(threads=spending.threads, buffer_bytes=spending.buffer_bytes)
+    return strategy
 
 
 def _leaves(tensor: PlannedTensor, most_bytes: int) -> list[ShardedTensor]:
