@@ -231,7 +231,8 @@ def _groups(
             first = _box(row[0])
             band = Box((first.offset[0], *[0] * (len(shape) - 1)), (first.shape[0], *shape[1:]))
             is_whole = sum(_box(item).num_elements for item in row) == band.num_elements
-            if is_whole and band.num_elements * tensors[key].widest_itemsize <= 2 * most_bytes:
+            size_of_band = band.num_elements * tensors[key].widest_itemsize
+            if is_whole and _LARGE_BYTES <= size_of_band <= 2 * most_bytes:
                 yield _Group(row, band)
                 continue
         for item in row:
