@@ -147,6 +147,8 @@ class StorageReader(ABC):
     Attributes:
         options: knobs of the I/O.
         trusted: whether objects may be unpickled without an allow-list.
+        is_kept: whether many reads of single parts follow each other, from several threads, so that
+            it pays to remember where parts are.
         report: to be called with the number of bytes that have been read since the last call.
     """
 
@@ -154,6 +156,7 @@ class StorageReader(ABC):
         self.checkpoint_dir = checkpoint_dir
         self.options = StorageOptions()
         self.trusted = False
+        self.is_kept = False
         self.report: Callable[[int], None] = _ignore
 
     def location(self, chunk: MetadataIndex) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from dist_checkpointing.cli import ls, plan, rm_prefix
+from dist_checkpointing.cli import convert, ls, plan, rm_prefix
 from dist_checkpointing.cli import map as map_command
 from dist_checkpointing.cli.screen import fail
 from dist_checkpointing.errors import CheckpointingException
@@ -28,6 +28,7 @@ app.command("ls")(ls.ls)
 app.command("map")(map_command.map_tensors)
 app.command("plan")(plan.plan)
 app.command("rm-prefix")(rm_prefix.rm_prefix)
+app.command("convert")(convert.convert)
 
 
 @app.callback()

@@ -37,6 +37,14 @@ class SavePlanner(ABC):
         """
         return None
 
+    @property
+    def makes_data(self) -> bool:
+        """Whether ``get_data`` makes new tensors, read or converted when they are asked for.
+
+        A writer counts the memory of such tensors as its own buffers.
+        """
+        return False
+
     @abstractmethod
     def configure_planner(
         self, state_dict: Leaves, *, is_coordinator: bool, rank: int, layout: Layout

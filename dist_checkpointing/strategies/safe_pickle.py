@@ -16,6 +16,7 @@ import types
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -162,12 +163,31 @@ def deserialize(content: bytes, where: str, *, trusted: bool = False) -> Any:
         UnsupportedFormatError: if it needs a class or function that is not on the allow-list.
         CorruptCheckpointError: if the file is damaged.
     """
-    data = io.BytesIO(content)
+    return _load(io.BytesIO(content), where, trusted=trusted, maps_file=False)
+
+
+def deserialize_file(path: Path, *, trusted: bool = False, maps_file: bool = True) -> Any:
+    """The object that a file of ``torch.save`` holds, tensors on the CPU.
+
+    Args:
+        path: the file.
+        trusted: unpickle anything, which lets the file run any code.
+        maps_file: leave the values of tensors in the file, which must not change meanwhile. Files
+            in the format of before PyTorch 1.6 do not allow that.
+
+    Raises:
+        UnsupportedFormatError: if it needs a class or function that is not on the allow-list.
+        CorruptCheckpointError: if the file is damaged.
+    """
+    return _load(str(path), str(path), trusted=trusted, maps_file=maps_file)
+
+
+def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: bool) -> Any:
     try:
         with _safe_globals_allowed():
-            value = torch.load(data, map_location="cpu", weights_only=not trusted)
+            value = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=maps_file)
     except Exception as error:
-        refused = [] if trusted else _refused_globals(data)
+        refused = [] if trusted else _refused_globals(source)
         if refused:
             finding = Finding(
                 "the file wants to use what is not on the allow-list of plain data types",
@@ -215,10 +235,11 @@ def _has_objects(dtype: np.dtype[Any]) -> bool:
     return bool(dtype.hasobject) or any(map(_has_objects, fields))
 
 
-def _refused_globals(data: io.BytesIO) -> list[str]:
+def _refused_globals(data: io.BytesIO | str) -> list[str]:
     try:
         with _safe_globals_allowed():
-            data.seek(0)
+            if not isinstance(data, str):
+                data.seek(0)
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))
     except Exception as error:  # noqa: BLE001 - whatever a damaged file makes the parser raise
         logger.debug("cannot list the globals of a damaged file: %s", error)

@@ -63,7 +63,7 @@ def test_a_value_outside_of_the_checkpoint_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     # TensorStore does not make such a database, so its answer is forged.
-    manifest = {"versions": [{"root": {"location": "node"}}]}
+    manifest = {"versions": [{"root": {"location": "btreenode::d%2Fnode:0:5"}}]}
     entries = [{"key": b"key", "indirect_value": f"value:{place}:0:5"}]
 
     def dump(base: object, node: str | None = None) -> Any:

@@ -35,15 +35,24 @@ class Survey:
     files: frozenset[str]
 
 
-def locate(checkpoint_dir: Path, keys: Collection[str]) -> dict[str, Extent | bytes]:
+def locate(
+    checkpoint_dir: Path, keys: Collection[str], *, with_neighbours: bool = False
+) -> dict[str, Extent | bytes]:
     """Where the values of ``keys`` are, or the values themselves if the tree holds them.
 
     Keys that the database does not have are left out.
 
+    Args:
+        checkpoint_dir: the checkpoint.
+        keys: to look for.
+        with_neighbours: also give all other keys of every node that had to be looked at, for a
+            caller who will ask again.
+
     Raises:
         CorruptCheckpointError: if the database cannot be read, or points out of the checkpoint.
     """
-    return _read(checkpoint_dir, sorted(key.encode() for key in keys), [])
+    walk = _Walk(checkpoint_dir, with_neighbours=with_neighbours)
+    return walk.values(sorted(key.encode() for key in keys))
 
 
 def survey(checkpoint_dir: Path) -> Survey:
@@ -54,66 +63,70 @@ def survey(checkpoint_dir: Path) -> Survey:
     """
     if not (checkpoint_dir / MANIFEST_NAME).exists():
         return Survey({}, frozenset())
-    nodes: list[Extent] = []
-    values = _read(checkpoint_dir, None, nodes)
-    extents = [*nodes, *(value for value in values.values() if isinstance(value, Extent))]
+    walk = _Walk(checkpoint_dir, with_neighbours=False)
+    values = walk.values(None)
+    extents = [*walk.nodes, *(value for value in values.values() if isinstance(value, Extent))]
     paths = {extent.path for extent in extents}
     return Survey(values, frozenset(str(Path(p).relative_to(checkpoint_dir)) for p in paths))
 
 
-def _read(
-    checkpoint_dir: Path, wanted: Sequence[bytes] | None, nodes: list[Extent]
-) -> dict[str, Extent | bytes]:
-    base = ts.KvStore.open({"driver": "file", "path": f"{checkpoint_dir}/"}).result()
-    known: dict[str, str] = {}
-    found: dict[str, Extent | bytes] = {}
-    visited: list[str] = []
-    try:
-        root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]
-        if "location" not in root:
-            return {}  # nothing in it
-        for key, entry in _entries(base, root["location"], b"", wanted, visited, _MAX_HEIGHT):
-            value = entry.get("inline_value")
-            if value is None:
-                found[key] = _extent(entry["indirect_value"], "value", checkpoint_dir, known)
-            else:
-                found[key] = bytes(value)
-        nodes += [_extent(node, "btreenode", checkpoint_dir, known) for node in visited]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        path = str(checkpoint_dir / MANIFEST_NAME)
-        finding = Finding(f"{type(error).__name__}: {error}", path=path)
-        raise CorruptCheckpointError("the database cannot be read", [finding]) from error
-    return found
+class _Walk:
+    """One way through the tree of keys.
 
+    Attributes:
+        nodes: where the nodes are that were looked at.
+    """
 
-def _entries(
-    base: Any,
-    node: str,
-    prefix: bytes,
-    wanted: Sequence[bytes] | None,
-    visited: list[str],
-    most_height: int,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The wanted entries below a node; ``wanted`` are sorted and lie in its range, None for all."""
-    content = ts.ocdbt.dump(base, node).result()
-    visited.append(node)
-    entries, height = content["entries"], content["height"]
-    if height > most_height:
-        raise ValueError(f"node {node} is no part of a tree")
-    if height == 0:
-        asked_for = None if wanted is None else set(wanted)
-        for entry in entries:
-            key = prefix + entry["key"]
-            if asked_for is None or key in asked_for:
-                yield key.decode(), entry
-        return
-    firsts = [prefix + entry["key"] for entry in entries]
-    bounds = [] if wanted is None else [*(bisect_left(wanted, f) for f in firsts), len(wanted)]
-    for number, entry in enumerate(entries):
-        below = prefix + entry["subtree_common_prefix"]
-        part = None if wanted is None else wanted[bounds[number] : bounds[number + 1]]
-        if part is None or part:
-            yield from _entries(base, entry["location"], below, part, visited, height - 1)
+    def __init__(self, checkpoint_dir: Path, *, with_neighbours: bool) -> None:
+        self._folder = checkpoint_dir
+        self._with_neighbours = with_neighbours
+        self._base = ts.KvStore.open({"driver": "file", "path": f"{checkpoint_dir}/"}).result()
+        self._known: dict[str, str] = {}
+        self.nodes: list[Extent] = []
+
+    def values(self, wanted: Sequence[bytes] | None) -> dict[str, Extent | bytes]:
+        """Where the values of the wanted keys are, which are sorted; of all for None."""
+        found: dict[str, Extent | bytes] = {}
+        try:
+            root = ts.ocdbt.dump(self._base).result()["versions"][-1]["root"]
+            if "location" not in root:
+                return {}  # nothing in it
+            for key, entry in self._entries(root["location"], b"", wanted, _MAX_HEIGHT):
+                value = entry.get("inline_value")
+                if value is None:
+                    location = entry["indirect_value"]
+                    found[key] = _extent(location, "value", self._folder, self._known)
+                else:
+                    found[key] = bytes(value)
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            path = str(self._folder / MANIFEST_NAME)
+            finding = Finding(f"{type(error).__name__}: {error}", path=path)
+            raise CorruptCheckpointError("the database cannot be read", [finding]) from error
+        return found
+
+    def _entries(
+        self, node: str, prefix: bytes, wanted: Sequence[bytes] | None, most_height: int
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The wanted entries below a node, in whose range all of ``wanted`` lie."""
+        content = ts.ocdbt.dump(self._base, node).result()
+        self.nodes.append(_extent(node, "btreenode", self._folder, self._known))
+        entries, height = content["entries"], content["height"]
+        if height > most_height:
+            raise ValueError(f"node {node} is no part of a tree")
+        if height == 0:
+            asked_for = None if wanted is None or self._with_neighbours else set(wanted)
+            for entry in entries:
+                key = prefix + entry["key"]
+                if asked_for is None or key in asked_for:
+                    yield key.decode(), entry
+            return
+        firsts = [prefix + entry["key"] for entry in entries]
+        bounds = [] if wanted is None else [*(bisect_left(wanted, f) for f in firsts), len(wanted)]
+        for number, entry in enumerate(entries):
+            below = prefix + entry["subtree_common_prefix"]
+            part = None if wanted is None else wanted[bounds[number] : bounds[number + 1]]
+            if part is None or part:
+                yield from self._entries(entry["location"], below, part, height - 1)
 
 
 def _extent(location: str, expected: str, checkpoint_dir: Path, known: dict[str, str]) -> Extent:

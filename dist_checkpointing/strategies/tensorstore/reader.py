@@ -32,6 +32,10 @@ from dist_checkpointing.strategies.tensorstore.locations import locate
 class TensorStoreReader(StorageReader):
     """Reads what TensorStoreWriter wrote."""
 
+    def __init__(self, checkpoint_dir: Path) -> None:
+        super().__init__(checkpoint_dir)
+        self._places: dict[str, Extent | bytes] = {}
+
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del rank, world_size
         self._index = metadata
@@ -70,9 +74,7 @@ class TensorStoreReader(StorageReader):
     def _located(self, plan: LoadPlan, planner: LoadPlanner) -> list[ChunkRead]:
         """Where the chunks lie; objects, and what the tree itself holds, are filled right away."""
         wanted = [(item, self._key(item.storage_index)) for item in plan.items]
-        places: Mapping[str, Extent | bytes] = {}
-        if wanted:
-            places = locate(self.checkpoint_dir, {key for _, key in wanted})
+        places = self._places_of({key for _, key in wanted})
         reads = []
         for item, key in wanted:
             place = places.get(key)
@@ -91,6 +93,17 @@ class TensorStoreReader(StorageReader):
                 values = np.frombuffer(place, dtype=tensor.dtype.bits)
                 self.report(fill(item, tensor.dtype, values, planner))
         return reads
+
+    def _places_of(self, keys: set[str]) -> Mapping[str, Extent | bytes]:
+        if not keys:
+            return {}
+        if not self.is_kept:
+            return locate(self.checkpoint_dir, keys)
+        # Not a difference of sets: other threads add places meanwhile.
+        unknown = {key for key in keys if key not in self._places}
+        if unknown:
+            self._places |= locate(self.checkpoint_dir, unknown, with_neighbours=True)
+        return self._places
 
     def _part(self, chunk: MetadataIndex) -> tuple[StoredTensor, Box, tuple[int, int] | None]:
         tensor = self._index[chunk.fqn]

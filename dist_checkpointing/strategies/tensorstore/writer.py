@@ -220,7 +220,7 @@ class TensorStoreWriter(StorageWriter):
         if whole and array.nbytes < _SMALL_BYTES:
             lane.put(keys.chunk_key(tensor, part.chunk, part.flat_range), array.tobytes())
         else:
-            copied = array.ctypes.data != data.data_ptr()
+            copied = planner.makes_data or array.ctypes.data != data.data_ptr()
             lane.put_chunk(tensor, item, array, copied=copied)
         self.report(array.nbytes)
         return WriteResult(item.index, array.nbytes, checksum=digest)

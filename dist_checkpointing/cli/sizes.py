@@ -1,0 +1,27 @@
+"""Sizes as people type them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{unit}b": 1000**power for power, unit in enumerate("kmgt", 1)},
+    **{f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", 1)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str) -> int:
+    """``"2GiB"`` -> 2147483648, ``"5GB"`` -> 5000000000; a bare number counts bytes.
+
+    Raises:
+        ValueError: if it is no size, or none above zero.
+    """
+    match = _SIZE.fullmatch(text)
+    unit = None if match is None else _UNITS.get(match[2].lower())
+    size = 0 if match is None or unit is None else int(float(match[1]) * unit)
+    if size < 1:
+        raise ValueError(f"{text!r} is no size; write for example 2GiB, 500MB or 1073741824")
+    return size

@@ -1,0 +1,236 @@
+"""``dckpt convert`` as a user runs it: what it prints, its exit code, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from dist_checkpointing import ShardedTensor, load_plain_tensors, save
+from dist_checkpointing.cli.app import app
+from dist_checkpointing.cli.sizes import parse_bytes
+from dist_checkpointing.conversion.safetensors_format import header_bytes
+from dist_checkpointing.element_types import from_name
+
+TENSORS = {f"layer.{i}.w": torch.randn(600, 640) for i in range(6)} | {"norm": torch.randn(4)}
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+FORMATS = ["tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source") / "ckpt"
+    leaves = {key: ShardedTensor.from_rank_offsets(key, full) for key, full in TENSORS.items()}
+    save({**leaves, "step": 5}, folder)
+    return folder
+
+
+def run(*arguments: object) -> str:
+    """What a command that succeeds prints."""
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def child(*arguments: object, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """A process of its own, in which ``before`` is executed first."""
+    code = textwrap.dedent(before) + "\nfrom dist_checkpointing.cli.app import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        **options,
+    )
+
+
+def assert_arrived(path: Path, to: str) -> None:
+    if to == "safetensors":
+        found = load_file(path / "model.safetensors")
+    elif to == "torch":
+        found = torch.load(path, weights_only=True)
+    else:
+        found = load_plain_tensors(path)
+    assert all(torch.equal(found[key], full) for key, full in TENSORS.items())
+
+
+def test_a_summary(source: Path, tmp_path: Path) -> None:
+    text = run(source, tmp_path / "out", "--to", "zarr", "--rename", "^layer=l", "--exclude", "n")
+    assert "converted 6 tensors (8.8 MiB)" in text
+    assert "tensorstore 1 -> zarr 2" in text
+    assert "left: 1 key " in text
+    assert "renamed: 6 keys" in text
+    assert all(len(line) > 1 for line in text.splitlines())
+
+
+def test_json_is_one_document(source: Path, tmp_path: Path) -> None:
+    arguments = (source, tmp_path / "out", "--to", "safetensors", "--json")
+    planned = json.loads(run(*arguments, "--dry-run"))
+    assert not (tmp_path / "out").exists()
+    done = json.loads(run(*arguments))
+    assert planned["tensors"] == done["tensors"]
+    assert {row["key"]: row["shape"] for row in done["tensors"]} == {
+        key: list(full.shape) for key, full in TENSORS.items()
+    }
+    assert "step" in done["left_out"][0]
+    assert (planned["dry_run"], done["dry_run"]) == (True, False)
+
+
+def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None:
+    text = run(
+        source, tmp_path / "out", "--to", "torch", "--dry-run", "--rename", "norm=n\x1b[2J",
+        "--cast", "bfloat16", "--lossy",
+    )  # fmt: skip
+    assert "norm -> n\\x1b[2J  float32 -> bfloat16[4]" in text
+    assert "\x1b" not in text
+    assert "cast: 7 tensors float32 -> bfloat16, values rounded" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--to", "nope"], "cannot convert to 'nope'"),
+        (["--to", "zarr", "--include", "("], "not a regular expression"),
+        (["--to", "zarr", "--include", "nowhere"], "leave nothing to convert"),
+        (["--to", "zarr", "--rename", r"\d="], "rename gives no valid names"),
+        (["--to", "zarr", "--cast", "float16"], "--lossy"),
+        (["--to", "zarr", "--cast", "int8"], "floating-point"),
+        (["--to", "zarr", "--reshard", "axis"], "axis=0,parts=8"),
+        (["--to", "torch", "--reshard", "axis=0,parts=8"], "reshard makes no sense"),
+        (["--to", "zarr", "--memory", "lots"], "is no size"),
+        (["--to", "zarr", "--memory", "10MiB"], "--memory"),
+    ],
+)
+def test_bad_input_ends_before_anything_is_written(
+    source: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    with pytest.raises((Exception, SystemExit)) as caught:
+        run(source, tmp_path / "out", *arguments)
+    assert words in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_is_a_line_and_not_a_traceback(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    result = child("convert", source, tmp_path / "out", "--to", "zarr")
+    assert result.returncode == EXIT_BAD_INPUT
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert "Traceback" not in result.stderr
+
+
+FAILING_READ = """
+    import os, signal, time
+    from dist_checkpointing.conversion import memory
+    memory._MOST_BOX_BYTES = 2**21
+    from dist_checkpointing.conversion.sources import CheckpointSource
+    read, count = CheckpointSource.read, 0
+    def failing(self, wanted):
+        global count
+        count += 1
+        if count == 4:
+            os.kill(os.getpid(), signal.{name})
+            time.sleep(0.5)
+        return read(self, wanted)
+    CheckpointSource.read = failing
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["tensorstore", "safetensors"])
+def test_killed_in_the_middle_and_run_again(source: Path, to: str, tmp_path: Path) -> None:
+    arguments = ("convert", source, tmp_path / "out", "--to", to, "--threads", 1)
+    result = child(*arguments, before=FAILING_READ.format(name="SIGKILL"))
+    assert result.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) != []  # it did begin
+    assert not (tmp_path / "out" / "metadata.json").exists()
+    assert not list((tmp_path / "out").glob("*.safetensors*"))
+    run(*arguments[1:])
+    assert_arrived(tmp_path / "out", to)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["zarr", "torch"])
+def test_ctrl_c_in_the_middle(source: Path, to: str, tmp_path: Path) -> None:
+    arguments = ("convert", source, tmp_path / "out", "--to", to, "--threads", 1)
+    result = child(*arguments, before=FAILING_READ.format(name="SIGINT"))
+    assert result.returncode == EXIT_INTERRUPTED, result.stderr
+    assert "error: interrupted" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["tensorstore", "safetensors"])
+def test_no_room_for_a_file(source: Path, to: str, tmp_path: Path) -> None:
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+
+    result = child(
+        "convert",
+        source,
+        tmp_path / "out",
+        "--to",
+        to,
+        preexec_fn=limited,
+    )
+    assert result.returncode == EXIT_BAD_INPUT, result.stderr
+    assert result.stderr.startswith("error: cannot write"), result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# Not getrusage, which also counts the process that this one was forked from.
+TELL_PEAK = """
+    import atexit, pathlib, re, sys
+    def tell():
+        status = pathlib.Path("/proc/self/status").read_text()
+        print(re.search(r"VmHWM:\\s+(\\d+)", status)[1], file=sys.stderr)
+    atexit.register(tell)
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_stays_within_its_budget(tmp_path: Path) -> None:
+    """Of a file that is larger than the budget, and mostly a hole, so that it costs no time."""
+    budget = 480 * 2**20
+    tensors = [(f"w{i}", from_name("float32"), (2048, 8192)) for i in range(8)]
+    header, entries = header_bytes(tensors, {})
+    end = entries[-1].start + entries[-1].num_bytes
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(end)
+    arguments = ("convert", file.name, tmp_path / "out", "--to", "tensorstore", "--memory", budget)
+    result = child(*arguments, before=TELL_PEAK)
+    assert result.returncode == 0, result.stderr
+    peak = int(result.stderr.split()[-1]) * 1024
+    assert 0 < peak < budget
+    assert end > budget
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("2GiB", 2**31), ("1.5 kB", 1500), ("5GB", 5 * 10**9), ("3tib", 3 * 2**40)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "2 GiB x", "1e3", "5XB"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="no size"):
+        parse_bytes(text)

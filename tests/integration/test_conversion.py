@@ -1,0 +1,531 @@
+"""Every source to every target. The oracle is the plain full tensor, compared bit by bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, load_plain_tensors, save
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.conversion import (
+    COMMON_KEY,
+    OBJECTS_KEY,
+    ConvertOptions,
+    Rules,
+    convert,
+    open_source,
+)
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StrategyNotFoundError,
+)
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.strategies.base import PlannedLoadStrategy
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+BACKENDS = {
+    "tensorstore": ("tensorstore", 1),
+    "zarr": ("zarr", 2),
+    "zarr:1": ("zarr", 1),
+    "torch_dist": ("torch_dist", 1),
+}
+FORMATS = [*BACKENDS, "safetensors", "torch"]
+COMMON: dict[str, Any] = {
+    "note": "a text",
+    "step": 7,
+    "nest": {"a": [1, (2, 3)], "empty": {}},
+    "order": torch.arange(3),
+}
+ROOMY = ConvertOptions(memory_bytes=8 * 2**30)
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """NaNs with payloads, infinities and subnormals too."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.empty(shape, dtype=dtype).nbytes
+    top = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).reshape(shape)
+
+
+def oracle() -> dict[str, torch.Tensor]:
+    shapes = {
+        "model.w": ((8, 12), torch.float32),
+        "model.half": ((6, 4), torch.bfloat16),
+        "model.odd/key": ((5, 3, 2), torch.float16),
+        "optim.m": ((24,), torch.float64),
+        "flags": ((7,), torch.bool),
+        "ids": ((4,), torch.int64),
+        "fp8": ((4, 4), torch.float8_e4m3fn),
+        "scalar": ((), torch.float32),
+        "none": ((0, 3), torch.float32),
+    }
+    return {
+        key: random_bits(shape, dtype, seed)
+        for seed, (key, (shape, dtype)) in enumerate(shapes.items())
+    }
+
+
+ORACLE = oracle()
+
+
+def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.dtype, tuple(tensor.shape), raw.tolist()
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert sorted(found) == sorted(wanted)
+    for key, tensor in wanted.items():
+        assert bits(found[key]) == bits(tensor), key
+
+
+def state_of_rank(comm: Comm) -> dict[str, Any]:
+    """Two ranks: even and uneven cuts, a flattened range, a replica, objects."""
+    rank, state = comm.rank, dict(COMMON)
+    leaves = {}
+    for key, full in ORACLE.items():
+        if key == "optim.m":
+            cut = slice(0, 7) if rank == 0 else slice(7, 24)
+            leaves[key] = ShardedTensor.from_rank_offsets_flat(
+                key, full[cut], (24,), flattened_range=cut
+            )
+        elif full.ndim and full.shape[0] > 1:
+            half = (full.shape[0] + 1) // 2
+            own = full[:half] if rank == 0 else full[half:]
+            offset = (rank * half, *[0] * (full.ndim - 1))
+            leaves[key] = ShardedTensor(
+                key, own, own.dtype, tuple(own.shape), tuple(full.shape), offset, None
+            )
+        else:
+            leaves[key] = ShardedTensor.from_rank_offsets(key, full, replica_id=rank)
+    state["sharded"] = leaves
+    state["rng"] = ShardedObject("rng", {"seed": rank, "t": torch.ones(2) * rank}, (2,), (rank,))
+    return state
+
+
+def make_source(folder: Path, file_format: str) -> Path:
+    path = folder / f"source.{file_format.replace(':', '')}"
+    if file_format in BACKENDS:
+        backend = BACKENDS[file_format]
+        run_ranks(2, lambda comm: save(state_of_rank(comm), path, backend, comm=comm))
+    elif file_format == "safetensors":
+        path.mkdir()
+        keys = list(ORACLE)
+        parts = {"model-00001-of-00002": keys[:4], "model-00002-of-00002": keys[4:]}
+        for name, own in parts.items():
+            save_file({k: ORACLE[k] for k in own}, path / f"{name}.safetensors", {"note": "a text"})
+        weight_map = {k: f"{name}.safetensors" for name, own in parts.items() for k in own}
+        content = {"metadata": {}, "weight_map": weight_map}
+        (path / "model.safetensors.index.json").write_text(json.dumps(content))
+    else:
+        nested: dict[str, Any] = {k: v for k, v in ORACLE.items() if not k.startswith("model.")}
+        nested["model"] = {
+            k.removeprefix("model."): v for k, v in ORACLE.items() if k.startswith("model.")
+        }
+        nested["optim"] = {"m": nested.pop("optim.m")}
+        torch.save({**nested, "note": "a text", "step": 7}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    return {file_format: make_source(folder, file_format) for file_format in FORMATS}
+
+
+def read_back(path: Path, to: str) -> dict[str, torch.Tensor]:
+    """With the programs that the formats are for."""
+    if to == "safetensors":
+        return load_file(path / "model.safetensors")
+    if to == "torch":
+        content = torch.load(path, weights_only=True)
+        return {k: v for k, v in content.items() if k not in (COMMON_KEY, OBJECTS_KEY)}
+    loaded = load_plain_tensors(path)
+    return {key: loaded[key] for key in Checkpoint.open(path)}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("source", FORMATS)
+def test_bits_arrive(sources: dict[str, Path], source: str, to: str, tmp_path: Path) -> None:
+    done = convert(sources[source], tmp_path / "out", to, options=ROOMY)
+    assert_same(read_back(tmp_path / "out", to), ORACLE)
+    assert done.plan.num_bytes == sum(tensor.nbytes for tensor in ORACLE.values())
+
+
+@pytest.mark.parametrize("to", [*BACKENDS, "torch"])
+@pytest.mark.parametrize("source", BACKENDS)
+def test_common_state_and_objects_travel_along(
+    sources: dict[str, Path], source: str, to: str, tmp_path: Path
+) -> None:
+    done = convert(sources[source], tmp_path / "out", to, options=ROOMY)
+    found = open_source(tmp_path / "out")
+    assert done.left_out == ()
+    assert found.common.keys() == COMMON.keys()
+    assert {k: v for k, v in found.common.items() if k != "order"} == {
+        k: v for k, v in COMMON.items() if k != "order"
+    }
+    assert torch.equal(found.common["order"], COMMON["order"])
+    assert dict(found.objects) == {"rng": (2,)}
+    for rank in range(2):
+        value = found.object_cell("rng", (rank,))
+        assert value["seed"] == rank
+        assert torch.equal(value["t"], torch.ones(2) * rank)
+    found.close()
+
+
+def test_safetensors_say_what_they_cannot_hold(sources: dict[str, Path], tmp_path: Path) -> None:
+    done = convert(sources["zarr"], tmp_path / "out", "safetensors", options=ROOMY)
+    assert len(done.left_out) == 2
+    assert "step" in done.left_out[0]
+    assert "rng" in done.left_out[1]
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "note": "a text"}
+
+
+def test_torch_leaves_out_what_weights_only_refuses(tmp_path: Path) -> None:
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(2)),
+        "args": Namespace(lr=1.0),
+        "step": 3,
+    }
+    save(state, tmp_path / "source")
+    done = convert(tmp_path / "source", tmp_path / "out.pt", "torch", options=ROOMY)
+    assert "args" in done.left_out[0]
+    content = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)
+    assert content[COMMON_KEY] == {"step": 3}
+    assert torch.equal(content["w"], torch.ones(2))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr", "mc0.15.3_torch_dist"])
+def test_releases_of_megatron(name: str, to: str, tmp_path: Path) -> None:
+    content = json.loads((GOLDEN / f"{name}.expected.json").read_text())["tensors"]
+    wanted = {
+        key: torch.tensor(t["flat_values"], dtype=getattr(torch, t["dtype"])).reshape(t["shape"])
+        for key, t in content.items()
+    }
+    convert(GOLDEN / name, tmp_path / "out", to, options=ROOMY)
+    assert_same(read_back(tmp_path / "out", to), wanted)
+
+
+def test_the_cut_is_kept_and_may_be_changed(sources: dict[str, Path], tmp_path: Path) -> None:
+    convert(sources["zarr"], tmp_path / "same", "tensorstore", options=ROOMY)
+    before, after = (Checkpoint.open(p) for p in (sources["zarr"], tmp_path / "same"))
+    assert {k: [c.box for c in before[k].chunks] for k in before if k != "optim.m"} == {
+        k: [c.box for c in after[k].chunks] for k in after if k != "optim.m"
+    }
+    rules = Rules.parse(reshard=[r"model\.w:axis=1,parts=3;axis=0,parts=2"])
+    for to in BACKENDS:
+        convert(sources["zarr"], tmp_path / to, to, rules=rules, options=ROOMY)
+        assert Checkpoint.open(tmp_path / to)["model.w"].chunk_shape == (4, 4), to
+        assert_same(read_back(tmp_path / to, to), ORACLE)
+
+
+def test_files_are_divided_as_hugging_face_does(sources: dict[str, Path], tmp_path: Path) -> None:
+    options = ConvertOptions(shard_bytes=300)
+    convert(sources["tensorstore"], tmp_path / "out", "safetensors", options=options)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in ORACLE.values())
+    found: dict[str, torch.Tensor] = {}
+    names = sorted(set(index["weight_map"].values()))
+    count = len(names)
+    assert count > 1
+    assert names == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    for name in names:
+        own = load_file(tmp_path / "out" / name)
+        assert all(index["weight_map"][key] == name for key in own)
+        assert len(own) == 1 or sum(tensor.nbytes for tensor in own.values()) <= 300
+        found |= own
+    assert_same(found, ORACLE)
+    convert(tmp_path / "out", tmp_path / "back", "zarr", options=ROOMY)
+    assert_same(read_back(tmp_path / "back", "zarr"), ORACLE)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_renamed_cast_and_selected(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
+    rules = Rules.parse(
+        include=["^model"],
+        rename=["^model=m", "/=_"],
+        cast=["half=float32", "bfloat16"],
+        lossy=True,
+    )
+    convert(sources["torch_dist"], tmp_path / "out", to, rules=rules, options=ROOMY)
+    wanted = {
+        "m.w": ORACLE["model.w"].to(torch.bfloat16),
+        "m.half": ORACLE["model.half"].to(torch.float32),
+        "m.odd_key": ORACLE["model.odd/key"].to(torch.bfloat16),
+    }
+    assert_same(read_back(tmp_path / "out", to), wanted)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "blosc"])
+def test_compressed_chunks(codec: str, tmp_path: Path) -> None:
+    full = torch.arange(60.0).reshape(6, 10)
+    leaves = [
+        ShardedTensor.from_rank_offsets("w", full[:, i * 5 : i * 5 + 5], (1, i, 2)) for i in (0, 1)
+    ]
+    save({"l": leaves}, tmp_path / "source", Zarr3SaveShardedStrategy(codec=codec))
+    for to in FORMATS:
+        convert(tmp_path / "source", tmp_path / to, to, options=ROOMY)
+        assert_same(read_back(tmp_path / to, to), {"w": full})
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and boxes that make it up."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    boxes = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 4))):
+        number = draw(st.integers(0, len(boxes) - 1))
+        axis = draw(st.integers(0, len(shape) - 1))
+        box = boxes[number]
+        if box.shape[axis] > 1:
+            at = draw(st.integers(1, box.shape[axis] - 1))
+            low = (*box.shape[:axis], at, *box.shape[axis + 1 :])
+            high = (*box.shape[:axis], box.shape[axis] - at, *box.shape[axis + 1 :])
+            second = (*box.offset[:axis], box.offset[axis] + at, *box.offset[axis + 1 :])
+            boxes[number : number + 1] = [Box(box.offset, low), Box(second, high)]
+    return shape, boxes
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    cuts(),
+    st.sampled_from(sorted(BACKENDS)),
+    st.sampled_from(FORMATS),
+    st.sampled_from(["", "axis=0,parts=2", "axis=0,parts=3;axis=1,parts=2"]),
+)
+def test_any_cut_arrives(
+    case: tuple[tuple[int, ...], list[Box]], source: str, to: str, reshard: str
+) -> None:
+    shape, boxes = case
+    full = random_bits(shape, torch.float32, 3)
+    leaves = {
+        number: ShardedTensor(
+            "k", full[box.slices()], full.dtype, box.shape, shape, box.offset, None
+        )
+        for number, box in enumerate(boxes)
+    }
+    rules = Rules.parse(reshard=[reshard] if reshard and to in BACKENDS else [])
+    with tempfile.TemporaryDirectory() as folder:
+        save({"leaves": leaves}, Path(folder, "source"), BACKENDS[source])
+        convert(Path(folder, "source"), Path(folder, "out"), to, rules=rules, options=ROOMY)
+        assert_same(read_back(Path(folder, "out"), to), {"k": full})
+
+
+def test_small_boxes_and_many_threads(tmp_path: Path) -> None:
+    """Batches, groups and bands, which a small checkpoint would otherwise not need."""
+    state = {
+        f"k{i:03}": ShardedTensor.from_rank_offsets(
+            f"k{i:03}", random_bits((16, 48), torch.int32, i)
+        )
+        for i in range(300)
+    }
+    big = random_bits((1024, 1024), torch.float32, 0)
+    save({**state, "big": ShardedTensor.from_rank_offsets("big", big)}, tmp_path / "source")
+    wanted = {key: leaf.data for key, leaf in state.items() if leaf.data is not None}
+    wanted["big"] = big
+    rules = Rules.parse(reshard=["big:axis=1,parts=2"])
+    options = ConvertOptions(threads=8)
+    for to in FORMATS:
+        own = rules if to in BACKENDS else None
+        convert(tmp_path / "source", tmp_path / to, to, rules=own, options=options)
+        assert_same(read_back(tmp_path / to, to), wanted)
+
+
+def test_views_and_parameters_in_a_torch_file(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    content = {
+        "turned": base.t(),
+        "part": base[1:, 1:],
+        "parameter": torch.nn.Parameter(base.clone()),
+        "list": [base, 5],
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    torch.save(content, tmp_path / "model.pt")
+    convert(tmp_path / "model.pt", tmp_path / "out", "zarr", options=ROOMY)
+    found = read_back(tmp_path / "out", "zarr")
+    wanted = {"turned": base.t(), "part": base[1:, 1:], "parameter": base, "list.0": base}
+    assert_same(found, wanted)
+    assert Checkpoint.open(tmp_path / "out").common["list"] == [None, 5]
+
+
+@pytest.mark.parametrize("to", ["zarr", "safetensors"])
+def test_a_file_of_before_pytorch_1_6(to: str, tmp_path: Path) -> None:
+    path = tmp_path / "old.bin"
+    torch.save({"w": torch.arange(5)}, path, _use_new_zipfile_serialization=False)
+    convert(path, tmp_path / "out", to, options=ROOMY)
+    assert_same(read_back(tmp_path / "out", to), {"w": torch.arange(5)})
+    with pytest.raises(CheckpointingException, match="as a whole"):
+        open_source(path, most_bytes=10)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("this must not run",)
+
+
+def test_a_pickle_that_runs_code_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"w": torch.ones(1), "x": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(CheckpointingException, match="unpickle"):
+        convert(tmp_path / "evil.pt", tmp_path / "out", "zarr")
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "out").exists()
+
+
+def header(**rows: Any) -> bytes:
+    text = json.dumps(rows).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+ROW = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 16,
+        header(w=ROW),
+        header(w=ROW) + bytes(9),
+        header(w={**ROW, "shape": [3]}) + bytes(8),
+        header(w={**ROW, "shape": [-2]}) + bytes(8),
+        header(w={**ROW, "data_offsets": [4, 12]}) + bytes(12),
+        header(w=ROW, v=ROW) + bytes(8),
+        header(w={**ROW, "dtype": "F4"}) + bytes(8),
+        header(w=[1]) + bytes(8),
+    ],
+)
+def test_a_damaged_safetensors_file(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointingException):
+        convert(tmp_path / "m.safetensors", tmp_path / "out", "zarr")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_index_and_files_that_differ(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"w": torch.ones(1)}, folder / "a.safetensors")
+    for weight_map in ({"v": "a.safetensors"}, {"w": "b.safetensors"}, {"w": "../a.safetensors"}):
+        text = json.dumps({"weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(CorruptCheckpointError):
+            open_source(folder)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_is_there_is_not_touched(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").write_text("keep")
+    for overwrite in (False, True):
+        options = ConvertOptions(overwrite=overwrite)
+        with pytest.raises(CheckpointExistsError):
+            convert(sources["zarr"], out, to, options=options)
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_overwriting_what_is_alike(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(sources["zarr"], out, to, rules=Rules.parse(include=["flags"]), options=ROOMY)
+    with pytest.raises(CheckpointExistsError, match="force"):
+        convert(sources["zarr"], out, to, options=ROOMY)
+    options = ConvertOptions(overwrite=True)
+    convert(sources["zarr"], out, to, options=options)
+    assert_same(read_back(out, to), ORACLE)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("place", [".", "inside", ".."])
+def test_not_into_itself(sources: dict[str, Path], place: str) -> None:
+    source = sources["zarr"]
+    with pytest.raises(CheckpointExistsError, match="itself"):
+        convert(source, source / place, "zarr", options=ConvertOptions(overwrite=True))
+    assert Checkpoint.open(source).is_committed
+
+
+def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        convert(tmp_path / "nowhere", tmp_path / "out", "zarr")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(CheckpointNotFoundError):
+        convert(tmp_path / "text", tmp_path / "out", "zarr")
+    with pytest.raises(StrategyNotFoundError, match="safetensors"):
+        convert(sources["zarr"], tmp_path / "out", "parquet")
+    rules = Rules.parse(reshard=["axis=0,parts=2"])
+    with pytest.raises(CheckpointingException, match="reshard"):
+        convert(sources["zarr"], tmp_path / "out", "torch", rules=rules)
+    with pytest.raises(CheckpointingException, match="memory"):
+        convert(sources["zarr"], tmp_path / "out", "zarr", options=ConvertOptions(memory_bytes=1))
+    save(
+        {"c": ShardedTensor.from_rank_offsets("c", torch.ones(2).to(torch.complex128))},
+        tmp_path / "c",
+    )
+    with pytest.raises(CheckpointingException, match="complex128"):
+        convert(tmp_path / "c", tmp_path / "out", "safetensors")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_failed_read_leaves_nothing(
+    sources: dict[str, Path], to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> list[torch.Tensor]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dist_checkpointing.conversion.sources.CheckpointSource.read", failing)
+    with pytest.raises(CheckpointingException, match="No space left") as caught:
+        convert(sources["zarr"], tmp_path / "out", to, options=ROOMY)
+    assert "Traceback" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_damaged_source_is_named(sources: dict[str, Path], to: str, tmp_path: Path) -> None:
+    shutil.copytree(sources["zarr"], tmp_path / "source")
+    chunk = next((tmp_path / "source" / "model.w").glob("c.*"))
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    with pytest.raises(CheckpointingException, match=r"model\.w") as caught:
+        convert(tmp_path / "source", tmp_path / "out", to, options=ROOMY)
+    assert str(chunk) in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_source_that_is_overwritten_meanwhile(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaf = ShardedTensor.from_rank_offsets("k", torch.ones(4))
+    save({"k": leaf}, tmp_path / "source")
+    read = PlannedLoadStrategy.read
+
+    def overwriting(self: PlannedLoadStrategy, *arguments: Any) -> None:
+        read(self, *arguments)
+        save({"k": leaf}, tmp_path / "source", overwrite=True)
+
+    monkeypatch.setattr(PlannedLoadStrategy, "read", overwriting)
+    with pytest.raises(CheckpointingException, match="changed"):
+        convert(tmp_path / "source", tmp_path / "out", to, options=ROOMY)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

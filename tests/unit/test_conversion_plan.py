@@ -1,0 +1,139 @@
+"""Plans of conversions are values: names, dtypes, and boxes that make each tensor up once."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_checkpointing.conversion import Rules, plan_conversion
+from dist_checkpointing.conversion.plan import PlannedTensor, runs, shards
+from dist_checkpointing.element_types import from_name
+from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.geometry import Box, ravel_offset
+from dist_checkpointing.index import Index, Pieces, StoredTensor
+
+FLOAT32 = from_name("float32")
+
+
+def stored(key: str, shape: tuple[int, ...], dtype: str = "float32") -> StoredTensor:
+    return StoredTensor(key, from_name(dtype), shape, tuple(max(1, e) for e in shape))
+
+
+INDEX = Index.of([stored("a.w", (4, 6)), stored("a.b", (6,)), stored("n", (2,), "int64")])
+
+
+def test_all_is_taken_as_it_is() -> None:
+    plan = plan_conversion(INDEX, {"rng": (2,)}, Rules())
+    assert [tensor.key for tensor in plan.tensors] == ["a.b", "a.w", "n"]
+    assert [sharded.key for sharded in plan.objects] == ["rng"]
+    assert plan.num_bytes == 4 * 24 + 4 * 6 + 8 * 2
+    assert (plan.num_left, plan.num_renamed, plan.casts, plan.uncut) == (0, 0, (), ())
+
+
+def test_what_changes_is_counted() -> None:
+    rules = Rules.parse(
+        include=["a", "n"],
+        rename=["^a=c"],
+        cast=["bfloat16"],
+        lossy=True,
+        reshard=["axis=1,parts=2"],
+    )
+    plan = plan_conversion(INDEX, {"rng": (2,)}, rules)
+    assert [tensor.key for tensor in plan.tensors] == ["c.b", "c.w", "n"]
+    assert (plan.num_left, plan.num_renamed) == (0, 2)
+    (cast,) = plan.casts
+    assert (cast.stored, cast.wanted, cast.tensors) == ("float32", "bfloat16", 2)
+    assert not cast.is_lossless
+    assert plan.uncut == ("a.b", "n")
+
+
+def test_a_cast_that_keeps_every_value_needs_no_leave() -> None:
+    plan = plan_conversion(INDEX, {}, Rules.parse(cast=["float64"]))
+    assert [cast.is_lossless for cast in plan.casts] == [True]
+
+
+def test_a_cast_that_loses_values_is_refused() -> None:
+    with pytest.raises(CheckpointingException, match="lossy"):
+        plan_conversion(INDEX, {}, Rules.parse(cast=["float16"]))
+
+
+def test_keys_that_would_become_one_are_named_all_at_once() -> None:
+    with pytest.raises(CheckpointingException) as caught:
+        plan_conversion(INDEX, {"a.x": ()}, Rules.parse(rename=[r"^a\..*=all"]))
+    (finding,) = caught.value.findings
+    assert finding.key == "all"
+    assert all(name in str(finding.found) for name in ("'a.w'", "'a.b'", "'a.x'"))
+
+
+def test_a_key_without_a_name_is_refused() -> None:
+    with pytest.raises(CheckpointingException, match="no name"):
+        plan_conversion(INDEX, {}, Rules.parse(rename=["^n$="]))
+
+
+def test_nothing_left_is_an_error() -> None:
+    with pytest.raises(CheckpointingException, match="leave nothing"):
+        plan_conversion(INDEX, {}, Rules.parse(include=["nowhere"]))
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> PlannedTensor:
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+    dtype = from_name(draw(st.sampled_from(["uint8", "bfloat16", "float32"])))
+    chunk = tuple(draw(st.integers(1, max(1, extent))) for extent in shape)
+    tensor = StoredTensor("k", dtype, shape, chunk)
+    if math.prod(shape) and draw(st.booleans()):
+        count = math.prod(shape)
+        cut = draw(st.integers(0, count))
+        whole = Box.whole(shape)
+        pieces = Pieces.of(len(shape), [(whole, (0, cut)), (whole, (cut, count))])
+        tensor = StoredTensor("k", dtype, shape, None, pieces)
+    wanted = None
+    if draw(st.booleans()):
+        wanted = tuple(draw(st.integers(1, max(1, extent))) for extent in shape)
+    return PlannedTensor(tensor, "k", FLOAT32, wanted)
+
+
+@given(planned(), st.integers(1, 200))
+def test_shards_make_up_the_tensor_once(tensor: PlannedTensor, most_bytes: int) -> None:
+    counts = np.zeros(tensor.shape, dtype=np.int64)
+    boxes = list(shards(tensor, most_bytes))
+    for box in boxes:
+        counts[box.slices()] += 1
+        assert box.num_elements * tensor.widest_itemsize <= max(most_bytes, tensor.widest_itemsize)
+    assert boxes
+    assert (counts == 1).all()
+
+
+@given(planned(), st.integers(1, 200))
+def test_runs_follow_each_other_in_c_order(tensor: PlannedTensor, most_bytes: int) -> None:
+    position = 0
+    for box in runs(tensor, most_bytes):
+        flat = np.arange(math.prod(tensor.shape)).reshape(tensor.shape)[box.slices()].reshape(-1)
+        assert ravel_offset(box.offset, tensor.shape) == position
+        assert flat.tolist() == list(range(position, position + box.num_elements))
+        assert box.num_elements * tensor.widest_itemsize <= max(most_bytes, tensor.widest_itemsize)
+        position += box.num_elements
+    assert position == math.prod(tensor.shape)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
+def test_no_chunk_is_read_twice_if_memory_allows(
+    rows: int, columns: int, high: int, wide: int
+) -> None:
+    tensor = StoredTensor("k", FLOAT32, (rows * high, columns * wide), (high, wide))
+    seen: dict[tuple[int, ...], int] = {}
+    for box in runs(PlannedTensor(tensor, "k", FLOAT32), 4 * high * columns * wide):
+        for index, _ in tensor.grid.meeting(box):
+            seen[index] = seen.get(index, 0) + 1
+    assert set(seen.values()) == {1}
+
+
+def test_an_awkward_extent_does_not_make_tiny_parts() -> None:
+    # 1366 = 2 * 683: the only divisor that fits would make parts of two rows.
+    tensor = PlannedTensor(stored("k", (4096, 8)), "k", FLOAT32, (1366, 8))
+    boxes = list(shards(tensor, 400 * 32))
+    assert len(boxes) <= 2 * -(-4096 // 400)
