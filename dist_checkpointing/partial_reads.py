@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from dist_checkpointing.geometry import Box, Ints
 from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.loading import common_reader, open_checkpoint
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
+from dist_checkpointing.planning import MetadataIndex
+from dist_checkpointing.slicing import Selected
 from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -92,8 +94,29 @@ class PartialReads:
             self._own_index = reader.read_metadata()
         return self._own_index
 
-    def object_grids(self) -> dict[str, Ints]:
+    @staticmethod
+    def joined(parts: Sequence[torch.Tensor], selected: Selected) -> torch.Tensor:
+        """What was selected, of the boxes that were read for it; in memory of its own."""
+        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=selected.axis)
+        part = whole[selected.within]
+        # A thin view would keep all that was read.
+        return part if part.numel() == whole.numel() else part.clone()
+
+    def location(self, index: Index, key: str, box: Box, number: int) -> str:
+        """Where a chunk or piece lies, in words."""
+        strategy = self.sharded
+        if not isinstance(strategy, PlannedLoadStrategy):
+            return str(self._folder)
+        reader = strategy.make_reader(self._folder)
+        index = self._index_for(reader, index)
+        reader.set_up_storage_reader(index, rank=0, world_size=1)
+        piece = None if index[key].pieces is None else number
+        return reader.location(MetadataIndex(key, box.offset, piece))
+
+    def object_grids(self, index: Index) -> Mapping[str, Ints]:
         """The grids of all sharded objects, by key."""
+        if handles_objects(self.sharded) and isinstance(self.sharded, PlannedLoadStrategy):
+            return index.objects
         strategy = self.sharded if handles_objects(self.sharded) else self._common
         stored = strategy.load_sharded_metadata(self._folder)
         return {
