@@ -311,7 +311,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
 
 
 def _require_inside(shape: Ints, key: str, box: Box) -> None:
-    fits = len(box.offset) == len(box.shape) == len(shape) and min((*box.offset, *box.shape, 0)) == 0
+    fits = (
+        len(box.offset) == len(box.shape) == len(shape) and min((*box.offset, *box.shape, 0)) == 0
+    )
     if not fits or not Box.whole(shape).contains(box):
         raise IndexError(f"{key!r}: {box} does not lie in a tensor of shape {shape}")
 

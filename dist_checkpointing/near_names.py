@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import heapq
 from collections.abc import Iterable
-from os.path import commonprefix
 
 _MOST_COMPARED = 500
 
@@ -41,5 +40,11 @@ def hint(name: str, known: Iterable[str]) -> str:
 def _distance(name: str, other: str) -> int:
     if name in other:
         return len(other) - len(name) - 1000
-    same = len(commonprefix((name, other))) + len(commonprefix((name[::-1], other[::-1])))
+    same = _num_alike(name, other) + _num_alike(name[::-1], other[::-1])
     return abs(len(other) - len(name)) - 2 * same
+
+
+def _num_alike(a: str, b: str) -> int:
+    """How many characters they begin with alike."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((place for place, (x, y) in pairs if x != y), min(len(a), len(b)))

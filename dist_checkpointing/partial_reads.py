@@ -81,12 +81,12 @@ class PartialReads:
                 (DictKey(number),): leaf for number, leaf in leaves.items()
             }
             reader = strategy.make_reader(self._folder)
-            strategy.read(paths, self._index_for(reader, index), reader, SingleProcess())
+            strategy.read(paths, self.index_for(reader, index), reader, SingleProcess())
             return [_data(leaf) for leaf in leaves.values()]
         loaded = strategy.load({str(number): leaf for number, leaf in leaves.items()}, self._folder)
         return [loaded[str(number)] for number in leaves]
 
-    def _index_for(self, reader: StorageReader, index: Index) -> Index:
+    def index_for(self, reader: StorageReader, index: Index) -> Index:
         """The index as a reader wants it: one that makes its own may note more in it."""
         if type(reader).read_metadata is StorageReader.read_metadata:
             return index
@@ -108,7 +108,7 @@ class PartialReads:
         if not isinstance(strategy, PlannedLoadStrategy):
             return str(self._folder)
         reader = strategy.make_reader(self._folder)
-        index = self._index_for(reader, index)
+        index = self.index_for(reader, index)
         reader.set_up_storage_reader(index, rank=0, world_size=1)
         piece = None if index[key].pieces is None else number
         return reader.location(MetadataIndex(key, box.offset, piece))

@@ -201,7 +201,9 @@ def compare_checkpoints(
         tuple(tensors),
         tuple(_compare_objects(first, second, tolerance, wanted)),
         tuple(
-            row for row in compare_values(first.common, second.common, tolerance) if wanted(row.name)
+            row
+            for row in compare_values(first.common, second.common, tolerance)
+            if wanted(row.name)
         ),
         ignore_dtype,
     )
@@ -220,7 +222,9 @@ def _batches(
         # Along the chunks of the one that has to decode them whole.
         lead: StoredTensor = pair[1] if second.index.codec and not first.index.codec else pair[0]
         widest = max(stored.dtype.itemsize for stored in pair)
-        for box in blocks(lead, Box.whole(lead.global_shape), most_bytes * lead.dtype.itemsize // widest):
+        for box in blocks(
+            lead, Box.whole(lead.global_shape), most_bytes * lead.dtype.itemsize // widest
+        ):
             num_bytes = box.num_elements * widest
             if batch and (size + num_bytes > most_bytes or len(batch) == _MOST_BOXES):
                 yield batch
@@ -276,7 +280,7 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
     wide = np.complex128 if x.dtype.kind == "c" else np.longdouble
     p, q = x[places].astype(wide), y[places].astype(wide)
     with np.errstate(all="ignore"):
-        distance = np.abs(p - q)
+        distance: Array = np.abs(np.subtract(p, q))
         size = np.abs(q)
         # Written so that a NaN is never within.
         differs = ~(distance <= tolerance.atol + tolerance.rtol * size)
@@ -338,24 +342,30 @@ def _text(entries: Mapping[str, Any], path: str) -> str | None:
 
 
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.dtype.kind in "biufc":
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        return all(
-            _compare_slab(x, y, tolerance)[1] is None
-            for x, y in zip(slabs(np.ascontiguousarray(a)), slabs(np.ascontiguousarray(b)), strict=True)
-        )
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
-            return False
-        if a.layout is not torch.strided or a.is_quantized:
-            return bool(torch.equal(a, b))
-        return compare_tensors(a.detach(), b.detach(), tolerance).num_differing == 0
     if type(a) is not type(b):
         return False
+    if isinstance(a, np.ndarray) and a.dtype.kind in "biufc":
+        return _same_arrays(a, b, tolerance)
+    if isinstance(a, torch.Tensor):
+        return _same_tensors(a.detach(), b.detach(), tolerance)
     if isinstance(a, float | complex):
-        return _compare_slab(np.array([a]), np.array([b]), tolerance)[1] is None
+        return _same_arrays(np.array([a]), np.array([b]), tolerance)
     try:
         return bool(a == b)
     except Exception:  # noqa: BLE001 - what a stranger's __eq__ raises, or several truth values
         return plain_state.value_text(a) == plain_state.value_text(b)
+
+
+def _same_arrays(a: Array, b: Array, tolerance: Tolerance) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    pairs = zip(slabs(np.ascontiguousarray(a)), slabs(np.ascontiguousarray(b)), strict=True)
+    return all(_compare_slab(x, y, tolerance)[1] is None for x, y in pairs)
+
+
+def _same_tensors(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+        return False
+    if a.layout is not torch.strided or a.is_quantized:
+        return bool(torch.equal(a, b))
+    return compare_tensors(a, b, tolerance).num_differing == 0

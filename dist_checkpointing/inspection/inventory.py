@@ -158,7 +158,9 @@ def _facts(checkpoint: Checkpoint, sizes: Mapping[str, tuple[int, int]]) -> dict
     if backend == "tensorstore":
         folders = {name.split("/")[1] for name in sizes if name.startswith("data/")}
         for section in sorted(folders):
-            inside = [size for name, (size, _) in sizes.items() if name.startswith(f"data/{section}/")]
+            inside = [
+                size for name, (size, _) in sizes.items() if name.startswith(f"data/{section}/")
+            ]
             facts[f"section {section}"] = f"{sum(inside)} bytes in {_count(inside, 'file')}"
     elif backend == "zarr":
         facts["format"] = f"zarr v{3 if version == 2 else 2}"

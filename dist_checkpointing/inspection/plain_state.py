@@ -31,7 +31,9 @@ def entries(value: Any, name: str = "") -> dict[str, Any]:
             found[_free(path, found)] = node
             continue
         if len(found) + len(waiting) > _MOST_ENTRIES:
-            raise ValueError(f"more than {_MOST_ENTRIES} values are nested in {name or 'the state'}")
+            raise ValueError(
+                f"more than {_MOST_ENTRIES} values are nested in {name or 'the state'}"
+            )
         inside = above | {id(node)}
         waiting += [
             (f"{path}.{step}" if path else str(step), child, inside)
