@@ -13,6 +13,7 @@ from dist_checkpointing import element_types
 from dist_checkpointing.index import Index
 
 _SEPARATORS = re.compile(r"[./]")
+_MOST_LEVELS = 100
 OBJECT = "object"
 COMMON = "common"
 
@@ -147,7 +148,7 @@ def as_tree(entries: Iterable[Entry]) -> Branch:
     root = Branch("")
     for entry in entries:
         branches = [root]
-        for name in _SEPARATORS.split(entry.key):
+        for name in _SEPARATORS.split(entry.key, maxsplit=_MOST_LEVELS):
             known = branches[-1].below
             if name not in known:
                 known[name] = Branch(name)
