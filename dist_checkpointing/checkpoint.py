@@ -7,6 +7,7 @@ needs a strategy or a value loads ``partial_reads`` on first use.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from dist_checkpointing.commit import (
     read_config,
 )
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.geometry import Box, Ints
+from dist_checkpointing.geometry import Box, Ints, unravel
 from dist_checkpointing.index import Index, StoredTensor, read_index
 from dist_checkpointing.near_names import hint
 from dist_checkpointing.slicing import select
@@ -61,6 +62,11 @@ class TensorHandle:
         self._stored = stored
 
     @property
+    def stored(self) -> StoredTensor:
+        """Its line of the index."""
+        return self._stored
+
+    @property
     def key(self) -> str:
         """Its name."""
         return self._stored.key
@@ -98,7 +104,22 @@ class TensorHandle:
     @cached_property
     def chunks(self) -> tuple[StoredChunk, ...]:
         """The parts in which it is stored, in C order."""
-        return tuple(_chunks(self._stored))
+        return tuple(self.iter_chunks())
+
+    def iter_chunks(self) -> Iterator[StoredChunk]:
+        """The same one after the other, for tensors that have very many."""
+        return _chunks(self._stored)
+
+    @property
+    def num_chunks(self) -> int:
+        """How many there are."""
+        pieces = self._stored.pieces
+        return math.prod(self._stored.grid.counts) if pieces is None else len(pieces)
+
+    @property
+    def folder(self) -> Path:
+        """Of its checkpoint."""
+        return self._checkpoint.path
 
     def __getitem__(self, slices: Slices) -> torch.Tensor:
         """Read a part.
@@ -120,9 +141,12 @@ class TensorHandle:
         Raises:
             CheckpointingException: if that cannot be found out.
         """
-        return self._checkpoint.reads.location(
-            self._checkpoint.index, self.key, self.chunks[number].box, number
-        )
+        if self._stored.pieces is None:
+            grid = self._stored.grid
+            box = grid.box(unravel(number, grid.counts))
+        else:
+            box, _ = self._stored.pieces[number]
+        return self._checkpoint.reads.location(self._checkpoint.index, self.key, box, number)
 
     def __repr__(self) -> str:
         return f"<{self.key!r}: {self.dtype_name}{list(self.shape)}, {self.num_bytes} bytes>"

@@ -66,6 +66,27 @@ def parse_slices(text: str) -> tuple[int | slice | Any, ...]:
     return tuple(parts)
 
 
+def positions(shape: Ints, slices: Any, key: str) -> tuple[int | range, ...]:
+    """For each axis the index, or the range of indices, that ``tensor[slices]`` takes.
+
+    Raises:
+        IndexError: if ``slices`` do not fit the shape.
+    """
+    given = slices if isinstance(slices, tuple) else (slices,)
+    dots = [place for place, part in enumerate(given) if part is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError(f"{key!r}: more than one '...'")
+    if len(given) - len(dots) > len(shape):
+        raise IndexError(f"{key!r}: {len(given) - len(dots)} indices for shape {shape}")
+    place = dots[0] if dots else len(given)
+    filling = (slice(None),) * (len(shape) - len(given) + len(dots))
+    parts = given[:place] + filling + given[place + 1 :]
+    return tuple(
+        _along(axis, extent, part, key)
+        for axis, (extent, part) in enumerate(zip(shape, parts, strict=True))
+    )
+
+
 def select(shape: Ints, slices: Any, key: str) -> Selected:
     """The part of a tensor that ``tensor[slices]`` means.
 
@@ -77,21 +98,14 @@ def select(shape: Ints, slices: Any, key: str) -> Selected:
     Raises:
         IndexError: if they do not fit the shape.
     """
-    given = slices if isinstance(slices, tuple) else (slices,)
-    dots = [place for place, part in enumerate(given) if part is Ellipsis]
-    if len(dots) > 1:
-        raise IndexError(f"{key!r}: more than one '...'")
-    if len(given) - len(dots) > len(shape):
-        raise IndexError(f"{key!r}: {len(given) - len(dots)} indices for shape {shape}")
-    place = dots[0] if dots else len(given)
-    filling = (slice(None),) * (len(shape) - len(given) + len(dots))
-    parts = given[:place] + filling + given[place + 1 :]
-    axes = [
-        _along(axis, extent, part, key)
-        for axis, (extent, part) in enumerate(zip(shape, parts, strict=True))
-    ]
-    box = Box(tuple(start for start, _, _ in axes), tuple(extent for _, extent, _ in axes))
-    return _rows_apart(box, tuple(within for _, _, within in axes))
+    taken = positions(shape, slices, key)
+    ranges = [range(part, part + 1) if isinstance(part, int) else part for part in taken]
+    box = Box(
+        tuple(min(r.start, extent) for r, extent in zip(ranges, shape, strict=True)),
+        tuple(r[-1] - r[0] + 1 if r else 0 for r in ranges),
+    )
+    within = tuple(0 if isinstance(p, int) else slice(None, None, p.step) for p in taken)
+    return _rows_apart(box, within)
 
 
 def _rows_apart(box: Box, within: tuple[int | slice, ...]) -> Selected:
@@ -115,8 +129,7 @@ def _rows_apart(box: Box, within: tuple[int | slice, ...]) -> Selected:
     return Selected((box,), 0, within)
 
 
-def _along(axis: int, extent: int, part: Any, key: str) -> tuple[int, int, int | slice]:
-    """Start and extent to read along one axis, and what to take of it."""
+def _along(axis: int, extent: int, part: Any, key: str) -> int | range:
     if isinstance(part, slice):
         try:
             start, stop, step = part.indices(extent)
@@ -124,10 +137,7 @@ def _along(axis: int, extent: int, part: Any, key: str) -> tuple[int, int, int |
             raise IndexError(f"{key!r}: axis {axis}: {error}") from error
         if step < 1:
             raise IndexError(f"{key!r}: axis {axis}: a step of {step} is not supported, only >= 1")
-        count = len(range(start, stop, step))
-        if count == 0:
-            return min(start, extent), 0, slice(None)
-        return start, (count - 1) * step + 1, slice(None, None, step)
+        return range(start, stop, step)
     # For torch, True is a mask and not the number 1.
     if isinstance(part, bool) or not hasattr(part, "__index__"):
         found = type(part).__name__
@@ -138,4 +148,4 @@ def _along(axis: int, extent: int, part: Any, key: str) -> tuple[int, int, int |
         raise IndexError(f"{key!r}: axis {axis}: {error}") from error
     if not -extent <= place < extent:
         raise IndexError(f"{key!r}: axis {axis} has {extent} elements, there is no {place}")
-    return place % extent, 1, 0
+    return int(place % extent)

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from dist_checkpointing.cli import ls
+from dist_checkpointing.cli import ls, show
 from dist_checkpointing.cli.screen import fail
 from dist_checkpointing.errors import CheckpointingException
 
@@ -24,6 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("ls")(ls.ls)
+app.command("show")(show.show)
 
 
 @app.callback()

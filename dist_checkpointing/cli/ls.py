@@ -36,7 +36,7 @@ def ls(
     pattern: Annotated[
         str | None,
         typer.Argument(
-            help="Only these keys: a glob for the whole key if it has *, ? or \\[, else a part of it."
+            help="Only these keys: a glob for the whole key if it has *, ? or \\[, else part of it."
         ),
     ] = None,
     *,
@@ -81,7 +81,9 @@ def _others(opened: Checkpoint) -> Iterator[Entry]:
     from dist_checkpointing.inspection import plain_state  # noqa: PLC0415
 
     for key, handle in opened.objects.items():
-        cells = f"1 cell of {shape_text(handle.shape)}" if len(handle) == 1 else f"{len(handle)} cells"
+        cells = (
+            f"1 cell of {shape_text(handle.shape)}" if len(handle) == 1 else f"{len(handle)} cells"
+        )
         yield Entry(key, handle.shape, OBJECT, 0, cells)
     for name, value in plain_state.entries(opened.common).items():
         yield Entry(name, None, COMMON, 0, plain_state.type_text(value))
@@ -165,7 +167,11 @@ def _print_subtotals(tensors: Sequence[Entry]) -> None:
     if not 1 < len(rows) < len(tensors):
         return
     shown = [
-        (f"  {one_line(row.prefix)}", counted(row.num_tensors, "tensor"), bytes_as_text(row.num_bytes))
+        (
+            f"  {one_line(row.prefix)}",
+            counted(row.num_tensors, "tensor"),
+            bytes_as_text(row.num_bytes),
+        )
         for row in rows[:_MOST_SUBTOTALS]
     ]
     rest = rows[_MOST_SUBTOTALS:]
@@ -186,26 +192,36 @@ def _print_tree(root: Branch, depth: int | None) -> None:
 
 def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[str, str, str]]:
     last = len(branch.below) - 1
-    for place, child in enumerate(branch.below.values()):
-        name = child.name
-        # What has only one way on is one line.
-        while child.entry is None and len(child.below) == 1:
-            (child,) = child.below.values()
-            name = f"{name}.{child.name}"
-        is_cut = depth is not None and depth <= 1 and bool(child.below)
+    for place, below in enumerate(branch.below.values()):
+        child, name = _only_way(below)
         text = f"{indent}{'└── ' if place == last else '├── '}{one_line(name)}"
         if child.entry is not None and not child.below:
-            entry = child.entry
-            size = "" if entry.shape is None or entry.dtype == OBJECT else bytes_as_text(entry.num_bytes)
-            facts = entry.sharding if entry.shape is None else f"{entry.dtype} {shape_text(entry.shape)}"
-            yield text, size, facts
+            yield text, *_leaf_facts(child.entry)
             continue
+        is_cut = depth is not None and depth <= 1
         number = f"({child.num_entries:,}{' …' if is_cut else ''})"
         yield text, bytes_as_text(child.num_bytes) if child.num_bytes else "", number
-        if not is_cut:
-            longer = f"{indent}{'    ' if place == last else '│   '}"
-            if child.entry is not None:
-                own = Branch(child.name)
-                own.below = {".": Branch(".", entry=child.entry), **child.below}
-                child = own
-            yield from _branches(child, longer, None if depth is None else depth - 1)
+        if is_cut:
+            continue
+        if child.entry is not None:
+            # It is itself a tensor, and the beginning of the names of others.
+            own = Branch(".", entry=child.entry)
+            child = Branch(child.name, below={".": own, **child.below})
+        longer = f"{indent}{'    ' if place == last else '│   '}"
+        yield from _branches(child, longer, None if depth is None else depth - 1)
+
+
+def _only_way(branch: Branch) -> tuple[Branch, str]:
+    """The first branch from here on that is an end or a fork, and its name from here."""
+    name = branch.name
+    while branch.entry is None and len(branch.below) == 1:
+        (branch,) = branch.below.values()
+        name = f"{name}.{branch.name}"
+    return branch, name
+
+
+def _leaf_facts(entry: Entry) -> tuple[str, str]:
+    if entry.shape is None:
+        return "", entry.sharding
+    size = "" if entry.dtype == OBJECT else bytes_as_text(entry.num_bytes)
+    return size, f"{entry.dtype} {shape_text(entry.shape)}"

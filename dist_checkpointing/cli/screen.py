@@ -55,9 +55,9 @@ def print_json(value: Any) -> None:
     """One JSON document on the standard output, for scripts.
 
     JSON has no word for NaN and infinity: they become ``"NaN"``, ``"Infinity"`` and
-    ``"-Infinity"``.
+    ``"-Infinity"``. What JSON cannot say at all becomes its ``repr``.
     """
-    json.dump(json_value(value), sys.stdout, indent=2)
+    json.dump(json_value(value), sys.stdout, indent=2, default=repr)
     sys.stdout.write("\n")
 
 

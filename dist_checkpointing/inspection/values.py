@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing import dtypes
-from dist_checkpointing.checkpoint import Checkpoint
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.inspection.blocks import batches
+from dist_checkpointing.checkpoint import Checkpoint, TensorHandle
+from dist_checkpointing.geometry import Box, split_rows
+from dist_checkpointing.inspection.blocks import batches, blocks
+from dist_checkpointing.slicing import positions
 
 Array = npt.NDArray[Any]
 
@@ -161,3 +162,43 @@ def stream_statistics(
             found[key] = found[key].with_more(statistics_of(tensor))
             report(tensor.nbytes)
     return found
+
+
+def statistics_of_part(
+    handle: TensorHandle,
+    slices: Any = ...,
+    *,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    report: Callable[[int], None] = lambda _: None,
+) -> Statistics:
+    """The statistics of ``handle[slices]``, which need not fit into memory.
+
+    Raises:
+        IndexError: if ``slices`` do not fit the shape.
+        CheckpointingException: if it cannot be read.
+    """
+    taken = positions(handle.shape, slices, handle.key)
+    ranges = [range(part, part + 1) if isinstance(part, int) else part for part in taken]
+    itemsize = handle.num_bytes // handle.num_elements if handle.num_elements else 1
+    total = Statistics()
+    if all(part.step == 1 for part in ranges):
+        box = Box(tuple(part.start for part in ranges), tuple(map(len, ranges)))
+        region = blocks(handle.stored, box, memory_bytes)
+        parts = (block.slices() for block in region)
+    else:
+        within = split_rows(Box.whole(tuple(map(len, ranges))), max(1, memory_bytes // itemsize))
+        parts = (
+            tuple(
+                slice(chosen.start, chosen.stop, chosen.step)
+                for chosen in (
+                    part[inside] for part, inside in zip(ranges, block.slices(), strict=True)
+                )
+            )
+            for block in within
+            if block.num_elements
+        )
+    for part in parts:
+        tensor = handle[part]
+        total = total.with_more(statistics_of(tensor))
+        report(tensor.nbytes)
+    return total
