@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from dist_checkpointing.cli import ls, show
+from dist_checkpointing.cli import diff, ls, show, stats, verify
 from dist_checkpointing.cli.screen import fail
 from dist_checkpointing.errors import CheckpointingException
 
@@ -25,6 +25,9 @@ app = typer.Typer(
 )
 app.command("ls")(ls.ls)
 app.command("show")(show.show)
+app.command("stats")(stats.stats)
+app.command("verify")(verify.verify)
+app.command("diff")(diff.diff)
 
 
 @app.callback()

@@ -17,6 +17,7 @@ out = Console(soft_wrap=False, highlight=False)
 errors = Console(stderr=True, highlight=False)
 """Where errors and progress go."""
 
+_LEAST_FOR_BAR = 2**25
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
 
@@ -109,7 +110,7 @@ class Bar:
 @contextmanager
 def progress_bar(title: str, total_bytes: int | None) -> Iterator[Bar]:
     """A bar on the standard error, with speed and the time that is left; gone at the end."""
-    if not errors.is_terminal:
+    if not errors.is_terminal or (total_bytes is not None and total_bytes < _LEAST_FOR_BAR):
         yield Bar()
         return
     # Not at the top: most commands have none.

@@ -156,12 +156,12 @@ def _facts(checkpoint: Checkpoint, sizes: Mapping[str, tuple[int, int]]) -> dict
     writers = [name for name in sizes if name.startswith(f"{CHECKSUMS_NAME}/")]
     facts["checksums"] = f"of {_count(writers, 'writer')}" if writers else "none were kept"
     if backend == "tensorstore":
-        folders = {name.split("/")[1] for name in sizes if name.startswith("data/")}
-        for section in sorted(folders):
+        for section in sorted({name.split("/")[1] for name in sizes if name.startswith("data/")}):
             inside = [
                 size for name, (size, _) in sizes.items() if name.startswith(f"data/{section}/")
             ]
-            facts[f"section {section}"] = f"{sum(inside)} bytes in {_count(inside, 'file')}"
+            # So much a removal of all of its tensors gives back.
+            facts[f"section {section}"] = f"{sum(inside):,} bytes in {_count(inside, 'file')}"
     elif backend == "zarr":
         facts["format"] = f"zarr v{3 if version == 2 else 2}"
         facts["compression"] = checkpoint.index.codec or "none"
