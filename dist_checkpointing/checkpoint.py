@@ -169,9 +169,11 @@ class ObjectHandle(Mapping[Ints, Any]):
         index = (cell,) if isinstance(cell, int) else tuple(cell)
         if index not in self:
             raise KeyError(f"{self.key!r} has no cell {index} in its grid {self.shape}")
-        value = self._checkpoint.reads.object_cell(self.key, self.shape, index)
-        self._checkpoint.require_unchanged()
-        return value
+        try:
+            return self._checkpoint.reads.object_cell(self.key, self.shape, index)
+        finally:
+            # Also if it failed: that it was deleted says more than that a file is gone.
+            self._checkpoint.require_unchanged()
 
     def __contains__(self, cell: object) -> bool:
         if not isinstance(cell, tuple) or len(cell) != len(self.shape):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dist_checkpointing import dtypes
 from dist_checkpointing.begun_save import CONTENT_METADATA_KEY
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.commit import CheckpointingConfig
+from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box, Ints
 from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.loading import common_reader, open_checkpoint
@@ -61,7 +63,8 @@ class PartialReads:
         if isinstance(self.sharded, PlannedLoadStrategy):
             self._own_index = self.sharded.make_reader(self._folder).read_metadata()
             return self._own_index
-        stored = self.sharded.load_tensors_metadata(self._folder)
+        with _strange_errors(self._folder):
+            stored = self.sharded.load_tensors_metadata(self._folder)
         return Index.of(
             StoredTensor(
                 key,
@@ -83,7 +86,9 @@ class PartialReads:
             reader = strategy.make_reader(self._folder)
             strategy.read(paths, self.index_for(reader, index), reader, SingleProcess())
             return [_data(leaf) for leaf in leaves.values()]
-        loaded = strategy.load({str(number): leaf for number, leaf in leaves.items()}, self._folder)
+        with _strange_errors(self._folder):
+            template = {str(number): leaf for number, leaf in leaves.items()}
+            loaded = strategy.load(template, self._folder)
         return [loaded[str(number)] for number in leaves]
 
     def index_for(self, reader: StorageReader, index: Index) -> Index:
@@ -140,6 +145,20 @@ class PartialReads:
     def content_metadata(common: StateDict) -> dict[str, Any] | None:
         """What ``save`` was given as ``content_metadata``."""
         return common.get(CONTENT_METADATA_KEY)
+
+
+@contextmanager
+def _strange_errors(folder: Path) -> Iterator[None]:
+    """A strategy of a third party may raise anything where its files are damaged."""
+    try:
+        yield
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        finding = Finding(f"{type(error).__name__}: {error}", path=str(folder))
+        raise CorruptCheckpointError(
+            "its strategy cannot read the checkpoint", [finding]
+        ) from error
 
 
 def _leaf(stored: StoredTensor, box: Box) -> ShardedTensor:

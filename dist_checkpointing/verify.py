@@ -327,7 +327,7 @@ def _damage_unplanned(
     for key in keys:
         try:
             _ = checkpoint[key][...]
-        except Exception as error:  # noqa: BLE001 - a stranger's strategy may raise anything
+        except CorruptCheckpointError as error:
             findings += _findings(error, key)
         meter.add(checkpoint[key].num_bytes)
     return findings
