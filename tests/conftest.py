@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dist_checkpointing import ShardedObject, ShardedTensor, save
 from dist_checkpointing.comm import Comm
@@ -118,8 +118,8 @@ def save_sample(
         save(state, folder, strategy, comm=comm, content_metadata=METADATA)
 
     run_ranks(RANKS, save_rank)
-    objects = {"rng": {(rank,): {"seed": [rank, 5]} for rank in range(RANKS)}}
-    return Sample(folder.name, folder, full, objects)
+    cells: dict[tuple[int, ...], Any] = {(rank,): {"seed": [rank, 5]} for rank in range(RANKS)}
+    return Sample(folder.name, folder, full, {"rng": cells})
 
 
 @pytest.fixture(scope="session")
@@ -155,7 +155,7 @@ def _plain_dcp(folder: Path) -> Sample:
     state = {**{key: t.clone() for key, t in tensors.items()}, "iteration": 1000}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        dcp_save(state, checkpoint_id=folder, no_dist=True)
     return Sample("dcp", folder, tensors)
 
 
@@ -192,7 +192,7 @@ class Finished:
 @pytest.fixture
 def dckpt(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Finished]]:
+) -> Callable[..., Finished]:
     """Runs the program in this process, with its output going into a pipe."""
     from dist_checkpointing.cli.app import main
 
