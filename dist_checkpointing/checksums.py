@@ -22,8 +22,18 @@ from dist_checkpointing import store
 from dist_checkpointing.catalog import ShardTable
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box
+from dist_checkpointing.index import CHECKSUMS_NAME
 
-CHECKSUMS_NAME = ".dckpt/checksums"
+__all__ = [
+    "CHECKSUMS_NAME",
+    "StoredPart",
+    "checksum",
+    "checksum_files",
+    "read_checksum_file",
+    "read_checksums",
+    "write_checksums",
+]
+
 _COLUMNS = ("keys", "ndim", "offsets", "shapes", "flat", "digests")
 _MAX_BYTES = 1 << 36
 

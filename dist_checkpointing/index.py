@@ -23,6 +23,9 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box, ChunkGrid, Ints
 
 INDEX_NAME = ".dckpt/index.json"
+CHECKSUMS_NAME = ".dckpt/checksums"
+"""The folder of what ``checksums`` keeps; named here, where torch is not needed."""
+
 FORMAT = "dist_checkpointing.index"
 FORMAT_MINOR = 0
 _MAX_INDEX_BYTES = 1 << 32

@@ -123,11 +123,11 @@ def examine_checkpoint(
     except CorruptCheckpointError as error:
         return Examination(_findings(error))
     seen = _Seen()
-    index = Index.of([])
-    with seen.noting():
-        index = checkpoint.index
+    index = seen.index_of(checkpoint)
     if rank == 0:
         seen.look_at_state(checkpoint)
+    if index is None:
+        return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
     keys = sorted(index)[rank::world_size]
     digests = seen.checksums(checkpoint.path, index)
     if rank == 0:
@@ -143,7 +143,7 @@ def examine_checkpoint(
         seen.findings += _damage(checkpoint, parts, meter)
     sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
     return Examination(
-        merge_findings(seen.findings),
+        _said_once(merge_findings(seen.findings), len(keys)),
         merge_findings(seen.refused),
         merge_findings(seen.remarks),
         len(keys),
@@ -180,6 +180,13 @@ class _Seen:
                 yield
         except UnsupportedFormatError as error:
             self.refused += _findings(error, key)
+
+    def index_of(self, checkpoint: Checkpoint) -> Index | None:
+        """What is stored; None if that cannot be found out."""
+        found: list[Index] = []
+        with self.noting():
+            found.append(checkpoint.index)
+        return found[0] if found else None
 
     def look_at_state(self, checkpoint: Checkpoint) -> None:
         """Read the common state and every cell of every sharded object."""
@@ -230,6 +237,22 @@ class _Seen:
                 self.remarks.append(
                     Finding("has checksums and no files: removed on purpose, or lost", key)
                 )
+
+
+def _said_once(findings: Sequence[Finding], num_tensors: int) -> tuple[Finding, ...]:
+    """The findings; what keeps every single tensor from being read becomes one."""
+    alike: dict[tuple[str, str | None], list[Finding]] = {}
+    for finding in findings:
+        alike.setdefault((finding.problem, finding.path), []).append(finding)
+    found: list[Finding] = []
+    for same in alike.values():
+        keys = {finding.key for finding in same if finding.key is not None}
+        if len(keys) >= max(2, num_tensors):
+            what = f"nothing: {len(keys)} tensors and objects cannot be read"
+            found.append(replace(same[0], key=None, expected=None, found=what))
+        else:
+            found += same
+    return tuple(found)
 
 
 def _findings(error: Exception, key: str | None = None) -> tuple[Finding, ...]:

@@ -70,12 +70,14 @@ def show(
     if key in opened:
         _show_tensor(opened[key], part, statistics=statistics, as_json=as_json)
         return
-    if part is not None and key in opened.objects:
-        raise ValueError(f"{key!r} is a sharded object, and only tensors have slices")
-    if key in opened.objects:
+    is_object = key in opened.objects
+    value = None if is_object else _common_value(opened, key)
+    if part is not None:
+        raise ValueError(f"{key!r} is no tensor, and only tensors have slices")
+    if is_object:
         _show_object(opened.objects[key], as_json=as_json)
-        return
-    _show_common(opened, key, as_json=as_json)
+    else:
+        _show_common(key, value, as_json=as_json)
 
 
 def _show_tensor(
@@ -254,12 +256,12 @@ def _show_object(handle: ObjectHandle, *, as_json: bool) -> None:
         _print_value(handle[cell])
 
 
-def _show_common(opened: Checkpoint, key: str, *, as_json: bool) -> None:
+def _common_value(opened: Checkpoint, key: str) -> Any:
     from dist_checkpointing.inspection import plain_state  # noqa: PLC0415 - imports torch
 
     common = opened.common
     try:
-        value = plain_state.below(common, key)
+        return plain_state.below(common, key)
     except KeyError:
         names = [*opened, *opened.objects, *common, *plain_state.entries(common)]
         near = hint(key, names)
@@ -267,6 +269,11 @@ def _show_common(opened: Checkpoint, key: str, *, as_json: bool) -> None:
             f"{opened.path} holds nothing called {key!r}"
             f"{near or '; dckpt ls --all lists what there is'}"
         ) from None
+
+
+def _show_common(key: str, value: Any, *, as_json: bool) -> None:
+    from dist_checkpointing.inspection import plain_state  # noqa: PLC0415 - imports torch
+
     if as_json:
         print_json({"key": key, "type": plain_state.type_text(value), "value": value})
         return

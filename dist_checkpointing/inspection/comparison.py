@@ -270,7 +270,8 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
     if x.dtype != y.dtype:
         kind = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.longdouble
         x, y = x.astype(kind), y.astype(kind)
-    unequal = x != y
+    with np.errstate(invalid="ignore"):  # which signalling NaNs are
+        unequal = x != y
     if tolerance.equal_nan and x.dtype.kind in "fc":
         unequal &= ~(np.isnan(x) & np.isnan(y))
     places = np.flatnonzero(unequal)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dist_checkpointing.checkpoint import Checkpoint
-from dist_checkpointing.checksums import CHECKSUMS_NAME
-from dist_checkpointing.index import StoredTensor
+from dist_checkpointing.index import CHECKSUMS_NAME, StoredTensor
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optim")
 

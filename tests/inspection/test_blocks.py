@@ -17,7 +17,8 @@ FLOAT = element_types.from_name("float32")
 @st.composite
 def stored(draw: st.DrawFn) -> StoredTensor:
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
-    if shape and draw(st.booleans()):
+    in_pieces: bool = draw(st.booleans())
+    if shape and in_pieces:
         pieces = Pieces.of(len(shape), [(Box.whole(shape), None)])
         return StoredTensor("k", FLOAT, shape, None, pieces)
     chunk = tuple(draw(st.integers(1, max(1, extent))) for extent in shape)

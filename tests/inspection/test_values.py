@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import cmath
 import math
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ from dist_checkpointing.testing.conformance.shards import random_bits
 
 def oracle(tensor: torch.Tensor) -> Statistics:
     """By the book, with all values in memory as Python numbers."""
-    numbers = [x for x in tensor.reshape(-1).tolist()]
+    numbers = tensor.reshape(-1).tolist()
     finite = [x for x in numbers if math.isfinite(abs(x))]
-    num_nan = sum(x != x for x in numbers)
+    num_nan = sum(cmath.isnan(x) for x in numbers)
     mean = sum(finite) / len(finite) if finite else None
     std = None
     if mean is not None:
