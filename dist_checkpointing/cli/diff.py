@@ -152,14 +152,14 @@ def _verdict(found: Comparison) -> str:
     if found.is_same:
         return painted(f"the same: {compared}, objects and common state", "green")
     counts = [
-        (len(found.differing), f"of {compared} differ"),
+        (len(found.differing), f"of {compared} differing"),
         (len(found.only_first), "only in the first"),
         (len(found.only_second), "only in the second"),
-        (len(found.objects), "entries of objects differ"),
-        (len(found.common), "entries of common state differ"),
+        (len(found.objects), "in the sharded objects"),
+        (len(found.common), "in the common state"),
     ]
     text = ", ".join(f"{number:,} {what}" for number, what in counts if number)
-    return painted(text, "red")
+    return painted(f"differences: {text}", "red")
 
 
 def _kind(row: TensorComparison, side: int) -> str:
@@ -177,8 +177,9 @@ def _value_row(row: TensorComparison) -> tuple[str, ...]:
     return (
         one_line(row.key),
         share,
-        f"{values.max_abs:.3g}",
-        f"{values.max_rel:.3g}",
+        # Where nothing but NaN differs there is no distance.
+        f"{values.max_abs:.3g}" if values.max_abs else "nan",
+        f"{values.max_rel:.3g}" if values.max_abs else "nan",
         index,
         pair,
     )

@@ -156,9 +156,7 @@ def test_keys_cannot_draw_on_the_screen(tmp_path: Path, dckpt: Run, arguments: l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_on_a_terminal_nothing_is_cut_off(
-    samples: Callable[[str], Sample], tmp_path: Path, width: int
-) -> None:
+def test_on_a_terminal_nothing_is_cut_off(tmp_path: Path, width: int) -> None:
     long = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
     save({"w": ShardedTensor.from_rank_offsets(long, torch.zeros(2, 3))}, tmp_path / "c")
     finished = process("ls", tmp_path / "c", COLUMNS=str(width), FORCE_COLOR="1", TERM="xterm")

@@ -155,7 +155,7 @@ def test_objects_of_real_releases(samples: Callable[[str], Sample], dckpt: Run, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["decoder.wieght"], "did you mean 'decoder.weight'"),
+        (["decoder.weightt"], "did you mean 'decoder.weight'"),
         (["args.beta"], "did you mean"),
         (["qqqqqq"], "dckpt ls --all"),
         (["decoder.weight", "-s", "a:b"], "cannot read 'a:b'"),

@@ -36,9 +36,9 @@ VICTIMS = {
     "zarr-2": ("decoder.weight/c.1.0", "decoder.weight"),
     "zarr-2-zstd": ("uneven/piece.2.0/c.0.0", "uneven"),
     "zarr-1": ("decoder.half/0.0.0", "decoder.half"),
-    "torch_dist": ("__1_0.distcp", "decoder.weight"),
+    "torch_dist": ("__1_0.distcp", "uneven"),
     "tensorstore": ("manifest.ocdbt", None),
-    "mc0.15.3_torch_dist": ("__0_0.distcp", "fc.weight"),
+    "mc0.15.3_torch_dist": ("__0_0.distcp", "optim.exp_avg"),
     "mc0.15.3_zarr": ("rng_state/shard_0.1_1.pt", "rng_state"),
 }
 

@@ -10,8 +10,8 @@ KEYS = ["decoder.layers.0.weight", "decoder.layers.0.bias", "embedding.word", "N
 @pytest.mark.parametrize(
     ("name", "first"),
     [
-        ("decoder.layers.0.wieght", "decoder.layers.0.weight"),
-        ("embeding.word", "embedding.word"),
+        ("decoder.layers.0.weightt", "decoder.layers.0.weight"),
+        ("embeddingg.word", "embedding.word"),
         ("embedding", "embedding.word"),
         ("norm.weight", "Norm.Weight"),
     ],
