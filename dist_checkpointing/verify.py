@@ -15,6 +15,7 @@ from dist_checkpointing.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.checksums import StoredPart, checksum_files, read_checksum_file
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import (
+    CheckpointingException,
     CorruptCheckpointError,
     Finding,
     InvalidShardingError,
@@ -28,7 +29,7 @@ from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.verification import damage_of
+from dist_checkpointing.strategies.verification import damage_of, in_words
 from dist_checkpointing.validation import find_coverage_problems
 
 
@@ -256,8 +257,9 @@ def _said_once(findings: Sequence[Finding], num_tensors: int) -> tuple[Finding, 
 
 
 def _findings(error: Exception, key: str | None = None) -> tuple[Finding, ...]:
-    found = getattr(error, "findings", ()) or (Finding(f"{type(error).__name__}: {error}"),)
-    return tuple(replace(f, key=f.key or key, ranks=()) for f in found)
+    if not isinstance(error, CheckpointingException) or not error.findings:
+        return (Finding(f"{type(error).__name__}: {error}", key),)
+    return tuple(replace(found, key=found.key or key) for found in in_words(error))
 
 
 def _is_of(index: Index, part: StoredPart) -> bool:

@@ -153,6 +153,20 @@ def _verify(
     ]
 
 
+def in_words(error: CheckpointingException) -> list[Finding]:
+    """The findings of an error, without ranks; what is about no key says what was being done."""
+    return [
+        replace(
+            finding,
+            problem=finding.problem
+            if finding.key is not None
+            else f"{error.message}: {finding.problem}",
+            ranks=(),
+        )
+        for finding in error.findings
+    ]
+
+
 def _unreadable(part: StoredPart, error: CheckpointingException) -> list[Finding]:
     """What is wrong with a part that cannot be read; every finding names its key and place."""
     where = f"{part.box.offset} .. {part.box.stop}"
@@ -161,9 +175,8 @@ def _unreadable(part: StoredPart, error: CheckpointingException) -> list[Finding
             finding,
             key=part.key if finding.key is None else finding.key,
             found=where if finding.found is None else f"{finding.found} in {where}",
-            ranks=(),
         )
-        for finding in error.findings or [Finding(str(error), part.key)]
+        for finding in in_words(error) or [Finding(str(error), part.key)]
     ]
 
 

@@ -38,7 +38,7 @@ VICTIMS = {
     "zarr-1": ("decoder.half/0.0.0", "decoder.half"),
     "torch_dist": ("__1_0.distcp", "uneven"),
     "tensorstore": ("manifest.ocdbt", None),
-    "mc0.15.3_torch_dist": ("__0_0.distcp", "optim.exp_avg"),
+    "mc0.15.3_torch_dist": ("__0_0.distcp", "uneven"),
     "mc0.15.3_zarr": ("rng_state/shard_0.1_1.pt", "rng_state"),
 }
 
