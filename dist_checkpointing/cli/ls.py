@@ -52,6 +52,9 @@ def ls(
     everything: Annotated[
         bool, typer.Option("--all", "-a", help="Sharded objects and common state too.")
     ] = False,
+    trusted: Annotated[
+        bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """List the tensors of a checkpoint: key, shape, dtype, size and how they are cut.
@@ -61,7 +64,7 @@ def ls(
     Example: dckpt ls ckpt/1000 "optimizer.*" --tree --depth 2
     """
     wanted = name_filter(pattern, regex=regex)
-    opened = Checkpoint.open(checkpoint)
+    opened = Checkpoint.open(checkpoint, trusted=trusted)
     with paused_collector():
         tensors = list(tensor_entries(opened.index, wanted))
         others = [entry for entry in _others(opened) if wanted(entry.key)] if everything else []

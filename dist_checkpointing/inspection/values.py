@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,10 +157,15 @@ def stream_statistics(
     """
     wanted = list(regions)
     found = {key: Statistics() for key, _ in wanted}
-    for batch in batches(checkpoint.index, wanted, memory_bytes):
+
+    def look_at(batch: Sequence[tuple[str, Box]]) -> None:
+        # In a function of its own, so that no value lives on while the next batch is read.
         for (key, _), tensor in zip(batch, checkpoint.read(batch), strict=True):
             found[key] = found[key].with_more(statistics_of(tensor))
             report(tensor.nbytes)
+
+    for batch in batches(checkpoint.index, wanted, memory_bytes):
+        look_at(batch)
     return found
 
 
@@ -197,8 +202,12 @@ def statistics_of_part(
             for block in within
             if block.num_elements
         )
-    for part in parts:
+
+    def look_at(part: Any) -> Statistics:
         tensor = handle[part]
-        total = total.with_more(statistics_of(tensor))
         report(tensor.nbytes)
+        return statistics_of(tensor)
+
+    for part in parts:
+        total = total.with_more(look_at(part))
     return total
