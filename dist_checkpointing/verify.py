@@ -133,6 +133,7 @@ def examine_checkpoint(
     digests = seen.checksums(checkpoint.path, index)
     if rank == 0:
         seen.look_for_lost(checkpoint, index, digests)
+        seen.look_at_what_others_read(checkpoint)
     parts = []
     for key in keys:
         parts += _parts(index[key], digests.get(key, []))
@@ -238,6 +239,21 @@ class _Seen:
                 self.remarks.append(
                     Finding("has checksums and no files: removed on purpose, or lost", key)
                 )
+
+    def look_at_what_others_read(self, checkpoint: Checkpoint) -> None:
+        """Our readers have the index; zarr-python and xarray need the consolidated metadata."""
+        if checkpoint.backend != ("zarr", 2):
+            return
+        # Not at the top: the package zarr may be missing.
+        from dist_checkpointing.strategies.zarr.v3 import rebuild_index  # noqa: PLC0415
+
+        try:
+            rebuild_index(checkpoint.path)
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            self.findings += (
+                replace(f, problem=f"zarr-python cannot open it, our own readers can: {f.problem}")
+                for f in error.findings
+            )
 
 
 def _said_once(findings: Sequence[Finding], num_tensors: int) -> tuple[Finding, ...]:

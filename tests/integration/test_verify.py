@@ -229,6 +229,19 @@ def test_a_tensor_whose_metadata_is_gone(samples: Samples, tmp_path: Path) -> No
     assert [finding.key for finding in found.remarks] == ["flat"]
 
 
+@pytest.mark.parametrize("damage", [b"{", b"{}", None])
+def test_metadata_for_other_tools(samples: Samples, tmp_path: Path, damage: bytes | None) -> None:
+    sample = samples("zarr-2").copied(tmp_path / "c")
+    path = sample.folder / "zarr.json"
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage)
+    (finding,) = examine_checkpoint(sample.folder).findings
+    assert finding.path == str(path)
+    assert "our own readers can" in finding.problem
+
+
 def test_pieces_that_leave_a_gap_or_overlap(samples: Samples, tmp_path: Path) -> None:
     sample = samples("zarr-2").copied(tmp_path / "c")
     index = read_index(sample.folder)
