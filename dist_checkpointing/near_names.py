@@ -19,7 +19,7 @@ def near_names(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """
     names = list(known)
     if len(names) > _MOST_COMPARED:
-        # difflib takes a minute for 100,000 names: first those that begin or go on alike.
+        # difflib takes seconds for 100,000 names: first those that begin or end alike.
         names = heapq.nsmallest(_MOST_COMPARED, names, key=lambda other: _distance(name, other))
     folded: dict[str, str] = {}
     for other in names:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from dist_checkpointing import element_types
 from dist_checkpointing.index import Index
 
-_SEPARATORS = re.compile(r"[./]")
 _MOST_LEVELS = 100
 OBJECT = "object"
 COMMON = "common"
@@ -135,7 +134,7 @@ def subtotals(entries: Iterable[Entry]) -> list[Subtotal]:
     """The sums for each first part of the keys, largest first."""
     sums: dict[str, list[int]] = {}
     for entry in entries:
-        prefix = _SEPARATORS.split(entry.key, maxsplit=1)[0]
+        prefix = entry.key.replace("/", ".").partition(".")[0]
         row = sums.setdefault(prefix, [0, 0])
         row[0] += 1
         row[1] += entry.num_bytes
@@ -147,17 +146,25 @@ def as_tree(entries: Iterable[Entry]) -> Branch:
     """The entries by the parts of their keys, which end at ``.`` and ``/``."""
     root = Branch("")
     for entry in entries:
-        branches = [root]
-        for name in _SEPARATORS.split(entry.key, maxsplit=_MOST_LEVELS):
-            known = branches[-1].below
-            if name not in known:
-                known[name] = Branch(name)
-            branches.append(known[name])
+        above, branch = root, root
+        for name in entry.key.replace("/", ".").split(".", _MOST_LEVELS):
+            above, known = branch, branch.below
+            if name in known:
+                branch = known[name]
+            else:
+                branch = known[name] = Branch(name)
         # Two keys may differ in their separators only: the second gets a line of its own.
-        if branches[-1].entry is not None:
-            branches[-1] = branches[-2].below.setdefault(entry.key, Branch(entry.key))
-        branches[-1].entry = entry
-        for branch in branches:
-            branch.num_entries += 1
-            branch.num_bytes += entry.num_bytes
+        if branch.entry is not None:
+            branch = above.below.setdefault(entry.key, Branch(entry.key))
+        branch.entry = entry
+    _sum_up(root)
     return root
+
+
+def _sum_up(branch: Branch) -> None:
+    entry = branch.entry
+    branch.num_entries, branch.num_bytes = (1, entry.num_bytes) if entry else (0, 0)
+    for child in branch.below.values():
+        _sum_up(child)
+        branch.num_entries += child.num_entries
+        branch.num_bytes += child.num_bytes
