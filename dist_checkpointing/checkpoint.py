@@ -6,8 +6,8 @@ needs a strategy or a value loads ``partial_reads`` on first use.
 
 from __future__ import annotations
 
-import difflib
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,9 +22,10 @@ from dist_checkpointing.commit import (
     read_config,
 )
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.geometry import Box, Ints
+from dist_checkpointing.geometry import Box, Ints, unravel
 from dist_checkpointing.index import Index, StoredTensor, read_index
-from dist_checkpointing.slicing import Selected, select
+from dist_checkpointing.near_names import hint
+from dist_checkpointing.slicing import select
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,11 @@ class TensorHandle:
     def __init__(self, checkpoint: Checkpoint, stored: StoredTensor) -> None:
         self._checkpoint = checkpoint
         self._stored = stored
+
+    @property
+    def stored(self) -> StoredTensor:
+        """Its line of the index."""
+        return self._stored
 
     @property
     def key(self) -> str:
@@ -98,7 +104,22 @@ class TensorHandle:
     @cached_property
     def chunks(self) -> tuple[StoredChunk, ...]:
         """The parts in which it is stored, in C order."""
-        return tuple(_chunks(self._stored))
+        return tuple(self.iter_chunks())
+
+    def iter_chunks(self) -> Iterator[StoredChunk]:
+        """The same one after the other, for tensors that have very many."""
+        return _chunks(self._stored)
+
+    @property
+    def num_chunks(self) -> int:
+        """How many there are."""
+        pieces = self._stored.pieces
+        return math.prod(self._stored.grid.counts) if pieces is None else len(pieces)
+
+    @property
+    def folder(self) -> Path:
+        """Of its checkpoint."""
+        return self._checkpoint.path
 
     def __getitem__(self, slices: Slices) -> torch.Tensor:
         """Read a part.
@@ -110,14 +131,22 @@ class TensorHandle:
             IndexError: if they do not fit the shape.
             CheckpointingException: if it cannot be read.
         """
-        selected: Selected = select(self.shape, slices, self.key)
-        (tensor,) = self._checkpoint.read([(self.key, selected.box)])
-        return tensor[selected.within]
+        selected = select(self.shape, slices, self.key)
+        parts = self._checkpoint.read([(self.key, box) for box in selected.boxes])
+        return self._checkpoint.reads.joined(parts, selected)
 
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError(f"{self.key!r} has no axes")
-        return self.shape[0]
+    def location(self, number: int) -> str:
+        """Where the chunk ``chunks[number]`` lies: its file, and the bytes of it if it says so.
+
+        Raises:
+            CheckpointingException: if that cannot be found out.
+        """
+        if self._stored.pieces is None:
+            grid = self._stored.grid
+            box = grid.box(unravel(number, grid.counts))
+        else:
+            box, _ = self._stored.pieces[number]
+        return self._checkpoint.reads.location(self._checkpoint.index, self.key, box, number)
 
     def __repr__(self) -> str:
         return f"<{self.key!r}: {self.dtype_name}{list(self.shape)}, {self.num_bytes} bytes>"
@@ -140,7 +169,11 @@ class ObjectHandle(Mapping[Ints, Any]):
         index = (cell,) if isinstance(cell, int) else tuple(cell)
         if index not in self:
             raise KeyError(f"{self.key!r} has no cell {index} in its grid {self.shape}")
-        return self._checkpoint.reads.object_cell(self.key, self.shape, index)
+        try:
+            return self._checkpoint.reads.object_cell(self.key, self.shape, index)
+        finally:
+            # Also if it failed: that it was deleted says more than that a file is gone.
+            self._checkpoint.require_unchanged()
 
     def __contains__(self, cell: object) -> bool:
         if not isinstance(cell, tuple) or len(cell) != len(self.shape):
@@ -168,11 +201,13 @@ class Checkpoint(Mapping[str, TensorHandle]):
         trusted: whether anything is unpickled.
     """
 
-    def __init__(self, path: Path, config: CheckpointingConfig, *, trusted: bool) -> None:
+    def __init__(
+        self, path: Path, config: CheckpointingConfig, save_number: int, *, trusted: bool
+    ) -> None:
         self.path = path
         self.trusted = trusted
         self._config = config
-        self._save_number = number_of_save(path)
+        self._save_number = save_number
 
     @classmethod
     def open(cls, path: str | PathLike[str], *, trusted: bool = False) -> Checkpoint:
@@ -188,7 +223,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CorruptCheckpointError: what says how to read it is damaged.
         """
         folder = Path(path)
-        return cls(folder, read_config(folder), trusted=trusted)
+        # First: a save that begins in between must not go for the one whose config is read.
+        save_number = number_of_save(folder)
+        return cls(folder, read_config(folder), save_number, trusted=trusted)
 
     @property
     def backend(self) -> tuple[str, int]:
@@ -216,7 +253,10 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CheckpointingException: if that cannot be found out.
         """
         index = read_index(self.path)
-        return self.reads.index() if index is None else index
+        if index is None:
+            index = self.reads.index()
+        self.require_unchanged()
+        return index
 
     @cached_property
     def reads(self) -> PartialReads:
@@ -229,13 +269,15 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @cached_property
     def objects(self) -> Mapping[str, ObjectHandle]:
         """The sharded objects by key."""
-        grids = self.index.objects or self.reads.object_grids()
+        grids = self.index.objects or self.reads.object_grids(self.index)
         return {key: ObjectHandle(self, key, shape) for key, shape in sorted(grids.items())}
 
     @cached_property
     def common(self) -> dict[str, Any]:
         """The common state; unpickled with an allow-list of plain types unless ``trusted``."""
-        return self.reads.common()
+        common = self.reads.common()
+        self.require_unchanged()
+        return common
 
     @property
     def metadata(self) -> dict[str, Any] | None:
@@ -252,19 +294,32 @@ class Checkpoint(Mapping[str, TensorHandle]):
             One new CPU tensor for each.
 
         Raises:
+            KeyError: if there is no such tensor.
+            IndexError: if a box does not lie in its tensor.
             CheckpointingException: if one cannot be read, or the checkpoint has been overwritten.
         """
-        tensors = self.reads.boxes(self.index, list(wanted))
+        rows = list(wanted)
+        for key, box in rows:
+            _require_inside(self[key].shape, key, box)
+        try:
+            return self.reads.boxes(self.index, rows)
+        finally:
+            # Also if it failed: that it was deleted says more than that a file is gone.
+            self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Make sure that what has been read is of the checkpoint that was opened.
+
+        Raises:
+            CorruptCheckpointError: if it was deleted or overwritten.
+        """
         if not self.is_committed:
             finding = Finding("deleted or overwritten", path=str(self.path), remedy="Open it anew.")
             raise CorruptCheckpointError("this is not the checkpoint that was opened", [finding])
-        return tensors
 
     def __getitem__(self, key: str) -> TensorHandle:
         if key not in self.index:
-            near = difflib.get_close_matches(key, self.index, n=3, cutoff=0.5)
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-            raise KeyError(f"{self.path} holds no tensor {key!r}{hint}")
+            raise KeyError(f"{self.path} holds no tensor {key!r}{hint(key, self.index)}")
         return TensorHandle(self, self.index[key])
 
     def __contains__(self, key: object) -> bool:
@@ -279,6 +334,14 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def __repr__(self) -> str:
         name, version = self.backend
         return f"<Checkpoint {str(self.path)!r}: {name} {version}, {len(self)} tensors>"
+
+
+def _require_inside(shape: Ints, key: str, box: Box) -> None:
+    fits = (
+        len(box.offset) == len(box.shape) == len(shape) and min((*box.offset, *box.shape, 0)) == 0
+    )
+    if not fits or not Box.whole(shape).contains(box):
+        raise IndexError(f"{key!r}: {box} does not lie in a tensor of shape {shape}")
 
 
 def _chunks(stored: StoredTensor) -> Iterator[StoredChunk]:

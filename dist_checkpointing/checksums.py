@@ -40,13 +40,23 @@ def checksum(array: npt.NDArray[Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor with the hash of its values, and the rank that wrote it."""
+    """A part of a tensor, with the hash of its values and the rank that wrote it.
+
+    Both are None for a part of which nothing was noted.
+    """
 
     key: str
     box: Box
     flat_range: tuple[int, int] | None
-    digest: int
-    rank: int
+    digest: int | None = None
+    rank: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it has."""
+        if self.flat_range is None:
+            return self.box.num_elements
+        return self.flat_range[1] - self.flat_range[0]
 
 
 def write_checksums(
@@ -83,18 +93,31 @@ def read_checksums(folder: Path) -> list[StoredPart]:
     Raises:
         CorruptCheckpointError: if a file is not what it should be.
     """
+    return [part for path in checksum_files(folder) for part in read_checksum_file(path)]
+
+
+def checksum_files(folder: Path) -> list[Path]:
+    """The files of all ranks that kept checksums."""
+    return sorted((folder / CHECKSUMS_NAME).glob("*.npz"))
+
+
+def read_checksum_file(path: Path) -> list[StoredPart]:
+    """Everything that one rank has said.
+
+    Raises:
+        CorruptCheckpointError: if the file is not what it should be.
+    """
     parts: list[StoredPart] = []
-    for path in sorted((folder / CHECKSUMS_NAME).glob("*.npz")):
-        try:
-            rank = int(path.stem)
-            with np.load(io.BytesIO(store.read_bytes(path, _MAX_BYTES))) as content:
-                names = json.loads(content["names"].tobytes())
-                columns = [content[name].tolist() for name in _COLUMNS]
-            for key, ndim, offset, shape, flat, digest in zip(*columns, strict=True):
-                box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
-                flat_range = None if flat[0] < 0 else (flat[0], flat[1])
-                parts.append(StoredPart(names[key], box, flat_range, digest, rank))
-        except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile) as error:
-            finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
-            raise CorruptCheckpointError("checksums cannot be read", [finding]) from error
+    try:
+        rank = int(path.stem)
+        with np.load(io.BytesIO(store.read_bytes(path, _MAX_BYTES))) as content:
+            names = json.loads(content["names"].tobytes())
+            columns = [content[name].tolist() for name in _COLUMNS]
+        for key, ndim, offset, shape, flat, digest in zip(*columns, strict=True):
+            box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
+            flat_range = None if flat[0] < 0 else (flat[0], flat[1])
+            parts.append(StoredPart(names[key], box, flat_range, digest, rank))
+    except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile) as error:
+        finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
+        raise CorruptCheckpointError("checksums cannot be read", [finding]) from error
     return parts

@@ -98,7 +98,8 @@ def ravel_offset(offset: Ints, shape: Ints) -> int:
     return position
 
 
-def _unravel(position: int, shape: Ints) -> Ints:
+def unravel(position: int, shape: Ints) -> Ints:
+    """The offset of the element at ``position`` in the C-order flattening; undoes ravel_offset."""
     offset = []
     for extent in reversed(shape):
         position, index = divmod(position, extent)
@@ -137,7 +138,7 @@ def split_flat_range(shape: Ints, start: int, stop: int) -> list[Box]:
             for a, stride in enumerate(strides)
             if position % stride == 0 and position + stride <= stop
         )
-        offset = _unravel(position, shape)
+        offset = unravel(position, shape)
         extent = min((stop - position) // strides[axis], shape[axis] - offset[axis])
         boxes.append(Box(offset, (1,) * axis + (extent,) + shape[axis + 1 :]))
         position += extent * strides[axis]

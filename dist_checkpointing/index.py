@@ -27,6 +27,7 @@ FORMAT = "dist_checkpointing.index"
 FORMAT_MINOR = 0
 _MAX_INDEX_BYTES = 1 << 32
 _MAX_EXTENT = 1 << 62
+_ONLY_INT = frozenset([int])
 _CHECKSUM_BYTES = len('{"checksum":"0123456789abcdef",')
 
 
@@ -296,9 +297,9 @@ def ints_from_json(values: Any) -> list[int]:
         ValueError: if it holds anything but integers that can be extents.
     """
     # type() and not isinstance(): JSON true is an int to Python.
-    if not isinstance(values, list) or not all(
-        type(v) is int and 0 <= v < _MAX_EXTENT for v in values
-    ):
+    if not isinstance(values, list) or not _ONLY_INT.issuperset(map(type, values)):
+        raise ValueError(f"expected a list of ints >= 0, found {values!r}")
+    if values and (min(values) < 0 or max(values) >= _MAX_EXTENT):
         raise ValueError(f"expected a list of ints >= 0, found {values!r}")
     return values
 

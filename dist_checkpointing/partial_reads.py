@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from dist_checkpointing import dtypes
 from dist_checkpointing.begun_save import CONTENT_METADATA_KEY
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.commit import CheckpointingConfig
+from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box, Ints
 from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.loading import common_reader, open_checkpoint
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.planning import MetadataIndex
+from dist_checkpointing.slicing import Selected
 from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -60,7 +63,8 @@ class PartialReads:
         if isinstance(self.sharded, PlannedLoadStrategy):
             self._own_index = self.sharded.make_reader(self._folder).read_metadata()
             return self._own_index
-        stored = self.sharded.load_tensors_metadata(self._folder)
+        with _strange_errors(self._folder):
+            stored = self.sharded.load_tensors_metadata(self._folder)
         return Index.of(
             StoredTensor(
                 key,
@@ -82,7 +86,9 @@ class PartialReads:
             reader = strategy.make_reader(self._folder)
             strategy.read(paths, self.index_for(reader, index), reader, SingleProcess())
             return [_data(leaf) for leaf in leaves.values()]
-        loaded = strategy.load({str(number): leaf for number, leaf in leaves.items()}, self._folder)
+        with _strange_errors(self._folder):
+            template = {str(number): leaf for number, leaf in leaves.items()}
+            loaded = strategy.load(template, self._folder)
         return [loaded[str(number)] for number in leaves]
 
     def index_for(self, reader: StorageReader, index: Index) -> Index:
@@ -102,8 +108,29 @@ class PartialReads:
         reader.set_up_storage_reader(self.index_for(reader, index), rank=0, world_size=1)
         return [None if place is None else place.file for place in reader.places(chunks)]
 
-    def object_grids(self) -> dict[str, Ints]:
+    @staticmethod
+    def joined(parts: Sequence[torch.Tensor], selected: Selected) -> torch.Tensor:
+        """What was selected, of the boxes that were read for it; in memory of its own."""
+        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=selected.axis)
+        part = whole[selected.within]
+        # A thin view would keep all that was read.
+        return part if part.numel() == whole.numel() else part.clone()
+
+    def location(self, index: Index, key: str, box: Box, number: int) -> str:
+        """Where a chunk or piece lies, in words."""
+        strategy = self.sharded
+        if not isinstance(strategy, PlannedLoadStrategy):
+            return str(self._folder)
+        reader = strategy.make_reader(self._folder)
+        index = self.index_for(reader, index)
+        reader.set_up_storage_reader(index, rank=0, world_size=1)
+        piece = None if index[key].pieces is None else number
+        return reader.location(MetadataIndex(key, box.offset, piece))
+
+    def object_grids(self, index: Index) -> Mapping[str, Ints]:
         """The grids of all sharded objects, by key."""
+        if handles_objects(self.sharded) and isinstance(self.sharded, PlannedLoadStrategy):
+            return index.objects
         strategy = self.sharded if handles_objects(self.sharded) else self._common
         stored = strategy.load_sharded_metadata(self._folder)
         return {
@@ -127,6 +154,20 @@ class PartialReads:
     def content_metadata(common: StateDict) -> dict[str, Any] | None:
         """What ``save`` was given as ``content_metadata``."""
         return common.get(CONTENT_METADATA_KEY)
+
+
+@contextmanager
+def _strange_errors(folder: Path) -> Iterator[None]:
+    """A strategy of a third party may raise anything where its files are damaged."""
+    try:
+        yield
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        finding = Finding(f"{type(error).__name__}: {error}", path=str(folder))
+        raise CorruptCheckpointError(
+            "its strategy cannot read the checkpoint", [finding]
+        ) from error
 
 
 def _leaf(stored: StoredTensor, box: Box) -> ShardedTensor:

@@ -2,20 +2,67 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
-from dist_checkpointing.checksums import read_checksums
+from dist_checkpointing.catalog import concatenate, describe
+from dist_checkpointing.checkpoint import Checkpoint, ObjectHandle
+from dist_checkpointing.checksums import StoredPart, checksum_files, read_checksum_file
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
-from dist_checkpointing.index import Index
-from dist_checkpointing.loading import load, open_checkpoint
-from dist_checkpointing.mapping import ShardedObject
-from dist_checkpointing.progress import Meter
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    InvalidShardingError,
+    RankFailedError,
+    StateMismatchError,
+    UnsupportedFormatError,
+    merge_findings,
+)
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from dist_checkpointing.progress import Meter, ProgressCallback
+from dist_checkpointing.removal import noted_removal
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.selection import handles_objects
-from dist_checkpointing.strategies.verification import verify_parts
+from dist_checkpointing.strategies.verification import damage_of, in_words
+from dist_checkpointing.validation import find_coverage_problems
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What reading all of a checkpoint has shown.
+
+    Attributes:
+        findings: everything that is damaged, with key, place and file.
+        refused: objects and common state that were not read, because they hold more than plain data
+            types.
+        remarks: what is strange and may be as it shall be.
+        num_tensors: that were looked at.
+        num_parts: chunks and pieces that were read.
+        num_bytes: of the values that were read.
+        num_bytes_compared: of those whose checksum was compared.
+        num_objects: cells of sharded objects that were read.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    refused: tuple[Finding, ...] = ()
+    remarks: tuple[Finding, ...] = ()
+    num_tensors: int = 0
+    num_parts: int = 0
+    num_bytes: int = 0
+    num_bytes_compared: int = 0
+    num_objects: int = 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.findings
 
 
 def verify_checkpoint(
@@ -27,8 +74,8 @@ def verify_checkpoint(
 ) -> None:
     """Read a checkpoint and compare its checksums. Not collective.
 
-    Where no checksums were kept, only what describes the checkpoint, common state and objects are
-    read.
+    Where no checksums were kept, the data is read all the same, which finds what is missing, cut
+    off or cannot be decoded, but no flipped bits.
 
     Args:
         checkpoint_dir: a committed checkpoint.
@@ -41,46 +88,293 @@ def verify_checkpoint(
         CorruptCheckpointError: with everything that is damaged.
         CheckpointingException: for what cannot be read here, see ``load``.
     """
-    folder = Path(checkpoint_dir)
-    found = open_checkpoint(folder)
-    if rank == 0:
-        objects = found.sharded if handles_objects(found.sharded) else found.common
-        stored = objects.load_sharded_metadata(folder)
-        wanted = {key: leaf for key, leaf in stored.items() if isinstance(leaf, ShardedObject)}
-        load(wanted, folder, comm=SingleProcess(), trusted=trusted)
-    if not isinstance(found.sharded, PlannedLoadStrategy):
-        return
-    index = found.sharded.make_reader(folder).read_metadata()
-    keys = sorted(index)[rank::world_size]
-    tensors = found.sharded.load_tensors_metadata(folder)
-    _require_checksums(folder, index, keys)
-    meter = Meter("verify", rank, None)
+    found = examine_checkpoint(checkpoint_dir, rank=rank, world_size=world_size, trusted=trusted)
+    if found.findings:
+        raise CorruptCheckpointError("stored data is not what was saved", found.findings)
+    if found.refused:
+        raise UnsupportedFormatError("some of it cannot be read", found.refused)
+
+
+def examine_checkpoint(
+    checkpoint_dir: str | PathLike[str],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    trusted: bool = False,
+    progress: ProgressCallback | None = None,
+) -> Examination:
+    """Read all of a checkpoint and say what is wrong with it. Not collective.
+
+    Looks at the commit, at what describes the checkpoint, at whether the stored parts cover every
+    tensor once, at every part (its checksum, if there is one), and at objects and common state.
+
+    Args:
+        checkpoint_dir: a committed checkpoint.
+        rank: which part of the work this is; rank 0 also looks at all that is not a tensor.
+        world_size: of how many.
+        trusted: unpickle anything, see ``load``.
+        progress: called with a Progress whenever something has been read.
+
+    Raises:
+        CheckpointNotFoundError: if nothing is committed there.
+        StrategyNotFoundError: if nobody reads its backend.
+        UnsupportedFormatError: if the tensors are stored in a way that is not read.
+    """
     try:
-        verify_parts([tensors[key] for key in keys], found.sharded, folder, index, meter)
-    except UnsupportedFormatError:
-        if read_checksums(folder):
-            raise
+        checkpoint = Checkpoint.open(checkpoint_dir, trusted=trusted)
+    except CorruptCheckpointError as error:
+        return Examination(_findings(error))
+    seen = _Seen()
+    index = seen.index_of(checkpoint)
+    if rank == 0:
+        seen.look_at_state(checkpoint)
+    if index is None:
+        return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
+    keys = sorted(index)[rank::world_size]
+    digests = seen.checksums(checkpoint.path, index)
+    if rank == 0:
+        seen.look_for_lost(checkpoint, index, digests)
+        seen.look_at_what_others_read(checkpoint)
+    parts = []
+    for key in keys:
+        parts += _parts(index[key], digests.get(key, []))
+        if digests and not seen.lacks_checksums:
+            seen.findings += _unchecked(index[key], digests.get(key, []))
+    seen.findings += _coverage_problems([index[key] for key in keys])
+    meter = Meter("verify", rank, progress)
+    with meter.phase("verifying"), seen.noting():
+        seen.findings += _damage(checkpoint, parts, meter)
+    sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
+    return Examination(
+        _said_once(merge_findings(seen.findings), len(keys)),
+        merge_findings(seen.refused),
+        merge_findings(seen.remarks),
+        len(keys),
+        len(parts),
+        sum(size for _, size in sizes),
+        sum(size for part, size in sizes if part.digest is not None),
+        seen.num_objects,
+    )
 
 
-def _require_checksums(folder: Path, index: Index, keys: list[str]) -> None:
+class _Seen:
+    """What has been noticed so far."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.refused: list[Finding] = []
+        self.remarks: list[Finding] = []
+        self.num_objects = 0
+        self.lacks_checksums = False
+
+    @contextmanager
+    def noting(self, key: str | None = None) -> Iterator[None]:
+        """Note what is damaged in the body, and go on."""
+        try:
+            yield
+        except (CorruptCheckpointError, StateMismatchError, RankFailedError, OSError) as error:
+            self.findings += _findings(error, key)
+
+    @contextmanager
+    def unpickling(self, key: str | None = None) -> Iterator[None]:
+        """Note, too, what the body does not unpickle."""
+        try:
+            with self.noting(key):
+                yield
+        except UnsupportedFormatError as error:
+            self.refused += _findings(error, key)
+
+    def index_of(self, checkpoint: Checkpoint) -> Index | None:
+        """What is stored; None if that cannot be found out."""
+        found: list[Index] = []
+        with self.noting():
+            found.append(checkpoint.index)
+        return found[0] if found else None
+
+    def look_at_state(self, checkpoint: Checkpoint) -> None:
+        """Read the common state and every cell of every sharded object."""
+        with self.unpickling():
+            _ = checkpoint.common
+        objects: Mapping[str, ObjectHandle] = {}
+        with self.noting():
+            objects = checkpoint.objects
+        for key, handle in objects.items():
+            for cell in handle:
+                with self.unpickling(key):
+                    _ = handle[cell]
+                    self.num_objects += 1
+
+    def checksums(self, folder: Path, index: Index) -> dict[str, list[StoredPart]]:
+        """The parts that have a checksum, by key."""
+        parts: dict[str, list[StoredPart]] = {}
+        for path in checksum_files(folder):
+            try:
+                said = read_checksum_file(path)
+            except CorruptCheckpointError as error:
+                self.findings += error.findings
+                self.lacks_checksums = True
+                continue
+            strange = [part for part in said if not _is_of(index, part)]
+            self.findings += [
+                Finding("a checksum of what is no part of the tensor", part.key, path=str(path))
+                for part in strange
+            ]
+            for part in said:
+                if part not in strange:
+                    parts.setdefault(part.key, []).append(part)
+        return parts
+
+    def look_for_lost(
+        self, checkpoint: Checkpoint, index: Index, digests: Mapping[str, object]
+    ) -> None:
+        """Tensors that only the checksums name, where no index says what there shall be."""
+        if checkpoint.backend != ("zarr", 1):
+            return
+        going = noted_removal(checkpoint.path)
+        for key in sorted(set(digests) - set(index)):
+            folder = checkpoint.path / key
+            if key in going:
+                self.remarks.append(
+                    Finding("its removal was cut off", key, remedy="Remove it once more.")
+                )
+            elif folder.is_dir():
+                self.findings.append(
+                    Finding("its metadata is gone, its chunks are there", key, path=str(folder))
+                )
+            else:
+                self.remarks.append(
+                    Finding("has checksums and no files: removed on purpose, or lost", key)
+                )
+
+    def look_at_what_others_read(self, checkpoint: Checkpoint) -> None:
+        """Our readers have the index; zarr-python and xarray need the consolidated metadata."""
+        if checkpoint.backend != ("zarr", 2):
+            return
+        # Not at the top: the package zarr may be missing.
+        from dist_checkpointing.strategies.zarr.v3 import rebuild_index  # noqa: PLC0415
+
+        try:
+            rebuild_index(checkpoint.path)
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            self.findings += (
+                replace(f, problem=f"zarr-python cannot open it, our own readers can: {f.problem}")
+                for f in error.findings
+            )
+
+
+def _said_once(findings: Sequence[Finding], num_tensors: int) -> tuple[Finding, ...]:
+    """The findings; what keeps every single tensor from being read becomes one."""
+    alike: dict[tuple[str, str | None], list[Finding]] = {}
+    for finding in findings:
+        alike.setdefault((finding.problem, finding.path), []).append(finding)
+    found: list[Finding] = []
+    for same in alike.values():
+        keys = {finding.key for finding in same if finding.key is not None}
+        if len(keys) >= max(2, num_tensors):
+            what = f"nothing: {len(keys)} tensors and objects cannot be read"
+            found.append(replace(same[0], key=None, expected=None, found=what))
+        else:
+            found += same
+    return tuple(found)
+
+
+def _findings(error: Exception, key: str | None = None) -> tuple[Finding, ...]:
+    if not isinstance(error, CheckpointingException) or not error.findings:
+        return (Finding(f"{type(error).__name__}: {error}", key),)
+    return tuple(replace(found, key=found.key or key) for found in in_words(error))
+
+
+def _is_of(index: Index, part: StoredPart) -> bool:
+    """Whether a part lies in its tensor, or is one of a tensor that is not there any more."""
+    if part.key not in index:
+        return True
+    shape = index[part.key].global_shape
+    if len(part.box.shape) != len(shape) or min((*part.box.offset, *part.box.shape, 0)) < 0:
+        return False
+    start, stop = part.flat_range or (0, 0)
+    return Box.whole(shape).contains(part.box) and 0 <= start <= stop <= part.box.num_elements
+
+
+def _unchecked(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Finding]:
     """A lost file of checksums must not make what it speaks of pass."""
-    parts = read_checksums(folder)
-    if not parts:
-        return
-    covered = dict.fromkeys(keys, 0)
-    for part in parts:
-        if part.key in covered:
-            start, stop = part.flat_range or (0, part.box.num_elements)
-            covered[part.key] += stop - start
-    findings = [
-        Finding(
-            "there are no checksums for all of it",
-            key,
-            expected=f"{math.prod(index[key].global_shape)} elements",
-            found=covered[key],
+    expected = math.prod(stored.global_shape)
+    found = sum(part.num_elements for part in checked)
+    if found == expected:
+        return []
+    problem = "there are no checksums for all of it"
+    return [Finding(problem, stored.key, expected=f"{expected} elements", found=found)]
+
+
+def _parts(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[StoredPart]:
+    """What to read of a tensor: what has checksums if that is all of it, else every chunk too."""
+    if sum(part.num_elements for part in checked) == math.prod(stored.global_shape):
+        return list(checked)
+    plain: list[StoredPart] = []
+    if stored.pieces is not None:
+        plain = [StoredPart(stored.key, box, flat) for box, flat in stored.pieces]
+    else:
+        for place in itertools.product(*map(range, stored.grid.counts)):
+            plain.append(StoredPart(stored.key, stored.grid.box(place), None))
+    return [*checked, *plain]
+
+
+def _coverage_problems(tensors: Iterable[StoredTensor]) -> list[Finding]:
+    """Tensors whose pieces leave gaps or overlap; a chunk grid does neither."""
+    leaves: list[ShardedBase] = [
+        ShardedTensor(
+            stored.key,
+            None,
+            stored.dtype.torch,
+            box.shape,
+            stored.global_shape,
+            box.offset,
+            None,
+            flattened_range=None if flat is None else slice(*flat),
         )
-        for key in keys
-        if covered[key] != math.prod(index[key].global_shape)
+        for stored in tensors
+        for box, flat in stored.pieces or ()
     ]
-    if findings:
-        raise CorruptCheckpointError("checksums are missing", findings)
+    if not leaves:
+        return []
+    try:
+        table = concatenate([describe(leaves, 0)])
+    except InvalidShardingError as error:
+        return list(_findings(error))
+    written = table.take(table.num_elements > 0)
+    return [
+        replace(
+            finding,
+            problem=f"the stored pieces do not make it up once: {finding.problem}",
+            expected=None,
+            ranks=(),
+            remedy=None,
+        )
+        for finding in find_coverage_problems(table, written)
+    ]
+
+
+def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -> list[Finding]:
+    """Read all parts, and say what is wrong with which."""
+    strategy = checkpoint.reads.sharded
+    if not isinstance(strategy, PlannedLoadStrategy):
+        return _damage_unplanned(checkpoint, parts, meter)
+    reader = strategy.make_reader(checkpoint.path)
+    index = checkpoint.reads.index_for(reader, checkpoint.index)
+    # What all parts need, such as a database that can be opened, is missed once and not by each.
+    strategy.read({}, index, reader, SingleProcess())
+    return damage_of(parts, strategy, checkpoint.path, index, meter)
+
+
+def _damage_unplanned(
+    checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter
+) -> list[Finding]:
+    findings: list[Finding] = []
+    keys = list(dict.fromkeys(part.key for part in parts))
+    meter.expect(sum(checkpoint[key].num_bytes for key in keys))
+    for key in keys:
+        try:
+            _ = checkpoint[key][...]
+        except CorruptCheckpointError as error:
+            findings += _findings(error, key)
+        meter.add(checkpoint[key].num_bytes)
+    return findings

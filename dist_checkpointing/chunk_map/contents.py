@@ -140,7 +140,7 @@ def _by_checksums(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Wri
     for part in parts:
         for box in _segments(part.box, part.flat_range):
             for chunk, _ in grid.meeting(box):
-                found[_position(chunk, grid.counts)].add(part.rank)
+                found[_position(chunk, grid.counts)].add(_rank(part))
     return [tuple(sorted(ranks)) for ranks in found]
 
 
@@ -151,11 +151,16 @@ def _position(chunk: Ints, counts: Ints) -> int:
     return position
 
 
+def _rank(part: StoredPart) -> int:
+    assert part.rank is not None, "it is read from the file of a rank"
+    return part.rank
+
+
 def _of_pieces(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Writers]:
     assert stored.pieces is not None
     exact: dict[tuple[Box, tuple[int, int] | None], set[int]] = {}
     for part in parts:
-        exact.setdefault((part.box, part.flat_range), set()).add(part.rank)
+        exact.setdefault((part.box, part.flat_range), set()).add(_rank(part))
     writers = []
     for box, flat in stored.pieces:
         ranks = exact.get((box, flat))
@@ -163,7 +168,7 @@ def _of_pieces(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Writer
             # A format may cut what it is given into smaller boxes.
             own = _segments(box, flat)
             ranks = {
-                part.rank
+                _rank(part)
                 for part in parts
                 if any(
                     a.intersect(b) is not None

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from dist_checkpointing.cli import convert, ls, plan, rm_prefix
+from dist_checkpointing.cli import convert, diff, ls, plan, rm_prefix, show, stats, verify
 from dist_checkpointing.cli import map as map_command
 from dist_checkpointing.cli.screen import fail
 from dist_checkpointing.errors import CheckpointingException
@@ -25,10 +25,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("ls")(ls.ls)
-app.command("map")(map_command.map_tensors)
-app.command("plan")(plan.plan)
-app.command("rm-prefix")(rm_prefix.rm_prefix)
+app.command("show")(show.show)
+app.command("stats")(stats.stats)
+app.command("verify")(verify.verify)
+app.command("diff")(diff.diff)
 app.command("convert")(convert.convert)
+app.command("plan")(plan.plan)
+app.command("map")(map_command.map_tensors)
+app.command("rm-prefix")(rm_prefix.rm_prefix)
 
 
 @app.callback()

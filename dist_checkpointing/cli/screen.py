@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +21,62 @@ out = Console(soft_wrap=False, highlight=False)
 errors = Console(stderr=True, highlight=False)
 """Where errors and progress go."""
 
+_LEAST_FOR_BAR = 2**25
+_STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+
 
 def fail(message: str) -> None:
     """Say in one place what went wrong; what follows the first line are its details."""
-    first, _, rest = message.partition("\n")
+    first, *rest = [one_line(line) for line in message.split("\n")]
     errors.print(f"[bold red]error:[/] {_escaped(first)}", soft_wrap=True)
-    if rest:
-        errors.print(_escaped(rest), soft_wrap=True)
+    for line in rest:
+        errors.print(_escaped(line), soft_wrap=True)
 
 
 def _escaped(text: str) -> str:
     return text.replace("[", r"\[")
 
 
+def one_line(text: str) -> str:
+    """A text of somebody else, such as a key, without what would move the cursor or colour it."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def say(line: str = "") -> None:
+    """Print a line of the result as it is."""
+    sys.stdout.write(f"{line}\n")
+
+
+def painted(text: str, style: str) -> str:
+    """The text in a style, for a terminal that has colours and a person who wants them."""
+    if out.color_system is None or out.no_color or not out.is_terminal:
+        return text
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
+
+
 def print_json(value: Any) -> None:
-    """One JSON document on the standard output, for scripts."""
-    json.dump(value, sys.stdout, indent=2)
+    """One JSON document on the standard output, for scripts.
+
+    JSON has no word for NaN and infinity: they become ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``. What JSON cannot say at all becomes its ``repr``.
+    """
+    json.dump(json_value(value), sys.stdout, indent=2, default=repr)
     sys.stdout.write("\n")
+
+
+def json_value(value: Any) -> Any:
+    """A value of plain types as JSON can say it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, complex):
+        return [json_value(value.real), json_value(value.imag)]
+    if isinstance(value, dict):
+        return {str(key): json_value(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(below) for below in value]
+    return value
 
 
 def bytes_as_text(count: float) -> str:
@@ -45,11 +86,6 @@ def bytes_as_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     raise AssertionError("the last unit takes everything")
-
-
-def one_line(text: str) -> str:
-    """A text of somebody else, such as a key, without what would move the cursor or colour it."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def bytes_on_disk(paths: Iterable[Path]) -> int:
@@ -62,6 +98,44 @@ def same_for_all_layers(key: str) -> str:
     return _NUMBER.sub("*", key)
 
 
-def counted(count: int, word: str) -> str:
-    """``1 tensor``, ``2 tensors``."""
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+def counted(number: int, word: str) -> str:
+    """``1 tensor``, ``1,234 tensors``."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+class Bar:
+    """How far a command is; shown on a terminal, and nowhere else."""
+
+    def __init__(self, bar: Any = None, task: Any = None) -> None:
+        self._bar = bar
+        self._task = task
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more bytes are done."""
+        if self._bar is not None:
+            self._bar.advance(self._task, num_bytes)
+
+    def reach(self, num_bytes: int, total: int) -> None:
+        """So many bytes are done, of so many."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=num_bytes, total=total)
+
+
+@contextmanager
+def progress_bar(title: str, total_bytes: int | None) -> Iterator[Bar]:
+    """A bar on the standard error, with speed and the time that is left; gone at the end."""
+    if not errors.is_terminal or (total_bytes is not None and total_bytes < _LEAST_FOR_BAR):
+        yield Bar()
+        return
+    # Not at the top: most commands have none.
+    from rich import progress  # noqa: PLC0415
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=None),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=errors, transient=True) as bar:
+        yield Bar(bar, bar.add_task(title, total=total_bytes))

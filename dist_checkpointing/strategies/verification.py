@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,14 @@ import torch
 from dist_checkpointing import dtypes
 from dist_checkpointing.checksums import CHECKSUMS_NAME, StoredPart, checksum, read_checksums
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    RankFailedError,
+    StateMismatchError,
+    UnsupportedFormatError,
+)
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import ShardedTensor
@@ -52,24 +60,36 @@ def verify_parts(
         if part.key in index
         and any(part.box.intersect(box) is not None for box in boxes.get(part.key, ()))
     ]
-    meter.expect(sum(_num_bytes(part, index) for part in touched))
-    most = strategy.options.buffer_bytes // 2
-    # One piece of memory for all batches: an allocator would keep what each of them gave back.
-    largest = max((_padded_bytes(part, index) for part in touched), default=0)
-    memory = torch.empty(max(most, largest), dtype=torch.uint8)
-    findings = []
-    for batch in _batches(touched, index, len(memory)):
-        findings += _verify(batch, strategy, checkpoint_dir, index, memory)
-        meter.add(sum(_num_bytes(part, index) for part in batch))
+    findings = damage_of(touched, strategy, checkpoint_dir, index, meter)
     if findings:
         raise CorruptCheckpointError("stored data is not what was saved", findings)
 
 
+def damage_of(
+    parts: Sequence[StoredPart],
+    strategy: PlannedLoadStrategy,
+    checkpoint_dir: Path,
+    index: Index,
+    meter: Meter,
+) -> list[Finding]:
+    """Read stored parts, compare those that have a checksum, and say what is wrong with which.
+
+    Not collective.
+    """
+    meter.expect(sum(_num_bytes(part, index) for part in parts))
+    most = strategy.options.buffer_bytes // 2
+    # One piece of memory for all batches: an allocator would keep what each of them gave back.
+    largest = max((_padded_bytes(part, index) for part in parts), default=0)
+    memory = torch.empty(max(most, largest), dtype=torch.uint8)
+    findings = []
+    for batch in _batches(parts, index, len(memory)):
+        findings += _verify(batch, strategy, checkpoint_dir, index, memory)
+        meter.add(sum(_num_bytes(part, index) for part in batch))
+    return findings
+
+
 def _num_bytes(part: StoredPart, index: Index) -> int:
-    count = part.box.num_elements
-    if part.flat_range is not None:
-        count = part.flat_range[1] - part.flat_range[0]
-    return count * index[part.key].dtype.itemsize
+    return part.num_elements * index[part.key].dtype.itemsize
 
 
 def _padded_bytes(part: StoredPart, index: Index) -> int:
@@ -110,23 +130,53 @@ def _verify(
     reader = strategy.make_reader(checkpoint_dir)
     try:
         strategy.read(leaves, index, reader, SingleProcess())
-    except CorruptCheckpointError as error:
+    except (CorruptCheckpointError, StateMismatchError, RankFailedError) as error:
         if len(batch) == 1:
-            return list(error.findings)
-        # One of them cannot even be read: look at each by itself.
+            return _unreadable(batch[0], error)
+        # Some of them cannot even be read: find them by halves.
+        middle = len(batch) // 2
         return [
-            f for part in batch for f in _verify([part], strategy, checkpoint_dir, index, memory)
+            finding
+            for half in (batch[:middle], batch[middle:])
+            for finding in _verify(half, strategy, checkpoint_dir, index, memory)
         ]
     return [
         Finding(
             "checksum differs: bits were flipped after it was saved",
             part.key,
-            expected=f"{part.digest:016x}",
+            expected=f"{part.digest or 0:016x}",
             found=f"{found:016x} in {part.box.offset} .. {part.box.stop}",
             path=reader.location(_stored_chunk(part, index)),
         )
         for part, found in zip(batch, _digests(leaves), strict=True)
-        if found != part.digest
+        if part.digest is not None and found != part.digest
+    ]
+
+
+def in_words(error: CheckpointingException) -> list[Finding]:
+    """The findings of an error, without ranks; what is about no key says what was being done."""
+    return [
+        replace(
+            finding,
+            problem=finding.problem
+            if finding.key is not None
+            else f"{error.message}: {finding.problem}",
+            ranks=(),
+        )
+        for finding in error.findings
+    ]
+
+
+def _unreadable(part: StoredPart, error: CheckpointingException) -> list[Finding]:
+    """What is wrong with a part that cannot be read; every finding names its key and place."""
+    where = f"{part.box.offset} .. {part.box.stop}"
+    return [
+        replace(
+            finding,
+            key=part.key if finding.key is None else finding.key,
+            found=where if finding.found is None else f"{finding.found} in {where}",
+        )
+        for finding in in_words(error) or [Finding(str(error), part.key)]
     ]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +92,41 @@ def test_all_names_are_there_sorted_and_nothing_else_is_public() -> None:
         for alias in node.names
     }
     assert imported == set(names)
+
+
+def test_what_is_imported_on_first_use_is_what_a_type_checker_sees() -> None:
+    tree = ast.parse(Path(dist_checkpointing.__file__).read_text())
+    seen = {
+        (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    lazy = {
+        (f"dist_checkpointing.{module}", name)
+        for module, names in dist_checkpointing._NAMES_BY_MODULE.items()
+        for name in names
+    }
+    assert seen == lazy
+    assert {name for _, name in lazy} == set(dist_checkpointing.__all__)
+    for module, names in dist_checkpointing._NAMES_BY_MODULE.items():
+        home = importlib.import_module(f"dist_checkpointing.{module}")
+        for name in names:
+            assert getattr(dist_checkpointing, name) is getattr(home, name)
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """``import dist_checkpointing.x`` sets the attribute ``x``, which must not be a public name."""
+    modules = {module.name for module in pkgutil.iter_modules(dist_checkpointing.__path__)}
+    assert modules & set(dist_checkpointing.__all__) == set()
+    assert set(dist_checkpointing.__all__) <= set(dir(dist_checkpointing))
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = dist_checkpointing.nothing
+    with pytest.raises(ImportError):
+        exec("from dist_checkpointing import nothing")
 
 
 def test_the_names_of_megatron_are_there() -> None:

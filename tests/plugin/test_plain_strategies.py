@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dist_checkpointing import (
+    Checkpoint,
     CheckpointingException,
     CorruptCheckpointError,
     InvalidShardingError,
@@ -23,6 +24,7 @@ from dist_checkpointing import (
     load,
     load_sharded_metadata,
     save,
+    verify_checkpoint,
 )
 from dist_checkpointing.mapping import is_main_replica
 from dist_checkpointing.strategies.async_calls import AsyncRequest
@@ -31,6 +33,7 @@ from dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     SaveShardedStrategy,
 )
+from dist_checkpointing.strategies.registry import default_strategies
 from dist_checkpointing.testing import StrategyConformance, run_ranks
 from dist_checkpointing.testing.conformance import Failures, StorageProtocol
 from dist_checkpointing.tree import flatten, unflatten
@@ -332,6 +335,51 @@ class TestAsync:
         request = AsyncRequest(run, (1, None, 3), [], {"k": 4}, lambda: 2)
         request.execute_sync()
         assert seen == [(1, 2, 3, {"k": 4})]
+
+
+def test_a_checkpoint_is_opened_without_a_planner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(default_strategies["load_sharded"], ("plain", 1), PlainLoad())
+    full = {
+        "w": torch.arange(40.0).reshape(8, 5),
+        "scalar": torch.tensor(3),
+        "half": torch.arange(6).bfloat16(),
+    }
+
+    def save_rank(comm: Any) -> None:
+        state: dict[str, Any] = {
+            "w": shard("w", full["w"].chunk(2)[comm.rank], comm.rank, 2),
+            "scalar": ShardedTensor.from_rank_offsets(
+                "scalar", full["scalar"], replica_id=comm.rank
+            ),
+            "half": ShardedTensor.from_rank_offsets("half", full["half"], replica_id=comm.rank),
+            "o": ShardedObject("o", [comm.rank], (2,), (comm.rank,)),
+            "step": 3,
+        }
+        save(state, tmp_path / "c", PlainSave("plain", 1), comm=comm)
+
+    run_ranks(2, save_rank)
+    checkpoint = Checkpoint.open(tmp_path / "c")
+    assert checkpoint.backend == ("plain", 1)
+    assert list(checkpoint) == sorted(full)
+    for key, tensor in full.items():
+        assert checkpoint[key].shape == tuple(tensor.shape)
+        assert checkpoint[key].dtype == tensor.dtype
+        assert torch.equal(checkpoint[key][...], tensor)
+        assert checkpoint[key].num_bytes == tensor.nbytes
+        assert checkpoint[key].location(0) == str(tmp_path / "c")
+    assert torch.equal(checkpoint["w"][3:6, ::2], full["w"][3:6, ::2])
+    assert torch.equal(checkpoint["w"][-1], full["w"][-1])
+    assert {key: dict(cells) for key, cells in checkpoint.objects.items()} == {
+        "o": {(0,): [0], (1,): [1]}
+    }
+    assert checkpoint.common == {"step": 3}
+    verify_checkpoint(tmp_path / "c")
+    lost = next((tmp_path / "c" / "shards").glob("*.pt"))
+    lost.write_bytes(b"")
+    with pytest.raises(CorruptCheckpointError, match="EOFError"):
+        verify_checkpoint(tmp_path / "c")
 
 
 def test_a_rank_without_shards_is_called_too(tmp_path: Path) -> None:

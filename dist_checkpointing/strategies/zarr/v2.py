@@ -165,14 +165,20 @@ class ZarrV2Reader(ZarrFolderReader):
 
     def read_metadata(self) -> Index:
         root = self.checkpoint_dir
-        tensors = []
+        tensors: list[StoredTensor] = []
+        damaged: list[Finding] = []
         going = noted_removal(root)
         for folder, names, files in os.walk(root):
             # Megatron leaves lock folders behind that look like arrays and are none.
             names[:] = sorted(name for name in names if not name.endswith(".sync"))
             key = Path(folder).relative_to(root).as_posix()
             if _METADATA_NAME in files and key not in going:
-                tensors.append(_parse(Path(folder), key))
+                try:
+                    tensors.append(_parse(Path(folder), key))
+                except CorruptCheckpointError as error:
+                    damaged += error.findings
+        if damaged:
+            raise CorruptCheckpointError("arrays have no readable metadata", damaged)
         return Index.of(sorted(tensors, key=lambda tensor: tensor.key))
 
     def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
@@ -193,7 +199,7 @@ def _parse(folder: Path, key: str) -> StoredTensor:
         name = content["dtype"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         finding = Finding(f"{type(error).__name__}: {error}", key, path=str(path))
-        raise CorruptCheckpointError("an array has no readable metadata", [finding]) from error
+        raise CorruptCheckpointError("arrays have no readable metadata", [finding]) from error
     findings = [
         Finding(
             f"{option} is not supported",

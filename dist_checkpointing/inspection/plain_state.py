@@ -1,0 +1,115 @@
+"""Common state and objects as a flat list of named values."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+_MOST_ENTRIES = 1 << 20
+_MOST_TEXT = 200
+
+
+def entries(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts, lists, tuples and namespaces, by path such as ``args.betas.0``.
+
+    An empty container is a leaf, and so is one that contains itself.
+
+    Raises:
+        ValueError: if there are too many for a state dict.
+    """
+    found: dict[str, Any] = {}
+    waiting: list[tuple[str, Any, frozenset[int]]] = [(name, value, frozenset())]
+    while waiting:
+        path, node, above = waiting.pop()
+        children = None if id(node) in above else list(_children(node))
+        if not children:
+            found[_free(path, found)] = node
+            continue
+        if len(found) + len(waiting) > _MOST_ENTRIES:
+            raise ValueError(
+                f"more than {_MOST_ENTRIES} values are nested in {name or 'the state'}"
+            )
+        inside = above | {id(node)}
+        waiting += [
+            (f"{path}.{step}" if path else str(step), child, inside)
+            for step, child in reversed(children)
+        ]
+    return found
+
+
+def _children(node: Any) -> Iterator[tuple[object, Any]]:
+    if isinstance(node, argparse.Namespace | types.SimpleNamespace):
+        node = vars(node)
+    if isinstance(node, dict):
+        yield from node.items()
+    elif isinstance(node, list | tuple) and not isinstance(node, torch.Size):
+        yield from enumerate(node)
+
+
+def _free(path: str, taken: dict[str, Any]) -> str:
+    """The keys 1 and "1" of one dict have the same text."""
+    number = 2
+    name = path
+    while name in taken:
+        name = f"{path} ({number})"
+        number += 1
+    return name
+
+
+def below(value: Any, path: str) -> Any:
+    """What lies at a path such as ``args.betas``.
+
+    Raises:
+        KeyError: if there is nothing.
+    """
+    found = [node for name, node in _nodes(value, path) if name == path]
+    if not found:
+        raise KeyError(path)
+    return found[0]
+
+
+def _nodes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The nodes on the way to a path; a key may itself hold dots."""
+    waiting = [("", value)]
+    while waiting:
+        name, node = waiting.pop()
+        yield name, node
+        for step, child in _children(node):
+            longer = f"{name}.{step}" if name else str(step)
+            if path == longer or path.startswith(f"{longer}."):
+                waiting.append((longer, child))
+
+
+def type_text(value: Any) -> str:
+    """What kind of value it is: ``int``, ``float32 tensor 2x3``."""
+    if isinstance(value, torch.Tensor):
+        shape = "x".join(map(str, value.shape)) or "scalar"
+        return f"{str(value.dtype).removeprefix('torch.')} tensor {shape}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} array {'x'.join(map(str, value.shape)) or 'scalar'}"
+    return type(value).__name__
+
+
+def value_text(value: Any, most: int = _MOST_TEXT) -> str:
+    """A value in one line."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        text = f"{type_text(value)} {_numbers_text(value)}"
+    else:
+        try:
+            text = repr(value)
+        except Exception as error:  # noqa: BLE001 - a stranger's __repr__ may do anything
+            text = f"<{type(value).__name__}: {error}>"
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _numbers_text(value: torch.Tensor) -> str:
+    if value.numel() > 16 or value.is_sparse or value.device.type == "meta":
+        return "..."
+    return str(value.tolist())

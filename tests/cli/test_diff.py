@@ -1,0 +1,169 @@
+"""``dckpt diff`` as a user runs it: by contents, across backends and shardings."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import ShardedObject, ShardedTensor, save
+
+Sample = Any
+Samples = Callable[[str], Any]
+Run = Callable[..., Any]
+NAMES = ["tensorstore", "zarr-2", "zarr-2-zstd", "zarr-1", "torch_dist"]
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(NAMES, 2)))
+def test_every_two_backends_hold_the_same(
+    samples: Samples, dckpt: Run, first: str, second: str
+) -> None:
+    a, b = samples(first).folder, samples(second).folder
+    finished = dckpt("diff", a, b, "--equal-nan", "--memory", "1KiB")
+    assert (finished.code, finished.err) == (0, "")
+    assert finished.out == "the same: 9 tensors, objects and common state\n"
+    document = dckpt("diff", b, a, "--equal-nan", "--json").json
+    assert document["is_same"]
+    assert document["num_compared"] == 9
+
+
+def test_nan_is_not_nan_unless_asked(sample: Sample, dckpt: Run) -> None:
+    finished = dckpt("diff", sample.folder, sample.folder)
+    assert finished.code == 1
+    (row,) = [line for line in finished.out.split("\n") if line.startswith("optimizer.moment")]
+    assert row.split() == ["optimizer.moment", "1", "of", "48", "nan", "nan", "[2,3]", "nan", "nan"]
+    assert dckpt("diff", sample.folder, sample.folder, "--equal-nan").code == 0
+
+
+def test_real_releases(samples: Samples, dckpt: Run) -> None:
+    old, new = samples("mc0.12.0_zarr").folder, samples("mc0.15.3_zarr").folder
+    dist = samples("mc0.15.3_torch_dist").folder
+    document = dckpt("diff", new, dist, "--json")
+    assert document.code == 1
+    assert document.json["tensors"] == []
+    assert document.json["only_second"] == ["scalar", "uneven"]
+    assert document.json["common"] == document.json["objects"] == []
+    document = dckpt("diff", old, new, "--json").json
+    assert document["common"] == [{"name": "content_metadata.fixture_format", "texts": [None, "1"]}]
+
+
+def written(folder: Path, backend: Any = "tensorstore", **changed: Any) -> Path:
+    tensors = {
+        "same": torch.arange(6.0),
+        "value": torch.arange(12.0).reshape(3, 4),
+        "shape": torch.zeros(4),
+        "dtype": torch.ones(5),
+    }
+    tensors |= {key: one for key, one in changed.items() if isinstance(one, torch.Tensor)}
+    state: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()
+    }
+    state["cell"] = ShardedObject("cell", {"seed": changed.get("seed", 1)}, (1,), (0,))
+    state["step"] = changed.get("step", 3)
+    save(state, folder, backend)
+    return folder
+
+
+def test_every_kind_of_difference(tmp_path: Path, dckpt: Run) -> None:
+    value = torch.arange(12.0).reshape(3, 4)
+    value[1, 2] += 0.5
+    value[2, 0] = 0
+    a = written(tmp_path / "a", only_a=torch.zeros(2))
+    b = written(
+        tmp_path / "b",
+        ("zarr", 2),
+        value=value,
+        shape=torch.zeros(2, 2),
+        dtype=torch.ones(5).bfloat16(),
+        only_b=torch.zeros(3, dtype=torch.int8),
+        seed=2,
+        step=4,
+    )
+    finished = dckpt("diff", a, b)
+    assert finished.code == 1
+    out = " ".join(finished.out.split())
+    for words in (
+        f"only in {a} - only_a 2 float32",
+        f"only in {b} + only_b 3 int8",
+        "shape 4 float32 2x2 float32",
+        "dtype 5 float32 5 bfloat16",
+        "value 2 of 12 8 inf [1,2] 6 6.5",
+        "- cell[0].seed = 1 + cell[0].seed = 2",
+        "- step = 3 + step = 4",
+        "differences: 3 of 4 tensors differing, 1 only in the first, 1 only in the second",
+    ):
+        assert words in out, words
+    assert "same" not in out.replace("the same", "")
+    document = dckpt("diff", a, b, "--json").json
+    rows = {row["key"]: row for row in document["tensors"]}
+    assert set(rows) == {"shape", "dtype", "value"}
+    assert rows["shape"]["values"] is None
+    assert rows["dtype"]["values"]["num_differing"] == 0
+    assert rows["value"]["values"] == {
+        "num_differing": 2,
+        "num_compared": 12,
+        "max_abs": 8.0,
+        "max_rel": "Infinity",
+        "first_index": [1, 2],
+        "first_values": [6.0, 6.5],
+    }
+    assert document["objects"] == [{"name": "cell[0].seed", "texts": ["1", "2"]}]
+
+
+def test_tolerances_and_options(tmp_path: Path, dckpt: Run) -> None:
+    a = written(tmp_path / "a", value=torch.tensor([1.0, 100.0]), dtype=torch.ones(3))
+    b = written(tmp_path / "b", value=torch.tensor([1.001, 100.1]), dtype=torch.ones(3).half())
+    assert dckpt("diff", a, b).code == 1
+    assert dckpt("diff", a, b, "--rtol", "1e-2").code == 1
+    assert dckpt("diff", a, b, "--rtol", "1e-2", "--ignore-dtype").code == 0
+    assert dckpt("diff", a, b, "--atol", "0.01", "--ignore-dtype").code == 1
+    assert dckpt("diff", a, b, "--atol", "0.11", "--ignore-dtype").code == 0
+    assert dckpt("diff", a, b, "same").code == 0
+    assert dckpt("diff", a, b, "^(same|shape)$", "--regex").code == 0
+    quiet = dckpt("diff", a, b, "--quiet")
+    assert (quiet.code, quiet.out) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{}/a", "{}/nothing"], "does not exist"),
+        (["{}", "{}/a"], "is not a distributed checkpoint"),
+        (["{}/a", "{}/a", "--rtol", "-1"], "rtol must be"),
+        (["{}/a", "{}/a", "--atol", "nan"], "atol must be"),
+        (["{}/a", "{}/a", "--memory", "lots"], "256MiB"),
+        (["{}/a", "{}/a", "--memory", "0"], "256MiB"),
+        (["{}/a", "{}/a", "(", "--regex"], "does not compile"),
+        (["{}/a"], "Missing argument"),
+    ],
+)
+def test_bad_input(tmp_path: Path, dckpt: Run, arguments: list[str], words: str) -> None:
+    written(tmp_path / "a")
+    finished = dckpt("diff", *(word.format(tmp_path) for word in arguments))
+    assert (finished.code, finished.out) == (2, "")
+    assert words in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_strange_common_state_needs_trust(tmp_path: Path, dckpt: Run) -> None:
+    a = written(tmp_path / "a")
+    b = written(tmp_path / "b", step=re.compile("x"))
+    finished = dckpt("diff", a, b)
+    assert (finished.code, finished.out) == (2, "")
+    assert "allow-list" in finished.err
+    trusting = dckpt("diff", a, b, "--trusted")
+    assert trusting.code == 1
+    assert "+ step = re.compile('x')" in trusting.out
+
+
+def test_names_and_values_cannot_draw_on_the_screen(tmp_path: Path, dckpt: Run) -> None:
+    a = written(tmp_path / "a", step="\x1b[31m[red]")
+    b = written(tmp_path / "b", step="\x1b[2J", **{"k\x1b[1m": torch.zeros(1)})
+    out = dckpt("diff", a, b).out
+    assert all(character.isprintable() for character in out if character != "\n")
+    assert "[red]" in out

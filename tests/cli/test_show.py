@@ -1,0 +1,213 @@
+"""``dckpt show`` as a user runs it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_checkpointing import ShardedObject, ShardedTensor, save
+
+Sample = Any
+Run = Callable[..., Any]
+
+
+def numbers(values: Any) -> Any:
+    """What JSON could not say, as numbers again."""
+    words = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+    if isinstance(values, list):
+        return [numbers(value) for value in values]
+    return words.get(values, values) if isinstance(values, str) else values
+
+
+def same(found: Any, tensor: torch.Tensor) -> bool:
+    wanted = np.array(tensor.tolist())
+    have = np.array(numbers(found)).reshape(wanted.shape)
+    return np.array_equal(have, wanted, equal_nan=wanted.dtype.kind == "f")
+
+
+@pytest.mark.parametrize("part", [None, "1:3", "::2,..."])
+def test_json_holds_the_values_and_their_statistics(
+    any_sample: Sample, dckpt: Run, part: str | None
+) -> None:
+    check_json(any_sample, dckpt, part)
+
+
+@pytest.mark.parametrize("part", ["0", "...,0", "-1"])
+def test_json_of_an_index(samples: Callable[[str], Sample], dckpt: Run, part: str) -> None:
+    check_json(samples("tensorstore"), dckpt, part)
+
+
+def check_json(any_sample: Sample, dckpt: Run, part: str | None) -> None:
+    for key, full in any_sample.tensors.items():
+        if part is not None and (full.ndim == 0 or not full.numel()):
+            continue
+        slices = {
+            "0": 0,
+            "1:3": slice(1, 3),
+            "...,0": (..., 0),
+            "::2,...": (slice(None, None, 2), ...),
+            "-1": -1,
+        }
+        wanted = full if part is None else full[slices[part]]
+        extra = [] if part is None else [f"--slice={part}"]
+        document = dckpt("show", any_sample.folder, key, *extra, "--json").json
+        assert document["key"] == key
+        assert document["shape"] == list(full.shape)
+        assert document["dtype"] == str(full.dtype).removeprefix("torch.")
+        assert document["slice_shape"] == list(wanted.shape)
+        assert same(document["values"], wanted)
+        found = document["statistics"]
+        assert found["count"] == wanted.numel()
+        wide = wanted.double()
+        finite = wide[wide.isfinite()]
+        assert found["num_nan"] == int(wide.isnan().sum())
+        assert found["num_inf"] == int(wide.isinf().sum())
+        assert found["num_zero"] == int((wide == 0).sum())
+        if finite.numel():
+            assert found["minimum"] == finite.min().item()
+            assert found["maximum"] == finite.max().item()
+            assert found["mean"] == pytest.approx(finite.mean().item())
+            assert found["std"] == pytest.approx(finite.std(unbiased=False).item())
+        else:
+            assert found["mean"] is None
+        assert sum(chunk["num_bytes"] for chunk in document["chunks"]) == full.nbytes
+        assert document["num_chunks"] == len(document["chunks"])
+
+
+def test_what_a_person_sees(samples: Callable[[str], Sample], dckpt: Run) -> None:
+    sample = samples("zarr-2")
+    finished = dckpt("show", sample.folder, "decoder.weight", "--slice", "0:2,:3")
+    assert (finished.code, finished.err) == (0, "")
+    out = finished.out
+    assert out.startswith("decoder.weight\n16x12  float32  768 B  2x1 chunks of 8x12\n")
+    values = out.partition("Values of [0:2,:3], 2x3\n")[2].partition("\n\n")[0]
+    found = [float(word) for word in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", values)]
+    wanted = sample.tensors["decoder.weight"][0:2, :3].reshape(-1)
+    assert found == pytest.approx(wanted.tolist(), abs=1e-4)
+    assert "NaN 0  Inf 0  zero 0  of 6 elements" in out
+    assert "│  *0  │" in out
+    assert "decoder.weight/c.0.0" in out
+    assert "decoder.weight/c.1.0" not in out  # which has no part of it
+
+
+def test_nan_and_infinity(sample: Sample, dckpt: Run) -> None:
+    out = dckpt("show", sample.folder, "optimizer.moment").out
+    assert "NaN 1  Inf 2  zero 0  of 48 elements" in out
+    assert "of the finite values" in out
+    assert dckpt("show", sample.folder, "optimizer.moment", "--no-statistics").out.find("NaN 1") < 0
+
+
+def test_a_large_tensor_shows_its_corners(tmp_path: Path, dckpt: Run) -> None:
+    full = torch.arange(3000 * 50).reshape(3000, 50)
+    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path / "c")
+    out = dckpt("show", tmp_path / "c", "w").out
+    values = out.partition("Values\n")[2].partition("\n\n")[0]
+    found = {int(word) for word in re.findall(r"\d+", values)}
+    rows, columns = [0, 1, 2, 2997, 2998, 2999], [0, 1, 2, 47, 48, 49]
+    assert found == set(full[rows][:, columns].reshape(-1).tolist())
+    assert "..." in values
+    assert "min 0  max 149999  mean 74999.5" in out
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("optimizer.step", ["scalar  int64", "Values\n7\n"]),
+        ("empty", ["0x5  float32", "no elements"]),
+        ("flat", ["2 pieces", "0:6,0:10 flat 0:25"]),
+        ("uneven", ["2 pieces", "0:2,0:5"]),
+        ("decoder.mask", ["bool", "zero 1"]),
+        ("decoder.half", ["8x4x3  bfloat16", "axis 0 down, axis 1 right"]),
+        ("rng", ["2 cells", "Cell 0", "{'seed': [0, 5]}", "{'seed': [1, 5]}"]),
+        ("args", ["Namespace", "lr=0.0001"]),
+        ("args.betas.1", ["float", "0.95"]),
+        ("history", ["list", "[0.5, 0.25]"]),
+        ("iteration", ["int", "1000"]),
+        ("content_metadata", ["{'made_by': 'a test'}"]),
+    ],
+)
+def test_every_kind(sample: Sample, dckpt: Run, key: str, words: list[str]) -> None:
+    if sample.name == "zarr-1" and key in ("flat", "uneven"):
+        words = ["Chunks"]  # this format has no pieces
+    finished = dckpt("show", sample.folder, key)
+    assert finished.code == 0
+    for word in words:
+        assert word in finished.out
+
+
+def test_json_of_objects_and_common_state(sample: Sample, dckpt: Run) -> None:
+    document = dckpt("show", sample.folder, "rng", "--json").json
+    assert document["cells"] == [
+        {"cell": [0], "value": {"seed": [0, 5]}},
+        {"cell": [1], "value": {"seed": [1, 5]}},
+    ]
+    document = dckpt("show", sample.folder, "args.betas", "--json").json
+    assert (document["type"], document["value"]) == ("tuple", [0.9, 0.95])
+    document = dckpt("show", sample.folder, "args", "--json").json
+    assert "lr=0.0001" in document["value"]
+
+
+@pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr", "mc0.15.3_torch_dist"])
+def test_objects_of_real_releases(samples: Callable[[str], Sample], dckpt: Run, name: str) -> None:
+    finished = dckpt("show", samples(name).folder, "rng_state")
+    assert finished.code == 0
+    assert "Cell 0x1" in finished.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["decoder.weightt"], "did you mean 'decoder.weight'"),
+        (["args.beta"], "did you mean"),
+        (["qqqqqq"], "dckpt ls --all"),
+        (["decoder.weight", "-s", "a:b"], "cannot read 'a:b'"),
+        (["decoder.weight", "-s", "0:4,:8,1"], "3 indices for shape (16, 12)"),
+        (["decoder.weight", "-s", "99"], "there is no 99"),
+        (["decoder.weight", "-s", "::-1"], "step of -1"),
+        (["rng", "-s", "0"], "only tensors have slices"),
+        (["args.lr", "-s", "0"], "only tensors have slices"),
+    ],
+)
+def test_bad_input(
+    samples: Callable[[str], Sample], dckpt: Run, arguments: list[str], words: str
+) -> None:
+    for extra in ([], ["--json"]):
+        finished = dckpt("show", samples("tensorstore").folder, *arguments, *extra)
+        assert (finished.code, finished.out) == (2, "")
+        assert words in finished.err
+        assert finished.err.startswith("error: ")
+        assert finished.err.count("\n") == 1
+
+
+def test_strange_objects_need_trust(tmp_path: Path, dckpt: Run) -> None:
+    save({"o": ShardedObject("o", re.compile("x"), (1,), (0,))}, tmp_path / "c")
+    refused = dckpt("show", tmp_path / "c", "o")
+    assert refused.code == 2
+    assert "allow-list" in refused.err
+    assert "re.compile('x')" in dckpt("show", tmp_path / "c", "o", "--trusted").out
+
+
+def test_values_cannot_draw_on_the_screen(tmp_path: Path, dckpt: Run) -> None:
+    cell = ShardedObject("o", {"\x1b[2J": "[bold]\x1b[31m"}, (1,), (0,))
+    save({"o": cell, "c": "\x1b[31m"}, tmp_path / "c")
+    for key in ("o", "c"):
+        out = dckpt("show", tmp_path / "c", key).out
+        assert all(character.isprintable() for character in out if character != "\n")
+
+
+def test_a_damaged_chunk_is_named(
+    samples: Callable[[str], Sample], tmp_path: Path, dckpt: Run
+) -> None:
+    sample = samples("zarr-2").copied(tmp_path / "c")
+    (sample.folder / "decoder.weight" / "c.1.0").unlink()
+    finished = dckpt("show", sample.folder, "decoder.weight")
+    assert (finished.code, finished.out) == (2, "")
+    assert "c.1.0" in finished.err
+    assert dckpt("show", sample.folder, "decoder.weight", "-s", ":8").code == 0

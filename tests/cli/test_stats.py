@@ -1,0 +1,101 @@
+"""``dckpt stats`` as a user runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import ShardedTensor, save
+
+Sample = Any
+Run = Callable[..., Any]
+
+
+def test_it_tells_what_there_is(any_sample: Sample, dckpt: Run) -> None:
+    finished = dckpt("stats", any_sample.folder)
+    assert (finished.code, finished.err) == (0, "")
+    tensors = any_sample.tensors
+    numel = sum(tensor.numel() for tensor in tensors.values())
+    assert f"{len(tensors)} tensors, {numel:,} elements" in finished.out
+    largest = max(tensors, key=lambda key: tensors[key].nbytes)
+    listed = finished.out.partition("LARGEST TENSORS")[2].split("\n")[1]
+    assert listed.split()[0] == largest
+    for dtype in {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}:
+        assert dtype in finished.out
+    assert "optimizer" in finished.out
+
+
+def test_json(any_sample: Sample, dckpt: Run) -> None:
+    document = dckpt("stats", any_sample.folder, "--json", "--top", 2).json
+    tensors = any_sample.tensors
+    assert document["tensors"] == {
+        "num_tensors": len(tensors),
+        "num_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+    }
+    assert len(document["largest"]) == 2
+    assert document["files"]["num_files"] == sum(p.is_file() for p in any_sample.folder.rglob("*"))
+    assert "not_finite" not in document
+
+
+def test_a_scan_finds_nan_and_infinity(sample: Sample, dckpt: Run) -> None:
+    finished = dckpt("stats", sample.folder, "--scan")
+    assert finished.code == 1
+    assert "1 tensor with NaN or infinity" in finished.out
+    (row,) = [line for line in finished.out.split("\n") if line.startswith("optimizer.moment  ")][
+        -1:
+    ]
+    assert row.split() == ["optimizer.moment", "1", "2", "48"]
+    document = dckpt("stats", sample.folder, "--scan", "--json")
+    assert document.code == 1
+    assert document.json["not_finite"] == {
+        "optimizer.moment": {"num_nan": 1, "num_inf": 2, "num_elements": 48}
+    }
+
+
+@pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr", "mc0.15.3_torch_dist"])
+def test_a_scan_that_finds_nothing(samples: Callable[[str], Sample], dckpt: Run, name: str) -> None:
+    finished = dckpt("stats", samples(name).folder, "--scan")
+    assert finished.code == 0
+    assert "no NaN and no infinity" in finished.out
+    assert dckpt("stats", samples(name).folder, "--scan", "--json").json["not_finite"] == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [
+        ("tensorstore", "section optimizer"),
+        ("zarr-2", "zarr v3"),
+        ("zarr-2-zstd", "zstd"),
+        ("zarr-1", "zarr v2"),
+        ("torch_dist", "2 ranks, 2 data files"),
+        ("dcp", "none were kept"),
+    ],
+)
+def test_what_only_this_backend_has(
+    samples: Callable[[str], Sample], dckpt: Run, name: str, fact: str
+) -> None:
+    assert fact in dckpt("stats", samples(name).folder).out
+
+
+def test_shares(tmp_path: Path, dckpt: Run) -> None:
+    sizes = {"model.w": 100, "optimizer.m": 200, "optimizer.v": 100}
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros(count))
+        for key, count in sizes.items()
+    }
+    save(state, tmp_path / "c")
+    out = dckpt("stats", tmp_path / "c").out
+    assert " ".join(out.split()).find("model 1 400 B 25.0% optimizer 2 1.2 KiB 75.0%") > 0
+    save({"step": 1}, tmp_path / "empty")
+    out = dckpt("stats", tmp_path / "empty", "--scan").out
+    assert "0 tensors" in out
+
+
+def test_bad_input(tmp_path: Path, dckpt: Run) -> None:
+    finished = dckpt("stats", tmp_path)
+    assert (finished.code, finished.out) == (2, "")
+    assert "is not a distributed checkpoint" in finished.err

@@ -1,0 +1,96 @@
+"""``dckpt verify`` as a user runs it, and as a script reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_checkpointing import ShardedObject, save
+
+Sample = Any
+Samples = Callable[[str], Any]
+Run = Callable[..., Any]
+
+
+class Stranger:
+    """Not on any allow-list."""
+
+
+def test_sound(any_sample: Sample, dckpt: Run) -> None:
+    finished = dckpt("verify", any_sample.folder)
+    assert (finished.code, finished.err) == (0, "")
+    assert finished.out.endswith("\nsound\n")
+    assert f"{len(any_sample.tensors)} tensors in " in finished.out
+    document = dckpt("verify", any_sample.folder, "--json").json
+    assert document["is_sound"]
+    assert document["findings"] == document["refused"] == document["remarks"] == []
+    assert document["num_bytes"] == sum(t.nbytes for t in any_sample.tensors.values())
+    quiet = dckpt("verify", any_sample.folder, "--quiet")
+    assert (quiet.code, quiet.out) == (0, "")
+
+
+VICTIMS = {
+    "zarr-2": ("decoder.weight/c.1.0", "decoder.weight"),
+    "zarr-2-zstd": ("uneven/piece.2.0/c.0.0", "uneven"),
+    "zarr-1": ("decoder.half/0.0.0", "decoder.half"),
+    "torch_dist": ("__1_0.distcp", "uneven"),
+    "tensorstore": ("manifest.ocdbt", None),
+    "mc0.15.3_torch_dist": ("__0_0.distcp", "uneven"),
+    "mc0.15.3_zarr": ("rng_state/shard_0.1_1.pt", "rng_state"),
+}
+
+
+@pytest.mark.parametrize("name", VICTIMS)
+def test_damaged(samples: Samples, tmp_path: Path, dckpt: Run, name: str) -> None:
+    folder = samples(name).copied(tmp_path / "c").folder
+    victim, key = VICTIMS[name]
+    if "rng_state" in victim:
+        victim = str(next((folder / "rng_state").glob("*.pt")).relative_to(folder))
+    content = (folder / victim).read_bytes()
+    (folder / victim).write_bytes(content[: len(content) // 2])
+    finished = dckpt("verify", folder)
+    assert finished.code == 1
+    assert finished.err == ""
+    assert finished.out.endswith("\ndamaged\n")
+    assert victim in finished.out
+    if key is not None:
+        assert f"  - '{key}" in finished.out
+    document = dckpt("verify", folder, "--json")
+    assert document.code == 1
+    assert not document.json["is_sound"]
+    assert any(victim in str(row) for row in document.json["findings"])
+    assert dckpt("verify", folder, "--quiet").out == finished.out
+
+
+def test_what_needs_trust(tmp_path: Path, dckpt: Run) -> None:
+    save({"o": ShardedObject("o", Stranger(), (1,), (0,))}, tmp_path / "c")
+    finished = dckpt("verify", tmp_path / "c")
+    assert finished.code == 0
+    assert "not read, because it holds more than plain data types" in finished.out
+    assert "Stranger" in finished.out
+    assert "not read" not in dckpt("verify", tmp_path / "c", "--trusted").out
+
+
+def test_bad_input(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
+    half = samples("zarr-2").copied(tmp_path / "half").folder
+    (half / "metadata.json").unlink()
+    for place, words in (
+        (tmp_path / "nothing", "does not exist"),
+        (tmp_path, "is not a distributed checkpoint"),
+        (half, "never committed"),
+    ):
+        finished = dckpt("verify", place)
+        assert (finished.code, finished.out) == (2, "")
+        assert words in finished.err
+        assert "Traceback" not in finished.err
+
+
+def test_a_torn_commit_is_damage(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
+    folder = samples("zarr-2").copied(tmp_path / "c").folder
+    (folder / "metadata.json").write_text("{")
+    finished = dckpt("verify", folder)
+    assert finished.code == 1
+    assert "metadata.json" in finished.out

@@ -1,0 +1,70 @@
+"""What streams keeps no more than a batch: nothing that was read outlives its turn."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import Checkpoint, ShardedTensor, save
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.inspection.comparison import compare_checkpoints
+from dist_checkpointing.inspection.values import statistics_of_part, stream_statistics
+
+ROWS, COLUMNS = 64, 100
+BUDGET = 4 * COLUMNS * 4  # four rows of float32
+
+
+def compare(checkpoint: Checkpoint) -> None:
+    assert compare_checkpoints(checkpoint, checkpoint, memory_bytes=2 * BUDGET).is_same
+
+
+def scan(checkpoint: Checkpoint) -> None:
+    region = [("w", Box.whole((ROWS, COLUMNS)))]
+    assert stream_statistics(checkpoint, region, memory_bytes=BUDGET)["w"].count == ROWS * COLUMNS
+
+
+def look_at_every_other(checkpoint: Checkpoint) -> None:
+    slices = (slice(None, None, 2), slice(None))
+    found = statistics_of_part(checkpoint["w"], slices, memory_bytes=BUDGET)
+    assert found.count == ROWS * COLUMNS // 2
+
+
+def look_at_all(checkpoint: Checkpoint) -> None:
+    assert statistics_of_part(checkpoint["w"], memory_bytes=BUDGET).count == ROWS * COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("stream", "at_once"), [(compare, 2), (scan, 1), (look_at_every_other, 2), (look_at_all, 1)]
+)
+def test_nothing_outlives_its_batch(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: Callable[[Checkpoint], None],
+    at_once: int,
+) -> None:
+    rows = torch.randn(ROWS, COLUMNS).chunk(16)
+    parts = [ShardedTensor.from_rank_offsets("w", part, (0, i, 16)) for i, part in enumerate(rows)]
+    save({"w": parts}, tmp_path / "c", ("zarr", 2))
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+    reads = 0
+    own = Checkpoint.read
+
+    def read(checkpoint: Checkpoint, wanted: Any) -> list[torch.Tensor]:
+        nonlocal most, reads
+        tensors = own(checkpoint, wanted)
+        for tensor in tensors:
+            alive.add(tensor)
+        most = max(most, sum(tensor.nbytes for tensor in alive))
+        reads += 1
+        return tensors
+
+    monkeypatch.setattr(Checkpoint, "read", read)
+    stream(Checkpoint.open(tmp_path / "c"))
+    assert reads >= 8
+    assert most <= at_once * BUDGET

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import cmath
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_checkpointing import Checkpoint, ShardedTensor, save
+from dist_checkpointing.dtypes import DTYPES
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.inspection import values
+from dist_checkpointing.inspection.excerpt import read_excerpt
+from dist_checkpointing.inspection.values import (
+    Statistics,
+    as_numbers,
+    statistics_of,
+    statistics_of_part,
+    stream_statistics,
+)
+from dist_checkpointing.testing.conformance.shards import random_bits
+
+
+def oracle(tensor: torch.Tensor) -> Statistics:
+    """By the book, with all values in memory as Python numbers."""
+    numbers = tensor.reshape(-1).tolist()
+    finite = [x for x in numbers if math.isfinite(abs(x))]
+    num_nan = sum(cmath.isnan(x) for x in numbers)
+    mean = sum(finite) / len(finite) if finite else None
+    std = None
+    if mean is not None:
+        std = math.sqrt(sum(abs(x - mean) ** 2 for x in finite) / len(finite))
+    ordered = finite and not isinstance(finite[0], complex)
+    return Statistics(
+        len(numbers),
+        min(finite) if ordered else None,
+        max(finite) if ordered else None,
+        mean,
+        std,
+        num_nan,
+        len(numbers) - len(finite) - num_nan,
+        sum(x == 0 for x in numbers),
+    )
+
+
+def assert_alike(found: Statistics, wanted: Statistics) -> None:
+    for name in ("count", "num_nan", "num_inf", "num_zero", "minimum", "maximum"):
+        assert getattr(found, name) == getattr(wanted, name), name
+    for name in ("mean", "std"):
+        have, want = getattr(found, name), getattr(wanted, name)
+        assert (have is None) == (want is None)
+        if want is not None:
+            assert have == pytest.approx(want, rel=1e-9, abs=1e-12 * (wanted.std or 1)), name
+
+
+@pytest.mark.parametrize("dtype", [row.torch for row in DTYPES], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_statistics_of_random_bits(
+    dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "_SLAB_ELEMENTS", 64)
+    tensor = random_bits((count,), dtype)
+    if dtype in (torch.float64, torch.complex128):
+        # The squares of the largest are infinite, for everybody.
+        tensor = torch.where(tensor.abs() < 1e100, tensor, torch.nan)
+    assert_alike(statistics_of(tensor), oracle(tensor))
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, 0.0]))))
+def test_parts_together_are_the_whole(parts: list[list[float]]) -> None:
+    total = Statistics()
+    for part in parts:
+        total = total.with_more(statistics_of(torch.tensor(part, dtype=torch.float64)))
+    flat = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
+    wanted = oracle(flat)
+    for name in ("count", "num_nan", "num_inf", "num_zero", "minimum", "maximum"):
+        assert getattr(total, name) == getattr(wanted, name)
+    if wanted.mean is not None:
+        assert total.mean == pytest.approx(wanted.mean, rel=1e-6, abs=1e-6)
+        assert total.std == pytest.approx(wanted.std, rel=1e-6, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [row.torch for row in DTYPES], ids=str)
+def test_numbers_are_the_values(dtype: torch.dtype) -> None:
+    tensor = random_bits((64,), dtype)
+    numbers = as_numbers(tensor)
+    assert np.array_equal(
+        numbers,
+        np.array(tensor.tolist(), dtype=numbers.dtype),
+        equal_nan=dtype.is_floating_point or dtype.is_complex,
+    )
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    full = torch.arange(40 * 30, dtype=torch.float32).reshape(40, 30)
+    rows = [ShardedTensor.from_rank_offsets("w", full.chunk(4)[i], (0, i, 4)) for i in range(4)]
+    more = {
+        f"k{i}": ShardedTensor.from_rank_offsets(f"k{i}", torch.full((5,), i)) for i in range(9)
+    }
+    save(
+        {"rows": rows, **more, "z": ShardedTensor.from_rank_offsets("z", torch.zeros(0, 3))},
+        tmp_path / "c",
+    )
+    return Checkpoint.open(tmp_path / "c")
+
+
+def test_streaming(checkpoint: Checkpoint) -> None:
+    seen: list[int] = []
+    regions = [(key, Box.whole(checkpoint[key].shape)) for key in checkpoint]
+    found = stream_statistics(checkpoint, regions, memory_bytes=500, report=seen.append)
+    assert set(found) == set(checkpoint)
+    for key in checkpoint:
+        assert_alike(found[key], oracle(checkpoint[key][...]))
+    assert sum(seen) == sum(handle.num_bytes for handle in checkpoint.values())
+    assert max(seen) <= 500
+
+
+@pytest.mark.parametrize("memory_bytes", [4, 500, 2**30])
+@pytest.mark.parametrize(
+    "slices",
+    [
+        ...,
+        (slice(3, 33), slice(5, 8)),
+        (slice(None, None, 7), slice(1, None, 3)),
+        (5,),
+        (5, 6),
+        (slice(4, 4),),
+    ],
+)
+def test_statistics_of_a_part(checkpoint: Checkpoint, slices: Any, memory_bytes: int) -> None:
+    full = checkpoint["w"][...]
+    found = statistics_of_part(checkpoint["w"], slices, memory_bytes=memory_bytes)
+    assert_alike(found, oracle(full[slices]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.lists(st.integers(0, 7), max_size=3), st.integers(1, 3), st.integers(0, 30))
+def test_an_excerpt_has_the_corners(data: Any, shape: list[int], edge: int, most: int) -> None:
+    full = torch.arange(math.prod(shape)).reshape(shape)
+    slices = tuple(
+        data.draw(
+            st.builds(slice, st.none() | st.integers(0, n), st.none(), st.integers(1, 3))
+            | (st.integers(-n, n - 1) if n else st.nothing())
+        )
+        for n in shape
+    )
+
+    class Handle:
+        def __init__(self) -> None:
+            self.shape = tuple(shape)
+            self.key = "k"
+
+        def __getitem__(self, key: Any) -> torch.Tensor:
+            return full[key]
+
+    excerpt = read_excerpt(Handle(), slices, most=most, edge=edge)  # type: ignore[arg-type]
+    wanted = full[slices]
+    assert excerpt.shape == tuple(wanted.shape)
+    assert excerpt.is_whole == (wanted.numel() <= most)
+    if excerpt.is_whole:
+        assert torch.equal(excerpt.values, wanted)
+        return
+    for axis, extent in enumerate(wanted.shape):
+        if extent > 2 * edge:
+            keep = torch.tensor([*range(edge + 1), *range(extent - edge, extent)])
+            wanted = wanted.index_select(axis, keep)
+    assert torch.equal(excerpt.values, wanted)

@@ -1,0 +1,429 @@
+"""Checkpoint.open: every backend as a lazy mapping, with the plain full tensors as the oracle."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dist_checkpointing
+from dist_checkpointing import (
+    Checkpoint,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ShardedObject,
+    ShardedTensor,
+    UnsupportedFormatError,
+    save,
+)
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing.conformance.shards import assert_same_bits
+
+Sample = Any
+Samples = Callable[[str], Any]
+INDEXED = ["tensorstore", "zarr-2", "zarr-2-zstd"]
+
+
+def same_common(found: Any, wanted: Any) -> bool:
+    return all(found[key] == value for key, value in wanted.items())
+
+
+def test_it_is_a_mapping_of_what_was_saved(any_sample: Sample) -> None:
+    checkpoint = Checkpoint.open(any_sample.folder)
+    assert set(checkpoint) == set(checkpoint.keys()) == set(any_sample.tensors)
+    assert len(checkpoint) == len(any_sample.tensors)
+    assert checkpoint.is_committed
+    for key, full in any_sample.tensors.items():
+        handle = checkpoint[key]
+        assert handle.key == key
+        assert handle.shape == tuple(full.shape)
+        assert handle.dtype == full.dtype
+        assert f"torch.{handle.dtype_name}" == str(full.dtype)
+        assert handle.num_bytes == full.nbytes
+        assert handle.num_elements == full.numel()
+        assert_same_bits(handle[...], full, key)
+        assert_same_bits(handle[()], full, key)
+
+
+def test_chunks_make_up_each_tensor_once(any_sample: Sample) -> None:
+    for key, handle in Checkpoint.open(any_sample.folder).items():
+        seen = torch.zeros(handle.shape, dtype=torch.int32)
+        for number, chunk in enumerate(handle.chunks):
+            part = seen[chunk.box.slices()]
+            if chunk.flat_range is None:
+                part += 1
+                count = part.numel()
+            else:
+                start, stop = chunk.flat_range
+                for place in range(start, stop):
+                    part[
+                        tuple(int(i) for i in torch.unravel_index(torch.tensor(place), part.shape))
+                    ] += 1
+                count = chunk.flat_range[1] - chunk.flat_range[0]
+            assert chunk.num_bytes == count * handle.dtype.itemsize
+            location = handle.location(number)
+            assert str(any_sample.folder) in location
+            # Very small values lie in the nodes of the tensorstore backend's database.
+            assert Path(location.split(", ")[0].removesuffix(" (OCDBT)")).exists(), location
+        assert (seen == 1).all(), key
+        assert handle.num_chunks == len(handle.chunks)
+
+
+@st.composite
+def part_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
+    """Something that may stand between the brackets of a tensor of this shape."""
+    parts: list[Any] = []
+    for extent in shape[: draw(st.integers(0, len(shape)))]:
+        place = st.none() | st.integers(-extent - 2, extent + 2)
+        slices = st.builds(slice, place, place, st.none() | st.integers(1, extent + 2))
+        ints = st.integers(-extent, extent - 1) if extent else st.nothing()
+        parts.append(draw(slices | ints))
+    if draw(st.booleans()):
+        behind = draw(st.integers(0, len(parts)))
+        # What stands behind the dots counts from the last axis.
+        tail = [slice(None)] * len(parts[behind:])
+        parts = [*parts[:behind], ..., *tail]
+    if len(parts) == 1 and draw(st.booleans()):
+        return parts[0]
+    return tuple(parts)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_slice_is_that_of_the_plain_tensor(any_sample: Sample, data: st.DataObject) -> None:
+    checkpoint = Checkpoint.open(any_sample.folder)
+    key = data.draw(st.sampled_from(sorted(any_sample.tensors)))
+    full = any_sample.tensors[key]
+    slices = data.draw(part_of(tuple(full.shape)))
+    assert_same_bits(checkpoint[key][slices], full[slices], f"{key}{slices}")
+
+
+@pytest.mark.parametrize("rows", [slice(None, None, 7), slice(3, 60, 20), slice(60, 64, 3), 5])
+def test_rows_that_are_far_apart(tmp_path: Path, rows: Any) -> None:
+    full = torch.arange(64 * 700).reshape(64, 700)
+    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path / "c")
+    handle = Checkpoint.open(tmp_path / "c")["w"]
+    for slices in (
+        (rows,),
+        (rows, slice(None, None, 3)),
+        (rows, -1),
+        (slice(4, 5), slice(0, 700, 699)),
+    ):
+        assert torch.equal(handle[slices], full[slices])
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [
+        ((0, 0, 0), "3 indices for shape"),
+        ((..., ...), "more than one"),
+        (16, "there is no 16"),
+        (-17, "there is no -17"),
+        (slice(None, None, -1), "step of -1"),
+        (slice(None, None, 0), "axis 0"),
+        (slice("a", None), "axis 0"),
+        ("x", "not str"),
+        ([0, 1], "not list"),
+        (True, "not bool"),
+        (None, "not NoneType"),
+        (1.0, "not float"),
+    ],
+)
+def test_a_bad_slice_is_an_index_error(samples: Samples, slices: Any, message: str) -> None:
+    handle = Checkpoint.open(samples("tensorstore").folder)["decoder.weight"]
+    with pytest.raises(IndexError, match=message) as raised:
+        _ = handle[slices]
+    assert "'decoder.weight'" in str(raised.value)
+
+
+def test_iterating_gives_the_rows(samples: Samples) -> None:
+    sample = samples("tensorstore")
+    rows = list(Checkpoint.open(sample.folder)["decoder.weight"])  # type: ignore[call-overload]
+    assert torch.equal(torch.stack(rows), sample.tensors["decoder.weight"])
+
+
+def test_many_boxes_at_once(any_sample: Sample) -> None:
+    wanted = []
+    for key, full in any_sample.tensors.items():
+        shape = tuple((extent + 1) // 2 for extent in full.shape)
+        offset = tuple(extent - n for extent, n in zip(full.shape, shape, strict=True))
+        wanted += [(key, Box(offset, shape)), (key, Box((0,) * full.ndim, shape))]
+    found = Checkpoint.open(any_sample.folder).read(iter(wanted))
+    for (key, box), tensor in zip(wanted, found, strict=True):
+        assert_same_bits(tensor, any_sample.tensors[key][box.slices()], key)
+    assert Checkpoint.open(any_sample.folder).read([]) == []
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        Box((0, 0), (17, 12)),
+        Box((16, 0), (1, 1)),
+        Box((-1, 0), (1, 1)),
+        Box((0, 0), (-1, 1)),
+        Box((0,), (1,)),
+        Box((0, 0), (1,)),
+    ],
+)
+def test_a_box_outside_is_no_rubbish_but_an_error(samples: Samples, box: Box) -> None:
+    checkpoint = Checkpoint.open(samples("zarr-2").folder)
+    with pytest.raises(IndexError, match=r"decoder\.weight"):
+        checkpoint.read([("decoder.weight", box)])
+
+
+# What is read.
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How much every read of a part of a file has got."""
+    counts: list[int] = []
+    for name in ("preadv", "pread"):
+        own = getattr(os, name)
+
+        def read(*arguments: Any, own: Any = own) -> Any:
+            got = own(*arguments)
+            counts.append(got if isinstance(got, int) else len(got))
+            return got
+
+        monkeypatch.setattr(os, name, read)
+    return counts
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", ("zarr", 2), ("zarr", 1), "torch_dist"])
+@pytest.mark.parametrize(
+    ("slices", "num_rows"),
+    [(slice(3, 5), 2), (40, 1), (slice(None, None, 32), 2), (slice(10, 10), 0)],
+)
+def test_only_what_is_wanted_is_read(
+    tmp_path: Path, bytes_read: list[int], backend: Any, slices: Any, num_rows: int
+) -> None:
+    full = torch.randn(64, 65_536)
+    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path / "c", backend)
+    handle = Checkpoint.open(tmp_path / "c")["w"]
+    assert handle.shape == (64, 65_536)
+    bytes_read.clear()
+    part = handle[slices]
+    # A few pages for what says where the data lies.
+    assert sum(bytes_read) <= num_rows * 65_536 * 4 + 4 * 4096
+    assert torch.equal(part, full[slices])
+    # What was read around it is not kept.
+    assert part.untyped_storage().nbytes() == part.nbytes
+
+
+def test_compressed_chunks_that_are_not_wanted_may_be_gone(tmp_path: Path) -> None:
+    rows = [
+        ShardedTensor.from_rank_offsets("w", torch.full((2, 3), i), (0, i, 4)) for i in range(4)
+    ]
+    save({"rows": rows}, tmp_path / "c", Zarr3SaveShardedStrategy(codec="zstd"))
+    for number in (0, 1, 3):
+        (tmp_path / "c" / "w" / f"c.{number}.0").unlink()
+    handle = Checkpoint.open(tmp_path / "c")["w"]
+    assert torch.equal(handle[4:6, 1:], torch.full((2, 2), 2))
+    with pytest.raises(CorruptCheckpointError, match="chunk is missing"):
+        _ = handle[3:6]
+
+
+# Objects, common state, metadata.
+
+
+def test_objects_and_common_state(sample: Sample) -> None:
+    from dist_checkpointing import load_common_state_dict
+
+    checkpoint = Checkpoint.open(sample.folder)
+    assert set(checkpoint.objects) == {"rng"}
+    handle = checkpoint.objects["rng"]
+    assert (handle.shape, len(handle), list(handle)) == ((2,), 2, [(0,), (1,)])
+    assert dict(handle) == sample.objects["rng"]
+    assert handle[1] == handle[(1,)] == handle[[1]] == {"seed": [1, 5]}
+    assert (1,) in handle
+    assert (2,) not in handle
+    for cell in (2, -1, (0, 0)):
+        with pytest.raises(KeyError, match="no cell"):
+            _ = handle[cell]
+    assert checkpoint.common == load_common_state_dict(sample.folder)
+    assert checkpoint.common["iteration"] == 1000
+    assert checkpoint.common["args"].betas == (0.9, 0.95)
+    assert checkpoint.metadata == {"made_by": "a test"}
+
+
+@pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr", "mc0.15.3_torch_dist"])
+def test_objects_of_real_releases(samples: Samples, name: str) -> None:
+    checkpoint = Checkpoint.open(samples(name).folder)
+    assert set(checkpoint.objects) == {"module.extra_state", "rng_state"}
+    assert checkpoint.objects["rng_state"].shape == (1, 2)
+    assert list(checkpoint.objects["rng_state"].keys()) == [(0, 0), (0, 1)]
+    for handle in checkpoint.objects.values():
+        assert len(list(handle.values())) == len(handle)
+    assert checkpoint.common["args"]["betas"] == (0.9, 0.95)
+
+
+def test_without_content_metadata_there_is_none(tmp_path: Path) -> None:
+    save({"step": 1}, tmp_path / "c")
+    checkpoint = Checkpoint.open(tmp_path / "c")
+    assert checkpoint.metadata is None
+    assert len(checkpoint) == 0
+    assert checkpoint.objects == {}
+    assert checkpoint.common == {"step": 1}
+
+
+class Stranger:
+    """Not on any allow-list."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stranger)
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", ("zarr", 2), ("zarr", 1), "torch_dist"])
+def test_nothing_strange_is_unpickled_without_trust(tmp_path: Path, backend: Any) -> None:
+    state = {"o": ShardedObject("o", Stranger(), (1,), (0,)), "common": Stranger()}
+    save(state, tmp_path / "c", backend)
+    checkpoint = Checkpoint.open(tmp_path / "c")
+    assert not checkpoint.trusted
+    with pytest.raises(UnsupportedFormatError, match="Stranger"):
+        _ = checkpoint.objects["o"][0]
+    with pytest.raises(UnsupportedFormatError, match="Stranger"):
+        _ = checkpoint.common
+    with pytest.raises(UnsupportedFormatError, match="Stranger"):
+        _ = checkpoint.metadata
+    trusting = Checkpoint.open(tmp_path / "c", trusted=True)
+    assert trusting.objects["o"][0] == Stranger()
+    assert trusting.common["common"] == Stranger()
+
+
+def test_what_it_is(sample: Sample) -> None:
+    backends = {
+        "tensorstore": ("tensorstore", 1),
+        "zarr-2": ("zarr", 2),
+        "zarr-2-zstd": ("zarr", 2),
+        "zarr-1": ("zarr", 1),
+        "torch_dist": ("torch_dist", 1),
+    }
+    checkpoint = Checkpoint.open(str(sample.folder))
+    assert checkpoint.backend == backends[sample.name]
+    assert checkpoint.common_backend == ("torch", 1)
+    assert checkpoint.path == sample.folder
+    assert repr(checkpoint).endswith("9 tensors>")
+    assert repr(checkpoint["flat"]) == "<'flat': float32[6, 10], 240 bytes>"
+    assert repr(checkpoint.objects["rng"]) == "<'rng': object[2]>"
+
+
+# What is not there, or not any more.
+
+
+def test_a_key_that_is_not_there_has_near_names(any_sample: Sample) -> None:
+    checkpoint = Checkpoint.open(any_sample.folder)
+    key = max(any_sample.tensors, key=len)
+    assert "nothing like it" not in checkpoint
+    with pytest.raises(KeyError, match="did you mean") as raised:
+        _ = checkpoint[f"{key[:-1]}x"]
+    assert repr(key) in str(raised.value.args[0])
+    with pytest.raises(KeyError, match=r"holds no tensor 'zzzzzzzz'\W*$"):
+        _ = checkpoint["zzzzzzzz"]
+    with pytest.raises(KeyError, match="did you mean"):
+        checkpoint.read([(f"{key[:-1]}x", Box((), ()))])
+
+
+@pytest.mark.parametrize("name", ["tensorstore", "zarr-2", "zarr-1", "torch_dist"])
+def test_a_checkpoint_that_was_deleted(samples: Samples, tmp_path: Path, name: str) -> None:
+    sample = samples(name).copied(tmp_path / "c")
+    checkpoint = Checkpoint.open(sample.folder)
+    handle = checkpoint["decoder.weight"]
+    cells = checkpoint.objects["rng"]
+    shutil.rmtree(sample.folder)
+    assert not checkpoint.is_committed
+    with pytest.raises(CorruptCheckpointError, match="not the checkpoint that was opened"):
+        _ = handle[0]
+    with pytest.raises((CorruptCheckpointError, CheckpointNotFoundError)):
+        _ = checkpoint.common
+    with pytest.raises(CorruptCheckpointError, match="not the checkpoint that was opened"):
+        _ = cells[0]
+
+
+def test_a_checkpoint_that_was_overwritten(tmp_path: Path) -> None:
+    def state(fill: float) -> dict[str, Any]:
+        cell = ShardedObject("o", fill, (1,), (0,))
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), fill)), "o": cell}
+
+    save(state(1.0), tmp_path / "c")
+    checkpoint, late = Checkpoint.open(tmp_path / "c"), Checkpoint.open(tmp_path / "c")
+    handle, cells = checkpoint["w"], checkpoint.objects["o"]
+    assert torch.equal(handle[:], torch.ones(4))
+    save(state(2.0), tmp_path / "c", overwrite=True)
+    assert not checkpoint.is_committed
+    for read in (
+        lambda: handle[:],
+        lambda: cells[0],
+        lambda: late.index,
+        lambda: late.common,
+    ):
+        with pytest.raises(CorruptCheckpointError, match="not the checkpoint that was opened"):
+            read()
+    assert torch.equal(Checkpoint.open(tmp_path / "c")["w"][:], torch.full((4,), 2.0))
+
+
+def test_no_checkpoint_and_half_a_checkpoint(samples: Samples, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        Checkpoint.open(tmp_path / "nothing")
+    with pytest.raises(CheckpointNotFoundError, match="not a distributed checkpoint"):
+        Checkpoint.open(tmp_path)
+    half = samples("tensorstore").copied(tmp_path / "half").folder
+    (half / "metadata.json").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="never committed"):
+        Checkpoint.open(half)
+    (half / "metadata.json").write_text("{")
+    with pytest.raises(CorruptCheckpointError, match=r"metadata\.json"):
+        Checkpoint.open(half)
+
+
+@pytest.mark.parametrize("name", INDEXED)
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff" * 40, None])
+def test_a_damaged_index(samples: Samples, tmp_path: Path, name: str, damage: bytes | None) -> None:
+    sample = samples(name).copied(tmp_path / "c")
+    path = sample.folder / ".dckpt" / "index.json"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"[16,12]", b"[16,13]") if damage is None else damage)
+    checkpoint = Checkpoint.open(sample.folder)  # reads nothing of it yet
+    with pytest.raises(CorruptCheckpointError, match="index") as raised:
+        _ = checkpoint["decoder.weight"]
+    assert str(path) in str(raised.value)
+
+
+# What it takes.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INDEXED)
+def test_an_indexed_checkpoint_is_listed_without_torch(samples: Samples, name: str) -> None:
+    sample = samples(name)
+    code = f"""
+import sys
+from dist_checkpointing import Checkpoint
+checkpoint = Checkpoint.open({str(sample.folder)!r})
+print(sorted(checkpoint.keys()))
+print([(t.shape, t.dtype_name, t.num_bytes, len(t.chunks)) for t in checkpoint.values()][0])
+print(checkpoint.is_committed, "torch" in sys.modules, "tensorstore" in sys.modules)
+"""
+    root = Path(dist_checkpointing.__file__).parents[1]
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(root)},
+    )
+    first, _, last = finished.stdout.splitlines()
+    assert first == str(sorted(sample.tensors))
+    assert last == "True False False"

@@ -1,0 +1,301 @@
+"""verify names every damaged key, part and file of every backend, and nothing that is sound."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    Checkpoint,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ShardedObject,
+    ShardedTensor,
+    StrategyNotFoundError,
+    UnsupportedFormatError,
+    save,
+    verify_checkpoint,
+)
+from dist_checkpointing.index import Index, Pieces, StoredTensor, read_index, write_index
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.verify import examine_checkpoint
+
+Sample = Any
+Samples = Callable[[str], Any]
+
+
+def test_what_is_sound_is_sound(any_sample: Sample) -> None:
+    found = examine_checkpoint(any_sample.folder)
+    assert found.is_sound
+    assert (found.findings, found.refused, found.remarks) == ((), (), ())
+    assert found.num_tensors == len(any_sample.tensors)
+    assert found.num_bytes == sum(tensor.nbytes for tensor in any_sample.tensors.values())
+    has_checksums = (any_sample.folder / ".dckpt" / "checksums").exists()
+    assert found.num_bytes_compared == (found.num_bytes if has_checksums else 0)
+    verify_checkpoint(any_sample.folder)
+
+
+def test_the_work_can_be_shared(sample: Sample) -> None:
+    parts = [examine_checkpoint(sample.folder, rank=rank, world_size=3) for rank in range(3)]
+    whole = examine_checkpoint(sample.folder)
+    for name in ("num_tensors", "num_parts", "num_bytes", "num_bytes_compared", "num_objects"):
+        assert sum(getattr(part, name) for part in parts) == getattr(whole, name)
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def large(folder: Path, name: str) -> Path:
+    """Tensors that lie outside of the nodes of a database, w1 of ones and so on, in two chunks."""
+    full = {f"w{i}": torch.full((4, 500), float(i)) for i in range(5)}
+    rows = {
+        key: [ShardedTensor.from_rank_offsets(key, t.chunk(2)[i], (0, i, 2)) for i in range(2)]
+        for key, t in full.items()
+    }
+    backends: dict[str, Any] = {
+        "zarr-2": ("zarr", 2),
+        "zarr-1": ("zarr", 1),
+        "zarr-2-zstd": Zarr3SaveShardedStrategy(codec="zstd"),
+    }
+    save(rows, folder, backends.get(name, name))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["tensorstore", "zarr-2", "zarr-1", "torch_dist"])
+def test_flipped_bits_are_found_with_key_and_file(tmp_path: Path, name: str) -> None:
+    folder = large(tmp_path / "c", name)
+    damaged = []
+    for key, number in (("w1", 1), ("w3", 0)):
+        # The second chunk of one, the first of the other, wherever they lie.
+        values = torch.full((1000,), float(key[1])).numpy().tobytes()
+        location = Checkpoint.open(folder)[key].location(number)
+        path = Path(location.split(", ")[0])
+        content = path.read_bytes()
+        assert content.count(values) in (1, 2)
+        at = content.rindex(values) if number else content.index(values)
+        flip(path, at + 17)
+        damaged.append((key, number, location))
+    found = examine_checkpoint(folder)
+    assert {finding.key for finding in found.findings} == {"w1", "w3"}
+    for key, number, location in damaged:
+        (finding,) = [f for f in found.findings if f.key == key]
+        assert "checksum differs" in finding.problem
+        assert finding.path == location
+        assert str((2 * number, 0)) in str(finding.found)
+    with pytest.raises(CorruptCheckpointError) as raised:
+        verify_checkpoint(folder)
+    assert raised.value.findings == found.findings
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "gone": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+}
+
+
+@pytest.mark.parametrize("name", ["tensorstore", "zarr-2", "zarr-2-zstd", "zarr-1", "torch_dist"])
+def test_every_lost_or_cut_off_file_of_values_is_named(tmp_path: Path, name: str) -> None:
+    folder = large(tmp_path / "c", name)
+    places: dict[str, set[str]] = {}
+    for key, handle in Checkpoint.open(folder).items():
+        for number in range(handle.num_chunks):
+            path = handle.location(number).split(", ")[0]
+            places.setdefault(path, set()).add(key)
+    for path, keys in sorted(places.items())[:4]:
+        for damage, inflict in DAMAGES.items():
+            content = Path(path).read_bytes()
+            inflict(Path(path))
+            found = examine_checkpoint(folder)
+            Path(path).write_bytes(content)
+            named = {finding.key for finding in found.findings}
+            if keys == set(Checkpoint.open(folder)) and damage != "cut off":
+                assert named in ({None}, keys)
+            elif damage == "cut off":
+                assert named
+                assert named <= keys
+            else:
+                assert named == keys
+            assert all(path in str(finding) for finding in found.findings)
+    assert examine_checkpoint(folder).is_sound
+
+
+@pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr"])
+def test_without_checksums_everything_is_read_all_the_same(
+    samples: Samples, tmp_path: Path, name: str
+) -> None:
+    sample = samples(name).copied(tmp_path / "c")
+    (sample.folder / "fc.weight" / "0.1").unlink()
+    (sample.folder / "ids" / "0").write_bytes(b"short")
+    found = examine_checkpoint(sample.folder)
+    assert {finding.key for finding in found.findings} == {"fc.weight", "ids"}
+    assert {Path(str(f.path)).relative_to(sample.folder).as_posix() for f in found.findings} == {
+        "fc.weight/0.1",
+        "ids/0",
+    }
+    with pytest.raises(CorruptCheckpointError, match=r"fc\.weight"):
+        verify_checkpoint(sample.folder)
+
+
+@pytest.mark.parametrize("victim", ["common.pt", "rng/shard_1_2.pt"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_damaged_state_is_named(samples: Samples, tmp_path: Path, victim: str, damage: str) -> None:
+    sample = samples("zarr-2").copied(tmp_path / "c")
+    path = sample.folder / victim
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:100])
+    found = examine_checkpoint(sample.folder)
+    if (victim, damage) == ("rng/shard_1_2.pt", "gone"):
+        assert {f.key for f in found.findings} == {"rng/shard_1_2"}
+    assert any(str(path) in str(finding) for finding in found.findings)
+    assert found.num_tensors == len(sample.tensors)  # and the rest was read
+
+
+@pytest.mark.parametrize("name", ["tensorstore", "torch_dist"])
+def test_damaged_cells_among_the_tensors_are_named(
+    samples: Samples, tmp_path: Path, name: str
+) -> None:
+    sample = samples(name).copied(tmp_path / "c")
+    spoiled = 0
+    for path in sample.folder.rglob("*"):
+        if path.is_file() and ".dckpt" not in path.parts and path.name != "common.pt":
+            content = path.read_bytes()
+            # The pickled key of the dict in the cells.
+            if b"seed" in content and (name == "tensorstore") <= ("d" in path.parts):
+                path.write_bytes(content.replace(b"seed", b"\x80\x80\x80\x80"))
+                spoiled += 1
+    assert spoiled
+    found = examine_checkpoint(sample.folder)
+    assert "rng" in {finding.key for finding in found.findings}
+
+
+def test_what_describes_it_is_damaged(sample: Sample, tmp_path: Path) -> None:
+    names = {
+        "tensorstore": [".dckpt/index.json", "metadata.json", "manifest.ocdbt"],
+        "zarr-2": [".dckpt/index.json", "metadata.json"],
+        "zarr-2-zstd": [".dckpt/index.json"],
+        "zarr-1": ["metadata.json", "decoder.weight/.zarray"],
+        "torch_dist": ["metadata.json", ".metadata"],
+    }
+    for name in names[sample.name]:
+        copied = tmp_path / "c"
+        shutil.copytree(sample.folder, copied)
+        (copied / name).write_bytes(b"{")
+        found = examine_checkpoint(copied)
+        shutil.rmtree(copied)
+        assert found.findings, name
+        assert any(name in str(finding.path) for finding in found.findings), name
+        assert len(found.findings) <= 2  # the same is not said for each tensor
+
+
+def test_lost_checksums_are_damage_and_the_values_are_read_all_the_same(
+    samples: Samples, tmp_path: Path
+) -> None:
+    sample = samples("zarr-2").copied(tmp_path / "c")
+    checksums = sample.folder / ".dckpt" / "checksums"
+    (checksums / "1.npz").unlink()
+    (sample.folder / "uneven" / "piece.2.0" / "c.0.0").unlink()
+    found = examine_checkpoint(sample.folder)
+    assert {f.key for f in found.findings if "no checksums" in f.problem} == {
+        "decoder.weight",
+        "decoder.half",
+        "optimizer.moment",
+        "uneven",
+        "flat",
+    }
+    assert {f.key for f in found.findings if "chunk is missing" in f.problem} == {"uneven"}
+    (checksums / "1.npz").write_bytes(b"nonsense")
+    found = examine_checkpoint(sample.folder)
+    assert {Path(str(f.path)).name for f in found.findings} == {"1.npz", "c.0.0"}
+
+
+def test_a_tensor_whose_metadata_is_gone(samples: Samples, tmp_path: Path) -> None:
+    """In this format the folders are the index: the checksums know what there was."""
+    sample = samples("zarr-1").copied(tmp_path / "c")
+    (sample.folder / "decoder.weight" / ".zarray").unlink()
+    shutil.rmtree(sample.folder / "flat")
+    found = examine_checkpoint(sample.folder)
+    assert [finding.key for finding in found.findings] == ["decoder.weight"]
+    assert [finding.key for finding in found.remarks] == ["flat"]
+
+
+@pytest.mark.parametrize("damage", [b"{", b"{}", None])
+def test_metadata_for_other_tools(samples: Samples, tmp_path: Path, damage: bytes | None) -> None:
+    sample = samples("zarr-2").copied(tmp_path / "c")
+    path = sample.folder / "zarr.json"
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage)
+    (finding,) = examine_checkpoint(sample.folder).findings
+    assert finding.path == str(path)
+    assert "our own readers can" in finding.problem
+
+
+def test_pieces_that_leave_a_gap_or_overlap(samples: Samples, tmp_path: Path) -> None:
+    sample = samples("zarr-2").copied(tmp_path / "c")
+    index = read_index(sample.folder)
+    assert index is not None
+    whole = index["uneven"].pieces
+    assert whole is not None
+    lost = Pieces(whole.offsets[:1], whole.shapes[:1], whole.flat[:1])
+    twice = Pieces(whole.offsets[[0, 0, 1]], whole.shapes[[0, 0, 1]], whole.flat[[0, 0, 1]])
+    for pieces, words in ((lost, "no shard holds"), (twice, "2 shards hold")):
+        old = index["uneven"]
+        changed = StoredTensor("uneven", old.dtype, old.global_shape, None, pieces)
+        write_index(
+            Index.of([changed if key == "uneven" else index[key] for key in index]), sample.folder
+        )
+        found = examine_checkpoint(sample.folder)
+        problems = [f.problem for f in found.findings if f.key == "uneven"]
+        assert any("do not make it up once" in text and words in text for text in problems)
+        assert all(finding.ranks == () for finding in found.findings)
+
+
+class Stranger:
+    """Not on any allow-list."""
+
+
+def test_what_is_not_unpickled_is_no_damage(tmp_path: Path) -> None:
+    cell = ShardedObject("o", Stranger(), (1,), (0,))
+    save({"o": cell, "w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "c")
+    found = examine_checkpoint(tmp_path / "c")
+    assert found.is_sound
+    assert [finding.key for finding in found.refused] == ["o"]
+    with pytest.raises(UnsupportedFormatError, match="Stranger"):
+        verify_checkpoint(tmp_path / "c")
+    assert examine_checkpoint(tmp_path / "c", trusted=True).refused == ()
+    verify_checkpoint(tmp_path / "c", trusted=True)
+
+
+def test_what_is_no_checkpoint_is_not_damaged(samples: Samples, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        examine_checkpoint(tmp_path)
+    sample = samples("zarr-2").copied(tmp_path / "c")
+    path = sample.folder / "metadata.json"
+    path.write_text(path.read_text().replace("zarr", "unheard_of"))
+    (sample.folder / ".dckpt" / "index.json").unlink()
+    with pytest.raises(StrategyNotFoundError):
+        examine_checkpoint(sample.folder)
+
+
+def test_a_checksum_of_what_is_outside(samples: Samples, tmp_path: Path) -> None:
+    sample = samples("zarr-2").copied(tmp_path / "c")
+    index = read_index(sample.folder)
+    assert index is not None
+    small = StoredTensor("decoder.bias", index["decoder.bias"].dtype, (11,), (12,))
+    write_index(
+        Index.of([small if key == "decoder.bias" else index[key] for key in index]), sample.folder
+    )
+    found = examine_checkpoint(sample.folder)
+    assert {finding.key for finding in found.findings} == {"decoder.bias"}
