@@ -170,7 +170,9 @@ class ObjectHandle(Mapping[Ints, Any]):
         if index not in self:
             raise KeyError(f"{self.key!r} has no cell {index} in its grid {self.shape}")
         try:
-            return self._checkpoint.reads.object_cell(self.key, self.shape, index)
+            return self._checkpoint.reads.object_cell(
+                self._checkpoint.index, self.key, self.shape, index
+            )
         finally:
             # Also if it failed: that it was deleted says more than that a file is gone.
             self._checkpoint.require_unchanged()

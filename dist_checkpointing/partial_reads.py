@@ -139,12 +139,19 @@ class PartialReads:
             if isinstance(leaf, ShardedObject)
         }
 
-    def object_cell(self, key: str, shape: Ints, cell: Ints) -> Any:
+    def object_cell(self, index: Index, key: str, shape: Ints, cell: Ints) -> Any:
         """The value of one cell of a sharded object."""
-        template = {"cell": ShardedObject(key, None, shape, cell)}
-        if handles_objects(self.sharded):
-            return self.sharded.load(template, self._folder)["cell"]
-        return self._common.load_sharded_objects(template, self._folder)["cell"]
+        leaf = ShardedObject(key, None, shape, cell)
+        strategy = self.sharded
+        if not handles_objects(strategy):
+            return self._common.load_sharded_objects({"cell": leaf}, self._folder)["cell"]
+        if not isinstance(strategy, PlannedLoadStrategy):
+            return strategy.load({"cell": leaf}, self._folder)["cell"]
+        # ``load`` of the strategy would be collective where there is a process group.
+        reader = strategy.make_reader(self._folder)
+        index = self.index_for(reader, index)
+        strategy.read({(DictKey("cell"),): leaf}, index, reader, SingleProcess())
+        return leaf.data
 
     def common(self) -> StateDict:
         """The common state."""

@@ -95,9 +95,24 @@ def _show_run(console: Console, tensor_parallel: int, report: Path, options: lis
 
 def _commands(checkpoint: Path, last_step: int) -> str:
     python, script = _short(Path(sys.executable)), _short(Path(__file__).with_name("train_gpt.py"))
-    look = f"from dist_checkpointing import load_plain_tensors as f; print(f('{checkpoint}'))"
-    eight = f"-m torch.distributed.run --standalone --nproc-per-node 8 {script}"
-    return f'  {python} -c "{look}"\n  {python} {eight} --resume {checkpoint} --until {last_step}'
+    program = _short(Path(sys.executable).with_name("dckpt"))
+    dckpt = program if program.exists() else f"{python} -m dist_checkpointing"
+    key, out = "layers.attention.qkv.weight", checkpoint.parent
+    resume = f"--resume {checkpoint} --until {last_step}"
+    commands = [
+        f"{dckpt} ls {checkpoint} --tree --depth 2",
+        f"{dckpt} show {checkpoint} {key} --slice '0,:4,:8'",
+        f"{dckpt} stats {checkpoint} --scan",
+        f"{dckpt} verify {checkpoint}",
+        f"{dckpt} plan {checkpoint} --tp 8 --shard 'qkv|gate|up=1' --shard 'out|down=2'",
+        f"{dckpt} map {checkpoint} -o {out / 'map.html'}",
+        f"{dckpt} convert {checkpoint} {out / 'zarr'} --to zarr",
+        f"{dckpt} diff {checkpoint} {out / 'zarr'}",
+        f"{dckpt} convert {checkpoint} {out / 'huggingface'} --to safetensors --exclude ^optimizer",
+        f"{dckpt} rm-prefix {out / 'zarr'} optimizer",
+        f"{python} -m torch.distributed.run --standalone --nproc-per-node 8 {script} {resume}",
+    ]
+    return "\n".join(f"  {command}" for command in commands)
 
 
 def _short(path: Path) -> Path:

@@ -99,15 +99,18 @@ def with_processes(root: Path, rank: int, world_size: int) -> dict[str, Any]:
     """Rank 1 loses the process that writes for it, while it has not begun yet."""
     toy = Toy(rank, world_size)
     report: dict[str, Any] = {"errors": []}
+    pid = 0
     with CheckpointManager(root, worker="process") as manager:
         for step in (1, 2, 3):
             toy.advance()
+            dies = step == 2 and rank == 1
+            if dies:
+                os.kill(pid, signal.SIGSTOP)  # or it may be through before it is killed
             handle = manager.async_save(step, toy.state())
             worker = manager._saver._process
             assert worker is not None
-            pid = worker.pid
-            assert pid is not None
-            if step == 1 and rank == 1:
+            assert worker.pid is not None
+            if dies:
                 os.kill(pid, signal.SIGKILL)
             try:
                 handle.result(60)

@@ -104,11 +104,11 @@ def test_a_killed_worker_process_is_told_to_all_ranks(tmp_path: Path) -> None:
     assert first is not None
     assert first == second
     ((step, text),) = first["errors"]
-    assert step == 1
+    assert step == 2
     assert "killed by SIGKILL (exit code -9); rank 1" in text
-    assert first["steps"] == [2, 3]
+    assert first["steps"] == [1, 3]
     assert not first["left"]
-    assert assert_all_committed_are_right(tmp_path / "run") == [2, 3]
+    assert assert_all_committed_are_right(tmp_path / "run") == [1, 3]
 
 
 def test_async_save_makes_one_group_for_a_set_of_ranks(tmp_path: Path) -> None:

@@ -24,8 +24,11 @@ from dist_checkpointing import (
     ShardedTensor,
     UnsupportedFormatError,
     save,
+    verify_checkpoint,
 )
+from dist_checkpointing.comm import default_comm
 from dist_checkpointing.geometry import Box
+from dist_checkpointing.inspection.comparison import Tolerance, compare_checkpoints
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing.conformance.shards import assert_same_bits
 
@@ -255,6 +258,22 @@ def test_objects_and_common_state(sample: Sample) -> None:
     assert checkpoint.common["iteration"] == 1000
     assert checkpoint.common["args"].betas == (0.9, 0.95)
     assert checkpoint.metadata == {"made_by": "a test"}
+
+
+def test_looking_is_not_collective(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of a training may look by itself: whoever asked for the other ranks would fail."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(TypeError):
+        default_comm()
+    checkpoint = Checkpoint.open(sample.folder)
+    for handle in checkpoint.values():
+        assert handle[...].shape == handle.shape
+    assert all(len(list(cells.values())) == len(cells) for cells in checkpoint.objects.values())
+    assert checkpoint.objects
+    assert checkpoint.common
+    verify_checkpoint(sample.folder)
+    again = Checkpoint.open(sample.folder)
+    assert compare_checkpoints(checkpoint, again, tolerance=Tolerance(equal_nan=True)).is_same
 
 
 @pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr", "mc0.15.3_torch_dist"])
