@@ -21,6 +21,7 @@ from dist_checkpointing.cli.app import app
 from dist_checkpointing.cli.sizes import parse_bytes
 from dist_checkpointing.conversion.safetensors_format import header_bytes
 from dist_checkpointing.element_types import from_name
+from peak_memory import TELL_PEAK, told_peak
 
 TENSORS = {f"layer.{i}.w": torch.randn(600, 640) for i in range(6)} | {"norm": torch.randn(4)}
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
@@ -194,16 +195,6 @@ def test_no_room_for_a_file(source: Path, to: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# Not getrusage, which also counts the process that this one was forked from.
-TELL_PEAK = """
-    import atexit, pathlib, re, sys
-    def tell():
-        status = pathlib.Path("/proc/self/status").read_text()
-        print(re.search(r"VmHWM:\\s+(\\d+)", status)[1], file=sys.stderr)
-    atexit.register(tell)
-"""
-
-
 @pytest.mark.slow
 def test_peak_memory_stays_within_its_budget(tmp_path: Path) -> None:
     """Of a file that is larger than the budget, and mostly a hole, so that it costs no time."""
@@ -217,8 +208,7 @@ def test_peak_memory_stays_within_its_budget(tmp_path: Path) -> None:
     arguments = ("convert", file.name, tmp_path / "out", "--to", "tensorstore", "--memory", budget)
     result = child(*arguments, before=TELL_PEAK)
     assert result.returncode == 0, result.stderr
-    peak = int(result.stderr.split()[-1]) * 1024
-    assert 0 < peak < budget
+    assert 0 < told_peak(result.stderr) < budget
     assert end > budget
 
 

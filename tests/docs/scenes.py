@@ -60,12 +60,7 @@ def readme(number: int, names: Names) -> None:
         names |= {"w": torch.ones(4, 2), "rng_state": torch.get_rng_state(), "template": {}}
         names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "rank": 0, "world_size": 1}
     else:
-        names |= _interop() | {"dcp": dcp, "model": _model(), "path": "ckpt/2000"}
-        names["state"] = {"w": _weight().data}
-        # One listing for both kinds of state, and for saves to one place.
-        names["save"] = lambda state, path, *strategy: dist_checkpointing.save(
-            interop.shard_state_dict(state) if strategy else state, path, *strategy, overwrite=True
-        )
+        names |= _public() | {"step": 2000, "state": {"w": _weight()}, "template": {"w": _weight()}}
 
 
 def index(number: int, names: Names) -> None:
@@ -91,6 +86,12 @@ def asynchronous(number: int, names: Names) -> None:
     if number == 2:
         names["manager"].close()
         names |= {"AsyncCallsQueue": AsyncCallsQueue, "state": state, "path": "ckpt/1"}
+
+
+def converting(number: int, names: Names) -> None:
+    del number, names
+    weight = ShardedTensor.from_rank_offsets("model.w", torch.ones(4, 2))
+    dist_checkpointing.save({"w": weight, "step": 1000}, "ckpt/1000")
 
 
 def concepts(number: int, names: Names) -> None:
@@ -156,6 +157,7 @@ SCENES: Final[dict[str, Scene]] = {
     "README.md": readme,
     "docs/async.md": asynchronous,
     "docs/concepts.md": concepts,
+    "docs/converting.md": converting,
     "docs/formats.md": formats,
     "docs/fully_parallel.md": fully_parallel,
     "docs/index.md": index,
