@@ -14,7 +14,7 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.conversion.destination import cleared_on_failure
 from dist_checkpointing.conversion.memory import Spending
 from dist_checkpointing.conversion.plan import ConversionPlan, PlannedTensor, is_cut_across, shards
-from dist_checkpointing.conversion.pump import Stopped, cast
+from dist_checkpointing.conversion.pump import cast
 from dist_checkpointing.conversion.sources import Source
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.geometry import Box, Ints
@@ -169,7 +169,7 @@ class _LazyPlanner(DefaultSavePlanner):
         if item.tensor_data is None:
             return super().get_data(item)
         if self._stop.is_set():
-            raise Stopped("the conversion was interrupted")
+            raise CheckpointingException("the conversion was interrupted")
         group = self._groups.get(_place(item))
         if group is None:
             return self._read([item])[0]

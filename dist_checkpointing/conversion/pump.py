@@ -25,10 +25,6 @@ from dist_checkpointing.geometry import Box, ravel_offset
 _MOST_TOGETHER = 512
 
 
-class Stopped(CheckpointingException):
-    """The conversion was interrupted; raised in its threads."""
-
-
 @contextmanager
 def stopping(stop: threading.Event) -> Iterator[None]:
     """Set the event at Ctrl-C, so that threads end soon and not after all their work."""
@@ -106,13 +102,13 @@ def pump(
         report: called with the number of bytes written since the last call.
 
     Raises:
-        Stopped: if ``stop`` was set.
+        CheckpointingException: if ``stop`` was set.
         Exception: the first error of any thread, when all have ended.
     """
 
     def move(batch: Sequence[_Piece]) -> None:
         if stop.is_set():
-            raise Stopped("the conversion was interrupted")
+            raise CheckpointingException("the conversion was interrupted")
         values = source.read([(p.landing.tensor.source.key, p.box) for p in batch])
         for number, piece in enumerate(batch):
             tensor = piece.landing.tensor
