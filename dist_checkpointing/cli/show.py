@@ -26,7 +26,7 @@ from dist_checkpointing.cli.screen import (
     say,
 )
 from dist_checkpointing.geometry import Box
-from dist_checkpointing.inspection.chunk_map import map_chunks
+from dist_checkpointing.inspection.chunk_layout import chunk_layout
 from dist_checkpointing.inspection.listing import shape_text, sharding_text
 from dist_checkpointing.near_names import hint
 from dist_checkpointing.slicing import parse_slices, select
@@ -164,7 +164,7 @@ def _chunk_lines(handle: TensorHandle, boxes: Collection[Box]) -> Iterator[str]:
     if 0 in handle.shape:
         yield "none: the tensor has no elements"
         return
-    plane = map_chunks(stored)
+    plane = chunk_layout(stored)
     marked: set[int] = set()
     listed: list[tuple[int, StoredChunk]] = []
     for number, chunk in enumerate(itertools.islice(handle.iter_chunks(), _MOST_JSON)):

@@ -69,7 +69,7 @@ def _chunk_box(index: Ints, chunk: Ints, shape: Ints) -> Box:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkMap:
+class CheckpointMap:
     """What a picture is made of.
 
     Attributes:
@@ -83,7 +83,7 @@ class ChunkMap:
     tensors: tuple[MappedTensor, ...]
 
 
-def chunk_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) -> ChunkMap:
+def checkpoint_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) -> CheckpointMap:
     """The map of some tensors, by default of all.
 
     Raises:
@@ -115,7 +115,7 @@ def chunk_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) -> Chun
         )
     backend, version = checkpoint.backend
     path = Path(checkpoint.path).resolve()
-    return ChunkMap(f"{path.parent.name}/{path.name}", f"{backend} {version}", tuple(tensors))
+    return CheckpointMap(f"{path.parent.name}/{path.name}", f"{backend} {version}", tuple(tensors))
 
 
 def _segments(box: Box, flat: tuple[int, int] | None) -> tuple[Box, ...]:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dist_checkpointing.chunk_map.contents import ChunkMap, MappedTensor, Writers
-from dist_checkpointing.chunk_map.drawing import (
+from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor, Writers
+from dist_checkpointing.checkpoint_map.drawing import (
     GROUP,
     INK,
     LINE,
@@ -95,7 +95,7 @@ def _tree(tensors: Sequence[MappedTensor]) -> _Node:
     return root
 
 
-def overview(chunks: ChunkMap) -> Drawing:
+def overview(chunks: CheckpointMap) -> Drawing:
     """The picture of a whole checkpoint. A pure function of the map."""
     colours = rank_colours(chunks.tensors)
     shapes: list[Rect | Label] = [

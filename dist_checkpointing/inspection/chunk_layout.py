@@ -11,7 +11,7 @@ from dist_checkpointing.index import Pieces, StoredTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkMap:
+class ChunkLayout:
     """A plane through a tensor along the first two axes that are cut, at 0 on all others.
 
     Attributes:
@@ -56,7 +56,7 @@ class _Steps(Sequence[int]):
         return min(place % len(self) * self._step, self._extent)
 
 
-def map_chunks(stored: StoredTensor) -> ChunkMap:
+def chunk_layout(stored: StoredTensor) -> ChunkLayout:
     """How a tensor is cut up."""
     if stored.pieces is not None:
         return _of_pieces(stored, stored.pieces)
@@ -88,12 +88,12 @@ def _map(
     cut_axes: Ints,
     cuts: Sequence[Sequence[int]],
     owner: Callable[[int, int], int | None],
-) -> ChunkMap:
+) -> ChunkLayout:
     rows, columns = [*cuts, [0, 1], [0, 1]][:2]
-    return ChunkMap(axes, cut_axes, rows, columns, owner)
+    return ChunkLayout(axes, cut_axes, rows, columns, owner)
 
 
-def _of_pieces(stored: StoredTensor, pieces: Pieces) -> ChunkMap:
+def _of_pieces(stored: StoredTensor, pieces: Pieces) -> ChunkLayout:
     shape = stored.global_shape
     boxes = [(number, box) for number, piece in enumerate(pieces) for box in _boxes(*piece)]
     edges = [

@@ -6,7 +6,7 @@ import colorsys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dist_checkpointing.chunk_map.contents import ChunkMap, MappedTensor, Writers
+from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor, Writers
 
 INK, SOFT, LINE, GROUP, PAPER, UNKNOWN = (
     "#1c2430", "#5d6878", "#c9d0da", "#eceff4", "#ffffff", "#a9b1bd",
@@ -101,7 +101,7 @@ def bytes_text(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def facts_of(chunks: ChunkMap) -> str:
+def facts_of(chunks: CheckpointMap) -> str:
     """One line about all of it."""
     ranks = len(rank_colours(chunks.tensors))
     size = bytes_text(sum(tensor.num_bytes for tensor in chunks.tensors))

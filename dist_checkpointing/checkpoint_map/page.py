@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from dist_checkpointing.chunk_map.contents import ChunkMap, MappedTensor, Writers
-from dist_checkpointing.chunk_map.drawing import palette, rank_colours
+from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor, Writers
+from dist_checkpointing.checkpoint_map.drawing import palette, rank_colours
 
 
-def render_page(chunks: ChunkMap) -> str:
+def render_page(chunks: CheckpointMap) -> str:
     """The HTML of the page. A pure function of the map."""
     parts = {
         "TITLE": html.escape(f"{chunks.name}: chunks"),
@@ -28,7 +28,7 @@ def render_page(chunks: ChunkMap) -> str:
     return text
 
 
-def page_data(chunks: ChunkMap) -> dict[str, Any]:
+def page_data(chunks: CheckpointMap) -> dict[str, Any]:
     """What the script of the page reads; runs of chunks with the same writers are told as one."""
     numbers: dict[Writers, int] = {}
     tensors = [_tensor(tensor, numbers) for tensor in chunks.tensors]
