@@ -174,8 +174,9 @@ def _chunk_lines(handle: TensorHandle, boxes: Collection[Box]) -> Iterator[str]:
         if (meets or not boxes) and len(listed) <= _MOST_LISTED:
             listed.append((number, chunk))
     yield from draw(plane, terminal_width() or _PIPE_WIDTH, marked)
-    if len(plane.cut_axes) > 2:
-        others = ", ".join(map(str, plane.cut_axes[2:]))
+    hidden = [axis for axis in plane.cut_axes if axis not in plane.axes]
+    if hidden:
+        others = ", ".join(map(str, hidden))
         yield painted(
             f"axis {plane.axes[0]} down, axis {plane.axes[1]} right, at the start of axis {others}",
             "dim",

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from dist_checkpointing.geometry import Box, Ints, ravel_offset, split_flat_range
+from dist_checkpointing.geometry import Ints, boxes_of_part, most_cut_axes, ravel_offset
 from dist_checkpointing.index import Pieces, StoredTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkLayout:
-    """A plane through a tensor along the first two axes that are cut, at 0 on all others.
+    """A plane through a tensor along the two axes that are cut most, at 0 on all others.
 
     Attributes:
         axes: the axes of the tensor that run down and to the right; one, or none, for a tensor that
@@ -62,7 +62,7 @@ def chunk_layout(stored: StoredTensor) -> ChunkLayout:
         return _of_pieces(stored, stored.pieces)
     grid = stored.grid
     cut_axes = tuple(axis for axis, count in enumerate(grid.counts) if count > 1)
-    axes = _shown_axes(cut_axes, len(grid.counts))
+    axes = most_cut_axes(grid.counts)
     cuts = [
         _Steps(grid.global_shape[axis], grid.chunk_shape[axis], grid.counts[axis]) for axis in axes
     ]
@@ -78,11 +78,6 @@ def chunk_layout(stored: StoredTensor) -> ChunkLayout:
     return _map(axes, cut_axes, cuts, owner)
 
 
-def _shown_axes(cut_axes: Ints, ndim: int) -> Ints:
-    others = [axis for axis in range(ndim) if axis not in cut_axes]
-    return tuple(sorted([*cut_axes, *others][:2]))
-
-
 def _map(
     axes: Ints,
     cut_axes: Ints,
@@ -95,13 +90,13 @@ def _map(
 
 def _of_pieces(stored: StoredTensor, pieces: Pieces) -> ChunkLayout:
     shape = stored.global_shape
-    boxes = [(number, box) for number, piece in enumerate(pieces) for box in _boxes(*piece)]
+    boxes = [(number, box) for number, piece in enumerate(pieces) for box in boxes_of_part(*piece)]
     edges = [
         sorted({0, extent, *(e for _, box in boxes for e in (box.offset[axis], box.stop[axis]))})
         for axis, extent in enumerate(shape)
     ]
     cut_axes = tuple(axis for axis, found in enumerate(edges) if len(found) > 2)
-    axes = _shown_axes(cut_axes, len(shape))
+    axes = most_cut_axes([len(found) - 1 for found in edges])
     # Only what the plane goes through.
     met = [
         (number, box)
@@ -119,13 +114,3 @@ def _of_pieces(stored: StoredTensor, pieces: Pieces) -> ChunkLayout:
         return None
 
     return _map(axes, cut_axes, cuts, owner)
-
-
-def _boxes(box: Box, flat: tuple[int, int] | None) -> list[Box]:
-    """What a piece holds, in elements of the tensor."""
-    if flat is None:
-        return [box]
-    return [
-        Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape)
-        for part in split_flat_range(box.shape, *flat)
-    ]
