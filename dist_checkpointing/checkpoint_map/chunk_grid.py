@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor
 from dist_checkpointing.checkpoint_map.drawing import (
     INK,
@@ -12,7 +13,6 @@ from dist_checkpointing.checkpoint_map.drawing import (
     Drawing,
     Label,
     Rect,
-    bytes_text,
     fitted,
     legend,
     painted,

@@ -6,6 +6,7 @@ import colorsys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor, Writers
 
 INK, SOFT, LINE, GROUP, PAPER, UNKNOWN = (
@@ -90,15 +91,6 @@ def fitted(text: str, width: float, size: float = 12.0) -> str:
         return text
     kept = int(width / (size * _CHARACTER)) - 1
     return f"{text[:kept]}…" if kept > 2 else ""
-
-
-def bytes_text(count: float) -> str:
-    """``1536`` -> ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def facts_of(chunks: CheckpointMap) -> str:

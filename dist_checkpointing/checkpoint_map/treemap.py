@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor, Writers
 from dist_checkpointing.checkpoint_map.drawing import (
     GROUP,
@@ -16,7 +17,6 @@ from dist_checkpointing.checkpoint_map.drawing import (
     Drawing,
     Label,
     Rect,
-    bytes_text,
     facts_of,
     fitted,
     legend,

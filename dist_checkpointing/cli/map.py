@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from dist_checkpointing import store
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.checkpoint_map import CheckpointMap, checkpoint_map
-from dist_checkpointing.cli.screen import bytes_as_text, out, print_json
+from dist_checkpointing.cli.screen import out, print_json
 
 
 def map_tensors(
@@ -47,7 +48,7 @@ def map_tensors(
     if as_json:
         print_json({"file": str(output), "bytes": len(data), "tensors": len(chunks.tensors)})
     else:
-        out.print(f"{output}  {bytes_as_text(len(data))}", markup=False, soft_wrap=True)
+        out.print(f"{output}  {bytes_text(len(data))}", markup=False, soft_wrap=True)
 
 
 # Each is imported when it is asked for, so that a page needs no matplotlib, and none needs torch.

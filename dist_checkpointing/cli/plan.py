@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.cli.screen import (
-    bytes_as_text,
     counted,
     one_line,
     out,
@@ -129,7 +129,7 @@ def _topology(tp: int, replicas: int) -> str:
 def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], topology: str) -> None:
     backend, version = opened.backend
     stored = sum(handle.num_bytes for handle in opened.values())
-    size = f"{counted(len(opened), 'tensor')}, {bytes_as_text(stored)}"
+    size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
     out.print(f"{opened.path} ({backend} {version}): {size}", markup=False)
     more = f": {topology}" if topology and found.num_ranks > 1 else ""
     out.print(f"Load on {counted(found.num_ranks, 'rank')}{more}\n")
@@ -153,12 +153,12 @@ def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], topology:
 
 _COLUMNS: tuple[tuple[str, Callable[[RankCost], float], Callable[[float], str]], ...] = (
     ("tensors", lambda cost: cost.num_tensors, "{:.0f}".format),
-    ("wants", lambda cost: cost.wanted_bytes, bytes_as_text),
-    ("reads", lambda cost: cost.read_bytes, bytes_as_text),
+    ("wants", lambda cost: cost.wanted_bytes, bytes_text),
+    ("reads", lambda cost: cost.read_bytes, bytes_text),
     ("ratio", lambda cost: cost.amplification, "{:.2f}".format),
     ("boxes", lambda cost: cost.num_reads, "{:.0f}".format),
     ("files", lambda cost: len(cost.files), "{:.0f}".format),
-    ("peak memory", lambda cost: cost.peak_bytes, bytes_as_text),
+    ("peak memory", lambda cost: cost.peak_bytes, bytes_text),
 )
 
 
@@ -200,17 +200,17 @@ def _totals(opened: Checkpoint, found: Forecast) -> Table:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     ratio = found.read_bytes / found.wanted_bytes if found.wanted_bytes else 1.0
-    wanted, read = bytes_as_text(found.wanted_bytes), bytes_as_text(found.read_bytes)
+    wanted, read = bytes_text(found.wanted_bytes), bytes_text(found.read_bytes)
     grid.add_row("all ranks", f"want {wanted}, read {read} ({ratio:.2f} x)")
     if found.shared_read_bytes != found.read_bytes:
         grid.add_row(
             "",
-            f"{bytes_as_text(found.shared_read_bytes)} if replicas pass on what one of them reads "
+            f"{bytes_text(found.shared_read_bytes)} if replicas pass on what one of them reads "
             "(FullyParallelLoadStrategyWrapper)",
         )
     files = found.files
     size = sum(path.stat().st_size for name in files if (path := opened.path / name).is_file())
-    grid.add_row("files", f"{len(files)} opened, {bytes_as_text(size)} in all")
+    grid.add_row("files", f"{len(files)} opened, {bytes_text(size)} in all")
     return grid
 
 
@@ -221,7 +221,7 @@ def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut]) -> None:
     for reason in (Reason.NO_RULE, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
-            size = bytes_as_text(sum(opened.index[key].num_bytes for key in keys))
+            size = bytes_text(sum(opened.index[key].num_bytes for key in keys))
             out.print(
                 f"whole on every rank, {reason.value}: {counted(len(keys), 'tensor')}, {size}",
                 style="yellow" if reason is Reason.NOT_DIVISIBLE else None,

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.cli.screen import (
-    bytes_as_text,
     bytes_on_disk,
     counted,
     one_line,
@@ -73,9 +73,7 @@ def rm_prefix(
         if as_json:
             print_json(_as_json(preview) | {"removed": True, "bytes_freed": freed})
         else:
-            out.print(
-                f"Removed {len(planned.keys)} tensors: {bytes_as_text(freed)} are free again."
-            )
+            out.print(f"Removed {len(planned.keys)} tensors: {bytes_text(freed)} are free again.")
     elif as_json:
         print_json(_as_json(preview) | {"removed": False})
 
@@ -123,7 +121,7 @@ def _show(preview: _Preview) -> None:
     for (key, dtype, whole), sizes in largest[:_MOST_LISTED]:
         shape = "x".join(map(str, whole)) or "scalar"
         kind = () if is_narrow else (dtype, shape)
-        size = bytes_as_text(sum(sizes))
+        size = bytes_text(sum(sizes))
         table.add_row(_escape(one_line(key)), str(len(sizes)), *kind, size)
     out.print(table)
     if len(largest) > _MOST_LISTED:
@@ -136,22 +134,22 @@ def _show(preview: _Preview) -> None:
     facts.add_row("checkpoint", _escape(f"{opened.path} ({backend} {version})"))
     facts.add_row(
         "tensors",
-        f"{len(planned.keys)} of {len(opened)} go: {bytes_as_text(preview.num_bytes)} of values",
+        f"{len(planned.keys)} of {len(opened)} go: {bytes_text(preview.num_bytes)} of values",
     )
     files = counted(len(planned.files), "file")
-    facts.add_row("disk", f"{bytes_as_text(preview.file_bytes)} freed by deleting {files}")
+    facts.add_row("disk", f"{bytes_text(preview.file_bytes)} freed by deleting {files}")
     if planned.is_unfinished:
         facts.add_row("unfinished", "a removal that was cut off here is brought to its end")
     if preview.shared_bytes:
         facts.add_row(
             "[yellow]not freed[/]",
-            f"{bytes_as_text(preview.shared_bytes)} stay on the disk: they lie in "
+            f"{bytes_text(preview.shared_bytes)} stay on the disk: they lie in "
             f"{counted(len(planned.shared), 'file')} with values that are kept. To be rid of them, "
             "convert the checkpoint without these tensors into a new one.",
         )
     if planned.moved_bytes:
         facts.add_row(
-            "rewritten", f"{bytes_as_text(planned.moved_bytes)} of kept values, to free their files"
+            "rewritten", f"{bytes_text(planned.moved_bytes)} of kept values, to free their files"
         )
     if preview.kept_objects:
         kept = ", ".join(map(one_line, preview.kept_objects[:3]))

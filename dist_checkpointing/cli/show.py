@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint import Checkpoint, ObjectHandle, StoredChunk, TensorHandle
 from dist_checkpointing.cli.chunk_drawing import draw
 from dist_checkpointing.cli.columns import in_columns, terminal_width
 from dist_checkpointing.cli.screen import (
-    bytes_as_text,
     counted,
     one_line,
     painted,
@@ -103,7 +103,7 @@ def _show_tensor(
         if stored.pieces is None
         else counted(len(stored.pieces), "piece")
     )
-    facts = [shape_text(handle.shape), handle.dtype_name, bytes_as_text(handle.num_bytes), cut]
+    facts = [shape_text(handle.shape), handle.dtype_name, bytes_text(handle.num_bytes), cut]
     say("  ".join(facts))
     title = "" if part is None else f" of [{part.strip()}], {shape_text(selected.shape)}"
     if found is not None:
@@ -186,7 +186,7 @@ def _chunk_lines(handle: TensorHandle, boxes: Collection[Box]) -> Iterator[str]:
     if marked:
         yield painted("* holds a part of the slice", "dim")
     rows = [
-        (str(number), _box_text(chunk), bytes_as_text(chunk.num_bytes), _place(handle, number))
+        (str(number), _box_text(chunk), bytes_text(chunk.num_bytes), _place(handle, number))
         for number, chunk in listed[:_MOST_LISTED]
     ]
     yield from in_columns(("", "", "", ""), rows, right=[0, 2])

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.cli.screen import (
-    bytes_as_text,
     counted,
     one_line,
     painted,
@@ -80,14 +80,14 @@ def _lines(checkpoint: Path, found: Examination) -> Iterator[str]:
 
 
 def _seen(found: Examination) -> Iterator[str]:
-    parts = f"{counted(found.num_parts, 'part')}, {bytes_as_text(found.num_bytes)}"
+    parts = f"{counted(found.num_parts, 'part')}, {bytes_text(found.num_bytes)}"
     yield f"{counted(found.num_tensors, 'tensor')} in {parts}"
     if not found.num_bytes_compared:
         yield "no checksums were kept: what cannot be read is found, flipped bits are not"
     elif found.num_bytes_compared == found.num_bytes:
         yield "all of it has checksums"
     else:
-        yield f"{bytes_as_text(found.num_bytes_compared)} of it has checksums"
+        yield f"{bytes_text(found.num_bytes_compared)} of it has checksums"
     if found.num_objects:
         yield f"{counted(found.num_objects, 'cell')} of sharded objects, and the common state"
     else:
