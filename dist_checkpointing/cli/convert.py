@@ -20,14 +20,13 @@ from rich.progress import (
 )
 
 from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
-from dist_checkpointing.cli.screen import counted, errors, fail, one_line, out, print_json
+from dist_checkpointing.cli.screen import counted, errors, one_line, out, print_json
 
 if TYPE_CHECKING:
     from dist_checkpointing.conversion import Conversion
     from dist_checkpointing.progress import Progress as Report
     from dist_checkpointing.progress import ProgressCallback
 
-_EXIT_INTERRUPTED = 130
 _SECONDS_BETWEEN_UPDATES = 0.05
 
 Texts = list[str]
@@ -149,8 +148,7 @@ def convert(
                 source, destination, to, rules=rules, options=options, progress=report
             )
     except KeyboardInterrupt:
-        fail(f"interrupted: nothing of {destination} is left")
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
+        raise KeyboardInterrupt(f"nothing of {destination} is left") from None
     if json:
         print_json(_as_json(done, dry_run=dry_run))
     else:
