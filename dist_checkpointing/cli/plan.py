@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +22,15 @@ from dist_checkpointing.cli.screen import (
     print_json,
     same_for_all_layers,
 )
-from dist_checkpointing.topology import MEGATRON_RULES, KeyCut, Reason, cut_keys, parse_rule
+from dist_checkpointing.index import Index
+from dist_checkpointing.topology import (
+    KeyCut,
+    Reason,
+    cut_keys,
+    guessed_rules,
+    parse_rule,
+    stored_axis,
+)
 
 if TYPE_CHECKING:
     from dist_checkpointing.load_forecast import Forecast, RankCost
@@ -29,6 +39,8 @@ if TYPE_CHECKING:
 _MOST_ROWS = 16
 _WIDE = 76
 _MOST_LISTED = 10
+_WORTH_CUTTING = 0.1
+"""Share of all bytes from which on it matters that tensors are whole on every rank."""
 _DOES_NOT_FIT = 1
 """Exit code if the load would fail."""
 
@@ -47,8 +59,8 @@ def plan(
         typer.Option(
             "--shard",
             metavar="REGEX=AXIS",
-            help="Cut the keys that match along this axis ('none': not at all); repeatable, and "
-            "stronger than the guess from the names that Megatron uses.",
+            help="Cut the keys in which REGEX is found along this axis; 'none': not at all, "
+            "'stored': as when saved. May be repeated; the first that matches counts.",
         ),
     ] = None,
     template: Annotated[
@@ -68,6 +80,9 @@ def plan(
     and its peak memory, and whatever would make the load fail (then the
     exit code is 1).
 
+    Without --shard, tensors are cut as the names that Megatron-Core and
+    Hugging Face use say; if no name is known, as they were when saved.
+
     Example: dckpt plan ckpt/1000 --tp 8 --dp 4
 
     Example: dckpt plan ckpt/1000 --tp 2 --shard 'experts.*=0'
@@ -77,7 +92,7 @@ def plan(
     cuts: list[KeyCut] = []
     if template is None:
         replicas = _replicas(tp, dp, ranks)
-        cuts = cut_keys(opened.index, tp, [*rules, *MEGATRON_RULES])
+        cuts = cut_keys(opened.index, tp, [*rules, *guessed_rules(opened.index)])
     elif tp > 1 or dp > 1 or rules:
         raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
     # Not at the top: plans are made of what imports torch.
@@ -105,7 +120,7 @@ def plan(
     if as_json:
         print_json(_as_json(opened, found, cuts))
     else:
-        _show(opened, found, cuts, "" if template else _topology(tp, replicas))
+        _show(opened, found, cuts, tp)
     if found.findings:
         raise typer.Exit(_DOES_NOT_FIT)
 
@@ -126,19 +141,19 @@ def _topology(tp: int, replicas: int) -> str:
 # What a person sees.
 
 
-def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], topology: str) -> None:
+def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], tp: int) -> None:
     backend, version = opened.backend
     stored = sum(handle.num_bytes for handle in opened.values())
     size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
     out.print(f"{opened.path} ({backend} {version}): {size}", markup=False)
-    more = f": {topology}" if topology and found.num_ranks > 1 else ""
+    more = f": {_topology(tp, found.num_ranks // tp)}" if cuts and found.num_ranks > 1 else ""
     out.print(f"Load on {counted(found.num_ranks, 'rank')}{more}\n")
     out.print(_table(found.costs))
     out.print()
     out.print(_totals(opened, found))
-    if cuts:
+    if cuts and tp > 1:
         out.print()
-        _show_cuts(opened, cuts)
+        _show_cuts(opened, cuts, tp)
     if found.unasked:
         count = counted(len(found.unasked), "tensor")
         out.print(f"\nwanted by no rank: {count}", style="yellow")
@@ -214,11 +229,12 @@ def _totals(opened: Checkpoint, found: Forecast) -> Table:
     return grid
 
 
-def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut]) -> None:
-    axes = Counter(cut.axis for cut in cuts if cut.axis is not None)
-    for axis, count in sorted(axes.items()):
-        out.print(f"cut along axis {axis}: {counted(count, 'tensor')}")
-    for reason in (Reason.NO_RULE, Reason.NOT_DIVISIBLE, Reason.ASKED):
+def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut], tp: int) -> None:
+    axes = Counter((cut.axis, cut.reason) for cut in cuts if cut.axis is not None)
+    for (axis, reason), count in sorted(axes.items(), key=lambda item: item[0][0]):
+        how = f", {reason.value}" if reason is Reason.STORED else ""
+        out.print(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
+    for reason in (Reason.NO_RULE, Reason.STORED, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
             size = bytes_text(sum(opened.index[key].num_bytes for key in keys))
@@ -227,6 +243,30 @@ def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut]) -> None:
                 style="yellow" if reason is Reason.NOT_DIVISIBLE else None,
             )
             _show_keys(sorted(keys, key=lambda key: -opened.index[key].num_bytes))
+        if reason is Reason.STORED and (rule := _example_rule(opened.index, cuts, tp)):
+            out.print(f"To cut them, say how: --shard {rule}", markup=False, soft_wrap=True)
+
+
+def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
+    """How to cut the largest tensor that is whole for want of a rule, if that is worth it."""
+    whole = {
+        cut.key: index[cut.key].num_bytes
+        for cut in cuts
+        if cut.axis is None and cut.reason in (Reason.NO_RULE, Reason.STORED)
+    }
+    if sum(whole.values()) < _WORTH_CUTTING * sum(index[cut.key].num_bytes for cut in cuts):
+        return None
+    for key in sorted(whole, key=lambda key: -whole[key]):
+        stored = index[key]
+        extents = enumerate(stored.global_shape)
+        fits = [axis for axis, extent in extents if extent and extent % tp == 0]
+        if fits:
+            own = stored_axis(stored)
+            # Layer for layer the same: what follows the number.
+            name = same_for_all_layers(key).rpartition("*.")[2]
+            pattern = re.escape(name).replace(r"\.", ".")
+            return shlex.quote(f"{pattern}={own if own in fits else fits[0]}")
+    return None
 
 
 def _show_keys(keys: Sequence[str]) -> None:
@@ -234,7 +274,7 @@ def _show_keys(keys: Sequence[str]) -> None:
     groups = Counter(map(same_for_all_layers, keys))
     for name, count in list(groups.items())[:_MOST_LISTED]:
         times = f"  ({count})" if count > 1 else ""
-        out.print(f"  {one_line(name)}{times}", markup=False, style="dim", overflow="fold")
+        out.print(f"  {one_line(name)}{times}", markup=False, style="dim", soft_wrap=True)
     if len(groups) > _MOST_LISTED:
         out.print(f"  and {len(groups) - _MOST_LISTED} more", style="dim")
 
