@@ -38,7 +38,6 @@ class _Program(TyperGroup):
 app = typer.Typer(
     cls=_Program,
     name="dckpt",
-    help="Look into distributed checkpoints, check, compare and convert them.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -62,8 +61,11 @@ def options(
 ) -> None:
     """Look into distributed checkpoints, check, compare and convert them.
 
-    Works on one machine, without a process group, for every backend, also for checkpoints of
-    Megatron-Core and torch.distributed.checkpoint.
+    Works on one machine, without a process group, for every backend, also
+    for checkpoints of Megatron-Core and torch.distributed.checkpoint.
+
+    Exit code: 2 if a command cannot do what it was asked; some use 1 to
+    answer (see their own --help).
     """
     del debug  # seen by ``main``, which is where errors arrive
 

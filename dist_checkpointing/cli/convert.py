@@ -79,7 +79,7 @@ def convert(
             help="Convert floating-point tensors. The first whose REGEX is found in a key counts.",
         ),
     ] = None,
-    lossy: Annotated[bool, typer.Option("--lossy", help="Let --cast change values.")] = False,
+    lossy: Annotated[bool, typer.Option("--lossy", help="Allow --cast to change values.")] = False,
     reshard: Annotated[
         Texts | None,
         typer.Option(
@@ -111,7 +111,7 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Convert a checkpoint into another format.
 

@@ -33,7 +33,7 @@ _LINES_AT_ONCE = 1000
 
 
 def ls(
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     pattern: Annotated[
         str | None,
         typer.Argument(
@@ -56,11 +56,12 @@ def ls(
     trusted: Annotated[
         bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """List the tensors of a checkpoint: key, shape, dtype, size and how they are cut.
 
-    "8x1 of 512x4096" means 8 chunks along the first axis, 1 along the second, of that shape.
+    "8x1 of 512x4096" means 8 chunks along the first axis and 1 along the
+    second, each of that shape.
 
     Example: dckpt ls ckpt/1000 "optimizer.*" --tree --depth 2
     """

@@ -17,13 +17,13 @@ from dist_checkpointing.cli.screen import out, print_json
 
 def map_tensors(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     key: Annotated[str | None, typer.Argument(help="Only this tensor, chunk by chunk.")] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="FILE.html, FILE.svg or FILE.png.")
     ],
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON about the file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON about the file.")] = False,
 ) -> None:
     """Draw how tensors are cut into chunks, and which rank wrote each.
 

@@ -47,12 +47,16 @@ _DOES_NOT_FIT = 1
 
 def plan(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
-    dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas of them.")] = 1,
+    dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas of each.")] = 1,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="All ranks, instead of --dp, or for a function."),
+        typer.Option(
+            "--ranks",
+            min=1,
+            help="Ranks in all: instead of --dp, or for a function.",
+        ),
     ] = None,
     shard: Annotated[
         list[str] | None,
@@ -72,7 +76,7 @@ def plan(
             " or function(rank, world_size) that returns a sharded state dict.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Plan a load on so many ranks and show what it costs. Nothing is allocated or loaded.
 

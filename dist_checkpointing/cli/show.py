@@ -42,7 +42,7 @@ _PIPE_WIDTH = 100
 
 
 def show(
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     key: Annotated[
         str,
         typer.Argument(help="Of a tensor, a sharded object or common state (such as args.lr)."),
@@ -58,7 +58,7 @@ def show(
     trusted: Annotated[
         bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show a tensor: values, statistics, and which part lies in which chunk.
 

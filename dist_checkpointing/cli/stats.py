@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 def stats(
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     *,
     scan: Annotated[
         bool, typer.Option("--scan", help="Read every tensor and look for NaN and infinity.")
     ] = False,
     top: Annotated[int, typer.Option("--top", "-n", min=0, help="How many of the largest.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Files, bytes, dtypes and largest tensors of a checkpoint; the share of the optimizer.
+    """Show files, bytes, dtypes, the largest tensors and the share of the optimizer.
 
     With --scan the exit code is 1 if a tensor holds NaN or infinity.
 

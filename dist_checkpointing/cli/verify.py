@@ -27,7 +27,7 @@ EXIT_DAMAGED = 1
 
 
 def verify(
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     *,
     trusted: Annotated[
         bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
@@ -35,14 +35,16 @@ def verify(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing if all is well.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Read all of a checkpoint and name everything that is damaged.
 
-    Looks at the commit, at whether the stored parts cover every tensor, reads every part, compares
-    checksums where they were kept, and reads sharded objects and common state.
+    Looks whether the save was completed and whether the stored parts cover
+    every tensor; reads every part, compares checksums where they were kept,
+    and reads sharded objects and common state.
 
-    Exit code: 0 if all is well, 1 if something is damaged, 2 if there is no checkpoint.
+    Exit code: 0 if all is well, 1 if something is damaged, 2 if there is no
+    checkpoint.
 
     Example: dckpt verify ckpt/1000 && echo fine
     """
