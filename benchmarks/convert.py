@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from dist_checkpointing import ShardedTensor, save, store
-from dist_checkpointing.cli.sizes import parse_bytes
+from dist_checkpointing.byte_sizes import parse_bytes
 
 FORMATS = ("tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch")
 

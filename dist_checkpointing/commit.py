@@ -84,7 +84,8 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     folder = Path(checkpoint_dir)
     path = folder / CONFIG_FNAME
     if not folder.is_dir():
-        finding = Finding("no such folder", path=str(folder))
+        problem = "it is a file, not a folder" if folder.exists() else "no such folder"
+        finding = Finding(problem, path=str(folder))
         raise CheckpointNotFoundError(f"Checkpoint directory {folder} does not exist", [finding])
     if _is_plain_dcp(folder):
         return _PLAIN_DCP

@@ -1,4 +1,4 @@
-"""How a model would be cut on so many ranks, guessed from the names of its tensors."""
+"""How a model would be cut on so many ranks, guessed from names and from how it was saved."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Final, Literal
 
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.index import Index, StoredTensor
@@ -17,6 +18,10 @@ _COLUMN_PARALLEL = (
 _ROW_PARALLEL = "linear_proj|linear_fc2|dense_4h_to_h|o_proj|down_proj"
 
 
+Stored = Literal["stored"]
+AS_STORED: Final[Stored] = "stored"
+
+
 @dataclass(frozen=True, slots=True)
 class AxisRule:
     """Which axis the tensors of some keys are cut along.
@@ -24,11 +29,12 @@ class AxisRule:
     Attributes:
         pattern: searched for in the key.
         axis: counted from the end if negative, so that stacked layers do not matter; None to
-            leave the tensors whole.
+            leave the tensors whole; ``AS_STORED`` for the axis along which each was cut when it
+            was saved.
     """
 
     pattern: re.Pattern[str]
-    axis: int | None
+    axis: int | Stored | None
 
 
 MEGATRON_RULES = (
@@ -44,6 +50,7 @@ class Reason(Enum):
 
     RULE = "a rule matches"
     ASKED = "a rule says so"
+    STORED = "as it was when saved"
     NO_RULE = "no rule matches"
     NOT_DIVISIBLE = "not divisible"
 
@@ -58,7 +65,7 @@ class KeyCut:
 
 
 def parse_rule(text: str) -> AxisRule:
-    """``REGEX=axis`` or ``REGEX=none``.
+    """``REGEX=axis``, ``REGEX=none`` or ``REGEX=stored``.
 
     Raises:
         ValueError: if it is not of this form.
@@ -72,10 +79,32 @@ def parse_rule(text: str) -> AxisRule:
         raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
     if axis.strip().lower() == "none":
         return AxisRule(compiled, None)
+    if axis.strip().lower() == AS_STORED:
+        return AxisRule(compiled, AS_STORED)
     try:
         return AxisRule(compiled, int(axis))
     except ValueError:
-        raise ValueError(f"{axis!r} in {text!r} is neither an axis nor 'none'") from None
+        raise ValueError(
+            f"{axis!r} in {text!r} is no axis; write a number, 'none' or 'stored'"
+        ) from None
+
+
+def guessed_rules(index: Index) -> tuple[AxisRule, ...]:
+    """By name; of a model in which no name is known, as every tensor was cut when it was saved."""
+    by_name = any(rule.pattern.search(key) for key in index for rule in MEGATRON_RULES)
+    return MEGATRON_RULES if by_name else (AxisRule(re.compile(""), AS_STORED),)
+
+
+def stored_axis(stored: StoredTensor) -> int | None:
+    """The last axis along which a tensor was cut when it was saved; None if it was not.
+
+    The last, because stages of a pipeline cut stacked layers along the first.
+    """
+    if stored.pieces is None:
+        counts = list(stored.grid.counts)
+    else:
+        counts = [len(set(column.tolist())) for column in stored.pieces.offsets.T]
+    return max((axis for axis, count in enumerate(counts) if count > 1), default=None)
 
 
 def cut_keys(index: Index, parts: int, rules: Sequence[AxisRule]) -> list[KeyCut]:
@@ -93,18 +122,21 @@ def _cut(stored: StoredTensor, parts: int, rules: Iterable[AxisRule]) -> KeyCut:
         return KeyCut(stored.key, None, Reason.NO_RULE)
     if rule.axis is None:
         return KeyCut(stored.key, None, Reason.ASKED)
-    ndim = len(stored.global_shape)
-    if not -ndim <= rule.axis < ndim:
-        if rule in MEGATRON_RULES:  # a guess that does not fit is none
-            return KeyCut(stored.key, None, Reason.NO_RULE)
-        raise ValueError(
-            f"{stored.key!r} of shape {stored.global_shape} has no axis {rule.axis}, "
-            f"which {rule.pattern.pattern!r} cuts"
-        )
-    axis = rule.axis % ndim
-    if stored.global_shape[axis] % parts:
+    if rule.axis == AS_STORED:
+        axis, reason = stored_axis(stored), Reason.STORED
+    else:
+        ndim = len(stored.global_shape)
+        if not -ndim <= rule.axis < ndim:
+            if rule in MEGATRON_RULES:  # a guess that does not fit is none
+                return KeyCut(stored.key, None, Reason.NO_RULE)
+            raise ValueError(
+                f"{stored.key!r} of shape {stored.global_shape} has no axis {rule.axis}, "
+                f"which {rule.pattern.pattern!r} cuts"
+            )
+        axis, reason = rule.axis % ndim, Reason.RULE
+    if axis is not None and stored.global_shape[axis] % parts:
         return KeyCut(stored.key, None, Reason.NOT_DIVISIBLE)
-    return KeyCut(stored.key, axis, Reason.RULE)
+    return KeyCut(stored.key, axis, reason)
 
 
 def part_of(stored: StoredTensor, cut: KeyCut, part: int, parts: int) -> Box:

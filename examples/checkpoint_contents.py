@@ -75,11 +75,3 @@ def _stored_chunks(checkpoint: Path) -> dict[str, str]:
 def shape_text(shape: tuple[int, ...]) -> str:
     """``3 x 128``, or ``scalar``."""
     return " x ".join(map(str, shape)) if shape else "scalar"
-
-
-def bytes_text(num_bytes: int) -> str:
-    """``1.5 MiB``."""
-    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"

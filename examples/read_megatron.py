@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from checkpoint_contents import Contents, bytes_text, read_contents, shape_text
+from checkpoint_contents import Contents, read_contents, shape_text
 from dist_checkpointing import load_plain_tensors
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import CheckpointingException
 
 

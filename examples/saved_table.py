@@ -8,7 +8,8 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from checkpoint_contents import Contents, StoredTensorRow, bytes_text, shape_text
+from checkpoint_contents import Contents, StoredTensorRow, shape_text
+from dist_checkpointing.byte_sizes import bytes_text
 from resume_checks import Check
 from training_runs import Run
 

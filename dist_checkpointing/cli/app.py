@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from dist_checkpointing.cli import convert, diff, ls, plan, rm_prefix, show, stats, verify
 from dist_checkpointing.cli import map as map_command
@@ -16,9 +17,27 @@ from dist_checkpointing.errors import CheckpointingException
 EXIT_BAD_INPUT: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
+
+class _Program(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; what ends it from outside is answered here, before typer does it."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except KeyboardInterrupt as error:
+            fail(": ".join(["interrupted", *map(str, error.args)]))
+            sys.exit(EXIT_INTERRUPTED)
+        except BrokenPipeError:
+            # The reader of our output (head, less) has seen enough.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+
+
 app = typer.Typer(
+    cls=_Program,
     name="dckpt",
-    help="Look into distributed checkpoints, check, compare and convert them.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -42,8 +61,11 @@ def options(
 ) -> None:
     """Look into distributed checkpoints, check, compare and convert them.
 
-    Works on one machine, without a process group, for every backend, also for checkpoints of
-    Megatron-Core and torch.distributed.checkpoint.
+    Works on one machine, without a process group, for every backend, also
+    for checkpoints of Megatron-Core and torch.distributed.checkpoint.
+
+    Exit code: 2 if a command cannot do what it was asked; some use 1 to
+    answer (see their own --help).
     """
     del debug  # seen by ``main``, which is where errors arrive
 
@@ -54,13 +76,6 @@ def main() -> None:
     try:
         # Wherever it stands, also behind the command.
         app([argument for argument in sys.argv[1:] if argument != "--debug"])
-    except KeyboardInterrupt:
-        fail("interrupted")
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of our output (head, less) has seen enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except (CheckpointingException, LookupError, ValueError, OSError) as error:
         if debug:
             raise
@@ -69,6 +84,11 @@ def main() -> None:
 
 
 def _text(error: Exception) -> str:
+    """One line, unless there are several findings to list below it."""
+    if isinstance(error, CheckpointingException) and len(error.findings) == 1:
+        return f"{error.message.rstrip('.:')}: {error.findings[0]}"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
     # The text of a KeyError is the repr of its message.
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 

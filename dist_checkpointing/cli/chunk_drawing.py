@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from dist_checkpointing.cli.screen import painted
-from dist_checkpointing.inspection.chunk_map import ChunkMap
+from dist_checkpointing.inspection.chunk_layout import ChunkLayout
 
 _MOST_ROWS = 12
 # By which of the four neighbours a line goes on to: up, right, down, left.
 _CORNERS = " ╵╶└╷│┌├╴┘─┴┐┤┬┼"
 
 
-def draw(plane: ChunkMap, width: int, marked: Collection[int] = ()) -> Iterator[str]:
+def draw(plane: ChunkLayout, width: int, marked: Collection[int] = ()) -> Iterator[str]:
     """The lines of a drawing: a box a chunk, with its number, and ranges of elements beside them.
 
     Args:

@@ -19,15 +19,14 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from dist_checkpointing.cli.screen import bytes_as_text, errors, fail, out, print_json
-from dist_checkpointing.cli.sizes import parse_bytes
+from dist_checkpointing.byte_sizes import bytes_text, parse_bytes
+from dist_checkpointing.cli.screen import counted, errors, one_line, out, print_json
 
 if TYPE_CHECKING:
     from dist_checkpointing.conversion import Conversion
     from dist_checkpointing.progress import Progress as Report
     from dist_checkpointing.progress import ProgressCallback
 
-_EXIT_INTERRUPTED = 130
 _SECONDS_BETWEEN_UPDATES = 0.05
 
 Texts = list[str]
@@ -80,7 +79,7 @@ def convert(
             help="Convert floating-point tensors. The first whose REGEX is found in a key counts.",
         ),
     ] = None,
-    lossy: Annotated[bool, typer.Option("--lossy", help="Let --cast change values.")] = False,
+    lossy: Annotated[bool, typer.Option("--lossy", help="Allow --cast to change values.")] = False,
     reshard: Annotated[
         Texts | None,
         typer.Option(
@@ -112,7 +111,7 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Convert a checkpoint into another format.
 
@@ -149,8 +148,7 @@ def convert(
                 source, destination, to, rules=rules, options=options, progress=report
             )
     except KeyboardInterrupt:
-        fail(f"interrupted: nothing of {destination} is left")
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
+        raise KeyboardInterrupt(f"nothing of {destination} is left") from None
     if json:
         print_json(_as_json(done, dry_run=dry_run))
     else:
@@ -191,30 +189,30 @@ def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
     if dry_run:
         for tensor in plan.tensors:
             old = tensor.source
-            arrow = "" if old.key == tensor.key else f"{_shown(old.key)} -> "
+            arrow = "" if old.key == tensor.key else f"{one_line(old.key)} -> "
             dtype = tensor.dtype.name
             change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
-            _say(f"{arrow}{_shown(tensor.key)}  {change}{list(tensor.shape)}")
-    _say(f"{_summary(done, dry_run=dry_run)}: {_shown(str(destination))}")
+            _say(f"{arrow}{one_line(tensor.key)}  {change}{list(tensor.shape)}")
+    _say(f"{_summary(done, dry_run=dry_run)}: {one_line(str(destination))}")
     if plan.num_left:
-        _say(f"  left: {_count(plan.num_left, 'key')} that include and exclude do not take")
+        _say(f"  left: {counted(plan.num_left, 'key')} that include and exclude do not take")
     if plan.num_renamed:
-        _say(f"  renamed: {_count(plan.num_renamed, 'key')}")
+        _say(f"  renamed: {counted(plan.num_renamed, 'key')}")
     for cast in plan.casts:
         loss = "no value changed" if cast.is_lossless else "values rounded"
-        _say(f"  cast: {_count(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}")
+        _say(f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}")
     if plan.uncut:
-        few = ", ".join(map(_shown, plan.uncut[:3])) + (", ..." if len(plan.uncut) > 3 else "")
-        _say(f"  not cut, no such axis: {_count(len(plan.uncut), 'tensor')} ({few})")
+        few = ", ".join(map(one_line, plan.uncut[:3])) + (", ..." if len(plan.uncut) > 3 else "")
+        _say(f"  not cut, no such axis: {counted(len(plan.uncut), 'tensor')} ({few})")
     for what in done.left_out:
-        _say(f"  left out, {done.target} cannot hold it: {_shown(what)}")
+        _say(f"  left out, {done.target} cannot hold it: {one_line(what)}")
 
 
 def _summary(done: Conversion, *, dry_run: bool) -> str:
     plan = done.plan
-    what = f"{_count(len(plan.tensors), 'tensor')} ({bytes_as_text(plan.num_bytes)})"
+    what = f"{counted(len(plan.tensors), 'tensor')} ({bytes_text(plan.num_bytes)})"
     if plan.objects:
-        what += f", {_count(len(plan.objects), 'object')}"
+        what += f", {counted(len(plan.objects), 'object')}"
     way = f"{done.source} -> {done.target}"
     if dry_run:
         return f"would convert {what}, {way}"
@@ -253,12 +251,3 @@ def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
 
 def _say(text: str) -> None:
     out.print(text, markup=False, soft_wrap=True)
-
-
-def _shown(text: str) -> str:
-    """The text, with what could move the cursor or forge a line made visible."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -35,8 +35,8 @@ _SIZE = re.compile(r"([0-9.]+)\s*(|[KMGT])(?:i?B)?", re.IGNORECASE)
 
 
 def diff(
-    first: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
-    second: Annotated[Path, typer.Argument(help="Another.")],
+    first: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    second: Annotated[Path, typer.Argument(help="The checkpoint to compare it with.")],
     pattern: Annotated[
         str | None,
         typer.Argument(help="Only these keys, as in dckpt ls: a glob or a part of the key."),
@@ -60,14 +60,15 @@ def diff(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code says it.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Compare two checkpoints by their contents, whatever their backends and shardings.
 
-    Two numbers are the same if |a - b| <= atol + rtol * |b|. Sharded objects and common state are
-    compared too.
+    Two numbers are the same if |a - b| <= atol + rtol * |b|. Sharded
+    objects and common state are compared too.
 
-    Exit code: 0 if they are the same, 1 if they differ, 2 if they cannot be compared.
+    Exit code: 0 if they are the same, 1 if they differ, 2 if they cannot
+    be compared.
 
     Example: dckpt diff ckpt/1000 converted --rtol 1e-3
     """

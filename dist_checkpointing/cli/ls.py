@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.cli.columns import in_columns, terminal_width
-from dist_checkpointing.cli.screen import bytes_as_text, counted, one_line, painted, say
+from dist_checkpointing.cli.screen import counted, one_line, painted, say
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.inspection.listing import (
     COMMON,
@@ -32,7 +33,7 @@ _LINES_AT_ONCE = 1000
 
 
 def ls(
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     pattern: Annotated[
         str | None,
         typer.Argument(
@@ -55,11 +56,12 @@ def ls(
     trusted: Annotated[
         bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """List the tensors of a checkpoint: key, shape, dtype, size and how they are cut.
 
-    "8x1 of 512x4096" means 8 chunks along the first axis, 1 along the second, of that shape.
+    "8x1 of 512x4096" means 8 chunks along the first axis and 1 along the
+    second, each of that shape.
 
     Example: dckpt ls ckpt/1000 "optimizer.*" --tree --depth 2
     """
@@ -139,7 +141,7 @@ def _print_table(entries: Sequence[Entry]) -> None:
     rows = []
     for key, shape, dtype, num_bytes, sharding in entries:
         if num_bytes not in sizes:
-            sizes[num_bytes] = bytes_as_text(num_bytes)
+            sizes[num_bytes] = bytes_text(num_bytes)
         size = sizes[num_bytes] if dtype not in (OBJECT, COMMON) else ""
         cut = sharding.partition(" of ")[0] if short else sharding
         rows.append((one_line(key), shape_text(shape), dtype, size, cut))
@@ -155,7 +157,7 @@ def _print_lines(lines: Iterator[str]) -> None:
 
 
 def _print_total(tensors: Sequence[Entry], others: Sequence[Entry]) -> None:
-    total = f"{counted(len(tensors), 'tensor')}, {bytes_as_text(sum(e.num_bytes for e in tensors))}"
+    total = f"{counted(len(tensors), 'tensor')}, {bytes_text(sum(e.num_bytes for e in tensors))}"
     for kind, word in ((OBJECT, "object"), (COMMON, "value")):
         number = sum(entry.dtype == kind for entry in others)
         if number:
@@ -173,14 +175,14 @@ def _print_subtotals(tensors: Sequence[Entry]) -> None:
         (
             f"  {one_line(row.prefix)}",
             counted(row.num_tensors, "tensor"),
-            bytes_as_text(row.num_bytes),
+            bytes_text(row.num_bytes),
         )
         for row in rows[:_MOST_SUBTOTALS]
     ]
     rest = rows[_MOST_SUBTOTALS:]
     if rest:
         number = sum(row.num_tensors for row in rest)
-        size = bytes_as_text(sum(row.num_bytes for row in rest))
+        size = bytes_text(sum(row.num_bytes for row in rest))
         shown.append((f"  {len(rest)} more prefixes", counted(number, "tensor"), size))
     for line in in_columns(("", "", ""), shown, right=[1, 2]):
         say(line)
@@ -203,7 +205,7 @@ def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[
             continue
         is_cut = depth is not None and depth <= 1
         number = f"({child.num_entries:,}{' …' if is_cut else ''})"
-        yield text, bytes_as_text(child.num_bytes) if child.num_bytes else "", number
+        yield text, bytes_text(child.num_bytes) if child.num_bytes else "", number
         if is_cut:
             continue
         if child.entry is not None:
@@ -226,5 +228,5 @@ def _only_way(branch: Branch) -> tuple[Branch, str]:
 def _leaf_facts(entry: Entry) -> tuple[str, str]:
     if entry.shape is None:
         return "", entry.sharding
-    size = "" if entry.dtype == OBJECT else bytes_as_text(entry.num_bytes)
+    size = "" if entry.dtype == OBJECT else bytes_text(entry.num_bytes)
     return size, f"{entry.dtype} {shape_text(entry.shape)}"

@@ -9,20 +9,21 @@ from typing import Annotated
 import typer
 
 from dist_checkpointing import store
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint import Checkpoint
-from dist_checkpointing.chunk_map import ChunkMap, chunk_map
-from dist_checkpointing.cli.screen import bytes_as_text, out, print_json
+from dist_checkpointing.checkpoint_map import CheckpointMap, checkpoint_map
+from dist_checkpointing.cli.screen import out, print_json
 
 
 def map_tensors(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     key: Annotated[str | None, typer.Argument(help="Only this tensor, chunk by chunk.")] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="FILE.html, FILE.svg or FILE.png.")
     ],
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON about the file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON about the file.")] = False,
 ) -> None:
     """Draw how tensors are cut into chunks, and which rank wrote each.
 
@@ -41,37 +42,37 @@ def map_tensors(
         raise FileExistsError(f"{output} exists: name another file, or pass --force")
     if not output.absolute().parent.is_dir():
         raise FileNotFoundError(f"the folder {output.absolute().parent} does not exist")
-    chunks = chunk_map(Checkpoint.open(checkpoint), None if key is None else [key])
+    chunks = checkpoint_map(Checkpoint.open(checkpoint), None if key is None else [key])
     data = render(chunks, is_single=key is not None)
     store.write_atomic(output, data, store.Durability.PAGE_CACHE)
     if as_json:
         print_json({"file": str(output), "bytes": len(data), "tensors": len(chunks.tensors)})
     else:
-        out.print(f"{output}  {bytes_as_text(len(data))}", markup=False, soft_wrap=True)
+        out.print(f"{output}  {bytes_text(len(data))}", markup=False, soft_wrap=True)
 
 
 # Each is imported when it is asked for, so that a page needs no matplotlib, and none needs torch.
 
 
-def _html(chunks: ChunkMap, *, is_single: bool) -> bytes:
+def _html(chunks: CheckpointMap, *, is_single: bool) -> bytes:
     del is_single  # a page shows one tensor alone if there is only one
-    from dist_checkpointing.chunk_map.page import render_page  # noqa: PLC0415
+    from dist_checkpointing.checkpoint_map.page import render_page  # noqa: PLC0415
 
     return render_page(chunks).encode()
 
 
-def _svg(chunks: ChunkMap, *, is_single: bool) -> bytes:
-    from dist_checkpointing.chunk_map.chunk_grid import grid_picture  # noqa: PLC0415
-    from dist_checkpointing.chunk_map.svg import render_svg  # noqa: PLC0415
-    from dist_checkpointing.chunk_map.treemap import overview  # noqa: PLC0415
+def _svg(chunks: CheckpointMap, *, is_single: bool) -> bytes:
+    from dist_checkpointing.checkpoint_map.chunk_grid import grid_picture  # noqa: PLC0415
+    from dist_checkpointing.checkpoint_map.svg import render_svg  # noqa: PLC0415
+    from dist_checkpointing.checkpoint_map.treemap import overview  # noqa: PLC0415
 
     return render_svg(grid_picture(chunks) if is_single else overview(chunks)).encode()
 
 
-def _png(chunks: ChunkMap, *, is_single: bool) -> bytes:
-    from dist_checkpointing.chunk_map.chunk_grid import grid_picture  # noqa: PLC0415
-    from dist_checkpointing.chunk_map.png import render_png  # noqa: PLC0415
-    from dist_checkpointing.chunk_map.treemap import overview  # noqa: PLC0415
+def _png(chunks: CheckpointMap, *, is_single: bool) -> bytes:
+    from dist_checkpointing.checkpoint_map.chunk_grid import grid_picture  # noqa: PLC0415
+    from dist_checkpointing.checkpoint_map.png import render_png  # noqa: PLC0415
+    from dist_checkpointing.checkpoint_map.treemap import overview  # noqa: PLC0415
 
     try:
         return render_png(grid_picture(chunks) if is_single else overview(chunks))

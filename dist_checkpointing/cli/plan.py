@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,16 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.cli.screen import (
-    bytes_as_text,
     counted,
     one_line,
     out,
     print_json,
     same_for_all_layers,
 )
-from dist_checkpointing.topology import MEGATRON_RULES, KeyCut, Reason, cut_keys, parse_rule
+from dist_checkpointing.index import Index
+from dist_checkpointing.topology import (
+    KeyCut,
+    Reason,
+    cut_keys,
+    guessed_rules,
+    parse_rule,
+    stored_axis,
+)
 
 if TYPE_CHECKING:
     from dist_checkpointing.load_forecast import Forecast, RankCost
@@ -29,26 +39,32 @@ if TYPE_CHECKING:
 _MOST_ROWS = 16
 _WIDE = 76
 _MOST_LISTED = 10
+_WORTH_CUTTING = 0.1
+"""Share of all bytes from which on it matters that tensors are whole on every rank."""
 _DOES_NOT_FIT = 1
 """Exit code if the load would fail."""
 
 
 def plan(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
-    dp: Annotated[int, typer.Option("--dp", min=1, help="Replicas of them.")] = 1,
+    dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas of each.")] = 1,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="All ranks, instead of --dp, or for a function."),
+        typer.Option(
+            "--ranks",
+            min=1,
+            help="Ranks in all: instead of --dp, or for a function.",
+        ),
     ] = None,
     shard: Annotated[
         list[str] | None,
         typer.Option(
             "--shard",
             metavar="REGEX=AXIS",
-            help="Cut the keys that match along this axis ('none': not at all); repeatable, and "
-            "stronger than the guess from the names that Megatron uses.",
+            help="Cut the keys in which REGEX is found along this axis; 'none': not at all, "
+            "'stored': as when saved. May be repeated; the first that matches counts.",
         ),
     ] = None,
     template: Annotated[
@@ -60,13 +76,16 @@ def plan(
             " or function(rank, world_size) that returns a sharded state dict.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Plan a load on so many ranks and show what it costs. Nothing is allocated or loaded.
 
     Shows for each rank the bytes it wants and reads, the files it opens
     and its peak memory, and whatever would make the load fail (then the
     exit code is 1).
+
+    Without --shard, tensors are cut as the names that Megatron-Core and
+    Hugging Face use say; if no name is known, as they were when saved.
 
     Example: dckpt plan ckpt/1000 --tp 8 --dp 4
 
@@ -77,7 +96,7 @@ def plan(
     cuts: list[KeyCut] = []
     if template is None:
         replicas = _replicas(tp, dp, ranks)
-        cuts = cut_keys(opened.index, tp, [*rules, *MEGATRON_RULES])
+        cuts = cut_keys(opened.index, tp, [*rules, *guessed_rules(opened.index)])
     elif tp > 1 or dp > 1 or rules:
         raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
     # Not at the top: plans are made of what imports torch.
@@ -105,7 +124,7 @@ def plan(
     if as_json:
         print_json(_as_json(opened, found, cuts))
     else:
-        _show(opened, found, cuts, "" if template else _topology(tp, replicas))
+        _show(opened, found, cuts, tp)
     if found.findings:
         raise typer.Exit(_DOES_NOT_FIT)
 
@@ -126,19 +145,19 @@ def _topology(tp: int, replicas: int) -> str:
 # What a person sees.
 
 
-def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], topology: str) -> None:
+def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], tp: int) -> None:
     backend, version = opened.backend
     stored = sum(handle.num_bytes for handle in opened.values())
-    size = f"{counted(len(opened), 'tensor')}, {bytes_as_text(stored)}"
+    size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
     out.print(f"{opened.path} ({backend} {version}): {size}", markup=False)
-    more = f": {topology}" if topology and found.num_ranks > 1 else ""
+    more = f": {_topology(tp, found.num_ranks // tp)}" if cuts and found.num_ranks > 1 else ""
     out.print(f"Load on {counted(found.num_ranks, 'rank')}{more}\n")
     out.print(_table(found.costs))
     out.print()
     out.print(_totals(opened, found))
-    if cuts:
+    if cuts and tp > 1:
         out.print()
-        _show_cuts(opened, cuts)
+        _show_cuts(opened, cuts, tp)
     if found.unasked:
         count = counted(len(found.unasked), "tensor")
         out.print(f"\nwanted by no rank: {count}", style="yellow")
@@ -153,12 +172,12 @@ def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], topology:
 
 _COLUMNS: tuple[tuple[str, Callable[[RankCost], float], Callable[[float], str]], ...] = (
     ("tensors", lambda cost: cost.num_tensors, "{:.0f}".format),
-    ("wants", lambda cost: cost.wanted_bytes, bytes_as_text),
-    ("reads", lambda cost: cost.read_bytes, bytes_as_text),
+    ("wants", lambda cost: cost.wanted_bytes, bytes_text),
+    ("reads", lambda cost: cost.read_bytes, bytes_text),
     ("ratio", lambda cost: cost.amplification, "{:.2f}".format),
     ("boxes", lambda cost: cost.num_reads, "{:.0f}".format),
     ("files", lambda cost: len(cost.files), "{:.0f}".format),
-    ("peak memory", lambda cost: cost.peak_bytes, bytes_as_text),
+    ("peak memory", lambda cost: cost.peak_bytes, bytes_text),
 )
 
 
@@ -200,33 +219,58 @@ def _totals(opened: Checkpoint, found: Forecast) -> Table:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     ratio = found.read_bytes / found.wanted_bytes if found.wanted_bytes else 1.0
-    wanted, read = bytes_as_text(found.wanted_bytes), bytes_as_text(found.read_bytes)
+    wanted, read = bytes_text(found.wanted_bytes), bytes_text(found.read_bytes)
     grid.add_row("all ranks", f"want {wanted}, read {read} ({ratio:.2f} x)")
     if found.shared_read_bytes != found.read_bytes:
         grid.add_row(
             "",
-            f"{bytes_as_text(found.shared_read_bytes)} if replicas pass on what one of them reads "
+            f"{bytes_text(found.shared_read_bytes)} if replicas pass on what one of them reads "
             "(FullyParallelLoadStrategyWrapper)",
         )
     files = found.files
     size = sum(path.stat().st_size for name in files if (path := opened.path / name).is_file())
-    grid.add_row("files", f"{len(files)} opened, {bytes_as_text(size)} in all")
+    grid.add_row("files", f"{len(files)} opened, {bytes_text(size)} in all")
     return grid
 
 
-def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut]) -> None:
-    axes = Counter(cut.axis for cut in cuts if cut.axis is not None)
-    for axis, count in sorted(axes.items()):
-        out.print(f"cut along axis {axis}: {counted(count, 'tensor')}")
-    for reason in (Reason.NO_RULE, Reason.NOT_DIVISIBLE, Reason.ASKED):
+def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut], tp: int) -> None:
+    axes = Counter((cut.axis, cut.reason) for cut in cuts if cut.axis is not None)
+    for (axis, reason), count in sorted(axes.items(), key=lambda item: item[0][0]):
+        how = f", {reason.value}" if reason is Reason.STORED else ""
+        out.print(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
+    for reason in (Reason.NO_RULE, Reason.STORED, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
-            size = bytes_as_text(sum(opened.index[key].num_bytes for key in keys))
+            size = bytes_text(sum(opened.index[key].num_bytes for key in keys))
             out.print(
                 f"whole on every rank, {reason.value}: {counted(len(keys), 'tensor')}, {size}",
                 style="yellow" if reason is Reason.NOT_DIVISIBLE else None,
             )
             _show_keys(sorted(keys, key=lambda key: -opened.index[key].num_bytes))
+        if reason is Reason.STORED and (rule := _example_rule(opened.index, cuts, tp)):
+            out.print(f"To cut them, say how: --shard {rule}", markup=False, soft_wrap=True)
+
+
+def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
+    """How to cut the largest tensor that is whole for want of a rule, if that is worth it."""
+    whole = {
+        cut.key: index[cut.key].num_bytes
+        for cut in cuts
+        if cut.axis is None and cut.reason in (Reason.NO_RULE, Reason.STORED)
+    }
+    if sum(whole.values()) < _WORTH_CUTTING * sum(index[cut.key].num_bytes for cut in cuts):
+        return None
+    for key in sorted(whole, key=lambda key: -whole[key]):
+        stored = index[key]
+        extents = enumerate(stored.global_shape)
+        fits = [axis for axis, extent in extents if extent and extent % tp == 0]
+        if fits:
+            own = stored_axis(stored)
+            # Layer for layer the same: what follows the number.
+            name = same_for_all_layers(key).rpartition("*.")[2]
+            pattern = re.escape(name).replace(r"\.", ".")
+            return shlex.quote(f"{pattern}={own if own in fits else fits[0]}")
+    return None
 
 
 def _show_keys(keys: Sequence[str]) -> None:
@@ -234,7 +278,7 @@ def _show_keys(keys: Sequence[str]) -> None:
     groups = Counter(map(same_for_all_layers, keys))
     for name, count in list(groups.items())[:_MOST_LISTED]:
         times = f"  ({count})" if count > 1 else ""
-        out.print(f"  {one_line(name)}{times}", markup=False, style="dim", overflow="fold")
+        out.print(f"  {one_line(name)}{times}", markup=False, style="dim", soft_wrap=True)
     if len(groups) > _MOST_LISTED:
         out.print(f"  and {len(groups) - _MOST_LISTED} more", style="dim")
 

@@ -11,32 +11,34 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.cli.columns import in_columns
 from dist_checkpointing.cli.screen import (
-    bytes_as_text,
     bytes_on_disk,
     counted,
     one_line,
     out,
     print_json,
     same_for_all_layers,
+    say,
 )
+from dist_checkpointing.inspection.listing import shape_text
 from dist_checkpointing.removal import PlannedRemoval
 
 _MOST_LISTED = 12
-_WIDE = 76
 _NO = 1
 """Exit code if the answer is no."""
 
 
 def rm_prefix(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
-    prefix: Annotated[str, typer.Argument(help="The tensors whose keys begin with this go.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    prefix: Annotated[str, typer.Argument(help="Tensors whose keys begin with this are removed.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what goes.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON; needs --yes or --dry-run.")
+        bool, typer.Option("--json", help="Print one JSON document; needs --yes or --dry-run.")
     ] = False,
 ) -> None:
     """Remove the tensors below a prefix from a checkpoint, for good.
@@ -73,9 +75,7 @@ def rm_prefix(
         if as_json:
             print_json(_as_json(preview) | {"removed": True, "bytes_freed": freed})
         else:
-            out.print(
-                f"Removed {len(planned.keys)} tensors: {bytes_as_text(freed)} are free again."
-            )
+            out.print(f"Removed {len(planned.keys)} tensors: {bytes_text(freed)} are free again.")
     elif as_json:
         print_json(_as_json(preview) | {"removed": False})
 
@@ -113,19 +113,13 @@ def _show(preview: _Preview) -> None:
         group = (same_for_all_layers(key), stored.dtype.name, stored.global_shape)
         groups.setdefault(group, []).append(stored.num_bytes)
     largest = sorted(groups.items(), key=lambda group: (-sum(group[1]), group[0]))
-    is_narrow = out.width < _WIDE
-    names = ("tensors", "count", *(() if is_narrow else ("dtype", "shape")), "size")
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        justify: Any = "right" if name in ("count", "size") else "left"
-        table.add_column(name, justify=justify, overflow="fold")
-    table.columns[0].style = "bold"
-    for (key, dtype, whole), sizes in largest[:_MOST_LISTED]:
-        shape = "x".join(map(str, whole)) or "scalar"
-        kind = () if is_narrow else (dtype, shape)
-        size = bytes_as_text(sum(sizes))
-        table.add_row(_escape(one_line(key)), str(len(sizes)), *kind, size)
-    out.print(table)
+    rows = [
+        (one_line(key), f"{len(sizes):,}", dtype, shape_text(whole), bytes_text(sum(sizes)))
+        for (key, dtype, whole), sizes in largest[:_MOST_LISTED]
+    ]
+    if rows:
+        for line in in_columns(("TENSORS", "COUNT", "DTYPE", "SHAPE", "SIZE"), rows, right=[1, 4]):
+            say(line)
     if len(largest) > _MOST_LISTED:
         left = sum(len(sizes) for _, sizes in largest[_MOST_LISTED:])
         out.print(f"[dim]and {left} smaller ones[/]")
@@ -136,22 +130,22 @@ def _show(preview: _Preview) -> None:
     facts.add_row("checkpoint", _escape(f"{opened.path} ({backend} {version})"))
     facts.add_row(
         "tensors",
-        f"{len(planned.keys)} of {len(opened)} go: {bytes_as_text(preview.num_bytes)} of values",
+        f"{len(planned.keys)} of {len(opened)} go: {bytes_text(preview.num_bytes)} of values",
     )
     files = counted(len(planned.files), "file")
-    facts.add_row("disk", f"{bytes_as_text(preview.file_bytes)} freed by deleting {files}")
+    facts.add_row("disk", f"{bytes_text(preview.file_bytes)} freed by deleting {files}")
     if planned.is_unfinished:
         facts.add_row("unfinished", "a removal that was cut off here is brought to its end")
     if preview.shared_bytes:
         facts.add_row(
             "[yellow]not freed[/]",
-            f"{bytes_as_text(preview.shared_bytes)} stay on the disk: they lie in "
+            f"{bytes_text(preview.shared_bytes)} stay on the disk: they lie in "
             f"{counted(len(planned.shared), 'file')} with values that are kept. To be rid of them, "
             "convert the checkpoint without these tensors into a new one.",
         )
     if planned.moved_bytes:
         facts.add_row(
-            "rewritten", f"{bytes_as_text(planned.moved_bytes)} of kept values, to free their files"
+            "rewritten", f"{bytes_text(planned.moved_bytes)} of kept values, to free their files"
         )
     if preview.kept_objects:
         kept = ", ".join(map(one_line, preview.kept_objects[:3]))

@@ -79,15 +79,6 @@ def json_value(value: Any) -> Any:
     return value
 
 
-def bytes_as_text(count: float) -> str:
-    """``1536`` -> ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError("the last unit takes everything")
-
-
 def bytes_on_disk(paths: Iterable[Path]) -> int:
     """The blocks that files take; those that are not there take none."""
     return sum(path.lstat().st_blocks * 512 for path in paths if path.exists())

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint import Checkpoint, ObjectHandle, StoredChunk, TensorHandle
 from dist_checkpointing.cli.chunk_drawing import draw
 from dist_checkpointing.cli.columns import in_columns, terminal_width
 from dist_checkpointing.cli.screen import (
-    bytes_as_text,
     counted,
     one_line,
     painted,
@@ -26,7 +26,7 @@ from dist_checkpointing.cli.screen import (
     say,
 )
 from dist_checkpointing.geometry import Box
-from dist_checkpointing.inspection.chunk_map import map_chunks
+from dist_checkpointing.inspection.chunk_layout import chunk_layout
 from dist_checkpointing.inspection.listing import shape_text, sharding_text
 from dist_checkpointing.near_names import hint
 from dist_checkpointing.slicing import parse_slices, select
@@ -42,7 +42,7 @@ _PIPE_WIDTH = 100
 
 
 def show(
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     key: Annotated[
         str,
         typer.Argument(help="Of a tensor, a sharded object or common state (such as args.lr)."),
@@ -58,7 +58,7 @@ def show(
     trusted: Annotated[
         bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Show a tensor: values, statistics, and which part lies in which chunk.
 
@@ -103,7 +103,7 @@ def _show_tensor(
         if stored.pieces is None
         else counted(len(stored.pieces), "piece")
     )
-    facts = [shape_text(handle.shape), handle.dtype_name, bytes_as_text(handle.num_bytes), cut]
+    facts = [shape_text(handle.shape), handle.dtype_name, bytes_text(handle.num_bytes), cut]
     say("  ".join(facts))
     title = "" if part is None else f" of [{part.strip()}], {shape_text(selected.shape)}"
     if found is not None:
@@ -164,7 +164,7 @@ def _chunk_lines(handle: TensorHandle, boxes: Collection[Box]) -> Iterator[str]:
     if 0 in handle.shape:
         yield "none: the tensor has no elements"
         return
-    plane = map_chunks(stored)
+    plane = chunk_layout(stored)
     marked: set[int] = set()
     listed: list[tuple[int, StoredChunk]] = []
     for number, chunk in enumerate(itertools.islice(handle.iter_chunks(), _MOST_JSON)):
@@ -174,8 +174,9 @@ def _chunk_lines(handle: TensorHandle, boxes: Collection[Box]) -> Iterator[str]:
         if (meets or not boxes) and len(listed) <= _MOST_LISTED:
             listed.append((number, chunk))
     yield from draw(plane, terminal_width() or _PIPE_WIDTH, marked)
-    if len(plane.cut_axes) > 2:
-        others = ", ".join(map(str, plane.cut_axes[2:]))
+    hidden = [axis for axis in plane.cut_axes if axis not in plane.axes]
+    if hidden:
+        others = ", ".join(map(str, hidden))
         yield painted(
             f"axis {plane.axes[0]} down, axis {plane.axes[1]} right, at the start of axis {others}",
             "dim",
@@ -185,7 +186,7 @@ def _chunk_lines(handle: TensorHandle, boxes: Collection[Box]) -> Iterator[str]:
     if marked:
         yield painted("* holds a part of the slice", "dim")
     rows = [
-        (str(number), _box_text(chunk), bytes_as_text(chunk.num_bytes), _place(handle, number))
+        (str(number), _box_text(chunk), bytes_text(chunk.num_bytes), _place(handle, number))
         for number, chunk in listed[:_MOST_LISTED]
     ]
     yield from in_columns(("", "", "", ""), rows, right=[0, 2])

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.cli.columns import in_columns
 from dist_checkpointing.cli.screen import (
-    bytes_as_text,
     counted,
     one_line,
     painted,
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 def stats(
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     *,
     scan: Annotated[
         bool, typer.Option("--scan", help="Read every tensor and look for NaN and infinity.")
     ] = False,
     top: Annotated[int, typer.Option("--top", "-n", min=0, help="How many of the largest.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Files, bytes, dtypes and largest tensors of a checkpoint; the share of the optimizer.
+    """Show files, bytes, dtypes, the largest tensors and the share of the optimizer.
 
     With --scan the exit code is 1 if a tensor holds NaN or infinity.
 
@@ -79,12 +79,12 @@ def _lines(opened: Checkpoint, found: Inventory) -> Iterator[str]:
     on_disk = found.files.num_bytes_on_disk
     share = found.tensors.num_bytes and found.files.num_bytes / found.tensors.num_bytes
     tensors = f"{counted(found.tensors.num_tensors, 'tensor')}, {found.num_elements:,} elements"
-    chunks = f"{found.num_chunks:,}, the largest has {bytes_as_text(found.largest_chunk_bytes)}"
-    files = f"{counted(found.files.num_files, 'file')}, {bytes_as_text(found.files.num_bytes)}"
+    chunks = f"{found.num_chunks:,}, the largest has {bytes_text(found.largest_chunk_bytes)}"
+    files = f"{counted(found.files.num_files, 'file')}, {bytes_text(found.files.num_bytes)}"
     rows = [
         ("backend", f"{name} {version}"),
-        ("tensors", f"{tensors}, {bytes_as_text(found.tensors.num_bytes)}"),
-        ("files", f"{files} ({share:.2f} of the tensors), {bytes_as_text(on_disk)} on disk"),
+        ("tensors", f"{tensors}, {bytes_text(found.tensors.num_bytes)}"),
+        ("files", f"{files} ({share:.2f} of the tensors), {bytes_text(on_disk)} on disk"),
         ("chunks", chunks if found.num_chunks else "none"),
         *((one_line(fact), one_line(text)) for fact, text in found.facts.items()),
     ]
@@ -95,11 +95,11 @@ def _lines(opened: Checkpoint, found: Inventory) -> Iterator[str]:
     yield from _share_lines("DTYPE", found.by_dtype)
     if found.largest:
         yield ""
-        rows = [(one_line(key), bytes_as_text(size)) for key, size in found.largest]
+        rows = [(one_line(key), bytes_text(size)) for key, size in found.largest]
         yield from in_columns(("LARGEST TENSORS", "SIZE"), rows, right=[1])
     if found.largest_files:
         yield ""
-        rows = [(one_line(key), bytes_as_text(size)) for key, size in found.largest_files]
+        rows = [(one_line(key), bytes_text(size)) for key, size in found.largest_files]
         yield from in_columns(("LARGEST FILES", "SIZE"), rows, right=[1])
 
 
@@ -111,7 +111,7 @@ def _share_lines(title: str, shares: Mapping[str, Share]) -> Iterator[str]:
         (
             name,
             f"{share.num_tensors:,}",
-            bytes_as_text(share.num_bytes),
+            bytes_text(share.num_bytes),
             f"{share.num_bytes / total:.1%}" if total else "",
         )
         for name, share in shares.items()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.cli.screen import (
-    bytes_as_text,
     counted,
     one_line,
     painted,
@@ -27,7 +27,7 @@ EXIT_DAMAGED = 1
 
 
 def verify(
-    checkpoint: Annotated[Path, typer.Argument(help="A committed checkpoint.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     *,
     trusted: Annotated[
         bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
@@ -35,14 +35,16 @@ def verify(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing if all is well.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Read all of a checkpoint and name everything that is damaged.
 
-    Looks at the commit, at whether the stored parts cover every tensor, reads every part, compares
-    checksums where they were kept, and reads sharded objects and common state.
+    Looks whether the save was completed and whether the stored parts cover
+    every tensor; reads every part, compares checksums where they were kept,
+    and reads sharded objects and common state.
 
-    Exit code: 0 if all is well, 1 if something is damaged, 2 if there is no checkpoint.
+    Exit code: 0 if all is well, 1 if something is damaged, 2 if there is no
+    checkpoint.
 
     Example: dckpt verify ckpt/1000 && echo fine
     """
@@ -80,14 +82,14 @@ def _lines(checkpoint: Path, found: Examination) -> Iterator[str]:
 
 
 def _seen(found: Examination) -> Iterator[str]:
-    parts = f"{counted(found.num_parts, 'part')}, {bytes_as_text(found.num_bytes)}"
+    parts = f"{counted(found.num_parts, 'part')}, {bytes_text(found.num_bytes)}"
     yield f"{counted(found.num_tensors, 'tensor')} in {parts}"
     if not found.num_bytes_compared:
         yield "no checksums were kept: what cannot be read is found, flipped bits are not"
     elif found.num_bytes_compared == found.num_bytes:
         yield "all of it has checksums"
     else:
-        yield f"{bytes_as_text(found.num_bytes_compared)} of it has checksums"
+        yield f"{bytes_text(found.num_bytes_compared)} of it has checksums"
     if found.num_objects:
         yield f"{counted(found.num_objects, 'cell')} of sharded objects, and the common state"
     else:

@@ -16,8 +16,8 @@ from dist_checkpointing.geometry import (
     Box,
     ChunkGrid,
     Ints,
+    boxes_of_part,
     largest_divisor_block,
-    split_flat_range,
     split_rows,
 )
 from dist_checkpointing.index import StoredTensor
@@ -214,12 +214,7 @@ def is_cut_across(tensor: PlannedTensor) -> bool:
 
 
 def _boxes(box: Box, flat: tuple[int, int] | None) -> list[Box]:
-    if flat is None:
-        return [box] if box.num_elements else []
-    return [
-        Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape)
-        for part in split_flat_range(box.shape, *flat)
-    ]
+    return [own for own in boxes_of_part(box, flat) if own.num_elements]
 
 
 def divided(shape: Ints, chunk: Ints, itemsize: int, most_bytes: int) -> Ints:

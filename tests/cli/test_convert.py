@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from dist_checkpointing import ShardedTensor, load_plain_tensors, save
 from dist_checkpointing.cli.app import app
-from dist_checkpointing.cli.sizes import parse_bytes
 from dist_checkpointing.conversion.safetensors_format import header_bytes
 from dist_checkpointing.element_types import from_name
 from peak_memory import TELL_PEAK, told_peak
@@ -210,17 +209,3 @@ def test_peak_memory_stays_within_its_budget(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert 0 < told_peak(result.stderr) < budget
     assert end > budget
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("1", 1), ("2GiB", 2**31), ("1.5 kB", 1500), ("5GB", 5 * 10**9), ("3tib", 3 * 2**40)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "2 GiB x", "1e3", "5XB"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="no size"):
-        parse_bytes(text)

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.chunk_map import chunk_map
+from dist_checkpointing.checkpoint_map import checkpoint_map
 from dist_checkpointing.cli.app import app
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing import run_ranks
@@ -77,7 +77,7 @@ def data_in(page: Path) -> Any:
 @BACKEND
 def test_it_knows_which_rank_wrote_what(tmp_path: Path, backend: Any) -> None:
     folder = saved(tmp_path / "c", backend)
-    found = {tensor.key: tensor for tensor in chunk_map(Checkpoint.open(folder)).tensors}
+    found = {tensor.key: tensor for tensor in checkpoint_map(Checkpoint.open(folder)).tensors}
     assert list(found) == ["copied", "empty", "flat", "rows", "tiles", "uneven"]
     ranks = [(0,), (1,), (2,), (3,)]
     assert list(found["rows"].writers) == ranks
@@ -110,15 +110,15 @@ def _writers_of_elements(tensor: Any) -> Any:
 
 def test_torch_dist_tells_by_its_file_names_who_wrote(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", "torch_dist")
-    before = chunk_map(Checkpoint.open(folder))
+    before = checkpoint_map(Checkpoint.open(folder))
     shutil.rmtree(folder / ".dckpt" / "checksums")
-    assert chunk_map(Checkpoint.open(folder)) == before
+    assert checkpoint_map(Checkpoint.open(folder)) == before
 
 
 def test_without_a_record_nobody_is_named(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", "tensorstore")
     shutil.rmtree(folder / ".dckpt" / "checksums")
-    writers = {w for t in chunk_map(Checkpoint.open(folder)).tensors for w in t.writers}
+    writers = {w for t in checkpoint_map(Checkpoint.open(folder)).tensors for w in t.writers}
     assert writers == {()}
     invoke(folder, "-o", tmp_path / "m.svg")
     assert "writer not recorded" in (tmp_path / "m.svg").read_text()
@@ -195,9 +195,9 @@ def test_an_indexed_checkpoint_is_mapped_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from dist_checkpointing.checkpoint import Checkpoint
-from dist_checkpointing.chunk_map import chunk_map
-from dist_checkpointing.chunk_map.page import render_page
-render_page(chunk_map(Checkpoint.open({str(folder)!r})))
+from dist_checkpointing.checkpoint_map import checkpoint_map
+from dist_checkpointing.checkpoint_map.page import render_page
+render_page(checkpoint_map(Checkpoint.open({str(folder)!r})))
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -309,6 +309,54 @@ def test_many_ranks_are_summed_up(tmp_path: Path) -> None:
     assert "whole on every rank, no rule matches: 1 tensor, 1.0 KiB" in text
 
 
+def saved_as(folder: Path, state: dict[str, tuple[int, ...]], axis: int | None) -> Path:
+    """Tensors of ones that four ranks hold, cut along an axis or whole on each."""
+
+    def save_rank(comm: Comm) -> None:
+        leaves = {}
+        for key, shape in state.items():
+            own, cuts, replica = list(shape), [], comm.rank
+            if axis is not None and axis < len(shape):
+                own[axis] //= 4
+                cuts, replica = [(axis, comm.rank, 4)], 0
+            leaves[key] = ShardedTensor.from_rank_offsets(
+                key, torch.ones(own), *cuts, replica_id=replica
+            )
+        save(leaves, folder, "tensorstore", comm=comm)
+
+    run_ranks(4, save_rank)
+    return folder
+
+
+STATE = {"blocks.0.attn.qkv": (16, 64), "blocks.1.attn.qkv": (16, 64), "scale": (3,)}
+
+
+def test_a_model_of_unknown_names_is_cut_as_it_was_saved(tmp_path: Path) -> None:
+    folder = saved_as(tmp_path / "c", STATE, axis=1)
+    plan = planned(folder, "--tp", 8)
+    assert {rank["wanted_bytes"] for rank in plan["ranks"]} == {2 * 4 * 16 * 64 // 8 + 3 * 4}
+    text = invoke(folder, "--tp", 8)
+    assert "cut along axis 1, as it was when saved: 2 tensors" in text
+    assert "whole on every rank, as it was when saved: 1 tensor, 12 B" in text
+    assert "--shard" not in text
+
+
+def test_where_nothing_says_how_to_cut_there_is_an_example(tmp_path: Path) -> None:
+    folder = saved_as(tmp_path / "c", STATE, axis=None)
+    text = invoke(folder, "--tp", 8)
+    rule = text.partition("To cut them, say how: --shard ")[2].split()[0]
+    assert rule == "attn.qkv=0"
+    assert "cut along axis 0: 2 tensors" in invoke(folder, "--tp", 8, "--shard", rule)
+    assert "whole" not in invoke(folder)  # on one rank nothing could be cut
+
+
+def test_what_no_rule_names_in_a_known_model_has_an_example(tmp_path: Path) -> None:
+    folder = saved_as(tmp_path / "c", STATE | {"lm_head.weight": (8, 8)}, axis=1)
+    text = invoke(folder, "--tp", 4)
+    assert "whole on every rank, no rule matches: 3 tensors" in text
+    assert "--shard attn.qkv=1" in text
+
+
 # The model of what is read.
 
 

@@ -124,7 +124,7 @@ def test_a_large_tensor_shows_its_corners(tmp_path: Path, dckpt: Run) -> None:
         ("flat", ["2 pieces", "0:6,0:10 flat 0:25"]),
         ("uneven", ["2 pieces", "0:2,0:5"]),
         ("decoder.mask", ["bool", "zero 1"]),
-        ("decoder.half", ["8x4x3  bfloat16", "axis 0 down, axis 1 right"]),
+        ("decoder.half", ["8x4x3  bfloat16", "axis 0 down, axis 2 right"]),
         ("rng", ["2 cells", "Cell 0", "{'seed': [0, 5]}", "{'seed': [1, 5]}"]),
         ("args", ["Namespace", "lr=0.0001"]),
         ("args.betas.1", ["float", "0.95"]),

@@ -16,7 +16,9 @@ from dist_checkpointing.geometry import (
     ChunkGrid,
     Ints,
     Window,
+    boxes_of_part,
     largest_divisor_block,
+    most_cut_axes,
     ravel_offset,
     split_flat_range,
     split_rows,
@@ -307,3 +309,28 @@ def test_largest_divisor_block_of_nothing_is_still_a_chunk_extent() -> None:
 def test_largest_divisor_block_of_a_large_prime() -> None:
     # A flat buffer of some billion parameters may well have a prime length.
     assert largest_divisor_block(49_999_991, 8 * 2**20) == 1
+
+
+@pytest.mark.parametrize(
+    ("counts", "axes"),
+    [
+        ((), ()),
+        ((3,), (0,)),
+        ((1, 1, 1), (1, 2)),
+        ((2, 1, 1), (0, 2)),
+        ((2, 2, 1), (0, 1)),
+        ((8, 2, 4), (0, 2)),
+        ((0, 1, 1), (1, 2)),
+    ],
+)
+def test_the_axes_that_are_cut_most(counts: Ints, axes: Ints) -> None:
+    assert most_cut_axes(counts) == axes
+
+
+def test_a_part_is_its_box_or_the_runs_of_its_flat_range() -> None:
+    box = Box((2, 1), (3, 4))
+    assert boxes_of_part(box, None) == [box]
+    inside = numbers((6, 6))[box.slices()].reshape(-1)
+    for start, stop in itertools.combinations_with_replacement(range(13), 2):
+        found = [n for own in boxes_of_part(box, (start, stop)) for n in elements(own, (6, 6))]
+        assert found == inside[start:stop].tolist()

@@ -4,12 +4,13 @@ import pytest
 
 from dist_checkpointing.element_types import from_name
 from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.index import Index, Pieces, StoredTensor
 from dist_checkpointing.topology import (
     MEGATRON_RULES,
     KeyCut,
     Reason,
     cut_keys,
+    guessed_rules,
     parse_rule,
     part_of,
 )
@@ -65,6 +66,41 @@ def test_why_a_tensor_is_whole() -> None:
     ]
 
 
+def test_names_that_nobody_knows_are_cut_as_they_were_saved() -> None:
+    float32 = from_name("float32")
+    box = Box.whole((4, 6))
+    stored = [
+        StoredTensor("whole", float32, (8, 8), (8, 8)),
+        StoredTensor("rows", float32, (8, 8), (2, 8)),
+        StoredTensor("stages.rows.columns", float32, (4, 8, 8), (1, 8, 4)),
+        StoredTensor("odd", float32, (3, 6), (1, 6)),
+        StoredTensor("scalar", float32, (), ()),
+        StoredTensor(
+            "uneven", float32, (8, 6), None,
+            Pieces.of(2, [(Box((0, 0), (5, 6)), None), (Box((5, 0), (3, 6)), None)]),
+        ),
+        StoredTensor("flat", float32, (4, 6), None, Pieces.of(2, [(box, (0, 5)), (box, (5, 24))])),
+    ]  # fmt: skip
+    index = Index.of(stored)
+    assert cut_keys(index, 2, guessed_rules(index)) == [
+        KeyCut("whole", None, Reason.STORED),
+        KeyCut("rows", 0, Reason.STORED),
+        KeyCut("stages.rows.columns", 2, Reason.STORED),
+        KeyCut("odd", None, Reason.NOT_DIVISIBLE),
+        KeyCut("scalar", None, Reason.STORED),
+        KeyCut("uneven", 0, Reason.STORED),
+        KeyCut("flat", None, Reason.STORED),
+    ]
+    # In a model of Megatron what no rule names is whole on every rank.
+    known = Index.of([*stored, StoredTensor("output_layer.weight", float32, (8, 8), (8, 8))])
+    assert guessed_rules(known) == MEGATRON_RULES
+    cuts = cut_keys(known, 2, [parse_rule("^rows=stored"), *guessed_rules(known)])
+    assert [(cut.key, cut.axis) for cut in cuts if cut.axis is not None] == [
+        ("rows", 0),
+        ("output_layer.weight", 0),
+    ]
+
+
 def test_parts_tile_the_tensor() -> None:
     (stored,) = index_of(w=(3, 8)).values()
     cut = KeyCut("w", 1, Reason.RULE)
@@ -79,7 +115,7 @@ def test_parts_tile_the_tensor() -> None:
     [
         ("w", "not of the form"),
         ("=1", "not of the form"),
-        ("w=x", "neither an axis nor"),
+        ("w=x", "is no axis; write a number"),
         ("w(=1", "not a regular expression"),
     ],
 )

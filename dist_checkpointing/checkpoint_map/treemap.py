@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dist_checkpointing.chunk_map.contents import ChunkMap, MappedTensor, Writers
-from dist_checkpointing.chunk_map.drawing import (
+from dist_checkpointing.byte_sizes import bytes_text
+from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor, Writers
+from dist_checkpointing.checkpoint_map.drawing import (
     GROUP,
     INK,
     LINE,
@@ -16,7 +17,6 @@ from dist_checkpointing.chunk_map.drawing import (
     Drawing,
     Label,
     Rect,
-    bytes_text,
     facts_of,
     fitted,
     legend,
@@ -24,6 +24,7 @@ from dist_checkpointing.chunk_map.drawing import (
     rank_colours,
     text_width,
 )
+from dist_checkpointing.geometry import most_cut_axes
 
 _WIDTH, _HEIGHT, _MARGIN, _TOP = 1600.0, 1000.0, 24.0, 76.0
 _HEADING = 17.0
@@ -95,7 +96,7 @@ def _tree(tensors: Sequence[MappedTensor]) -> _Node:
     return root
 
 
-def overview(chunks: ChunkMap) -> Drawing:
+def overview(chunks: CheckpointMap) -> Drawing:
     """The picture of a whole checkpoint. A pure function of the map."""
     colours = rank_colours(chunks.tensors)
     shapes: list[Rect | Label] = [
@@ -219,17 +220,13 @@ def _plane(tensor: MappedTensor) -> tuple[int, int, list[Writers]]:
 def drawn_axes(tensor: MappedTensor) -> tuple[int | None, int | None]:
     """The axes that go down and across: the two that are cut most, in their order."""
     ndim = len(tensor.shape)
-    if ndim < 2:
-        return None, (0 if ndim else None)
+    cuts: Sequence[int]
     if tensor.chunk_shape is not None:
-        cuts = list(tensor.counts)
+        cuts = tensor.counts
     else:
         boxes = [box for piece in tensor.pieces for box in piece]
         cuts = [len({box.offset[axis] for box in boxes}) for axis in range(ndim)]
-    order = sorted(range(ndim), key=lambda axis: (-min(cuts[axis], 2), -axis))
-    if sum(count > 1 for count in cuts) > 2:
-        order = sorted(range(ndim), key=lambda axis: (-cuts[axis], -axis))
-    row, column = sorted(order[:2])
+    row, column = [None, None, *most_cut_axes(cuts)][-2:]
     return row, column
 
 

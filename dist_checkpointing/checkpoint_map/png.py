@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 
-from dist_checkpointing.chunk_map.drawing import PAPER, Drawing, Label, Rect
+from dist_checkpointing.checkpoint_map.drawing import PAPER, Drawing, Label, Rect
 
 _DPI = 100
 _POINTS_PER_PIXEL = 72 / _DPI

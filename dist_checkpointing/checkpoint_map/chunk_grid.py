@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dist_checkpointing.chunk_map.contents import ChunkMap, MappedTensor
-from dist_checkpointing.chunk_map.drawing import (
+from dist_checkpointing.byte_sizes import bytes_text
+from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor
+from dist_checkpointing.checkpoint_map.drawing import (
     INK,
     PAPER,
     SOFT,
     Drawing,
     Label,
     Rect,
-    bytes_text,
     fitted,
     legend,
     painted,
     rank_colours,
     text_width,
 )
-from dist_checkpointing.chunk_map.treemap import drawn_axes
+from dist_checkpointing.checkpoint_map.treemap import drawn_axes
 from dist_checkpointing.geometry import Ints
 
 _WIDTH, _MARGIN, _LEFT, _TOP = 1200.0, 24.0, 84.0, 124.0
@@ -27,7 +27,7 @@ _MOST_HEIGHT, _STRIP = 760.0, 150.0
 _WIDEST, _TALLEST = 6.0, 1 / 2
 
 
-def grid_picture(chunks: ChunkMap) -> Drawing:
+def grid_picture(chunks: CheckpointMap) -> Drawing:
     """The picture of the one tensor of a map. A pure function of it."""
     (tensor,) = chunks.tensors
     colours = rank_colours(chunks.tensors)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from dist_checkpointing.geometry import Box, Ints, ravel_offset, split_flat_range
+from dist_checkpointing.geometry import Ints, boxes_of_part, most_cut_axes, ravel_offset
 from dist_checkpointing.index import Pieces, StoredTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ChunkMap:
-    """A plane through a tensor along the first two axes that are cut, at 0 on all others.
+class ChunkLayout:
+    """A plane through a tensor along the two axes that are cut most, at 0 on all others.
 
     Attributes:
         axes: the axes of the tensor that run down and to the right; one, or none, for a tensor that
@@ -56,13 +56,13 @@ class _Steps(Sequence[int]):
         return min(place % len(self) * self._step, self._extent)
 
 
-def map_chunks(stored: StoredTensor) -> ChunkMap:
+def chunk_layout(stored: StoredTensor) -> ChunkLayout:
     """How a tensor is cut up."""
     if stored.pieces is not None:
         return _of_pieces(stored, stored.pieces)
     grid = stored.grid
     cut_axes = tuple(axis for axis, count in enumerate(grid.counts) if count > 1)
-    axes = _shown_axes(cut_axes, len(grid.counts))
+    axes = most_cut_axes(grid.counts)
     cuts = [
         _Steps(grid.global_shape[axis], grid.chunk_shape[axis], grid.counts[axis]) for axis in axes
     ]
@@ -78,30 +78,25 @@ def map_chunks(stored: StoredTensor) -> ChunkMap:
     return _map(axes, cut_axes, cuts, owner)
 
 
-def _shown_axes(cut_axes: Ints, ndim: int) -> Ints:
-    others = [axis for axis in range(ndim) if axis not in cut_axes]
-    return tuple(sorted([*cut_axes, *others][:2]))
-
-
 def _map(
     axes: Ints,
     cut_axes: Ints,
     cuts: Sequence[Sequence[int]],
     owner: Callable[[int, int], int | None],
-) -> ChunkMap:
+) -> ChunkLayout:
     rows, columns = [*cuts, [0, 1], [0, 1]][:2]
-    return ChunkMap(axes, cut_axes, rows, columns, owner)
+    return ChunkLayout(axes, cut_axes, rows, columns, owner)
 
 
-def _of_pieces(stored: StoredTensor, pieces: Pieces) -> ChunkMap:
+def _of_pieces(stored: StoredTensor, pieces: Pieces) -> ChunkLayout:
     shape = stored.global_shape
-    boxes = [(number, box) for number, piece in enumerate(pieces) for box in _boxes(*piece)]
+    boxes = [(number, box) for number, piece in enumerate(pieces) for box in boxes_of_part(*piece)]
     edges = [
         sorted({0, extent, *(e for _, box in boxes for e in (box.offset[axis], box.stop[axis]))})
         for axis, extent in enumerate(shape)
     ]
     cut_axes = tuple(axis for axis, found in enumerate(edges) if len(found) > 2)
-    axes = _shown_axes(cut_axes, len(shape))
+    axes = most_cut_axes([len(found) - 1 for found in edges])
     # Only what the plane goes through.
     met = [
         (number, box)
@@ -119,13 +114,3 @@ def _of_pieces(stored: StoredTensor, pieces: Pieces) -> ChunkMap:
         return None
 
     return _map(axes, cut_axes, cuts, owner)
-
-
-def _boxes(box: Box, flat: tuple[int, int] | None) -> list[Box]:
-    """What a piece holds, in elements of the tensor."""
-    if flat is None:
-        return [box]
-    return [
-        Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape)
-        for part in split_flat_range(box.shape, *flat)
-    ]

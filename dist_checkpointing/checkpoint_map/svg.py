@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape, quoteattr
 
-from dist_checkpointing.chunk_map.drawing import PAPER, Drawing, Label, Rect
+from dist_checkpointing.checkpoint_map.drawing import PAPER, Drawing, Label, Rect
 
 _FONT = "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif"
 # What XML cannot hold at all, even escaped.

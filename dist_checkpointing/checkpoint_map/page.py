@@ -9,17 +9,30 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from dist_checkpointing.chunk_map.contents import ChunkMap, MappedTensor, Writers
-from dist_checkpointing.chunk_map.drawing import palette, rank_colours
+from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor, Writers
+from dist_checkpointing.checkpoint_map.drawing import palette, rank_colours
+
+_SCRIPTS = (
+    "contents.js",
+    "painting.js",
+    "prefixes.js",
+    "treemap.js",
+    "chunks.js",
+    "chunk_grid.js",
+    "table.js",
+    "steps.js",
+    "begin.js",
+)
+"""In this order; one scope, so that each knows what those before it define."""
 
 
-def render_page(chunks: ChunkMap) -> str:
+def render_page(chunks: CheckpointMap) -> str:
     """The HTML of the page. A pure function of the map."""
     parts = {
         "TITLE": html.escape(f"{chunks.name}: chunks"),
         "STYLE": _resource("page.css"),
         "DATA": _script_json(page_data(chunks)),
-        "SCRIPT": _resource("page.js"),
+        "SCRIPT": _script(),
     }
     text = _resource("page.html")
     for name, content in parts.items():
@@ -28,7 +41,7 @@ def render_page(chunks: ChunkMap) -> str:
     return text
 
 
-def page_data(chunks: ChunkMap) -> dict[str, Any]:
+def page_data(chunks: CheckpointMap) -> dict[str, Any]:
     """What the script of the page reads; runs of chunks with the same writers are told as one."""
     numbers: dict[Writers, int] = {}
     tensors = [_tensor(tensor, numbers) for tensor in chunks.tensors]
@@ -68,5 +81,11 @@ def _script_json(content: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+def _script() -> str:
+    # Not modules: a page without files beside it has none to import.
+    body = "\n".join(map(_resource, _SCRIPTS))
+    return f'"use strict";\n(() => {{\n{body}}})();'
+
+
 def _resource(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath("web", name).read_text(encoding="utf-8")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.checksums import StoredPart, read_checksums
-from dist_checkpointing.geometry import Box, Ints, split_flat_range
+from dist_checkpointing.geometry import Box, ChunkGrid, Ints, boxes_of_part, ravel_offset
 from dist_checkpointing.index import StoredTensor
 
 _DCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -47,29 +47,27 @@ class MappedTensor:
         return Box.whole(self.shape).num_elements * self.itemsize
 
     @property
+    def grid(self) -> ChunkGrid:
+        """The chunk grid; only for tensors that have one."""
+        assert self.chunk_shape is not None
+        return ChunkGrid(self.shape, self.chunk_shape)
+
+    @property
     def counts(self) -> Ints:
         """Number of chunks along each axis; only for tensors with a chunk grid."""
-        assert self.chunk_shape is not None
-        sizes = zip(self.shape, self.chunk_shape, strict=True)
-        return tuple(-(-extent // chunk) for extent, chunk in sizes)
+        return self.grid.counts
 
     def parts(self) -> Iterator[tuple[tuple[Box, ...], Writers]]:
         """The boxes of every chunk or piece, and who wrote it."""
         boxes: Iterable[tuple[Box, ...]] = self.pieces
         if self.chunk_shape is not None:
             indices = itertools.product(*map(range, self.counts))
-            boxes = ((_chunk_box(index, self.chunk_shape, self.shape),) for index in indices)
+            boxes = ((self.grid.box(index),) for index in indices)
         return zip(boxes, self.writers, strict=True)
 
 
-def _chunk_box(index: Ints, chunk: Ints, shape: Ints) -> Box:
-    offset = tuple(i * c for i, c in zip(index, chunk, strict=True))
-    ends = zip(chunk, shape, offset, strict=True)
-    return Box(offset, tuple(min(c, extent - o) for c, extent, o in ends))
-
-
 @dataclass(frozen=True, slots=True)
-class ChunkMap:
+class CheckpointMap:
     """What a picture is made of.
 
     Attributes:
@@ -83,7 +81,7 @@ class ChunkMap:
     tensors: tuple[MappedTensor, ...]
 
 
-def chunk_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) -> ChunkMap:
+def checkpoint_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) -> CheckpointMap:
     """The map of some tensors, by default of all.
 
     Raises:
@@ -115,21 +113,12 @@ def chunk_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) -> Chun
         )
     backend, version = checkpoint.backend
     path = Path(checkpoint.path).resolve()
-    return ChunkMap(f"{path.parent.name}/{path.name}", f"{backend} {version}", tuple(tensors))
-
-
-def _segments(box: Box, flat: tuple[int, int] | None) -> tuple[Box, ...]:
-    if flat is None:
-        return (box,)
-    return tuple(
-        Box(tuple(a + b for a, b in zip(box.offset, part.offset, strict=True)), part.shape)
-        for part in split_flat_range(box.shape, *flat)
-    )
+    return CheckpointMap(f"{path.parent.name}/{path.name}", f"{backend} {version}", tuple(tensors))
 
 
 def _piece_boxes(stored: StoredTensor) -> Iterator[tuple[Box, ...]]:
     for box, flat in stored.pieces or ():
-        yield _segments(box, flat)
+        yield tuple(boxes_of_part(box, flat))
 
 
 def _by_checksums(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Writers]:
@@ -138,17 +127,10 @@ def _by_checksums(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Wri
     grid = stored.grid
     found: list[set[int]] = [set() for _ in itertools.product(*map(range, grid.counts))]
     for part in parts:
-        for box in _segments(part.box, part.flat_range):
+        for box in boxes_of_part(part.box, part.flat_range):
             for chunk, _ in grid.meeting(box):
-                found[_position(chunk, grid.counts)].add(_rank(part))
+                found[ravel_offset(chunk, grid.counts)].add(_rank(part))
     return [tuple(sorted(ranks)) for ranks in found]
-
-
-def _position(chunk: Ints, counts: Ints) -> int:
-    position = 0
-    for i, count in zip(chunk, counts, strict=True):
-        position = position * count + i
-    return position
 
 
 def _rank(part: StoredPart) -> int:
@@ -166,14 +148,14 @@ def _of_pieces(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Writer
         ranks = exact.get((box, flat))
         if ranks is None:
             # A format may cut what it is given into smaller boxes.
-            own = _segments(box, flat)
+            own = boxes_of_part(box, flat)
             ranks = {
                 _rank(part)
                 for part in parts
                 if any(
                     a.intersect(b) is not None
                     for a in own
-                    for b in _segments(part.box, part.flat_range)
+                    for b in boxes_of_part(part.box, part.flat_range)
                 )
             }
         writers.append(tuple(sorted(ranks)))

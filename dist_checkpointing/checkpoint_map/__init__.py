@@ -5,6 +5,6 @@ makes a web page that explores, ``treemap`` and ``chunk_grid`` lay out a still p
 ``svg`` and ``png`` draw.
 """
 
-from dist_checkpointing.chunk_map.contents import ChunkMap, MappedTensor, chunk_map
+from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor, checkpoint_map
 
-__all__ = ["ChunkMap", "MappedTensor", "chunk_map"]
+__all__ = ["CheckpointMap", "MappedTensor", "checkpoint_map"]

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing.chunk_map import ChunkMap, MappedTensor
-from dist_checkpointing.chunk_map.chunk_grid import grid_picture
-from dist_checkpointing.chunk_map.drawing import Drawing, Label, Rect, palette
-from dist_checkpointing.chunk_map.page import page_data, render_page
-from dist_checkpointing.chunk_map.svg import render_svg
-from dist_checkpointing.chunk_map.treemap import overview, squarify
+from dist_checkpointing.checkpoint_map import CheckpointMap, MappedTensor
+from dist_checkpointing.checkpoint_map.chunk_grid import grid_picture
+from dist_checkpointing.checkpoint_map.drawing import Drawing, Label, Rect, palette
+from dist_checkpointing.checkpoint_map.page import page_data, render_page
+from dist_checkpointing.checkpoint_map.svg import render_svg
+from dist_checkpointing.checkpoint_map.treemap import overview, squarify
 from dist_checkpointing.geometry import Box
 
 EVIL = "a</script><script>alert(1)</script>&<!--\x00\x1b[31m\n\u2028"
@@ -26,9 +26,9 @@ def tensor(key: str, shape: Any, chunk: Any, writers: Any) -> MappedTensor:
     return MappedTensor(key, "float32", 4, shape, chunk, (), tuple(writers))
 
 
-def some_map() -> ChunkMap:
+def some_map() -> CheckpointMap:
     pieces = ((Box((0, 0), (1, 4)), Box((1, 0), (1, 1))), (Box((1, 1), (1, 3)),))
-    return ChunkMap(
+    return CheckpointMap(
         "run/1000",
         "zarr 2",
         (
@@ -109,7 +109,7 @@ def test_the_page_loads_nothing() -> None:
 def test_a_page_of_thousands_stays_small() -> None:
     writers = [(r // 8,) for r in range(64)]
     tensors = tuple(tensor(f"layer.{i}.w", (64, 8), (1, 8), writers) for i in range(5000))
-    assert len(render_page(ChunkMap("c", "zarr 2", tensors))) < 2_000_000
+    assert len(render_page(CheckpointMap("c", "zarr 2", tensors))) < 2_000_000
 
 
 # Pictures.
@@ -169,12 +169,12 @@ def test_the_overview_shows_every_tensor_its_writers_and_a_legend() -> None:
 
 
 def test_an_empty_checkpoint_has_a_picture() -> None:
-    assert "0 tensors" in labels(overview(ChunkMap("c", "zarr 2", ())))[1]
-    render_page(ChunkMap("c", "zarr 2", ()))
+    assert "0 tensors" in labels(overview(CheckpointMap("c", "zarr 2", ())))[1]
+    render_page(CheckpointMap("c", "zarr 2", ()))
 
 
 def one(mapped: MappedTensor) -> Drawing:
-    return grid_picture(ChunkMap("run/1000", "zarr 2", (mapped,)))
+    return grid_picture(CheckpointMap("run/1000", "zarr 2", (mapped,)))
 
 
 def test_a_grid_is_to_scale_and_in_the_colours_of_its_writers() -> None:
@@ -233,7 +233,7 @@ def test_colours_are_distinct() -> None:
 
 def test_a_png_is_as_large_as_the_drawing() -> None:
     pytest.importorskip("matplotlib")
-    from dist_checkpointing.chunk_map.png import render_png
+    from dist_checkpointing.checkpoint_map.png import render_png
 
     drawing = one(tensor("cost $x^2$", (8, 12), (4, 4), [(rank,) for rank in range(6)]))
     data = render_png(drawing)

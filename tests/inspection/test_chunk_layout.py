@@ -11,7 +11,7 @@ from dist_checkpointing import element_types
 from dist_checkpointing.cli.chunk_drawing import draw
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.index import Pieces, StoredTensor
-from dist_checkpointing.inspection.chunk_map import map_chunks
+from dist_checkpointing.inspection.chunk_layout import chunk_layout
 
 FLOAT = element_types.from_name("float32")
 
@@ -39,7 +39,7 @@ def owners(stored: StoredTensor) -> np.ndarray[tuple[int, ...], np.dtype[np.int6
 
 
 def check(stored: StoredTensor) -> None:
-    plane = map_chunks(stored)
+    plane = chunk_layout(stored)
     wanted = owners(stored)
     place: list[int | slice] = [0] * wanted.ndim
     for axis in plane.axes:
@@ -86,7 +86,7 @@ def test_uneven_pieces_and_a_gap() -> None:
 
 
 def drawn(stored: StoredTensor, width: int = 80, marked: tuple[int, ...] = ()) -> str:
-    return "\n".join(draw(map_chunks(stored), width, marked))
+    return "\n".join(draw(chunk_layout(stored), width, marked))
 
 
 def test_a_drawing_of_a_grid() -> None:

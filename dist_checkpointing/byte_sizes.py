@@ -1,4 +1,4 @@
-"""Sizes as people type them."""
+"""Numbers of bytes as people read and type them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ _UNITS = {
     **{f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", 1)},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def bytes_text(count: float) -> str:
+    """``1536`` -> ``1.5 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def parse_bytes(text: str) -> int:

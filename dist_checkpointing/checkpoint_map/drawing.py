@@ -6,7 +6,8 @@ import colorsys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dist_checkpointing.chunk_map.contents import ChunkMap, MappedTensor, Writers
+from dist_checkpointing.byte_sizes import bytes_text
+from dist_checkpointing.checkpoint_map.contents import CheckpointMap, MappedTensor, Writers
 
 INK, SOFT, LINE, GROUP, PAPER, UNKNOWN = (
     "#1c2430", "#5d6878", "#c9d0da", "#eceff4", "#ffffff", "#a9b1bd",
@@ -92,16 +93,7 @@ def fitted(text: str, width: float, size: float = 12.0) -> str:
     return f"{text[:kept]}…" if kept > 2 else ""
 
 
-def bytes_text(count: float) -> str:
-    """``1536`` -> ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def facts_of(chunks: ChunkMap) -> str:
+def facts_of(chunks: CheckpointMap) -> str:
     """One line about all of it."""
     ranks = len(rank_colours(chunks.tensors))
     size = bytes_text(sum(tensor.num_bytes for tensor in chunks.tensors))

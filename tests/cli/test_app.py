@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.cli.app import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, RankFailedError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "mc0.15.3_zarr"
+ROOT = Path(__file__).parents[2]
+Run = Callable[..., Any]
+
+
+def test_one_finding_is_told_in_one_line(dckpt: Run, tmp_path: Path) -> None:
+    finished = dckpt("ls", tmp_path / "nope")
+    assert finished.code == EXIT_BAD_INPUT
+    assert finished.err == (
+        f"error: Checkpoint directory {tmp_path / 'nope'} does not exist: no such folder; "
+        f"file {tmp_path / 'nope'}\n"
+    )
+    (tmp_path / "file").touch()
+    assert "it is a file, not a folder" in dckpt("ls", tmp_path / "file").err
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            CorruptCheckpointError("it is damaged", [Finding("gone", path="p", remedy="Restore.")]),
+            "error: it is damaged: gone; file p. Restore.\n",
+        ),
+        (
+            CorruptCheckpointError("it is damaged", [Finding("gone"), Finding("odd", "k")]),
+            "error: it is damaged\n  - gone\n  - 'k': odd\n",
+        ),
+        (
+            RankFailedError("reading failed", [Finding("no", ranks=(3,))], {3: "a traceback"}),
+            "error: reading failed: no; rank 3\n",
+        ),
+        (FileNotFoundError(2, "No such file", "t.json"), "error: No such file: t.json\n"),
+        (KeyError("no 'w'"), "error: no 'w'\n"),
+        (ValueError("bad"), "error: bad\n"),
+    ],
+)
+def test_errors_of_every_kind(
+    dckpt: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Checkpoint, "open", fails)
+    finished = dckpt("ls", GOLDEN)
+    assert (finished.code, finished.err) == (EXIT_BAD_INPUT, text)
+    with pytest.raises(type(error)):
+        dckpt("ls", GOLDEN, "--debug")
+
+
+@pytest.mark.parametrize("arguments", [["lss"], ["ls"], ["plan", GOLDEN, "--tp", "x"]])
+def test_errors_of_usage_are_those_of_typer(dckpt: Run, arguments: list[Any]) -> None:
+    finished = dckpt(*arguments)
+    assert finished.code == EXIT_BAD_INPUT
+    assert finished.err.startswith("Usage:")
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_one_line() -> None:
+    code = f"""
+import os, signal
+from dist_checkpointing.cli import app, ls
+ls.Checkpoint.open = lambda *_, **__: os.kill(os.getpid(), {int(signal.SIGINT)})
+app.main()
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", code, "ls", str(GOLDEN)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert finished.returncode == EXIT_INTERRUPTED
+    assert finished.stderr == "error: interrupted\n"
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_is_no_failure() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    finished = subprocess.run(
+        [sys.executable, "-m", "dist_checkpointing", "ls", str(GOLDEN)],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=60,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    os.close(writing)
+    assert (finished.returncode, finished.stderr) == (0, b"")
