@@ -242,8 +242,9 @@ def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut], tp: int) -> None:
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
             size = bytes_text(sum(opened.index[key].num_bytes for key in keys))
+            why = f"{reason.value} by {tp}" if reason is Reason.NOT_DIVISIBLE else reason.value
             out.print(
-                f"whole on every rank, {reason.value}: {counted(len(keys), 'tensor')}, {size}",
+                f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}",
                 style="yellow" if reason is Reason.NOT_DIVISIBLE else None,
             )
             _show_keys(sorted(keys, key=lambda key: -opened.index[key].num_bytes))

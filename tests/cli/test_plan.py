@@ -339,6 +339,7 @@ def test_a_model_of_unknown_names_is_cut_as_it_was_saved(tmp_path: Path) -> None
     assert "cut along axis 1, as it was when saved: 2 tensors" in text
     assert "whole on every rank, as it was when saved: 1 tensor, 12 B" in text
     assert "--shard" not in text
+    assert "not divisible by 3: 2 tensors" in invoke(folder, "--tp", 3)
 
 
 def test_where_nothing_says_how_to_cut_there_is_an_example(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, save
+from dist_checkpointing.cli import columns
 from dist_checkpointing.cli.app import app
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.options import StorageOptions
@@ -203,6 +204,17 @@ def test_on_the_checkpoints_of_megatron(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(after[key][...], tensor) for key, tensor in kept.items())
     assert after.common.keys() == before.common.keys()
     assert after.objects.keys() == before.objects.keys()
+
+
+def test_long_keys_are_not_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "optimizer.state." + ".".join(["a_long_name"] * 12)
+    data = {long: ShardedTensor.from_rank_offsets(long, torch.ones(3))}
+    save(data, tmp_path / "c", "tensorstore")
+    monkeypatch.setattr(columns, "terminal_width", lambda: 80)
+    _, key, facts, *_ = invoke(tmp_path / "c", "optimizer", "--dry-run").splitlines()
+    assert key == long
+    assert facts.split() == ["1", "float32", "3", "12", "B"]
+    assert len(facts) <= 80
 
 
 # Asking.
