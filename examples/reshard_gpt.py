@@ -104,7 +104,7 @@ def _commands(checkpoint: Path, last_step: int) -> str:
         f"{dckpt} show {checkpoint} {key} --slice '0,:4,:8'",
         f"{dckpt} stats {checkpoint} --scan",
         f"{dckpt} verify {checkpoint}",
-        f"{dckpt} plan {checkpoint} --tp 8 --shard 'qkv|gate|up=1' --shard 'out|down=2'",
+        f"{dckpt} plan {checkpoint} --tp 8",
         f"{dckpt} map {checkpoint} -o {out / 'map.html'}",
         f"{dckpt} convert {checkpoint} {out / 'zarr'} --to zarr",
         f"{dckpt} diff {checkpoint} {out / 'zarr'}",
