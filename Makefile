@@ -53,5 +53,5 @@ docs: $(DOCS_READY)
 	@echo "open $(CURDIR)/site/index.html"
 
 clean:
-	rm -rf .venv demo-output build site dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv bench-output demo-output build site dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
