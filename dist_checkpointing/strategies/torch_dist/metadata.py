@@ -126,6 +126,7 @@ _KNOWN = _METADATA_CLASSES | {
     (_SHARDS, "MEM_FORMAT_ENCODING"),
     (_MEGATRON, "MCoreSavePlan"),
     ("torch.serialization", "_get_layout"),
+    ("builtins", "getattr"),  # how Python 3.11.0 to 3.11.3 names a member of an enum; never called
     *(
         (module, name)
         for module in ("pathlib", "pathlib._local")
