@@ -4,6 +4,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
+    from dist_checkpointing import interop as interop  # noqa: PLC0414 - a name to export
     from dist_checkpointing.async_saver import AsyncSaver
     from dist_checkpointing.async_saving import async_save
     from dist_checkpointing.checkpoint import Checkpoint
@@ -122,14 +123,16 @@ _NAMES_BY_MODULE = {
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 
-def __getattr__(name: str) -> typing.Any:
-    if name == "interop":
-        return importlib.import_module(f"{__name__}.interop")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+if not typing.TYPE_CHECKING:
+    # Unseen by type checkers, which then know every name that there is, and no other.
+    def __getattr__(name: str) -> typing.Any:
+        if name == "interop":
+            return importlib.import_module(f"{__name__}.interop")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -119,7 +119,7 @@ def test_what_plain_dcp_writes_loads_in_any_cut(
                     assert_same_bits(tensor, data_of(shard), f"{name} {cut.__name__}")
 
     run_ranks(world_size, load_rank)
-    tensors = dc.dc.load_plain_tensors(tmp_path)
+    tensors = dc.load_plain_tensors(tmp_path)
     assert tensors.keys() == {f"model.{key}" for key in PLAIN}
     for key, tensor in PLAIN.items():
         assert_same_bits(tensors[f"model.{key}"], tensor.contiguous(), key)
@@ -151,7 +151,7 @@ def test_conjugate_and_negative_views_load_as_what_they_stand_for(tmp_path: Path
     assert stored["negative"].is_neg()
     dcp_save(stored, tmp_path)
     for key, tensor in stored.items():
-        assert torch.equal(dc.dc.load_plain_tensors(tmp_path)[key], tensor)
+        assert torch.equal(dc.load_plain_tensors(tmp_path)[key], tensor)
         part = ShardedTensor.from_rank_offsets(
             key, torch.empty(3, 4, dtype=tensor.dtype), (0, 1, 2)
         )
@@ -423,14 +423,14 @@ def test_a_save_that_did_not_end_is_not_taken_for_one_of_plain_dcp(tmp_path: Pat
     assert (tmp_path / ".metadata").exists()
     assert not dc.check_is_distributed_checkpoint(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="never committed"):
-        dc.dc.load_plain_tensors(tmp_path)
+        dc.load_plain_tensors(tmp_path)
 
 
 def test_a_save_of_megatron_that_did_not_end_is_not_either(tmp_path: Path) -> None:
     dcp_save({"w": torch.ones(2)}, tmp_path)
     torch.save({}, tmp_path / "common.pt")
     with pytest.raises(CheckpointNotFoundError):
-        dc.dc.load_plain_tensors(tmp_path)
+        dc.load_plain_tensors(tmp_path)
 
 
 def test_a_tensor_named_like_a_cell_is_refused(tmp_path: Path) -> None:
@@ -488,7 +488,7 @@ def test_a_crc_is_written_if_torch_save_would(tmp_path: Path, *, enabled: bool) 
         data = (tmp_path / place.file).read_bytes()[place.offset : place.offset + place.length]
         with zipfile.ZipFile(BytesIO(data)) as archive:
             assert (archive.testzip() is None) == enabled
-    assert_same_bits(dc.dc.load_plain_tensors(tmp_path)["w"], full, "w")
+    assert_same_bits(dc.load_plain_tensors(tmp_path)["w"], full, "w")
 
 
 def test_several_threads_fill_several_files(
@@ -500,7 +500,7 @@ def test_several_threads_fill_several_files(
     state = {k: whole(k, t) for k, t in tensors.items()}
     save(state, tmp_path, TorchDistSaveShardedStrategy(options=options))
     assert {p.name for p in tmp_path.glob("*.distcp")} == {f"__0_{i}.distcp" for i in range(3)}
-    loaded = dc.dc.load_plain_tensors(tmp_path)
+    loaded = dc.load_plain_tensors(tmp_path)
     through_dcp = {key: poisoned(tensor) for key, tensor in tensors.items()}
     dcp_load(through_dcp, tmp_path)
     for key, tensor in tensors.items():
