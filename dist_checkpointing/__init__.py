@@ -4,7 +4,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from dist_checkpointing import interop as interop  # noqa: PLC0414 - a name to export
+    from dist_checkpointing import interop as interop
     from dist_checkpointing.async_saver import AsyncSaver
     from dist_checkpointing.async_saving import async_save
     from dist_checkpointing.checkpoint import Checkpoint
