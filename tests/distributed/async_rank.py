@@ -111,6 +111,10 @@ def with_processes(root: Path, rank: int, world_size: int) -> dict[str, Any]:
             assert worker is not None
             assert worker.pid is not None
             if dies:
+                while handle.progress.phase != "writing":
+                    time.sleep(0.01)
+                # The job is on its way: a worker that is dead before is just replaced.
+                time.sleep(2)
                 os.kill(pid, signal.SIGKILL)
             try:
                 handle.result(60)
