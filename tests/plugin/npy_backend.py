@@ -3,6 +3,7 @@
 import io
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ from dist_checkpointing.index import Index
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+
+
+# numpy parses headers as Python, which CPython before 3.11.4 may do in one thread at a time only.
+_ONE_PARSER = Lock()
 
 
 def npy_path(folder: Path, key: str, offset: object, flat: tuple[int, int] | None) -> Path:
@@ -43,7 +48,8 @@ class NpyReader(StorageReader):
             where, window = item.storage_index, item.storage
             tensor = self.index[where.fqn]
             flat = tensor.pieces[where.index or 0][1] if tensor.pieces else None
-            values = np.load(npy_path(self.checkpoint_dir, where.fqn, where.offset, flat))
+            with _ONE_PARSER:
+                values = np.load(npy_path(self.checkpoint_dir, where.fqn, where.offset, flat))
             if flat is not None:
                 values = values[window.start :][: window.array_size].reshape(window.shape)
             part = values[(*window.box.slices(), ...)].view(tensor.dtype.numpy)
