@@ -14,7 +14,6 @@ from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePla
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 
-
 # numpy parses headers as Python, which CPython before 3.11.4 may do in one thread at a time only.
 _ONE_PARSER = Lock()
 
