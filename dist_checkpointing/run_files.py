@@ -58,9 +58,9 @@ class RunFiles:
         """Every step that has a folder, newest first."""
         if not self.root.is_dir():
             return []
-        found = [(_FOLDER.fullmatch(path.name), path) for path in self.root.iterdir()]
-        steps = [int(match[1]) for match, path in found if match is not None and path.is_dir()]
-        return sorted((s for s in steps if self.folder(s).is_dir()), reverse=True)
+        found = (_FOLDER.fullmatch(path.name) for path in self.root.iterdir())
+        steps = {int(match[1]) for match in found if match is not None}
+        return sorted((step for step in steps if self.folder(step).is_dir()), reverse=True)
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
