@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.commit import (
     attempt_of,
     check_is_distributed_checkpoint,
     remove_checkpoint,
 )
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.loading import open_checkpoint
 from dist_checkpointing.options import Durability
 from dist_checkpointing.retention import Retention
 from dist_checkpointing.run_record import (
@@ -26,6 +26,7 @@ from dist_checkpointing.run_record import (
     read_record,
     write_record,
 )
+from dist_checkpointing.serialization import remove_sharded_tensors
 from dist_checkpointing.store import check_room
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class RunFiles:
         """What cannot be deleted must not end a training: the next pass tries again."""
         try:
             work(step)
-        except (OSError, CheckpointingException, NotImplementedError) as error:
+        except (OSError, CheckpointingException) as error:
             logger.warning("retention could not deal with step %d: %s", step, error)
 
     def _is_own(self, record: RunRecord, step: int) -> bool:
@@ -172,7 +173,7 @@ class RunFiles:
     def _strip(self, step: int) -> None:
         prefix = self._retention.optimizer_prefix
         folder = self.folder(step)
-        open_checkpoint(folder).sharded.remove_sharded_tensors(folder, prefix)
+        remove_sharded_tensors(folder, prefix, comm=SingleProcess())
         self._change(step, lambda known: replace(known, stripped=True))
 
     def _change(self, step: int, change: Callable[[StepRecord], StepRecord]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.commit import check_is_distributed_checkpoint, read_config
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
-from dist_checkpointing.loading import common_reader, load, open_checkpoint
+from dist_checkpointing.loading import LoadStrategies, common_reader, load, open_checkpoint
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.removal import PlannedRemoval, only_one_removal
 from dist_checkpointing.saving import CONTENT_METADATA_KEY, save
@@ -121,13 +123,17 @@ def remove_sharded_tensors(
 
     A crash in between leaves a checkpoint with the tensors or without them, never with damaged
     ones.
+
+    Raises:
+        UnsupportedFormatError: if tensors cannot be removed from this backend.
+        CheckpointExistsError: if another removal is going on.
     """
     comm = default_comm() if comm is None else comm
     with comm.agreed("removing tensors"):
         if comm.rank == 0:
-            strategy = open_checkpoint(checkpoint_dir).sharded
-            with only_one_removal(Path(checkpoint_dir)):
-                strategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+            found = open_checkpoint(checkpoint_dir)
+            with only_one_removal(Path(checkpoint_dir)), _removing(found, checkpoint_dir):
+                found.sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 
 def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
@@ -137,8 +143,15 @@ def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> Pla
         UnsupportedFormatError: if tensors cannot be removed from this backend.
     """
     found = open_checkpoint(checkpoint_dir)
-    try:
+    with _removing(found, checkpoint_dir):
         return found.sharded.plan_removal(checkpoint_dir, key_prefix)
+
+
+@contextmanager
+def _removing(found: LoadStrategies, checkpoint_dir: str | PathLike[str]) -> Iterator[None]:
+    """Say in words what a strategy that does not remove tensors says with NotImplementedError."""
+    try:
+        yield
     except NotImplementedError:
         finding = Finding(
             "its strategy does not remove tensors",

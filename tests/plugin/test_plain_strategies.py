@@ -19,10 +19,12 @@ from dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+    UnsupportedFormatError,
     async_save,
     check_is_distributed_checkpoint,
     load,
     load_sharded_metadata,
+    remove_sharded_tensors,
     save,
     verify_checkpoint,
 )
@@ -335,6 +337,16 @@ class TestAsync:
         request = AsyncRequest(run, (1, None, 3), [], {"k": 4}, lambda: 2)
         request.execute_sync()
         assert seen == [(1, 2, 3, {"k": 4})]
+
+
+def test_removing_says_that_the_strategy_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(default_strategies["load_sharded"], ("plain", 1), PlainLoad())
+    save({"w": shard("w", torch.ones(2))}, tmp_path, PlainSave("plain", 1))
+    with pytest.raises(UnsupportedFormatError, match="cannot be removed"):
+        remove_sharded_tensors(tmp_path, "w")
+    assert Checkpoint.open(tmp_path)["w"][:].tolist() == [1, 1]
 
 
 def test_a_checkpoint_is_opened_without_a_planner(
