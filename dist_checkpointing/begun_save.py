@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,10 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from dist_checkpointing import seal
 from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.commit import Attempt, CheckpointingConfig, check_distinct
+from dist_checkpointing.commit import (
+    ATTEMPT_NAME,
+    Attempt,
+    CheckpointingConfig,
+    check_distinct,
+    is_in_attempt,
+)
 from dist_checkpointing.common_state import compare_common_state
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -32,7 +40,8 @@ from dist_checkpointing.options import Durability
 from dist_checkpointing.partition import Partition, partition
 from dist_checkpointing.planned_save import PlanCache, PlannedSave
 from dist_checkpointing.progress import Meter
-from dist_checkpointing.storage import StorageWriter
+from dist_checkpointing.seal import SEAL_NAME, SealedFile, write_seal
+from dist_checkpointing.storage import Finished, StorageWriter
 from dist_checkpointing.strategies.base import (
     PlannedSaveStrategy,
     SaveCommonStrategy,
@@ -108,6 +117,21 @@ class Work:
         return CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
 
 
+@dataclass(frozen=True, slots=True)
+class _Claimed:
+    """What rank 0 has claimed.
+
+    Attributes:
+        attempt: name of the attempt.
+        folder: absolute path of the checkpoint on rank 0.
+        config: what will be committed.
+    """
+
+    attempt: str
+    folder: str
+    config: CheckpointingConfig
+
+
 class BegunSave:
     """A save of which only the writing and the commit are left. One object a rank.
 
@@ -116,6 +140,7 @@ class BegunSave:
         planned: the plan, of a planned strategy.
         meter: counts what is done.
         rank: whose object it is.
+        finished: what the ranks have written, on rank 0, once that is complete.
     """
 
     def __init__(
@@ -131,31 +156,46 @@ class BegunSave:
         self.work, self.planned, self.meter = work, planned, meter
         self._request, self._objects = request, objects
         self._attempt: Attempt | None = None
+        self._attempt_id = ""
+        self.finished = Finished()
         if work.writer is not None:
             work.writer.report = meter.add
 
     @property
-    def attempt_id(self) -> str | None:
-        """Name of the attempt, on rank 0."""
-        return None if self._attempt is None else self._attempt.id
+    def attempt_id(self) -> str:
+        """Name of the attempt, the same on every rank."""
+        return self._attempt_id
 
     def claim(self, comm: Comm) -> None:
         """Take possession of the folder. Collective. ``secure`` must follow."""
-        with comm.agreed("claiming the folder"):
-            if comm.rank == 0:
-                self._attempt = _claim(
-                    self.work, self.planned, self._objects, self._request, comm.world_size
-                )
+        claimed = comm.from_rank0("claiming the folder", lambda: self._claim(comm.world_size))
+        self._attempt_id = claimed.attempt
+        self._claimed = claimed
+
+    def _claim(self, world_size: int) -> _Claimed:
+        work = self.work
+        attempt = _claim(work, self.planned, self._objects, self._request, world_size)
+        self._attempt = attempt
+        return _Claimed(attempt.id, str(work.folder.absolute()), work.config)
 
     def secure(self, comm: Comm) -> None:
-        """Make durable what a crash must not lose, before a byte is written. Collective."""
+        """Make durable what a crash must not lose, before a byte is written. Collective.
+
+        Every rank proves that it stands in the folder that rank 0 has claimed, and writes the same
+        format.
+
+        Raises:
+            CheckpointingException: naming the ranks that do not.
+        """
         with comm.agreed("claiming the folder"):
             if self._attempt is not None:
                 self._attempt.secure()
+            else:
+                _require_same(self.work, self._claimed, comm.rank)
 
     def write_common(
         self, common: CommonStateDict, objects: ShardedStateDict | None, *, is_coordinator: bool
-    ) -> None:
+    ) -> list[SealedFile]:
         """Write this rank's part of what the sharded strategy does not take. Not collective.
 
         Args:
@@ -164,10 +204,12 @@ class BegunSave:
             is_coordinator: whether this is rank 0.
         """
         work = self.work
+        files: list[SealedFile] = []
         if is_coordinator:
-            work.common_writer.save_common(common, work.folder)
+            files += work.common_writer.save_common(common, work.folder) or ()
         if objects is not None:
-            work.common_writer.save_sharded_objects(objects, work.folder)
+            files += work.common_writer.save_sharded_objects(objects, work.folder) or ()
+        return files
 
     def forget_state(self) -> None:
         """Let go of the caller's state dict, of which everything has been copied."""
@@ -179,8 +221,21 @@ class BegunSave:
         """Turn what was written into a checkpoint. Collective."""
         with self.meter.phase("committing"), comm.agreed("committing"):
             if self._attempt is not None:
+                self._seal(self._attempt)
                 self._attempt.commit(self.work.config)
         self.meter.log()
+
+    def _seal(self, attempt: Attempt) -> None:
+        # What a strategy of somebody else creates is not known: all that lies there is sealed.
+        created = attempt.creates if self.planned is not None else None
+        write_seal(
+            self.work.folder,
+            self.work.config,
+            self.finished.files,
+            tables=self.finished.tables,
+            created=created,
+            durability=self.work.durability,
+        )
 
     def give_up(self, error: BaseException) -> None:
         """Clear away what was written, if all ranks have stopped; else leave it to the next save.
@@ -266,13 +321,41 @@ def _claim(
     """Take possession of the folder, on rank 0."""
     if request.before_claim is not None:
         request.before_claim(None if planned is None else planned.index)
-    names = [*work.common_writer.created_names(sorted(set(objects.key_column)))]
+    names = [SEAL_NAME, *work.common_writer.created_names(sorted(set(objects.key_column)))]
     if planned is not None and work.writer is not None:
         names += work.writer.created_names(planned.index, world_size=world_size)
     _refuse_clashes(names, objects, planned)
     return Attempt.begin(
         work.folder, names, overwrite=request.overwrite, durability=work.durability
     )
+
+
+def _require_same(work: Work, claimed: _Claimed, rank: int) -> None:
+    """Refuse a rank that writes another format, or into another folder, than rank 0."""
+    if work.config != claimed.config:
+        finding = Finding(
+            "ranks save in different formats",
+            expected=f"{claimed.config}, as on rank 0",
+            found=work.config,
+            ranks=(rank,),
+            remedy="Pass the same strategies on every rank.",
+        )
+        raise CheckpointingException("the ranks do not save the same checkpoint", [finding])
+    deadline, pause = time.monotonic() + seal.VISIBLE_SECONDS, 0.001
+    while not is_in_attempt(work.folder, claimed.attempt):
+        if time.monotonic() > deadline:
+            finding = Finding(
+                "this rank does not see the folder that rank 0 has claimed",
+                expected=f"{claimed.folder}, as on rank 0",
+                found=str(work.folder.absolute()),
+                ranks=(rank,),
+                path=str(work.folder / ATTEMPT_NAME),
+                remedy="Save to a file system that all ranks share, under the same path.",
+            )
+            raise CheckpointingException("the ranks do not save into one folder", [finding])
+        # A network file system may show a new file a little later.
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
 
 
 def _check_data(parts: Partition) -> None:

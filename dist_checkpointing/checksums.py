@@ -1,18 +1,18 @@
 """One hash for each part that a rank wrote, kept beside the index and read only to verify.
 
 A hash covers the values of a write item in C order, whatever the format makes of them on disk, so
-one file format and one way to verify serve every backend.
+one table format and one way to verify serve every backend. Rows are sorted by key and cut into
+tables of a limited size, so that a rank opens only the tables that speak of what it loads.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import zipfile
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +20,33 @@ import xxhash
 
 from dist_checkpointing import store
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.geometry import Box
+from dist_checkpointing.geometry import Box, Ints
 
 if TYPE_CHECKING:
-    # It imports torch, which whoever only reads does without.
+    # It imports torch, which a process that only lists does without.
     from dist_checkpointing.catalog import ShardTable
 
 CHECKSUMS_NAME = ".dckpt/checksums"
-_COLUMNS = ("keys", "ndim", "offsets", "shapes", "flat", "digests")
-_MAX_BYTES = 1 << 36
+_SUFFIX: Final = ".bin"
+_MAGIC: Final = b"DCKPTSUM"
+_VERSION: Final = 1
+_HEAD: Final = struct.Struct("<8sIIQI")
+"""Magic, version, bytes of the names, rows, axes."""
+_DIGEST_BYTES: Final = 16
+_MAX_TABLE_BYTES: Final = 1 << 31
+_MAX_AXES: Final = 1 << 10
+_ROWS_A_TABLE: Final = 1 << 16
 
 
 def checksum(array: npt.NDArray[Any]) -> int:
     """xxh3_64 of the elements of a C-contiguous array."""
+    return checksum_of_bytes(memoryview(array.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+
+
+def checksum_of_bytes(data: bytes | memoryview) -> int:
+    """xxh3_64 of bytes."""
     digest = xxhash.xxh3_64()
-    digest.update(memoryview(array.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+    digest.update(data)  # unlike the one-shot function it lets other threads run
     return digest.intdigest()
 
 
@@ -59,65 +71,164 @@ class StoredPart:
         return self.flat_range[1] - self.flat_range[0]
 
 
-def write_checksums(
-    folder: Path, rank: int, table: ShardTable, digests: Sequence[int | None]
-) -> Path | None:
-    """Write what one rank has to say about the rows of its table; None if it is nothing.
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A cell of a sharded object that lies among the tensors, with the hash of its bytes.
 
-    Not durable by itself.
+    Attributes:
+        key: key of the object.
+        cell: position of the cell in the grid of the object.
+        digest: xxh3_64 of the stored bytes.
+        rank: rank that wrote it.
     """
-    rows = np.array([row for row, digest in enumerate(digests) if digest is not None], dtype=int)
-    if not len(rows):
-        return None
-    kept = table.take(rows)
-    buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        names=np.frombuffer(json.dumps(kept.names).encode(), dtype=np.uint8),
-        keys=kept.keys,
-        ndim=kept.ndim,
-        offsets=kept.offsets,
-        shapes=kept.shapes,
-        flat=kept.flat,
-        digests=np.array([digests[row] for row in rows.tolist()], dtype=np.uint64),
-    )
-    path = folder / CHECKSUMS_NAME / f"{rank}.npz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(buffer.getvalue())
-    return path
+
+    key: str
+    cell: Ints
+    digest: int
+    rank: int
 
 
-def read_checksums(folder: Path) -> list[StoredPart]:
-    """Everything that all ranks have said.
+@dataclass(frozen=True, slots=True)
+class ChecksumTable:
+    """The rows of one or more tables."""
 
-    Raises:
-        CorruptCheckpointError: if a file is not what it should be.
+    parts: tuple[StoredPart, ...] = ()
+    objects: tuple[StoredObject, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """A table as a file.
+
+    Attributes:
+        name: path relative to the checkpoint.
+        data: content of the file.
+        first_key: smallest key in it.
+        last_key: largest key in it.
     """
-    return [part for path in checksum_files(folder) for part in read_checksum_file(path)]
+
+    name: str
+    data: bytes
+    first_key: str
+    last_key: str
+
+
+def make_tables(rows: ShardTable, digests: npt.NDArray[np.uint64]) -> list[TableFile]:
+    """The tables for what all ranks wrote.
+
+    Args:
+        rows: parts and objects, sorted by key.
+        digests: hash of each row.
+    """
+    tables = []
+    for number, start in enumerate(range(0, len(rows), _ROWS_A_TABLE)):
+        span = slice(start, start + _ROWS_A_TABLE)
+        kept = rows.take(span)
+        keys = kept.key_column
+        name = f"{CHECKSUMS_NAME}/{number:05d}{_SUFFIX}"
+        tables.append(TableFile(name, _to_bytes(kept, digests[span]), keys[0], keys[-1]))
+    return tables
+
+
+def _to_bytes(rows: ShardTable, digests: npt.NDArray[np.uint64]) -> bytes:
+    used, keys = np.unique(rows.keys, return_inverse=True)
+    names = json.dumps([rows.names[position] for position in used.tolist()]).encode()
+    columns: list[npt.NDArray[Any]] = [
+        keys.astype("<u4"),
+        rows.ranks.astype("<u4"),
+        rows.ndim.astype("<u4"),
+        rows.is_object.astype("<u4"),
+        rows.offsets.astype("<i8"),
+        rows.shapes.astype("<i8"),
+        rows.flat.astype("<i8"),
+        digests.astype("<u8"),
+    ]
+    head = _HEAD.pack(_MAGIC, _VERSION, len(names), len(rows), rows.max_ndim)
+    body = b"".join([head, names, *(column.tobytes() for column in columns)])
+    return body + xxhash.xxh3_128_digest(body)
 
 
 def checksum_files(folder: Path) -> list[Path]:
-    """The files of all ranks that kept checksums."""
-    return sorted((folder / CHECKSUMS_NAME).glob("*.npz"))
+    """The tables of a checkpoint, in the order of their keys."""
+    return sorted((folder / CHECKSUMS_NAME).glob(f"*{_SUFFIX}"))
 
 
-def read_checksum_file(path: Path) -> list[StoredPart]:
-    """Everything that one rank has said.
+def read_checksums(folder: Path) -> list[StoredPart]:
+    """Everything that was noted about the tensors of a checkpoint.
+
+    Raises:
+        CorruptCheckpointError: if a table is not what it should be.
+    """
+    return [part for path in checksum_files(folder) for part in read_table(path).parts]
+
+
+def read_table(path: Path) -> ChecksumTable:
+    """The rows of one table.
 
     Raises:
         CorruptCheckpointError: if the file is not what it should be.
+        OSError: if it cannot be read.
     """
-    parts: list[StoredPart] = []
+    return parse_table(store.read_bytes(path, _MAX_TABLE_BYTES), str(path))
+
+
+def parse_table(data: bytes, path: str) -> ChecksumTable:
+    """The rows of the table with this content.
+
+    Raises:
+        CorruptCheckpointError: if it is not what it should be.
+    """
     try:
-        rank = int(path.stem)
-        with np.load(io.BytesIO(store.read_bytes(path, _MAX_BYTES))) as content:
-            names = json.loads(content["names"].tobytes())
-            columns = [content[name].tolist() for name in _COLUMNS]
-        for key, ndim, offset, shape, flat, digest in zip(*columns, strict=True):
+        return _rows(data)
+    except (ValueError, IndexError, TypeError, struct.error) as error:
+        finding = Finding(
+            f"{type(error).__name__}: {error}",
+            path=path,
+            remedy="Load without verify, or use another checkpoint.",
+        )
+        raise CorruptCheckpointError("checksums cannot be read", [finding]) from error
+
+
+def _rows(data: bytes) -> ChecksumTable:
+    magic, version, names_size, rows, width = _HEAD.unpack_from(data)
+    if magic != _MAGIC:
+        raise ValueError("not a table of checksums")
+    if version != _VERSION:
+        raise ValueError(f"version {version} of the table is not known")
+    widths = (1, 1, 1, 1, width, width, 2, 1)
+    dtypes = ("<u4", "<u4", "<u4", "<u4", "<i8", "<i8", "<i8", "<u8")
+    row_bytes = sum(n * np.dtype(dtype).itemsize for n, dtype in zip(widths, dtypes, strict=True))
+    size = _HEAD.size + names_size + rows * row_bytes
+    if width > _MAX_AXES or size + _DIGEST_BYTES != len(data):
+        raise ValueError(f"{len(data)} bytes, where {size + _DIGEST_BYTES} are expected")
+    if xxhash.xxh3_128_digest(data[:size]) != data[size:]:
+        raise ValueError("the checksum of the table itself differs")
+    names = store.parse_json(data[_HEAD.size : _HEAD.size + names_size])
+    position = _HEAD.size + names_size
+    columns: list[list[Any]] = []
+    for count, dtype in zip(widths, dtypes, strict=True):
+        column = np.frombuffer(data, dtype, rows * count, position)
+        columns.append((column if count == 1 else column.reshape(rows, count)).tolist())
+        position += rows * count * np.dtype(dtype).itemsize
+    if width == 1:
+        # A column of one axis comes out flat.
+        columns[4], columns[5] = ([[value] for value in column] for column in columns[4:6])
+    parts: list[StoredPart] = []
+    objects: list[StoredObject] = []
+    for key, rank, ndim, is_object, offset, shape, flat, digest in zip(*columns, strict=True):
+        if is_object:
+            objects.append(StoredObject(names[key], tuple(offset[:ndim]), digest, rank))
+        else:
             box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
             flat_range = None if flat[0] < 0 else (flat[0], flat[1])
             parts.append(StoredPart(names[key], box, flat_range, digest, rank))
-    except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile) as error:
-        finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
-        raise CorruptCheckpointError("checksums cannot be read", [finding]) from error
-    return parts
+    return ChecksumTable(tuple(parts), tuple(objects))
+
+
+def joined(tables: Iterable[ChecksumTable]) -> ChecksumTable:
+    """The rows of several tables."""
+    rows: Sequence[ChecksumTable] = list(tables)
+    return ChecksumTable(
+        tuple(part for table in rows for part in table.parts),
+        tuple(cell for table in rows for cell in table.objects),
+    )

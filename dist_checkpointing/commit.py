@@ -137,6 +137,15 @@ def number_of_save(checkpoint_dir: str | os.PathLike[str]) -> int:
     return xxhash.xxh3_64_intdigest(start) >> 2
 
 
+def is_in_attempt(folder: Path, attempt: str) -> bool:
+    """Whether the last save that began in a folder is this one."""
+    path = folder / ATTEMPT_NAME
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(_ATTEMPT_START_BYTES) == f'{{"attempt":"{attempt}"'.encode()
+
+
 class Attempt:
     """One try to write a checkpoint; only rank 0 has one.
 
@@ -217,6 +226,11 @@ class Attempt:
             _let_go(file, os.getpid())
             raise
         return attempt
+
+    @property
+    def creates(self) -> tuple[str, ...]:
+        """Relative names of the files and folders that the save makes."""
+        return self._creates
 
     def _record(self) -> None:
         content = {"attempt": self.id, "creates": self._creates}

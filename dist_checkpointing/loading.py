@@ -25,6 +25,7 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.partition import Partition, partition
 from dist_checkpointing.progress import Meter, ProgressCallback
+from dist_checkpointing.seal import read_seal
 from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -33,7 +34,7 @@ from dist_checkpointing.strategies.base import (
 )
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, handles_objects, select
-from dist_checkpointing.strategies.verification import verify_parts
+from dist_checkpointing.strategies.verification import Wanted, verify_wanted
 from dist_checkpointing.template import Cast, StoredTensors, compare, handle_strictly, with_memory
 from dist_checkpointing.tree import Path as TreePath
 from dist_checkpointing.tree import value_at
@@ -165,7 +166,9 @@ def load(
         cast: what to do where stored and wanted dtype differ: raise ("error"), convert if no
             value can change ("widen"), or convert always ("any").
         trusted: unpickle anything in common state and objects. Lets the checkpoint run any code.
-        verify: first read every stored part that is wanted once more and compare its checksum.
+        verify: first read everything that is wanted once more and compare it with the seal and the
+            checksums of the save. What they do not speak of is an error. A checkpoint without a
+            seal is verified as far as its checksums go, with a warning.
         progress: called with a Progress, from any thread, whenever there is something to report.
 
     Returns:
@@ -217,8 +220,8 @@ def load(
             path: with_memory(leaf, stored) for path, leaf in wanted.items()
         }
     if verify:
-        with meter.phase("verifying"), comm.agreed("verifying checksums"):
-            verify_parts(list(wanted.values()), found.sharded, Path(checkpoint_dir), index, meter)
+        cells = list(wanted_objects.values())
+        _verify(Wanted(list(wanted.values()), cells), found, checkpoint_dir, index, meter, comm)
     loaded: dict[TreePath, Any] = {}
     if handles_objects(found.sharded):
         leaves |= {path: leaf.without_data() for path, leaf in wanted_objects.items()}
@@ -238,6 +241,22 @@ def load(
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected
     return state_dict
+
+
+def _verify(
+    wanted: Wanted,
+    found: LoadStrategies,
+    checkpoint_dir: str | PathLike[str],
+    index: Index | None,
+    meter: Meter,
+    comm: Comm,
+) -> None:
+    folder = Path(checkpoint_dir)
+    with meter.phase("verifying"):
+        # One rank reads it, as thousands of ranks would wait for each other at one file.
+        seal = comm.from_rank0("reading the seal", lambda: read_seal(folder))
+        with comm.agreed("verifying checksums"):
+            verify_wanted(wanted, found.sharded, found.common, folder, index, seal, meter)
 
 
 def _require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) -> None:

@@ -14,6 +14,7 @@ from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.planned_save import PlanCache
 from dist_checkpointing.progress import Meter, ProgressCallback
+from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.staged_save import stage
 from dist_checkpointing.staging import StagingBuffers
 from dist_checkpointing.strategies.async_calls import AsyncRequest
@@ -127,10 +128,10 @@ def _require_async(strategy: SaveShardedStrategy) -> None:
         raise CheckpointingException(f"Cannot apply async_save to non-async strategy {strategy}")
 
 
-def _write_common(begun: BegunSave) -> None:
+def _write_common(begun: BegunSave) -> list[SealedFile]:
     work = begun.work
     objects = work.parts.nested(work.by_common) if work.by_common else None
-    begun.write_common(work.common, objects, is_coordinator=begun.rank == 0)
+    return begun.write_common(work.common, objects, is_coordinator=begun.rank == 0)
 
 
 def _write(begun: BegunSave, comm: Comm) -> None:
@@ -139,10 +140,10 @@ def _write(begun: BegunSave, comm: Comm) -> None:
     with begun.meter.phase("writing"):
         begun.meter.expect(0 if planned is None else planned.plan.num_bytes)
         with comm.agreed("writing the common state"):
-            _write_common(begun)
+            files = _write_common(begun)
         if planned is not None and work.writer is not None:
             assert isinstance(work.strategy, PlannedSaveStrategy)
-            work.strategy.write(planned, work.writer, comm)
+            begun.finished = work.strategy.write(planned, work.writer, comm, files)
             return
         with comm.agreed("writing"):
             work.strategy.save(work.parts.nested(work.by_strategy), work.folder)

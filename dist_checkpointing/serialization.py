@@ -15,6 +15,7 @@ from dist_checkpointing.loading import LoadStrategies, common_reader, load, open
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.removal import PlannedRemoval, only_one_removal
 from dist_checkpointing.saving import CONTENT_METADATA_KEY, save
+from dist_checkpointing.seal import resealing
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -132,7 +133,8 @@ def remove_sharded_tensors(
     with comm.agreed("removing tensors"):
         if comm.rank == 0:
             found = open_checkpoint(checkpoint_dir)
-            with only_one_removal(Path(checkpoint_dir)), _removing(found, checkpoint_dir):
+            folder = Path(checkpoint_dir)
+            with only_one_removal(folder), resealing(folder), _removing(found, checkpoint_dir):
                 found.sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
 
 

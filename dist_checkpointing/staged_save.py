@@ -27,7 +27,7 @@ from dist_checkpointing.staging import (
 )
 from dist_checkpointing.storage import (
     StorageWriter,
-    WriteResult,
+    Written,
     finish_write,
     prepare_write,
     write_plan,
@@ -35,7 +35,7 @@ from dist_checkpointing.storage import (
 from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from dist_checkpointing.tree import flatten, path_text
 
-PlanWriter = Callable[[SavePlan, StagedPlanner, StorageWriter, int], Sequence[WriteResult]]
+PlanWriter = Callable[[SavePlan, StagedPlanner, StorageWriter, int], Written]
 """``storage.write_plan``, or what has the same effect in another process."""
 
 
@@ -65,11 +65,10 @@ def stage(
         plan = None
         if begun.planned is not None and begun.work.writer is not None:
             plan = prepare_write(begun.planned, begun.work.writer, comm)
-        attempt = comm.broadcast(begun.attempt_id)
     except BaseException:
         buffers.give_back()
         raise
-    stamp = xxhash.xxh3_64_intdigest(f"{attempt} {step}".encode()) >> 2
+    stamp = xxhash.xxh3_64_intdigest(f"{begun.attempt_id} {step}".encode()) >> 2
     return StagedSave(begun, plan, buffers, generation, stamp, write, is_coordinator=comm.rank == 0)
 
 
@@ -100,7 +99,7 @@ class StagedSave:
         self._common: dict[Any, Any] = {}
         self._objects: Any = None
         self._leaves: Any = None
-        self._results: Sequence[WriteResult] = ()
+        self._written = Written((), b"", b"", ())
         self._finalize_fns: Sequence[Callable[[], None]] = ()
         self._error: Exception | None = None
         self._is_lost = False
@@ -177,13 +176,15 @@ class StagedSave:
         strategy, folder = begun.work.strategy, begun.work.folder
         with begun.meter.phase("writing"):
             begun.meter.expect(self.num_bytes)
-            begun.write_common(self._common, self._objects, is_coordinator=self._is_coordinator)
+            is_coordinator = self._is_coordinator
+            files = begun.write_common(self._common, self._objects, is_coordinator=is_coordinator)
             if begun.planned is not None and begun.work.writer is not None:
                 assert self._plan is not None
                 rank = begun.rank
                 planner, writer = begun.planned.planner, begun.work.writer
                 assert isinstance(planner, StagedPlanner)
-                self._results = self._write_plan(self._plan, planner, writer, rank)
+                written = self._write_plan(self._plan, planner, writer, rank)
+                self._written = replace(written, files=(*written.files, *files))
             elif isinstance(strategy, AsyncSaveShardedStrategy):
                 request = strategy.async_save(self._leaves, folder)
                 request.execute()
@@ -207,7 +208,7 @@ class StagedSave:
                 )
                 raise CheckpointingException("the staged data is not of one save", [finding])
             if begun.planned is not None and begun.work.writer is not None:
-                finish_write(begun.planned, self._results, begun.work.writer, comm)
+                begun.finished = finish_write(begun.planned, self._written, begun.work.writer, comm)
             for finalize in self._finalize_fns:
                 with comm.agreed("finishing the write"):
                     finalize()

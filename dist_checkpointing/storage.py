@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from dist_checkpointing.checksums import CHECKSUMS_NAME, write_checksums
+import numpy as np
+
+from dist_checkpointing.catalog import concatenate
+from dist_checkpointing.checksums import CHECKSUMS_NAME, make_tables
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.geometry import Ints
 from dist_checkpointing.index import INDEX_NAME, Index, read_index, write_index
 from dist_checkpointing.options import Durability, StorageOptions
+from dist_checkpointing.packing import pack, unpack
 from dist_checkpointing.planned_save import PlannedSave
 from dist_checkpointing.planning import (
     LoadPlan,
@@ -30,7 +35,8 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.store import disk_name, fsync_file, fsync_folders
+from dist_checkpointing.seal import SealedFile
+from dist_checkpointing.store import disk_name, fsync_folder, write_atomic
 
 T = TypeVar("T")
 
@@ -55,12 +61,45 @@ class WriteResult:
         size_in_bytes: bytes stored.
         storage_data: for the writer's own ``finish``.
         checksum: of the item's values, see ``checksums``; None for none.
+        files: that the writer made for the item, with their final sizes. What is not reported here
+            rank 0 looks for itself before the commit.
     """
 
     index: MetadataIndex
     size_in_bytes: int
     storage_data: object = None
     checksum: int | None = None
+    files: tuple[SealedFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one rank has written.
+
+    Attributes:
+        noted: results with something for the writer's ``finish``.
+        rows: table of the parts and objects that have a checksum, packed.
+        digests: their checksums, 8 bytes each.
+        files: files that the rank has made.
+    """
+
+    noted: tuple[WriteResult, ...]
+    rows: bytes
+    digests: bytes
+    files: tuple[SealedFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What rank 0 knows of a save whose data is complete; empty on the other ranks.
+
+    Attributes:
+        files: files that the ranks have reported, the tables of checksums included.
+        tables: name of each table of checksums -> first and last key in it.
+    """
+
+    files: tuple[SealedFile, ...] = ()
+    tables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +220,23 @@ class StorageReader(ABC):
             )
         return index
 
+    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
+        """Relative names of the files that say what the checkpoint holds and where.
+
+        Args:
+            wanted: keys of tensors; files that describe one tensor only are named for these.
+        """
+        del wanted
+        return [INDEX_NAME]
+
+    def object_bytes(self, key: str, cell: Ints) -> bytes:
+        """The stored bytes of a cell of a sharded object, called after ``set_up_storage_reader``.
+
+        Raises:
+            CorruptCheckpointError: if they are not there.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no objects: {key} {cell}")
+
     def set_up_storage_reader(  # noqa: B027 - a hook
         self, metadata: Index, *, rank: int, world_size: int
     ) -> None:
@@ -210,15 +266,24 @@ def done(value: T) -> Future[T]:
     return future
 
 
-def write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
+def write(
+    planned: PlannedSave, writer: StorageWriter, comm: Comm, files: Sequence[SealedFile] = ()
+) -> Finished:
     """Drive a writer through a planned save. Collective; every rank raises alike.
 
     Durable when it returns, but not committed.
+
+    Args:
+        planned: the save.
+        writer: of this rank.
+        comm: the ranks that save together.
+        files: what this rank has written besides.
     """
     plan = prepare_write(planned, writer, comm)
     with comm.agreed("writing"):
-        results = write_plan(plan, planned.planner, writer, comm.rank)
-    finish_write(planned, results, writer, comm)
+        written = write_plan(plan, planned.planner, writer, comm.rank)
+    written = replace(written, files=(*written.files, *files))
+    return finish_write(planned, written, writer, comm)
 
 
 def prepare_write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> SavePlan:
@@ -235,27 +300,75 @@ def prepare_write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> Sa
 
 
 def finish_write(
-    planned: PlannedSave, results: Sequence[WriteResult], writer: StorageWriter, comm: Comm
-) -> None:
+    planned: PlannedSave, written: Written, writer: StorageWriter, comm: Comm
+) -> Finished:
     """Write what describes the whole, once every rank has written its own. Collective."""
-    noted = [result for result in results if result.storage_data is not None]
-    all_results = comm.all_gather(noted) if writer.gathers_results else [noted]
+    if not writer.gathers_results and comm.rank != 0:
+        written = replace(written, noted=())
+    of_ranks = comm.all_gather(written)
     with comm.agreed("finishing the write"):
-        if comm.rank == 0:
-            writer.finish(planned.index, all_results)
+        return finish_all(planned.index, of_ranks, writer) if comm.rank == 0 else Finished()
 
 
-def write_plan(
-    plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank: int
-) -> list[WriteResult]:
-    """Write what one rank has to write, and its checksums, durably. Not collective."""
+def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:
+    """Write what describes the whole, on rank 0. Durable when it returns."""
+    writer.finish(index, [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])])
+    files = [file for written in of_ranks for file in written.files]
+    tables = {}
+    if any(written.rows for written in of_ranks):
+        tables = _write_tables(of_ranks, writer, files)
+    return Finished(tuple(files), tables)
+
+
+def _write_tables(
+    of_ranks: Sequence[Written], writer: StorageWriter, files: list[SealedFile]
+) -> dict[str, tuple[str, str]]:
+    """Write the checksums of all ranks, sorted by key."""
+    rows, position = [], 0
+    for rank, written in enumerate(of_ranks):
+        if written.rows:
+            table = unpack(written.rows, rank)
+            sources = np.arange(position, position + len(table), dtype=np.int32)
+            rows.append(replace(table, sources=sources))
+            position += len(table)
+    catalog = concatenate(rows)
+    digests = np.frombuffer(b"".join(w.digests for w in of_ranks), dtype="<u8")
+    folder, durability = writer.checkpoint_dir, writer.options.durability
+    (folder / CHECKSUMS_NAME).mkdir(parents=True, exist_ok=True)
+    tables = {}
+    for table_file in make_tables(catalog, digests[catalog.sources]):
+        write_atomic(folder / table_file.name, table_file.data, durability)
+        files.append(SealedFile.of_bytes(table_file.name, table_file.data))
+        tables[table_file.name] = (table_file.first_key, table_file.last_key)
+    if durability is Durability.FSYNC:
+        fsync_folder((folder / CHECKSUMS_NAME).parent)
+    return tables
+
+
+def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank: int) -> Written:
+    """Write what one rank has to write, durably. Not collective."""
     results = writer.write_data(plan, planner).result()
-    digests = [result.checksum for result in results[: len(plan.table)]]
-    path = write_checksums(writer.checkpoint_dir, rank, plan.table, digests)
-    if path is not None and writer.options.durability is Durability.FSYNC:
-        fsync_file(path)
-        fsync_folders([path], writer.checkpoint_dir)
-    return results
+    checked = [
+        (row, result.checksum)
+        for row, result in enumerate(results[: len(plan.table)])
+        if result.checksum is not None
+    ]
+    rows, digests = b"", b""
+    if checked:
+        kept = plan.table.take(np.array([row for row, _ in checked], dtype=np.int64))
+        rows = pack(replace(kept, ranks=np.full(len(kept), rank, dtype=np.int32)))
+        digests = np.array([digest for _, digest in checked], dtype="<u8").tobytes()
+    noted = tuple(
+        replace(result, files=()) for result in results if result.storage_data is not None
+    )
+    # Several items may share a file: the last size counts, which is the largest.
+    files: dict[str, SealedFile] = {}
+    for result in results:
+        for file in result.files:
+            known = files.get(file.name)
+            if known is None or known.num_bytes <= file.num_bytes:
+                files[file.name] = file
+    return Written(noted, rows, digests, tuple(files.values()))
 
 
 def read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from dist_checkpointing.catalog import concatenate, describe
 from dist_checkpointing.checkpoint import Checkpoint, ObjectHandle
-from dist_checkpointing.checksums import StoredPart, checksum_files, read_checksum_file
+from dist_checkpointing.checksums import StoredObject, StoredPart, checksum_files, read_table
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -29,9 +30,17 @@ from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.removal import noted_removal
+from dist_checkpointing.seal import Seal, check_config, check_files, read_seal, unnamed_files
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.verification import damage_of, in_words
+from dist_checkpointing.strategies.verification import (
+    damage_of,
+    damage_of_objects,
+    in_words,
+    not_covered,
+)
 from dist_checkpointing.validation import find_coverage_problems
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,7 @@ class Examination:
         num_bytes: of the values that were read.
         num_bytes_compared: of those whose checksum was compared.
         num_objects: cells of sharded objects that were read.
+        is_sealed: whether a seal says which files there should be, and what they hold.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -58,6 +68,7 @@ class Examination:
     num_bytes: int = 0
     num_bytes_compared: int = 0
     num_objects: int = 0
+    is_sealed: bool = False
 
     @property
     def is_sound(self) -> bool:
@@ -74,8 +85,9 @@ def verify_checkpoint(
 ) -> None:
     """Read a checkpoint and compare its checksums. Not collective.
 
-    Where no checksums were kept, the data is read all the same, which finds what is missing, cut
-    off or cannot be decoded, but no flipped bits.
+    Every file must be as the seal of the save says, and no other file may lie among them. Where no
+    checksums were kept, the data is read all the same, which finds what is missing, cut off or
+    cannot be decoded, but no flipped bits. That a checkpoint has no seal is logged.
 
     Args:
         checkpoint_dir: a committed checkpoint.
@@ -89,6 +101,12 @@ def verify_checkpoint(
         CheckpointingException: for what cannot be read here, see ``load``.
     """
     found = examine_checkpoint(checkpoint_dir, rank=rank, world_size=world_size, trusted=trusted)
+    if not found.is_sealed:
+        logger.warning(
+            "%s has no seal (it was saved by an older version or another program): flipped bits in"
+            " common state and sharded objects are not found",
+            checkpoint_dir,
+        )
     if found.findings:
         raise CorruptCheckpointError("stored data is not what was saved", found.findings)
     if found.refused:
@@ -125,10 +143,12 @@ def examine_checkpoint(
     except CorruptCheckpointError as error:
         return Examination(_findings(error))
     seen = _Seen()
+    seal = seen.seal_of(checkpoint.path)
     index = seen.index_of(checkpoint)
     if rank == 0:
         seen.look_at_state(checkpoint)
     if index is None:
+        seen.look_at_files(checkpoint.path, seal, rank, world_size)
         return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
     keys = sorted(index)[rank::world_size]
     digests = seen.checksums(checkpoint.path, index)
@@ -139,11 +159,15 @@ def examine_checkpoint(
     for key in keys:
         parts += _parts(index[key], digests.get(key, []))
         if digests and not seen.lacks_checksums:
-            seen.findings += _unchecked(index[key], digests.get(key, []))
+            seen.findings += not_covered(index[key], digests.get(key, []))
     seen.findings += _coverage_problems([index[key] for key in keys])
     meter = Meter("verify", rank, progress)
     with meter.phase("verifying"), seen.noting():
         seen.findings += _damage(checkpoint, parts, meter)
+    if rank == 0 and seal is not None:
+        with seen.noting():
+            seen.findings += _damage_of_objects(checkpoint, index, seen.cells)
+    seen.look_at_files(checkpoint.path, seal, rank, world_size)
     sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
     return Examination(
         _said_once(merge_findings(seen.findings), len(keys)),
@@ -154,6 +178,7 @@ def examine_checkpoint(
         sum(size for _, size in sizes),
         sum(size for part, size in sizes if part.digest is not None),
         seen.num_objects,
+        seal is not None,
     )
 
 
@@ -166,6 +191,7 @@ class _Seen:
         self.remarks: list[Finding] = []
         self.num_objects = 0
         self.lacks_checksums = False
+        self.cells: list[StoredObject] = []
 
     @contextmanager
     def noting(self, key: str | None = None) -> Iterator[None]:
@@ -183,6 +209,38 @@ class _Seen:
                 yield
         except UnsupportedFormatError as error:
             self.refused += _findings(error, key)
+
+    def seal_of(self, folder: Path) -> Seal | None:
+        """The seal; None if there is none that can be read."""
+        found: list[Seal | None] = []
+        with self.noting():
+            found.append(read_seal(folder))
+        return found[0] if found else None
+
+    def look_at_files(self, folder: Path, seal: Seal | None, rank: int, world_size: int) -> None:
+        """Compare the files with what the seal says of them."""
+        if seal is None:
+            return
+        if seal.is_open:
+            problem = "tensors are being removed, or a removal was cut off: files are not compared"
+            remedy = "Remove them once more."
+            self.remarks.append(Finding(problem, path=str(folder), remedy=remedy))
+            return
+        findings = check_files(seal, folder, sorted(seal.files)[rank::world_size])
+        if rank == 0:
+            findings += check_config(seal, folder)
+            inside, beside = unnamed_files(seal, folder)
+            problem = "the seal does not name this file: no save of this checkpoint made it"
+            findings += [Finding(problem, path=str(folder / name)) for name in inside]
+            self.remarks += [
+                Finding("this file is not part of the checkpoint", path=str(folder / name))
+                for name in beside
+            ]
+        # What was found out by reading says more than that the file is another one.
+        said = [str(finding.path) for finding in self.findings]
+        self.findings += [
+            finding for finding in findings if not any(str(finding.path) in path for path in said)
+        ]
 
     def index_of(self, checkpoint: Checkpoint) -> Index | None:
         """What is stored; None if that cannot be found out."""
@@ -209,11 +267,13 @@ class _Seen:
         parts: dict[str, list[StoredPart]] = {}
         for path in checksum_files(folder):
             try:
-                said = read_checksum_file(path)
+                table = read_table(path)
             except CorruptCheckpointError as error:
                 self.findings += error.findings
                 self.lacks_checksums = True
                 continue
+            said = table.parts
+            self.cells += table.objects
             strange = [part for part in said if not _is_of(index, part)]
             self.findings += [
                 Finding("a checksum of what is no part of the tensor", part.key, path=str(path))
@@ -295,16 +355,6 @@ def _is_of(index: Index, part: StoredPart) -> bool:
     return Box.whole(shape).contains(part.box) and 0 <= start <= stop <= part.box.num_elements
 
 
-def _unchecked(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Finding]:
-    """A lost file of checksums must not make what it speaks of pass."""
-    expected = math.prod(stored.global_shape)
-    found = sum(part.num_elements for part in checked)
-    if found == expected:
-        return []
-    problem = "there are no checksums for all of it"
-    return [Finding(problem, stored.key, expected=f"{expected} elements", found=found)]
-
-
 def _parts(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[StoredPart]:
     """What to read of a tensor: what has checksums if that is all of it, else every chunk too."""
     if sum(part.num_elements for part in checked) == math.prod(stored.global_shape):
@@ -363,6 +413,25 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     # What all parts need, such as a database that can be opened, is missed once and not by each.
     strategy.read({}, index, reader, SingleProcess())
     return damage_of(parts, strategy, checkpoint.path, index, meter)
+
+
+def _damage_of_objects(
+    checkpoint: Checkpoint, index: Index, known: Sequence[StoredObject]
+) -> list[Finding]:
+    """Compare the objects that lie among the tensors with their checksums."""
+    strategy = checkpoint.reads.sharded
+    if not isinstance(strategy, PlannedLoadStrategy) or not index.objects:
+        return []
+    reader = strategy.make_reader(checkpoint.path)
+    reader.set_up_storage_reader(
+        checkpoint.reads.index_for(reader, checkpoint.index), rank=0, world_size=1
+    )
+    cells = [
+        (key, cell)
+        for key, shape in index.objects.items()
+        for cell in itertools.product(*map(range, shape))
+    ]
+    return damage_of_objects(cells, known, reader)
 
 
 def _damage_unplanned(

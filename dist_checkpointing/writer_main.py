@@ -7,7 +7,6 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -19,7 +18,7 @@ from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.shared_memory import mapped
 from dist_checkpointing.staging import StagedPlanner
-from dist_checkpointing.storage import WriteResult, write_plan
+from dist_checkpointing.storage import Written, write_plan
 from dist_checkpointing.writer_process import Announcement, Job
 
 _LOOK_SECONDS: Final = 0.1
@@ -83,7 +82,7 @@ class _Desk:
         finally:
             os.close(descriptor)
 
-    def _write(self, job: Job) -> Sequence[WriteResult]:
+    def _write(self, job: Job) -> Written:
         plan = self._plan = self._plan if job.plan is None else job.plan
         assert plan is not None
         data: list[Any] = [None] * len(plan.table)
@@ -93,9 +92,9 @@ class _Desk:
             data[row] = _unpickled(key, pickled)
         report = _Report(self._channel)
         job.writer.report = report.add
-        results = write_plan(plan, StagedPlanner(plan, data), job.writer, job.rank)
+        written = write_plan(plan, StagedPlanner(plan, data), job.writer, job.rank)
         report.flush()
-        return [result for result in results if result.storage_data is not None]
+        return written
 
 
 def _unpickled(key: str, pickled: bytes) -> Any:

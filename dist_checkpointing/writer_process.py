@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
@@ -23,7 +22,7 @@ from dist_checkpointing.errors import CheckpointingException, Finding, RankFaile
 from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.shared_memory import SharedMemory
 from dist_checkpointing.staging import StagedPlanner, StagingBuffers
-from dist_checkpointing.storage import StorageWriter, WriteResult, unreported
+from dist_checkpointing.storage import StorageWriter, Written, unreported
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +146,8 @@ class WriterProcess:
 
     def write_plan(
         self, plan: SavePlan, planner: StagedPlanner, writer: StorageWriter, rank: int
-    ) -> Sequence[WriteResult]:
-        """``storage.write_plan`` in the worker; of the results those that ``finish`` needs.
+    ) -> Written:
+        """``storage.write_plan`` in the worker.
 
         Raises:
             RankFailedError: if the worker fails or dies, with its traceback or exit code.
@@ -182,8 +181,8 @@ class WriterProcess:
         if isinstance(answer, Failure):
             self._sent_plan = self._sent_memory = None  # who knows how far it came
             raise _error_of(answer, rank)
-        results: Sequence[WriteResult] = answer
-        return results
+        written: Written = answer
+        return written
 
     def _job(self, plan: SavePlan, planner: StagedPlanner, writer: StorageWriter, rank: int) -> Job:
         tensors, others = [], {}

@@ -84,6 +84,10 @@ def _lines(checkpoint: Path, found: Examination) -> Iterator[str]:
 def _seen(found: Examination) -> Iterator[str]:
     parts = f"{counted(found.num_parts, 'part')}, {bytes_text(found.num_bytes)}"
     yield f"{counted(found.num_tensors, 'tensor')} in {parts}"
+    if found.is_sealed:
+        yield "sealed: every file was compared with what the save noted of it"
+    else:
+        yield "no seal (an older version or another program saved it): files are not compared"
     if not found.num_bytes_compared:
         yield "no checksums were kept: what cannot be read is found, flipped bits are not"
     elif found.num_bytes_compared == found.num_bytes:
@@ -105,6 +109,7 @@ def _as_json(checkpoint: Path, found: Examination) -> dict[str, Any]:
         "num_bytes": found.num_bytes,
         "num_bytes_compared": found.num_bytes_compared,
         "num_objects": found.num_objects,
+        "is_sealed": found.is_sealed,
         "findings": _findings(found.findings),
         "refused": _findings(found.refused),
         "remarks": _findings(found.remarks),

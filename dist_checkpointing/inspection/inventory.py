@@ -12,6 +12,7 @@ from pathlib import Path
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.checksums import CHECKSUMS_NAME
 from dist_checkpointing.index import StoredTensor
+from dist_checkpointing.seal import SEAL_NAME
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optim")
 
@@ -153,8 +154,9 @@ def _file_sizes(folder: Path) -> dict[str, tuple[int, int]]:
 def _facts(checkpoint: Checkpoint, sizes: Mapping[str, tuple[int, int]]) -> dict[str, str]:
     backend, version = checkpoint.backend
     facts = {}
-    writers = [name for name in sizes if name.startswith(f"{CHECKSUMS_NAME}/")]
-    facts["checksums"] = f"of {_count(writers, 'writer')}" if writers else "none were kept"
+    tables = [name for name in sizes if name.startswith(f"{CHECKSUMS_NAME}/")]
+    facts["checksums"] = f"in {_count(tables, 'table')}" if tables else "none were kept"
+    facts["seal"] = "kept" if SEAL_NAME in sizes else "none was kept"
     if backend == "tensorstore":
         for section in sorted({name.split("/")[1] for name in sizes if name.startswith("data/")}):
             inside = [

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Self
 
-from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
+from dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
 from dist_checkpointing.options import Durability
 from dist_checkpointing.removal import PlannedRemoval
+from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 
 PathOrStr = str | PathLike[str]
@@ -64,6 +70,13 @@ class LoadCommonStrategy(LoadStrategyBase):
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
     ) -> StateDict:
         """The same nested dict with every ShardedObject replaced by its stored value."""
+
+    def file_names(
+        self, leaves: Iterable[ShardedObject], checkpoint_dir: PathOrStr
+    ) -> Iterable[str]:
+        """Relative names of the files that hold the common state and these ShardedObjects."""
+        del leaves, checkpoint_dir
+        return []
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
         """All stored ShardedObjects by unique key, without data."""
@@ -124,13 +137,23 @@ class SaveCommonStrategy(SaveStrategyBase):
         return []
 
     @abstractmethod
-    def save_common(self, common_state_dict: StateDict, checkpoint_dir: PathOrStr) -> None:
-        """Write the common state dict, durably; called on rank 0."""
+    def save_common(
+        self, common_state_dict: StateDict, checkpoint_dir: PathOrStr
+    ) -> Sequence[SealedFile] | None:
+        """Write the common state dict, durably; called on rank 0.
+
+        Returns:
+            The files that were made. None leaves it to rank 0 to look for them.
+        """
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
-    ) -> None:
-        """Write the main replicas among the ShardedObjects, durably; called on every rank."""
+    ) -> Sequence[SealedFile] | None:
+        """Write the main replicas among the ShardedObjects, durably; called on every rank.
+
+        Returns:
+            As ``save_common``.
+        """
         raise NotImplementedError
 
 

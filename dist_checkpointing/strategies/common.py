@@ -6,7 +6,7 @@ Files are read with ``weights_only=True`` and an allow-list; a checkpoint never 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +24,7 @@ from dist_checkpointing.mapping import (
     StateDict,
     is_main_replica,
 )
+from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
 from dist_checkpointing.strategies.known_formats import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize, serialize
@@ -73,18 +74,20 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
     def save_common(
         self, common_state_dict: StateDict, checkpoint_dir: str | PathLike[str]
-    ) -> None:
+    ) -> Sequence[SealedFile]:
         data = serialize(common_state_dict, "the common state")
         store.write_atomic(Path(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
+        return [SealedFile.of_bytes(COMMON_STATE_FNAME, data)]
 
     def save_sharded_objects(
         self,
         sharded_objects_state_dict: ShardedStateDict,
         checkpoint_dir: str | PathLike[str],
-    ) -> None:
+    ) -> Sequence[SealedFile]:
         root = Path(checkpoint_dir)
         leaves, _ = flatten(sharded_objects_state_dict)
         files = []
+        sealed = []
         for leaf in leaves.values():
             if is_main_replica(leaf.replica_id):
                 path = root / f"{leaf.unique_key}.pt"
@@ -92,8 +95,10 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                 data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
                 store.write_atomic(path, data, self.durability)
                 files.append(path)
+                sealed.append(SealedFile.of_bytes(f"{leaf.unique_key}.pt", data))
         if self.durability is store.Durability.FSYNC:
             store.fsync_folders(files, root)
+        return sealed
 
 
 class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
@@ -115,6 +120,13 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     @property
     def can_handle_sharded_objects(self) -> bool:
         return True
+
+    def file_names(
+        self, leaves: Iterable[ShardedObject], checkpoint_dir: str | PathLike[str]
+    ) -> Iterable[str]:
+        root = Path(checkpoint_dir)
+        found = (_object_file(leaf, root) for leaf in leaves)
+        return [COMMON_STATE_FNAME, *(f.relative_to(root).as_posix() for f in found if f)]
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -31,7 +31,8 @@ from dist_checkpointing.planning import (
     SavePlanner,
 )
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.storage import StorageReader, StorageWriter, read, write
+from dist_checkpointing.seal import SealedFile
+from dist_checkpointing.storage import Finished, StorageReader, StorageWriter, read, write
 from dist_checkpointing.strategies.abstract import (
     LoadShardedStrategy,
     PathOrStr,
@@ -98,9 +99,15 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         planner = DefaultSavePlanner() if self.planner is None else self.planner
         return plan_save(leaves, planner, writer.layout, comm, cache=cache, others=others)
 
-    def write(self, planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
-        """Write what was planned. Collective, durable, not committed."""
-        write(planned, writer, comm)
+    def write(
+        self,
+        planned: PlannedSave,
+        writer: StorageWriter,
+        comm: Comm,
+        files: Sequence[SealedFile] = (),
+    ) -> Finished:
+        """Write what was planned, see ``storage.write``. Collective, durable, not committed."""
+        return write(planned, writer, comm, files)
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
         comm = default_comm() if self.comm is None else self.comm

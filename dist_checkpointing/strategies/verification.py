@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from dist_checkpointing import dtypes
-from dist_checkpointing.checksums import CHECKSUMS_NAME, StoredPart, checksum, read_checksums
+from dist_checkpointing.checksums import (
+    CHECKSUMS_NAME,
+    ChecksumTable,
+    StoredObject,
+    StoredPart,
+    checksum,
+    checksum_files,
+    checksum_of_bytes,
+    joined,
+    read_table,
+)
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -20,49 +32,176 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import Index
-from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.geometry import Box, Ints
+from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.progress import Meter
-from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadStrategy
+from dist_checkpointing.seal import Seal, check_config, check_files
+from dist_checkpointing.storage import StorageReader
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    PlannedLoadStrategy,
+)
+from dist_checkpointing.strategies.selection import handles_objects
 from dist_checkpointing.tree import DictKey
 from dist_checkpointing.tree import Path as TreePath
+
+logger = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 64
 
 
-def verify_parts(
-    wanted: Sequence[ShardedTensor],
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one rank loads.
+
+    Attributes:
+        tensors: shards that are wanted.
+        objects: cells of sharded objects that are wanted.
+    """
+
+    tensors: Sequence[ShardedTensor]
+    objects: Sequence[ShardedObject]
+
+
+def verify_wanted(
+    wanted: Wanted,
     strategy: LoadShardedStrategy,
+    common: LoadCommonStrategy,
     checkpoint_dir: Path,
     index: Index | None,
+    seal: Seal | None,
     meter: Meter,
 ) -> None:
-    """Verify every stored part that meets a wanted shard. Not collective.
+    """Verify everything that a load reads, before it is read. Not collective.
+
+    Args:
+        wanted: what this rank loads.
+        strategy: reads tensors.
+        common: reads the common state.
+        checkpoint_dir: the checkpoint.
+        index: what is stored; None for strategies that are not made of a reader.
+        seal: of the checkpoint; None if it has none. Only tensors can be verified then.
+        meter: counts what is read.
 
     Raises:
-        UnsupportedFormatError: if the checkpoint has no checksums.
-        CorruptCheckpointError: with key, part and place of everything that is damaged.
+        UnsupportedFormatError: if no checksums were kept.
+        CorruptCheckpointError: with key, part and place of everything that is damaged, or that the
+            seal or the checksums do not speak of.
     """
-    parts = read_checksums(checkpoint_dir)
-    if index is None or not isinstance(strategy, PlannedLoadStrategy) or not parts:
+    keys = {leaf.key for leaf in wanted.tensors}
+    planned = strategy if isinstance(strategy, PlannedLoadStrategy) else None
+    findings: list[Finding] = []
+    has_objects = handles_objects(strategy)
+    by_common = [] if has_objects else wanted.objects
+    if seal is None or seal.is_open:
+        logger.warning(
+            "%s %s: the common state and sharded objects in files are not verified",
+            checkpoint_dir,
+            "has no seal" if seal is None else "has an open seal, as a removal was cut off",
+        )
+        table = joined(read_table(path) for path in checksum_files(checkpoint_dir))
+    else:
+        names = [*common.file_names(by_common, checkpoint_dir)]
+        if planned is not None and keys:
+            names += planned.make_reader(checkpoint_dir).describing_names(sorted(keys))
+        tables = seal.tables_with(keys | {leaf.key for leaf in wanted.objects})
+        findings += check_config(seal, checkpoint_dir)
+        findings += check_files(seal, checkpoint_dir, [*names, *tables])
+        if findings:
+            raise CorruptCheckpointError("stored data is not what was saved", findings)
+        table = joined(read_table(checkpoint_dir / name) for name in tables)
+    if keys and (planned is None or index is None or not table.parts):
         finding = Finding(
             "no checksums were kept when it was saved", path=str(checkpoint_dir / CHECKSUMS_NAME)
         )
         raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
-    boxes: dict[str, list[Box]] = {}
-    for leaf in wanted:
-        boxes.setdefault(leaf.key, []).append(leaf.box)
-    touched = [
-        part
-        for part in parts
-        if part.key in index
-        and any(part.box.intersect(box) is not None for box in boxes.get(part.key, ()))
-    ]
-    findings = damage_of(touched, strategy, checkpoint_dir, index, meter)
+    if planned is not None and index is not None:
+        findings += _damage_of_wanted(wanted, table, planned, checkpoint_dir, index, meter)
+        if seal is not None and has_objects and wanted.objects:
+            reader = planned.make_reader(checkpoint_dir)
+            reader.set_up_storage_reader(index, rank=0, world_size=1)
+            cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in wanted.objects]
+            findings += damage_of_objects(cells, table.objects, reader)
     if findings:
         raise CorruptCheckpointError("stored data is not what was saved", findings)
+
+
+def _damage_of_wanted(
+    wanted: Wanted,
+    table: ChecksumTable,
+    strategy: PlannedLoadStrategy,
+    checkpoint_dir: Path,
+    index: Index,
+    meter: Meter,
+) -> list[Finding]:
+    boxes: dict[str, list[Box]] = {}
+    for leaf in wanted.tensors:
+        if leaf.key in index:
+            boxes.setdefault(leaf.key, []).append(leaf.box)
+    parts: dict[str, list[StoredPart]] = {key: [] for key in boxes}
+    for part in table.parts:
+        if part.key in parts:
+            parts[part.key].append(part)
+    findings = [
+        finding for key, known in parts.items() for finding in not_covered(index[key], known)
+    ]
+    if findings:
+        return findings
+    touched = [
+        part
+        for key, known in parts.items()
+        for part in known
+        if any(part.box.intersect(box) is not None for box in boxes[key])
+    ]
+    return damage_of(touched, strategy, checkpoint_dir, index, meter)
+
+
+def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Finding]:
+    """What the checksums do not say of a tensor: a lost row must not let its part pass."""
+    expected = math.prod(stored.global_shape)
+    found = sum(part.num_elements for part in checked)
+    if found == expected:
+        return []
+    problem = "there are no checksums for all of it"
+    return [Finding(problem, stored.key, expected=f"{expected} elements", found=found)]
+
+
+def damage_of_objects(
+    cells: Iterable[tuple[str, Ints]], known: Iterable[StoredObject], reader: StorageReader
+) -> list[Finding]:
+    """Compare the bytes of objects that lie among the tensors with their checksums.
+
+    Args:
+        cells: key and cell of each object.
+        known: the checksums.
+        reader: set up.
+    """
+    digests = {(row.key, row.cell): row.digest for row in known}
+    findings = []
+    for key, cell in cells:
+        expected = digests.get((key, cell))
+        if expected is None:
+            findings.append(Finding(f"there is no checksum for cell {cell} of the object", key))
+            continue
+        try:
+            found = checksum_of_bytes(reader.object_bytes(key, cell))
+        except CorruptCheckpointError as error:
+            findings += in_words(error)
+            continue
+        if found != expected:
+            findings.append(
+                Finding(
+                    f"cell {cell} of the object is not what was saved: its checksum differs",
+                    key,
+                    expected=f"{expected:016x}",
+                    found=f"{found:016x}",
+                    path=str(reader.checkpoint_dir),
+                )
+            )
+    return findings
 
 
 def damage_of(

@@ -16,7 +16,7 @@ from dist_checkpointing.index import Index
 from dist_checkpointing.planned_save import checked_plans
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan
 from dist_checkpointing.planning.layout import Layout
-from dist_checkpointing.storage import StorageWriter, WriteResult
+from dist_checkpointing.storage import StorageWriter, Written
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Report:
 
     Attributes:
         save_plan_id: of its share.
-        noted: results with something for the writer's ``finish``.
+        written: what the rank has written.
         contents: the bytes of what is not a tensor.
     """
 
     save_plan_id: str
-    noted: tuple[WriteResult, ...]
+    written: Written
     contents: Mapping[str, bytes]
 
 

@@ -42,7 +42,8 @@ from dist_checkpointing.interop.torch_dcp.shares import (
     make_shares,
 )
 from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
-from dist_checkpointing.storage import StorageWriter, write_plan
+from dist_checkpointing.seal import SEAL_NAME, write_seal
+from dist_checkpointing.storage import StorageWriter, finish_all, write_plan
 from dist_checkpointing.strategies.base import (
     PlannedSaveStrategy,
     SaveCommonStrategy,
@@ -139,6 +140,7 @@ class DCPWriter(dcp_storage.StorageWriter):
                 *writer.created_names(index, world_size=len(plans)),
                 *self._common.created_names([]),
                 DCP_KEYS_NAME,
+                SEAL_NAME,
             ]
             check_distinct(created)
             names |= dict.fromkeys(created)
@@ -172,10 +174,9 @@ class DCPWriter(dcp_storage.StorageWriter):
             self._writer.set_up_storage_writer(rank=share.rank, world_size=share.world_size)
         data = _ResolvedData(plan.items, share.plan.items, planner)
         written = write_plan(share.plan, data, self._writer, share.rank)
-        noted = [r for r in written if r.storage_data is not None]
         report = Report(
             share.save_plan_id,
-            tuple(noted) if self._writer.gathers_results else (),
+            written if self._writer.gathers_results else replace(written, noted=()),
             {
                 item.index.fqn: _content(planner.resolve_data(item))
                 for item in plan.items
@@ -201,7 +202,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         reports: list[Report] = [of_rank[-1].storage_data for of_rank in results]
         contents = {name: value for report in reports for name, value in report.contents.items()}
         check_complete(metadata, reports, self._index, contents.keys())
-        self._writer.finish(self._index, [report.noted for report in reports])
+        finished = finish_all(self._index, [report.written for report in reports], self._writer)
         values, raw = _loaded(contents)
         names = metadata.state_dict_metadata
         keys = DCPKeys.of(names, sorted(contents), raw, metadata.planner_data)
@@ -209,9 +210,18 @@ class DCPWriter(dcp_storage.StorageWriter):
         self._common.lasting(durability).save_common(keys.nest(values), self.path)
         keys.write(self.path, durability)
         strategy, common = self._strategy, self._common
-        self._attempt.commit(
-            CheckpointingConfig(strategy.backend, strategy.version, common.backend, common.version)
+        config = CheckpointingConfig(
+            strategy.backend, strategy.version, common.backend, common.version
         )
+        write_seal(
+            self.path,
+            config,
+            finished.files,
+            tables=finished.tables,
+            created=self._attempt.creates,
+            durability=durability,
+        )
+        self._attempt.commit(config)
         self._attempt = None
         metadata.storage_meta = self.storage_meta()
 

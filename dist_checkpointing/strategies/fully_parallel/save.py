@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from dist_checkpointing.planning import BalancedSavePlanner
 from dist_checkpointing.planning.balance import choose_writers
 from dist_checkpointing.planning.balanced_planner import check_replicas_have_data
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.storage import StorageWriter
+from dist_checkpointing.seal import SealedFile
+from dist_checkpointing.storage import Finished, StorageWriter
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -187,5 +188,11 @@ class _PlannedParallelSave(PlannedSaveStrategy):
         balanced.planner = planner.within(self._replicas.group.numbers(comm))
         return balanced.plan(leaves, writer, comm, cache=cache, others=others)
 
-    def write(self, planned: PlannedSave, writer: StorageWriter, comm: Comm) -> None:
-        self._base.write(planned, writer, comm)
+    def write(
+        self,
+        planned: PlannedSave,
+        writer: StorageWriter,
+        comm: Comm,
+        files: Sequence[SealedFile] = (),
+    ) -> Finished:
+        return self._base.write(planned, writer, comm, files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.geometry import Box
+from dist_checkpointing.geometry import Box, Ints
 from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.storage import ChunkPlace, StorageReader, done
@@ -44,6 +44,19 @@ class TensorStoreReader(StorageReader):
         if not (self.checkpoint_dir / database.MANIFEST_NAME).is_file():
             path = str(self.checkpoint_dir / database.MANIFEST_NAME)
             raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
+
+    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
+        names = [*super().describing_names(wanted)]
+        has_database = (self.checkpoint_dir / database.MANIFEST_NAME).exists()
+        return [*names, database.MANIFEST_NAME] if has_database else names
+
+    def object_bytes(self, key: str, cell: Ints) -> bytes:
+        name = keys.object_key(key, cell, self._index.objects[key])
+        place = self._places_of({name}).get(name)
+        if place is None:
+            finding = Finding("an object is missing", key, path=f"{self.checkpoint_dir}: {name}")
+            raise CorruptCheckpointError("the checkpoint is damaged", [finding])
+        return read_extent(place, key) if isinstance(place, Extent) else place
 
     def location(self, chunk: MetadataIndex) -> str:
         key = self._key(chunk)

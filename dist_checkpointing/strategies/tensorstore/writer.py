@@ -14,7 +14,7 @@ import tensorstore as ts
 import torch
 
 from dist_checkpointing import dtypes, store
-from dist_checkpointing.checksums import CHECKSUMS_NAME, checksum
+from dist_checkpointing.checksums import CHECKSUMS_NAME, checksum, checksum_of_bytes
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.index import INDEX_NAME, Index, StoredTensor, write_index
 from dist_checkpointing.options import Checksum, Durability, StorageOptions
@@ -25,6 +25,7 @@ from dist_checkpointing.planning import (
     WriteItem,
     WriteItemType,
 )
+from dist_checkpointing.seal import SealedFile, files_below
 from dist_checkpointing.storage import StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import database, keys
@@ -176,7 +177,10 @@ class TensorStoreWriter(StorageWriter):
                 store.fsync_tree(folder)
             name = folder.relative_to(self.checkpoint_dir).as_posix()
             held = database.contents(folder)
-            return WriteResult(MetadataIndex(name), held.num_bytes, (name, held))
+            files = tuple(
+                SealedFile(file, size) for file, size in files_below(folder, self.checkpoint_dir)
+            )
+            return WriteResult(MetadataIndex(name), held.num_bytes, (name, held), files=files)
 
         with ThreadPoolExecutor(min(_MOST_LANES, self.options.threads), "lane") as pool:
             filled = list(pool.map(fill, work))
@@ -208,7 +212,7 @@ class TensorStoreWriter(StorageWriter):
             assert item.index.offset is not None
             value = serialize(data, f"the ShardedObject {item.index.fqn!r}")
             lane.put(keys.object_key(item.index.fqn, item.index.offset, item.object_cell), value)
-            return WriteResult(item.index, len(value))
+            return WriteResult(item.index, len(value), checksum=checksum_of_bytes(value))
         assert isinstance(data, torch.Tensor)
         part = item.tensor_data
         assert part is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ class ZarrArraysReader(StorageReader):
 
     def location(self, chunk: MetadataIndex) -> str:
         return self._folders.location(chunk)
+
+    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
+        return self._folders.describing_names(wanted)
 
     def read_metadata(self) -> Index:
         return self._folders.read_metadata()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from dist_checkpointing.commit import DCP_METADATA_NAME
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Ints
 from dist_checkpointing.index import Index, StoredTensor
@@ -45,6 +46,21 @@ class TorchDistReader(StorageReader):
         maps_files = self.options.maps_files(self.checkpoint_dir)
         buffer_bytes = max(1, self.options.buffer_bytes // self.options.threads)
         self._most_copied = None if maps_files else buffer_bytes
+
+    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
+        del wanted
+        return [DCP_METADATA_NAME]
+
+    def object_bytes(self, key: str, cell: Ints) -> bytes:
+        name = ShardedObject(key, None, self._index.objects[key], cell).unique_key
+        place = self._index.place(self._index.cell_rows[name])
+        try:
+            with opened(self.checkpoint_dir / place.file) as descriptor:
+                record = OpenRecord(descriptor, place)
+                return bytes(record.read(0, record.length))
+        except (BadRecord, EOFError, FileNotFoundError) as error:
+            finding = Finding(f"cannot be read: {error}", key, path=self._where(place))
+            raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error
 
     def location(self, chunk: MetadataIndex) -> str:
         return self._where(self._index.place(self._index.row(chunk)))

@@ -13,7 +13,7 @@ import xxhash
 from torch.serialization import get_crc32_options
 
 from dist_checkpointing import store
-from dist_checkpointing.checksums import CHECKSUMS_NAME
+from dist_checkpointing.checksums import CHECKSUMS_NAME, checksum_of_bytes
 from dist_checkpointing.commit import DCP_METADATA_NAME
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.geometry import Ints, split_flat_range
@@ -28,6 +28,7 @@ from dist_checkpointing.planning import (
     WriteItemType,
 )
 from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.storage import StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.torch_dist.contents import unique_keys
@@ -121,7 +122,11 @@ class TorchDistWriter(StorageWriter):
         if self.options.durability is Durability.FSYNC and parts:
             store.fsync_folder(self.checkpoint_dir)
         # One result for all places: it is cheaper to send than one an item.
-        places = WriteResult(MetadataIndex(""), sum(row[3].length for row in rows), rows)
+        names = [file_name(self._rank, number) for number in range(len(parts))]
+        sizes = [(self.checkpoint_dir / name).stat().st_size for name in names]
+        files = tuple(map(SealedFile, names, sizes))
+        num_bytes = sum(row[3].length for row in rows)
+        places = WriteResult(MetadataIndex(""), num_bytes, rows, files=files)
         return done([*(result for result in results if result is not None), places])
 
     def _write_item(
@@ -133,17 +138,21 @@ class TorchDistWriter(StorageWriter):
             assert item.object_cell is not None
             cell = ShardedObject(key, None, item.object_cell, item.index.offset).unique_key
             # Megatron keeps a list of all cells of this name on the rank.
-            place = file.add_bytes(serialize([data], f"the ShardedObject {key!r}"))
-            return [(cell, None, None, place)], WriteResult(item.index, place.length)
+            value = serialize([data], f"the ShardedObject {key!r}")
+            place = file.add_bytes(value)
+            digest = checksum_of_bytes(value)
+            return [(cell, None, None, place)], WriteResult(
+                item.index, place.length, checksum=digest
+            )
         assert isinstance(data, torch.Tensor)
-        digest = xxhash.xxh3_64() if self.options.checksum is Checksum.XXH3 else None
+        hasher = xxhash.xxh3_64() if self.options.checksum is Checksum.XXH3 else None
         rows: list[Row] = [
-            (key, offsets, sizes, file.add_tensor(values, sizes, digest))
+            (key, offsets, sizes, file.add_tensor(values, sizes, hasher))
             for (offsets, sizes), values in _chunks(item, data, as_one=as_one)
         ]
         self.report(data.nbytes)
         size = sum(row[3].length for row in rows)
-        checksum = None if digest is None else digest.intdigest()
+        checksum = None if hasher is None else hasher.intdigest()
         return rows, WriteResult(item.index, size, checksum=checksum)
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:

@@ -25,6 +25,7 @@ from dist_checkpointing.planning import (
     SavePlanner,
     WriteItem,
 )
+from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.storage import ChunkPlace, StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.raw_chunks import ChunkRead, Extent, fill, read_chunks
 from dist_checkpointing.strategies.threads import in_threads
@@ -88,7 +89,11 @@ class ZarrFolderWriter(StorageWriter):
                 digest = checksum(dtypes.as_numpy(data))
             paths = self.write_item(tensor, item, data)
             self.report(size)
-            return WriteResult(item.index, size, checksum=digest), paths
+            files = tuple(
+                SealedFile(path.relative_to(self.checkpoint_dir).as_posix(), path.stat().st_size)
+                for path in paths
+            )
+            return WriteResult(item.index, size, checksum=digest, files=files), paths
 
         threads = self.options.threads
         files = in_threads(describe, described, threads)
@@ -97,7 +102,9 @@ class ZarrFolderWriter(StorageWriter):
         if self.options.durability is Durability.FSYNC:
             in_threads(store.fsync_file, files, threads)
             store.fsync_folders(files, self.checkpoint_dir)
-        return done([result for result, _ in written])
+        sealed = tuple(SealedFile.of_bytes(file.name, file.data) for file in described)
+        nodes = WriteResult(MetadataIndex(""), 0, files=sealed)
+        return done([*(result for result, _ in written), nodes])
 
 
 class ZarrFolderReader(StorageReader):

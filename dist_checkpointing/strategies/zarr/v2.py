@@ -181,6 +181,9 @@ class ZarrV2Reader(ZarrFolderReader):
             raise CorruptCheckpointError("arrays have no readable metadata", damaged)
         return Index.of(sorted(tensors, key=lambda tensor: tensor.key))
 
+    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
+        return [f"{key}/{_METADATA_NAME}" for key in wanted]
+
     def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
         assert chunk.offset is not None
         name = chunk_name(tensor.grid.index_at(chunk.offset))

@@ -124,6 +124,10 @@ class ZarrV3Writer(ZarrFolderWriter):
 class ZarrV3Reader(ZarrFolderReader):
     """Reads what ZarrV3Writer wrote."""
 
+    def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
+        has_index = (self.checkpoint_dir / INDEX_NAME).exists()
+        return super().describing_names(wanted) if has_index else [METADATA_NAME]
+
     def read_metadata(self) -> Index:
         index = read_index(self.checkpoint_dir)
         return rebuild_index(self.checkpoint_dir) if index is None else index
