@@ -203,12 +203,12 @@ class FailingCommon(TorchCommonSaveStrategy):
         super().__init__()
         self.fault, self.own_rank = fault, rank
 
-    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
+    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> Any:
         self.fault.at("save_common, before", self.own_rank)
         super().save_common(common_state_dict, checkpoint_dir)
         self.fault.at("save_common, after", self.own_rank)
 
-    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> None:
+    def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> Any:
         self.fault.at("save_sharded_objects, before", self.own_rank)
         super().save_sharded_objects(sharded_objects_state_dict, checkpoint_dir)
         self.fault.at("save_sharded_objects, after", self.own_rank)

@@ -156,6 +156,13 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
     try:
         root = store.parse_json(store.read_bytes(path, _MAX_METADATA_BYTES))
         nodes = root["consolidated_metadata"]["metadata"]
+        going = {
+            name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
+        }
+        found = {path.parent.name for path in checkpoint_dir.glob(f"*/{METADATA_NAME}")}
+        unlisted = sorted(found - going - nodes.keys())
+        if unlisted:
+            raise ValueError(f"it does not list these arrays: {', '.join(unlisted[:20])}")
         tensors = [parse(name, node) for name, node in nodes.items() if "/" not in name]
         codecs = {
             name

@@ -1,0 +1,462 @@
+"""A checkpoint is sealed as a whole: nothing in it changes, goes or comes without being noticed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    ShardedObject,
+    ShardedTensor,
+    UnsupportedFormatError,
+    load,
+    remove_sharded_tensors,
+    save,
+    seal,
+    store,
+    verify_checkpoint,
+)
+from dist_checkpointing import checksums as checksum_tables
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import RankFailedError
+from dist_checkpointing.options import Checksum, StorageOptions
+from dist_checkpointing.seal import SEAL_NAME, Seal, read_seal
+from dist_checkpointing.store import fsync_folder
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.verify import examine_checkpoint
+
+BACKENDS = ["tensorstore", "zarr-2", "zarr-2-zstd", "zarr-1", "torch_dist"]
+STRATEGIES: dict[str, Any] = {
+    "tensorstore": "tensorstore",
+    "zarr-2": ("zarr", 2),
+    "zarr-1": ("zarr", 1),
+    "torch_dist": "torch_dist",
+}
+Samples = Callable[[str], Any]
+
+
+def template(sample: Any) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(key, torch.empty_like(tensor))
+        for key, tensor in sample.tensors.items()
+    }
+    state["rng"] = [ShardedObject("rng", None, (2,), (rank,)) for rank in range(2)]
+    return state
+
+
+def assert_equal(loaded: dict[str, Any], sample: Any) -> None:
+    for key, tensor in sample.tensors.items():
+        pair = [t.reshape(-1).view(torch.uint8) for t in (loaded[key], tensor)]
+        assert torch.equal(*pair), key
+    assert loaded["iteration"] == 1000
+    assert loaded["rng"] == [value for _, value in sorted(sample.objects["rng"].items())]
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def refuses(folder: Path, sample: Any) -> None:
+    """Both ways to verify find damage, and say so in the documented way."""
+    with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
+        verify_checkpoint(folder)
+    with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
+        load(template(sample), folder, verify=True)
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait for another machine's files."""
+    monkeypatch.setattr(seal, "VISIBLE_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_sound_checkpoint_is_sealed(samples: Samples, name: str) -> None:
+    sample = samples(name)
+    content = read_seal(sample.folder)
+    assert content is not None
+    assert set(content.files) == {
+        path.relative_to(sample.folder).as_posix() for path in files_of(sample.folder)
+    } - {"metadata.json", SEAL_NAME}
+    assert examine_checkpoint(sample.folder).is_sealed
+    assert_equal(load(template(sample), sample.folder, verify=True), sample)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_flipped_bit_of_common_state_is_found(
+    samples: Samples, tmp_path: Path, name: str
+) -> None:
+    sample = samples(name).copied(tmp_path / "c")
+    path = sample.folder / "common.pt"
+    whole = path.read_bytes()
+    for position in random.Random(0).sample(range(len(whole)), 40):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        refuses(sample.folder, sample)
+    path.write_bytes(whole)
+    verify_checkpoint(sample.folder)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_flipped_bit_in_any_file_is_found(samples: Samples, tmp_path: Path, name: str) -> None:
+    sample = samples(name).copied(tmp_path / "c")
+    chance = random.Random(1)
+    for path in files_of(sample.folder):
+        whole = path.read_bytes()
+        for position in chance.sample(range(len(whole)), min(3, len(whole))):
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << position % 8
+            path.write_bytes(damaged)
+            try:
+                verify_checkpoint(sample.folder)
+                # A byte that is no part of any value: padding, or a header that nobody reads.
+                loaded = load(template(sample), sample.folder, verify=True)
+                assert_equal(loaded, sample)
+            except CheckpointingException:
+                continue
+            finally:
+                path.write_bytes(whole)
+    verify_checkpoint(sample.folder)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_lost_file_is_found(samples: Samples, tmp_path: Path, name: str) -> None:
+    sample = samples(name).copied(tmp_path / "c")
+    for path in files_of(sample.folder):
+        whole = path.read_bytes()
+        path.unlink()
+        with pytest.raises(CheckpointingException):
+            verify_checkpoint(sample.folder)
+        path.write_bytes(whole)
+    verify_checkpoint(sample.folder)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_changed_object_is_found(tmp_path: Path, name: str) -> None:
+    """The value is another valid one, so that only its digest tells."""
+    folder = tmp_path / "c"
+
+    def state(seed: str) -> dict[str, Any]:
+        return {"o": ShardedObject("o", {"seed": seed}, (1,), (0,)), "step": 1}
+
+    strategy = Zarr3SaveShardedStrategy(codec="zstd") if name == "zarr-2-zstd" else STRATEGIES[name]
+    save(state("aaaaaaaa"), folder, strategy)
+    for path in files_of(folder):
+        content = path.read_bytes()
+        if b"aaaaaaaa" in content:
+            path.write_bytes(content.replace(b"aaaaaaaa", b"aaaaaaab"))
+    with pytest.raises(CorruptCheckpointError):
+        verify_checkpoint(folder)
+    with pytest.raises(CorruptCheckpointError):
+        load({"o": ShardedObject("o", None, (1,), (0,))}, folder, verify=True)
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "of another save"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_lost_and_foreign_tables_are_found(
+    samples: Samples, tmp_path: Path, name: str, damage: str
+) -> None:
+    sample = samples(name).copied(tmp_path / "c")
+    (table,) = (sample.folder / checksum_tables.CHECKSUMS_NAME).iterdir()
+    if damage == "gone":
+        table.unlink()
+    elif damage == "empty":
+        table.write_bytes(b"")
+    else:
+        other = tmp_path / "other"
+        save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, other)
+        shutil.copy(next((other / checksum_tables.CHECKSUMS_NAME).iterdir()), table)
+    refuses(sample.folder, sample)
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_an_older_part_with_its_older_table_is_found(tmp_path: Path, name: str) -> None:
+    """Each file is sound by itself; they are not of one save."""
+
+    def state(value: float) -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((2000,), value))}
+
+    old, new = tmp_path / "old", tmp_path / "new"
+    save(state(1.0), old, STRATEGIES[name])
+    save(state(2.0), new, STRATEGIES[name])
+    own = torch.full((2000,), 2.0).numpy().tobytes()
+    older = torch.full((2000,), 1.0).numpy().tobytes()
+    replaced = 0
+    for path in files_of(new):
+        content = path.read_bytes()
+        if own in content:
+            path.write_bytes(content.replace(own, older))
+            replaced += 1
+    assert replaced == 1
+    for table in (old / checksum_tables.CHECKSUMS_NAME).iterdir():
+        shutil.copy(table, new / checksum_tables.CHECKSUMS_NAME / table.name)
+    with pytest.raises(CorruptCheckpointError):
+        verify_checkpoint(new)
+    with pytest.raises(CorruptCheckpointError):
+        load(
+            {"w": ShardedTensor.from_rank_offsets("w", torch.empty(2000))},
+            new,
+            verify=True,
+        )
+
+
+def test_another_dtype_of_an_array_is_found(samples: Samples, tmp_path: Path) -> None:
+    sample = samples("zarr-1").copied(tmp_path / "c")
+    path = sample.folder / "decoder.weight" / ".zarray"
+    content = path.read_text()
+    assert '"<f4"' in content
+    path.write_text(content.replace('"<f4"', '"<i4"'))
+    wanted = ShardedTensor.from_rank_offsets("decoder.weight", torch.empty(16, 12).int())
+    with pytest.raises(CorruptCheckpointError, match=r"\.zarray"):
+        load({"w": wanted}, sample.folder, verify=True)
+    with pytest.raises(CorruptCheckpointError, match=r"\.zarray"):
+        verify_checkpoint(sample.folder)
+
+
+@pytest.mark.parametrize("has_seal", [True, False])
+def test_arrays_that_nothing_lists_are_found(
+    samples: Samples, tmp_path: Path, *, has_seal: bool
+) -> None:
+    sample = samples("zarr-2").copied(tmp_path / "c")
+    (sample.folder / ".dckpt" / "index.json").unlink()
+    if not has_seal:
+        shutil.rmtree(sample.folder / ".dckpt")
+    root = json.loads((sample.folder / "zarr.json").read_text())
+    root["consolidated_metadata"]["metadata"] = {}
+    (sample.folder / "zarr.json").write_text(json.dumps(root))
+    with pytest.raises(CorruptCheckpointError):
+        verify_checkpoint(sample.folder)
+
+
+def test_another_backend_in_the_commit_is_found(samples: Samples, tmp_path: Path) -> None:
+    sample = samples("tensorstore").copied(tmp_path / "c")
+    path = sample.folder / "metadata.json"
+    path.write_text(path.read_text().replace('"common_backend_version": 1', '"x": 1'))
+    assert '"x": 1' in path.read_text()
+    verify_checkpoint(sample.folder)  # Megatron leaves such fields out, and their default is 1
+    path.write_text(path.read_text().replace('"tensorstore"', '"zarr"'))
+    path.write_text(path.read_text().replace('_version": 1', '_version": 2'))
+    with pytest.raises(CorruptCheckpointError, match=r"metadata\.json"):
+        load(template(sample), sample.folder, verify=True)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_files_that_no_save_made_are_named(samples: Samples, tmp_path: Path, name: str) -> None:
+    sample = samples(name).copied(tmp_path / "c")
+    (sample.folder / "tokenizer").mkdir()
+    (sample.folder / "tokenizer" / "vocab.json").write_text("{}")
+    found = examine_checkpoint(sample.folder)
+    assert found.is_sound
+    assert [Path(str(f.path)).name for f in found.remarks] == ["vocab.json"]
+    (sample.folder / ".dckpt" / "extra.json").write_text("{}")
+    with pytest.raises(CorruptCheckpointError, match=r"extra\.json"):
+        verify_checkpoint(sample.folder)
+
+
+def test_a_checkpoint_without_a_seal_is_verified_and_says_so(
+    samples: Samples, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sample = samples("mc0.15.3_zarr")
+    verify_checkpoint(sample.folder)
+    assert "has no seal" in caplog.text
+    assert not examine_checkpoint(sample.folder).is_sealed
+    # A seal that was promised and is gone is another matter.
+    own = samples("zarr-2").copied(tmp_path / "c")
+    (own.folder / SEAL_NAME).unlink()
+    with pytest.raises(CorruptCheckpointError, match="seal is missing"):
+        verify_checkpoint(own.folder)
+
+
+def test_what_has_no_checksums_is_not_called_verified(tmp_path: Path) -> None:
+    options = StorageOptions(checksum=Checksum.NONE)
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+    save(state, tmp_path / "c", Zarr3SaveShardedStrategy(options=options))
+    with pytest.raises(UnsupportedFormatError, match="no checksums"):
+        load(state, tmp_path / "c", verify=True)
+
+
+def test_a_rank_reads_the_tables_of_what_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checksum_tables, "_ROWS_A_TABLE", 4)
+    keys = [f"w{number:02d}" for number in range(40)]
+    full = {key: torch.arange(6.0) + number for number, key in enumerate(keys)}
+
+    def save_rank(comm: Comm) -> None:
+        parts = {
+            key: ShardedTensor.from_rank_offsets(key, t.chunk(2)[comm.rank], (0, comm.rank, 2))
+            for key, t in full.items()
+        }
+        save(parts, tmp_path / "c", comm=comm)
+
+    run_ranks(2, save_rank)
+    tables = checksum_tables.checksum_files(tmp_path / "c")
+    assert len(tables) == 20
+    whole = [part for path in tables for part in checksum_tables.read_table(path).parts]
+    assert [part.key for part in whole] == sorted(part.key for part in whole)
+    assert {(part.key, part.rank) for part in whole} == {(k, r) for k in keys for r in range(2)}
+    for path in tables[3:]:
+        path.write_bytes(b"")
+    wanted = {key: ShardedTensor.from_rank_offsets(key, torch.empty(6)) for key in keys[:6]}
+    load(wanted, tmp_path / "c", verify=True)
+    assert torch.equal(wanted["w05"].data, full["w05"])  # type: ignore[arg-type]
+    wanted = {"x": ShardedTensor.from_rank_offsets("w06", torch.empty(6))}
+    with pytest.raises(CorruptCheckpointError, match=r"00003\.bin"):
+        load(wanted, tmp_path / "c", verify=True)
+
+
+def test_every_flipped_bit_of_a_table_and_of_a_seal_is_found(tmp_path: Path) -> None:
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "c")
+    (table,) = checksum_tables.checksum_files(tmp_path / "c")
+    for path, parse in (
+        (table, lambda data: checksum_tables.parse_table(data, "t")),
+        (tmp_path / "c" / SEAL_NAME, Seal.from_json),
+    ):
+        whole = path.read_bytes()
+        parse(whole)
+        for position in range(len(whole)):
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << position % 8
+            with pytest.raises(CorruptCheckpointError):
+                parse(bytes(damaged))
+            with pytest.raises(CorruptCheckpointError):
+                parse(whole[:position])
+
+
+def states_of_ranks() -> Iterator[dict[str, Any]]:
+    for rank in range(2):
+        yield {
+            "w": ShardedTensor.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 2))
+        }
+
+
+@pytest.mark.usefixtures("quickly")
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_ranks_that_stand_in_different_folders(tmp_path: Path, name: str) -> None:
+    states = list(states_of_ranks())
+
+    def save_rank(comm: Comm) -> None:
+        # The same name on node-local disks.
+        folder = tmp_path / f"node{comm.rank}" / "c"
+        save(states[comm.rank], folder, STRATEGIES[name], comm=comm)
+
+    with pytest.raises(CheckpointingException) as raised:
+        run_ranks(2, save_rank)
+    (finding,) = raised.value.findings
+    assert finding.ranks == (1,)
+    assert "node0" in str(finding.expected)
+    assert "node1" in str(finding.found)
+    assert not (tmp_path / "node0" / "c" / "metadata.json").exists()
+
+
+@pytest.mark.usefixtures("quickly")
+def test_ranks_that_write_different_formats(tmp_path: Path) -> None:
+    states = list(states_of_ranks())
+
+    def save_rank(comm: Comm) -> None:
+        save(states[comm.rank], tmp_path / "c", ("zarr", 1 + comm.rank), comm=comm)
+
+    with pytest.raises(CheckpointingException) as raised:
+        run_ranks(2, save_rank)
+    assert (1,) in [finding.ranks for finding in raised.value.findings]
+    assert not (tmp_path / "c" / "metadata.json").exists()
+
+
+class Forgetful(ZarrV3Writer):
+    """Loses a chunk between the write and the commit, as a node-local disk does."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        next((self.checkpoint_dir / "w").glob("c.*")).unlink()
+        super().finish(metadata, results)
+
+
+class ForgetfulSave(Zarr3SaveShardedStrategy):
+    def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
+        return Forgetful(checkpoint_dir)
+
+
+@pytest.mark.usefixtures("quickly")
+def test_nothing_is_committed_that_rank_0_does_not_see(tmp_path: Path) -> None:
+    states = list(states_of_ranks())
+    with pytest.raises(CheckpointingException, match="rank 0 does not see") as raised:
+        run_ranks(
+            2, lambda comm: save(states[comm.rank], tmp_path / "c", ForgetfulSave(), comm=comm)
+        )
+    assert not isinstance(raised.value, RankFailedError)
+    assert not (tmp_path / "c" / "metadata.json").exists()
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_a_removal_seals_what_is_left(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "c"
+    state = {
+        key: ShardedTensor.from_rank_offsets(key, torch.full((2000,), 1.0))
+        for key in ("model.w", "optimizer.m")
+    }
+    save(state, folder, STRATEGIES[name])
+    remove_sharded_tensors(folder, "optimizer")
+    verify_checkpoint(folder)
+    content = read_seal(folder)
+    assert content is not None
+    assert not content.is_open
+    left = {"w": ShardedTensor.from_rank_offsets("model.w", torch.empty(2000))}
+    load(left, folder, verify=True)
+
+
+def test_a_removal_does_not_seal_damage(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    keys = ("model.w", "optimizer.m")
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(9)) for key in keys}
+    save({**state, "step": 1}, folder, ("zarr", 2))
+    path = folder / "common.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    remove_sharded_tensors(folder, "optimizer")
+    with pytest.raises(CorruptCheckpointError, match=r"common\.pt"):
+        verify_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_a_removal_that_was_cut_off_is_no_damage(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "c"
+    keys = ("model.w", "optimizer.m")
+    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(2000)) for key in keys}
+    save(state, folder, STRATEGIES[name])
+    cut_off = iter([None] * (1 if name == "torch_dist" else 3))
+
+    def interrupted(path: Path) -> None:
+        # The open seal, the note of the removal (not in torch_dist) and a file of the format.
+        if next(cut_off, "now") == "now":
+            raise KeyboardInterrupt
+        fsync_folder(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "fsync_folder", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            remove_sharded_tensors(folder, "optimizer")
+    content = read_seal(folder)
+    assert content is not None
+    assert content.is_open
+    found = examine_checkpoint(folder)
+    assert found.is_sound
+    assert found.remarks
+    remove_sharded_tensors(folder, "optimizer")
+    verify_checkpoint(folder)
+    content = read_seal(folder)
+    assert content is not None
+    assert not content.is_open
