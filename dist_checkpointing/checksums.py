@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,6 @@ import xxhash
 from dist_checkpointing import store
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box, Ints
-
-if TYPE_CHECKING:
-    # It imports torch, which a process that only lists does without.
-    from dist_checkpointing.catalog import ShardTable
 
 CHECKSUMS_NAME = ".dckpt/checksums"
 _SUFFIX: Final = ".bin"
@@ -113,38 +109,62 @@ class TableFile:
     last_key: str
 
 
-def make_tables(rows: ShardTable, digests: npt.NDArray[np.uint64]) -> list[TableFile]:
-    """The tables for what all ranks wrote.
+@dataclass(frozen=True, slots=True, eq=False)
+class ChecksumColumns:
+    """What all ranks wrote, sorted by key; row ``i`` of every array describes one part or object.
 
-    Args:
-        rows: parts and objects, sorted by key.
-        digests: hash of each row.
+    Attributes:
+        names: keys; ``keys`` are positions in it.
+        keys: position of the key in ``names``.
+        ranks: rank that wrote it.
+        ndim: number of axes.
+        is_object: whether it is a cell of a sharded object.
+        offsets: ``[rows, axes]``, first element of the box, or the cell.
+        shapes: ``[rows, axes]``, shape of the box.
+        flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
+        digests: xxh3_64 of the values, or of the bytes of the object.
     """
+
+    names: Sequence[str]
+    keys: npt.NDArray[Any]
+    ranks: npt.NDArray[Any]
+    ndim: npt.NDArray[Any]
+    is_object: npt.NDArray[Any]
+    offsets: npt.NDArray[Any]
+    shapes: npt.NDArray[Any]
+    flat: npt.NDArray[Any]
+    digests: npt.NDArray[Any]
+
+
+def make_tables(columns: ChecksumColumns) -> list[TableFile]:
+    """The tables for these rows."""
     tables = []
-    for number, start in enumerate(range(0, len(rows), _ROWS_A_TABLE)):
-        span = slice(start, start + _ROWS_A_TABLE)
-        kept = rows.take(span)
-        keys = kept.key_column
+    for number, start in enumerate(range(0, len(columns.keys), _ROWS_A_TABLE)):
+        rows = slice(start, start + _ROWS_A_TABLE)
+        used, keys = np.unique(columns.keys[rows], return_inverse=True)
+        names = [columns.names[position] for position in used.tolist()]
+        data = _to_bytes(columns, rows, names, keys)
         name = f"{CHECKSUMS_NAME}/{number:05d}{_SUFFIX}"
-        tables.append(TableFile(name, _to_bytes(kept, digests[span]), keys[0], keys[-1]))
+        tables.append(TableFile(name, data, names[0], names[-1]))
     return tables
 
 
-def _to_bytes(rows: ShardTable, digests: npt.NDArray[np.uint64]) -> bytes:
-    used, keys = np.unique(rows.keys, return_inverse=True)
-    names = json.dumps([rows.names[position] for position in used.tolist()]).encode()
-    columns: list[npt.NDArray[Any]] = [
+def _to_bytes(
+    columns: ChecksumColumns, rows: slice, names: Sequence[str], keys: npt.NDArray[Any]
+) -> bytes:
+    text = json.dumps(names).encode()
+    parts = [
         keys.astype("<u4"),
-        rows.ranks.astype("<u4"),
-        rows.ndim.astype("<u4"),
-        rows.is_object.astype("<u4"),
-        rows.offsets.astype("<i8"),
-        rows.shapes.astype("<i8"),
-        rows.flat.astype("<i8"),
-        digests.astype("<u8"),
+        columns.ranks[rows].astype("<u4"),
+        columns.ndim[rows].astype("<u4"),
+        columns.is_object[rows].astype("<u4"),
+        columns.offsets[rows].astype("<i8"),
+        columns.shapes[rows].astype("<i8"),
+        columns.flat[rows].astype("<i8"),
+        columns.digests[rows].astype("<u8"),
     ]
-    head = _HEAD.pack(_MAGIC, _VERSION, len(names), len(rows), rows.max_ndim)
-    body = b"".join([head, names, *(column.tobytes() for column in columns)])
+    head = _HEAD.pack(_MAGIC, _VERSION, len(text), len(keys), columns.offsets.shape[1])
+    body = b"".join([head, text, *(part.tobytes() for part in parts)])
     return body + xxhash.xxh3_128_digest(body)
 
 

@@ -29,7 +29,6 @@ from dist_checkpointing.commit import (
     read_config,
 )
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
-from dist_checkpointing.options import Durability
 from dist_checkpointing.removal import REMOVAL_NAME
 
 SEAL_NAME: Final = ".dckpt/seal.json"
@@ -171,7 +170,7 @@ def write_seal(
     *,
     tables: Mapping[str, tuple[str, str]],
     created: Collection[str] | None,
-    durability: Durability,
+    durability: store.Durability,
 ) -> None:
     """Check that everything is there, and seal it. Called on rank 0 when all ranks have written.
 

@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 
 from dist_checkpointing.catalog import concatenate
-from dist_checkpointing.checksums import CHECKSUMS_NAME, make_tables
+from dist_checkpointing.checksums import CHECKSUMS_NAME, ChecksumColumns, make_tables
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
@@ -336,7 +336,18 @@ def _write_tables(
     folder, durability = writer.checkpoint_dir, writer.options.durability
     (folder / CHECKSUMS_NAME).mkdir(parents=True, exist_ok=True)
     tables = {}
-    for table_file in make_tables(catalog, digests[catalog.sources]):
+    columns = ChecksumColumns(
+        catalog.names,
+        catalog.keys,
+        catalog.ranks,
+        catalog.ndim,
+        catalog.is_object,
+        catalog.offsets,
+        catalog.shapes,
+        catalog.flat,
+        digests[catalog.sources],
+    )
+    for table_file in make_tables(columns):
         write_atomic(folder / table_file.name, table_file.data, durability)
         files.append(SealedFile.of_bytes(table_file.name, table_file.data))
         tables[table_file.name] = (table_file.first_key, table_file.last_key)
