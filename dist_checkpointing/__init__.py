@@ -44,6 +44,8 @@ if typing.TYPE_CHECKING:
     from dist_checkpointing.validation import StrictHandling
     from dist_checkpointing.verify import verify_checkpoint
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AsyncSaver",
     "Checkpoint",

@@ -200,7 +200,7 @@ def load(
     if validate_access_integrity:
         _check_access(parts, comm)
 
-    reader, index, stored = _read_index(found, checkpoint_dir, comm)
+    reader, index, stored = _read_index(found, checkpoint_dir, comm, is_kept=verify)
     missing: set[str] = set()
     unexpected: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
@@ -221,7 +221,8 @@ def load(
         }
     if verify:
         cells = list(wanted_objects.values())
-        _verify(Wanted(list(wanted.values()), cells), found, checkpoint_dir, index, meter, comm)
+        wanted_here = Wanted(list(wanted.values()), cells)
+        _verify(wanted_here, found, checkpoint_dir, index, reader, meter, comm)
     loaded: dict[TreePath, Any] = {}
     if handles_objects(found.sharded):
         leaves |= {path: leaf.without_data() for path, leaf in wanted_objects.items()}
@@ -248,6 +249,7 @@ def _verify(
     found: LoadStrategies,
     checkpoint_dir: str | PathLike[str],
     index: Index | None,
+    reader: StorageReader | None,
     meter: Meter,
     comm: Comm,
 ) -> None:
@@ -256,7 +258,7 @@ def _verify(
         # One rank reads it, as thousands of ranks would wait for each other at one file.
         seal = comm.from_rank0("reading the seal", lambda: read_seal(folder))
         with comm.agreed("verifying checksums"):
-            verify_wanted(wanted, found.sharded, found.common, folder, index, seal, meter)
+            verify_wanted(wanted, found.sharded, found.common, folder, index, seal, meter, reader)
 
 
 def _require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) -> None:
@@ -272,12 +274,16 @@ def _require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) ->
 
 
 def _read_index(
-    found: LoadStrategies, checkpoint_dir: str | PathLike[str], comm: Comm
+    found: LoadStrategies, checkpoint_dir: str | PathLike[str], comm: Comm, *, is_kept: bool
 ) -> tuple[StorageReader | None, Index | None, Mapping[str, tuple[Ints, torch.dtype]]]:
-    """What is stored: a reader and its index, for planned strategies; global shapes and dtypes."""
+    """What is stored: a reader and its index, for planned strategies; global shapes and dtypes.
+
+    ``is_kept`` says that the reader is used more than once.
+    """
     reader, index = None, None
     if isinstance(found.sharded, PlannedLoadStrategy):
         reader = found.sharded.make_reader(Path(checkpoint_dir))
+        reader.is_kept = is_kept
         index = comm.from_rank0("reading the index", reader.read_metadata)
         stored: Mapping[str, tuple[Ints, torch.dtype]] = StoredTensors(index)
     else:

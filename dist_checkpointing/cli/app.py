@@ -9,9 +9,10 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
+from dist_checkpointing import __version__
 from dist_checkpointing.cli import convert, diff, ls, plan, rm_prefix, show, stats, verify
 from dist_checkpointing.cli import map as map_command
-from dist_checkpointing.cli.screen import fail
+from dist_checkpointing.cli.screen import fail, say
 from dist_checkpointing.errors import CheckpointingException
 
 EXIT_BAD_INPUT: Final = 2
@@ -54,9 +55,21 @@ app.command("map")(map_command.map_tensors)
 app.command("rm-prefix")(rm_prefix.rm_prefix)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        say(f"dckpt {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Look into distributed checkpoints, check, compare and convert them.
@@ -67,7 +80,8 @@ def options(
     Exit code: 2 if a command cannot do what it was asked; some use 1 to
     answer (see their own --help).
     """
-    del debug  # seen by ``main``, which is where errors arrive
+    # Seen by the callback of the option, and by ``main``, which is where errors arrive.
+    del version, debug
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from operator import index
 from typing import Any
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
@@ -12,9 +13,13 @@ CommonStateDict = dict[str, Any]
 ShardedStateDict = dict[str, Any]
 ReplicaId = int | tuple[int, ...]
 
+_INT = frozenset({int})
+
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
     """Whether this is the replica that is written: 0, or a tuple (or list) of zeros."""
+    if not isinstance(replica_id, tuple | list):
+        replica_id = plain_replica_id(replica_id, "replica_id")
     if isinstance(replica_id, int):
         return replica_id == 0
     return all(part == 0 for part in replica_id)
@@ -23,6 +28,57 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 def invalid_sharding(key: str, problem: str, **details: Any) -> InvalidShardingError:
     """The error for one thing that is wrong with the leaf ``key``."""
     return InvalidShardingError(f"invalid sharding of {key!r}", [Finding(problem, key, **details)])
+
+
+def plain_int(value: Any, name: str, key: str) -> int:
+    """A field of the leaf ``key`` as an int; numpy's integers and their like are taken too.
+
+    Raises:
+        InvalidShardingError: if it is no integer.
+    """
+    if type(value) is int:
+        return value
+    try:
+        return index(value)
+    except TypeError:
+        raise _no_integer(key, f"{name} must be an integer", value) from None
+
+
+def plain_ints(values: Any, name: str, key: str) -> tuple[int, ...]:
+    """Likewise, a field that is a sequence of integers, as a tuple."""
+    if type(values) is tuple and _INT.issuperset(map(type, values)):
+        return values
+    try:
+        return tuple(index(value) for value in values)
+    except TypeError:
+        raise _no_integer(key, f"{name} must hold integers", values) from None
+
+
+def plain_replica_id(replica_id: Any, key: str) -> ReplicaId:
+    """Likewise, a replica id: one integer or a sequence of them."""
+    if type(replica_id) is int:
+        return replica_id
+    try:
+        return index(replica_id)
+    except TypeError:
+        return plain_ints(replica_id, "replica_id", key)
+
+
+def plain_range(flat: Any, key: str) -> slice | None:
+    """Likewise, a flattened range; ends that are None stay, for the check that refuses them."""
+    if flat is None:
+        return None
+    if not isinstance(flat, slice):
+        raise _no_integer(key, "flattened_range must be a slice", flat)
+    start, stop = (
+        None if end is None else plain_int(end, "flattened_range", key)
+        for end in (flat.start, flat.stop)
+    )
+    return slice(start, stop, flat.step)
+
+
+def _no_integer(key: str, problem: str, value: Any) -> InvalidShardingError:
+    return invalid_sharding(key, problem, found=f"{value!r} ({type(value).__name__})")
 
 
 class ShardedBase(ABC):

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.mapping.base import ReplicaId, ShardedBase, ShardedStateDict
+from dist_checkpointing.mapping.base import (
+    ReplicaId,
+    ShardedBase,
+    ShardedStateDict,
+    plain_range,
+    plain_replica_id,
+)
 
 FactoryBuildFn = Callable[[str, torch.Tensor, ReplicaId, slice | None], Any]
 FactoryMergeFn = Callable[[Any], Any]
@@ -33,6 +39,10 @@ class ShardedTensorFactory(ShardedBase):
     merge_fn: FactoryMergeFn
     replica_id: ReplicaId = 0
     flattened_range: slice | None = None
+
+    def __post_init__(self) -> None:
+        self.replica_id = plain_replica_id(self.replica_id, self.key)
+        self.flattened_range = plain_range(self.flattened_range, self.key)
 
     def build(self) -> Any:
         """The sharded leaf or nest of leaves that stands for this in the checkpoint."""

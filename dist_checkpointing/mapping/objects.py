@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dist_checkpointing.mapping.base import ReplicaId, ShardedBase
+from dist_checkpointing.mapping.base import (
+    ReplicaId,
+    ShardedBase,
+    plain_ints,
+    plain_replica_id,
+)
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
 
 
@@ -19,6 +24,8 @@ class ShardedObject(ShardedBase):
         global_shape: number of cells along each axis.
         global_offset: which cell this is.
         replica_id: all zeros on exactly one of the ranks that hold the same cell.
+
+    Integers of numpy and whatever else has ``__index__`` become plain ints.
     """
 
     key: str
@@ -28,9 +35,15 @@ class ShardedObject(ShardedBase):
     replica_id: ReplicaId = 0
 
     def __post_init__(self) -> None:
+        self.global_shape = plain_ints(self.global_shape, "global_shape", self.key)
+        self.global_offset = plain_ints(self.global_offset, "global_offset", self.key)
+        self.replica_id = plain_replica_id(self.replica_id, self.key)
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
+        for name in ("global_shape", "global_offset"):
+            plain_ints(getattr(self, name), name, self.key)
+        plain_replica_id(self.replica_id, self.key)
         if len(self.global_shape) != len(self.global_offset):
             raise _invalid(
                 self.key,

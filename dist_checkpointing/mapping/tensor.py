@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,18 @@ import torch
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.geometry import Box, unravel_range
-from dist_checkpointing.mapping.base import ReplicaId, ShardedBase
+from dist_checkpointing.mapping.base import (
+    ReplicaId,
+    ShardedBase,
+    plain_int,
+    plain_ints,
+    plain_range,
+    plain_replica_id,
+)
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
+from dist_checkpointing.mapping.tensor_rules import check_fields, require_tensor
+
+RankOffset = tuple[SupportsIndex, SupportsIndex, SupportsIndex]
 
 
 @dataclass
@@ -32,10 +42,12 @@ class ShardedTensor(ShardedBase):
             an uneven one.
         replica_id: all zeros on exactly one of the ranks that hold the same part.
         prepend_axis_num: number of leading axes that exist only globally (local extent 1).
-        allow_shape_mismatch: on load, the stored global shape may differ; what is not stored is
-            zero.
+        allow_shape_mismatch: on load, the stored global shape may differ, and the local tensor may
+            stick out of the global one; what is not stored is zero.
         flattened_range: if given, ``data`` is 1-D and holds this slice of the C-order flattening
             of a tensor of ``local_shape``.
+
+    Integers of numpy and whatever else has ``__index__`` become plain ints.
 
     Raises:
         InvalidShardingError: from the constructor, if the fields contradict each other.
@@ -54,104 +66,21 @@ class ShardedTensor(ShardedBase):
     flattened_range: slice | None = None
 
     def __post_init__(self) -> None:
+        key = self.key
+        self.local_shape = plain_ints(self.local_shape, "local_shape", key)
+        self.global_shape = plain_ints(self.global_shape, "global_shape", key)
+        self.global_offset = plain_ints(self.global_offset, "global_offset", key)
+        if self.axis_fragmentations is not None:
+            self.axis_fragmentations = plain_ints(
+                self.axis_fragmentations, "axis_fragmentations", key
+            )
+        self.replica_id = plain_replica_id(self.replica_id, key)
+        self.prepend_axis_num = plain_int(self.prepend_axis_num, "prepend_axis_num", key)
+        self.flattened_range = plain_range(self.flattened_range, key)
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        for name in ("local_shape", "global_shape", "global_offset"):
-            values = getattr(self, name)
-            if not all(isinstance(value, int) and value >= 0 for value in values):
-                raise _invalid(self.key, f"{name} must hold ints >= 0", found=values)
-        local, offset = tuple(self.local_shape), tuple(self.global_offset)
-        if self.prepend_axis_num < 0:
-            raise _invalid(
-                self.key, "prepend_axis_num must not be negative", found=self.prepend_axis_num
-            )
-        if len(self.global_shape) != len(offset):
-            raise _invalid(
-                self.key,
-                "global_offset and global_shape must have one entry for each axis",
-                expected=f"{len(self.global_shape)} axes",
-                found=f"global_offset {offset}",
-            )
-        if len(local) + self.prepend_axis_num != len(self.global_shape):
-            raise _invalid(
-                self.key,
-                "local axes and prepended axes must add up to the global ones",
-                expected=f"{len(self.global_shape)} axes",
-                found=f"local_shape {local} with {self.prepend_axis_num} prepended",
-            )
-        self._validate_data(local)
-        self._validate_grid(local, offset)
-        self._validate_bounds()
-
-    def _validate_data(self, local: tuple[int, ...]) -> None:
-        flat = self.flattened_range
-        if flat is not None:
-            if flat.step is not None:
-                raise _invalid(self.key, "flattened_range must not have a step", found=flat)
-            size = math.prod(local)
-            if flat.start is None or flat.stop is None or not 0 <= flat.start <= flat.stop <= size:
-                raise _invalid(
-                    self.key,
-                    "flattened_range must lie inside the local tensor",
-                    expected=f"0 <= start <= stop <= {size}",
-                    found=flat,
-                )
-        if self.data is None:
-            return
-        if self.data.dtype != self.dtype:
-            raise _invalid(
-                self.key, "data has another dtype", expected=self.dtype, found=self.data.dtype
-            )
-        expected = local if flat is None else (flat.stop - flat.start,)
-        if tuple(self.data.shape) != expected:
-            what = "data" if flat is None else f"flattened data for {flat}"
-            raise _invalid(
-                self.key,
-                f"{what} has another shape",
-                expected=expected,
-                found=tuple(self.data.shape),
-            )
-
-    def _validate_grid(self, local: tuple[int, ...], offset: tuple[int, ...]) -> None:
-        if self.axis_fragmentations is None:
-            return
-        if len(self.axis_fragmentations) != len(self.global_shape):
-            raise _invalid(
-                self.key,
-                "axis_fragmentations must have one entry for each global axis",
-                expected=f"{len(self.global_shape)} axes",
-                found=self.axis_fragmentations,
-            )
-        if any(count < 1 for count in self.axis_fragmentations):
-            raise _invalid(
-                self.key,
-                "axis_fragmentations must be at least 1",
-                found=self.axis_fragmentations,
-            )
-        own_axes = offset[self.prepend_axis_num :]
-        if any(extent and start % extent for start, extent in zip(own_axes, local, strict=True)):
-            raise _invalid(
-                self.key,
-                "in a regular grid the offset must be a multiple of the local shape",
-                expected=f"multiples of {local}",
-                found=own_axes,
-                remedy="For uneven cuts pass axis_fragmentations=None.",
-            )
-
-    def _validate_bounds(self) -> None:
-        if self.allow_shape_mismatch:  # the last shards of a padded axis may stick out
-            return
-        shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
-        places = zip(self.global_offset, shape, self.global_shape, strict=True)
-        if any(start + extent > whole for start, extent, whole in places):
-            stop = self.box.stop
-            raise _invalid(
-                self.key,
-                "the shard sticks out of the global tensor",
-                expected=f"at most {tuple(self.global_shape)}",
-                found=f"{tuple(self.global_offset)} .. {stop}",
-            )
+        check_fields(self)
 
     @property
     def has_regular_grid(self) -> bool:
@@ -163,6 +92,11 @@ class ShardedTensor(ShardedBase):
         """The box of the global tensor that ``local_shape`` covers, prepended axes included."""
         shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
         return Box(tuple(self.global_offset), shape)
+
+    @property
+    def sticks_out(self) -> bool:
+        """Whether the box lies partly outside the global tensor, as a padded shard's may."""
+        return not Box.whole(tuple(self.global_shape)).contains(self.box)
 
     @property
     def flat_range(self) -> tuple[int, int] | None:
@@ -297,7 +231,7 @@ class ShardedTensor(ShardedBase):
         cls,
         key: str,
         data: torch.Tensor,
-        *rank_offsets: tuple[int, int, int],
+        *rank_offsets: RankOffset,
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
         flattened_range: None = None,
@@ -324,10 +258,14 @@ class ShardedTensor(ShardedBase):
                 "from_rank_offsets takes whole tensors; use from_rank_offsets_flat for a "
                 "flattened_range"
             )
+        require_tensor(data, key)
+        prepend_axis_num = plain_int(prepend_axis_num, "prepend_axis_num", key)
         extents = [1] * prepend_axis_num + list(data.shape)
         offset, counts = [0] * len(extents), [1] * len(extents)
         seen: set[int] = set()
-        for axis, position, count in rank_offsets:
+        for rank_offset in rank_offsets:
+            parts = plain_ints(rank_offset, "a rank offset", key)
+            axis, position, count = parts if len(parts) == 3 else (-1, 0, 0)
             if not 0 <= axis < len(extents) or axis in seen or not 0 <= position < count:
                 raise InvalidShardingError(
                     f"Invalid rank offsets: {rank_offsets} for key {key}.",
@@ -337,7 +275,7 @@ class ShardedTensor(ShardedBase):
                             "0 <= axis < ndim and 0 <= position < count",
                             key,
                             expected=f"axis < {len(extents)}",
-                            found=(axis, position, count),
+                            found=parts,
                         )
                     ],
                 )
@@ -362,7 +300,7 @@ class ShardedTensor(ShardedBase):
         key: str,
         data: torch.Tensor,
         non_flat_local_shape: tuple[int, ...],
-        *rank_offsets: tuple[int, int, int],
+        *rank_offsets: RankOffset,
         flattened_range: slice | None = None,
         **kwargs: Any,
     ) -> ShardedTensor:
@@ -381,6 +319,9 @@ class ShardedTensor(ShardedBase):
         """
         if flattened_range is None:
             raise _invalid(key, "from_rank_offsets_flat needs a flattened_range")
+        require_tensor(data, key)
+        flattened_range = plain_range(flattened_range, key)
+        assert flattened_range is not None
         start, stop = flattened_range.start, flattened_range.stop
         fits = start is not None and stop is not None and data.numel() == stop - start
         if data.ndim != 1 or not fits:
@@ -390,6 +331,7 @@ class ShardedTensor(ShardedBase):
                 expected=flattened_range,
                 found=tuple(data.shape),
             )
-        shape = torch.empty(tuple(non_flat_local_shape), dtype=data.dtype, device="meta")
-        whole = cls.from_rank_offsets(key, shape, *rank_offsets, **kwargs)
+        shape = plain_ints(non_flat_local_shape, "non_flat_local_shape", key)
+        like = torch.empty(shape, dtype=data.dtype, device="meta")
+        whole = cls.from_rank_offsets(key, like, *rank_offsets, **kwargs)
         return replace(whole, data=data, flattened_range=flattened_range)

@@ -74,6 +74,7 @@ def verify_wanted(
     index: Index | None,
     seal: Seal | None,
     meter: Meter,
+    reader: StorageReader | None,
 ) -> None:
     """Verify everything that a load reads, before it is read. Not collective.
 
@@ -85,6 +86,7 @@ def verify_wanted(
         index: what is stored; None for strategies that are not made of a reader.
         seal: of the checkpoint; None if it has none. Only tensors can be verified then.
         meter: counts what is read.
+        reader: of a planned strategy; used for everything.
 
     Raises:
         UnsupportedFormatError: if no checksums were kept.
@@ -105,8 +107,8 @@ def verify_wanted(
         table = joined(read_table(path) for path in checksum_files(checkpoint_dir))
     else:
         names = [*common.file_names(by_common, checkpoint_dir)]
-        if planned is not None and keys:
-            names += planned.make_reader(checkpoint_dir).describing_names(sorted(keys))
+        if reader is not None and keys:
+            names += reader.describing_names(sorted(keys))
         tables = seal.tables_with(keys | {leaf.key for leaf in wanted.objects})
         findings += check_config(seal, checkpoint_dir)
         findings += check_files(seal, checkpoint_dir, [*names, *tables])
@@ -118,10 +120,9 @@ def verify_wanted(
             "no checksums were kept when it was saved", path=str(checkpoint_dir / CHECKSUMS_NAME)
         )
         raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
-    if planned is not None and index is not None:
-        findings += _damage_of_wanted(wanted, table, planned, checkpoint_dir, index, meter)
+    if planned is not None and index is not None and reader is not None:
+        findings += _damage_of_wanted(wanted, table, planned, reader, index, meter)
         if seal is not None and has_objects and wanted.objects:
-            reader = planned.make_reader(checkpoint_dir)
             reader.set_up_storage_reader(index, rank=0, world_size=1)
             cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in wanted.objects]
             findings += damage_of_objects(cells, table.objects, reader)
@@ -133,7 +134,7 @@ def _damage_of_wanted(
     wanted: Wanted,
     table: ChecksumTable,
     strategy: PlannedLoadStrategy,
-    checkpoint_dir: Path,
+    reader: StorageReader,
     index: Index,
     meter: Meter,
 ) -> list[Finding]:
@@ -156,7 +157,7 @@ def _damage_of_wanted(
         for part in known
         if any(part.box.intersect(box) is not None for box in boxes[key])
     ]
-    return damage_of(touched, strategy, checkpoint_dir, index, meter)
+    return damage_of(touched, strategy, reader, index, meter)
 
 
 def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Finding]:
@@ -207,13 +208,13 @@ def damage_of_objects(
 def damage_of(
     parts: Sequence[StoredPart],
     strategy: PlannedLoadStrategy,
-    checkpoint_dir: Path,
+    reader: StorageReader,
     index: Index,
     meter: Meter,
 ) -> list[Finding]:
     """Read stored parts, compare those that have a checksum, and say what is wrong with which.
 
-    Not collective.
+    ``reader`` is used for all of them, and should be ``is_kept``. Not collective.
     """
     meter.expect(sum(_num_bytes(part, index) for part in parts))
     most = strategy.options.buffer_bytes // 2
@@ -222,7 +223,7 @@ def damage_of(
     memory = torch.empty(max(most, largest), dtype=torch.uint8)
     findings = []
     for batch in _batches(parts, index, len(memory)):
-        findings += _verify(batch, strategy, checkpoint_dir, index, memory)
+        findings += _verify(batch, strategy, reader, index, memory)
         meter.add(sum(_num_bytes(part, index) for part in batch))
     return findings
 
@@ -254,7 +255,7 @@ def _batches(
 def _verify(
     batch: Sequence[StoredPart],
     strategy: PlannedLoadStrategy,
-    checkpoint_dir: Path,
+    reader: StorageReader,
     index: Index,
     memory: torch.Tensor,
 ) -> list[Finding]:
@@ -266,7 +267,6 @@ def _verify(
         leaf.data = own.view(part.box.shape if part.flat_range is None else -1)
         leaves[DictKey(number),] = leaf
         start += _padded_bytes(part, index)
-    reader = strategy.make_reader(checkpoint_dir)
     try:
         strategy.read(leaves, index, reader, SingleProcess())
     except (CorruptCheckpointError, StateMismatchError, RankFailedError) as error:
@@ -277,7 +277,7 @@ def _verify(
         return [
             finding
             for half in (batch[:middle], batch[middle:])
-            for finding in _verify(half, strategy, checkpoint_dir, index, memory)
+            for finding in _verify(half, strategy, reader, index, memory)
         ]
     return [
         Finding(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dist_checkpointing import __version__
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.cli.app import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, RankFailedError
@@ -63,6 +65,11 @@ def test_errors_of_every_kind(
         dckpt("ls", GOLDEN, "--debug")
 
 
+def test_the_version_is_told(dckpt: Run) -> None:
+    finished = dckpt("--version")
+    assert (finished.code, finished.out) == (0, f"dckpt {__version__}\n")
+
+
 @pytest.mark.parametrize("arguments", [["lss"], ["ls"], ["plan", GOLDEN, "--tp", "x"]])
 def test_errors_of_usage_are_those_of_typer(dckpt: Run, arguments: list[Any]) -> None:
     finished = dckpt(*arguments)
@@ -103,3 +110,33 @@ def test_a_closed_pipe_is_no_failure() -> None:
     )
     os.close(writing)
     assert (finished.returncode, finished.stderr) == (0, b"")
+
+
+@pytest.mark.slow
+def test_the_version_is_told_where_nothing_is_installed(tmp_path: Path) -> None:
+    """A copy of the package alone, whose metadata nobody has."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "dist_checkpointing", tmp_path / "dist_checkpointing", ignore=ignored)
+    code = """
+import importlib.metadata as metadata
+def missing(name):
+    raise metadata.PackageNotFoundError(name)
+metadata.version = metadata.distribution = missing
+import sys
+sys.argv = ["dckpt", "--version"]
+from dist_checkpointing.cli import app
+print(app.__file__)
+app.main()
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    app = tmp_path / "dist_checkpointing" / "cli" / "app.py"
+    assert finished.stderr == ""
+    assert finished.stdout == f"{app}\ndckpt {__version__}\n"

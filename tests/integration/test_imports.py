@@ -7,8 +7,10 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,32 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         _ = dist_checkpointing.nothing  # type: ignore[attr-defined]
     with pytest.raises(ImportError):
         exec("from dist_checkpointing import nothing")
+
+
+def test_the_version_is_written_down_once() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", dist_checkpointing.__version__)
+    pyproject = PACKAGE.parent / "pyproject.toml"
+    if not pyproject.exists():
+        pytest.skip("not a checkout")
+    described = tomllib.loads(pyproject.read_text())
+    assert described["project"]["dynamic"] == ["version"]
+    assert described["tool"]["hatch"]["version"]["path"] == "dist_checkpointing/__init__.py"
+
+
+def test_type_checkers_are_told_of_the_annotations() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_the_licence_is_there_in_full() -> None:
+    root = PACKAGE.parent
+    if not (root / "pyproject.toml").exists():
+        pytest.skip("not a checkout")
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0"
+    (name,) = project["license-files"]
+    text = (root / name).read_text()
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert "The dist_checkpointing authors" in text
 
 
 def test_the_names_of_megatron_are_there() -> None:

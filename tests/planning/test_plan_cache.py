@@ -191,7 +191,8 @@ def test_every_field_of_a_leaf_counts(
 
 def test_a_list_that_is_changed_in_place_is_noticed(tmp_path: Path) -> None:
     cache = PlanCache()
-    own = {"a": ShardedTensor("a", torch.ones(2), torch.float32, (2,), (4,), [0], None)}  # type: ignore[arg-type]
+    own = {"a": ShardedTensor("a", torch.ones(2), torch.float32, (2,), (4,), (0,), None)}
+    own["a"].global_offset = [0]  # type: ignore[assignment]  # the constructor makes tuples
     other = {"a": ShardedTensor("a", torch.zeros(2), torch.float32, (2,), (4,), (2,), None)}
     both = {"x": own["a"], "y": other["a"]}
     save(both, tmp_path / "1", plan_cache=cache)

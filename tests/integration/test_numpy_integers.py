@@ -1,0 +1,167 @@
+"""Places that numpy has computed: everything with ``__index__`` is an integer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointingException,
+    InvalidShardingError,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    load,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.testing import run_ranks
+
+BACKENDS = [("zarr", 1), ("zarr", 2), ("tensorstore", 1), ("torch_dist", 1)]
+FULL = torch.arange(24.0).reshape(4, 6)
+
+
+class Three:
+    """An integer of somebody else."""
+
+    def __index__(self) -> int:
+        return 3
+
+
+def _is_plain(leaf: Any, *names: str) -> bool:
+    values = [getattr(leaf, name) for name in names]
+    flat = [v for value in values for v in (value if isinstance(value, tuple) else (value,))]
+    return all(type(value) is int for value in flat)
+
+
+def test_the_fields_of_a_tensor_become_plain_ints() -> None:
+    shard = ShardedTensor(
+        "w",
+        torch.zeros(2),
+        torch.float32,
+        np.array([3, 3]),  # type: ignore[arg-type]
+        (np.int8(1), Three(), np.uint64(6)),  # type: ignore[arg-type]
+        [np.int32(0), 0, torch.tensor(3)],  # type: ignore[arg-type]
+        np.array([1, 1, 2]),  # type: ignore[arg-type]
+        replica_id=(np.int64(0), Three()),  # type: ignore[arg-type]
+        prepend_axis_num=np.int16(1),  # type: ignore[arg-type]
+        flattened_range=slice(np.int64(1), Three()),
+    )
+    assert (shard.local_shape, shard.global_shape) == ((3, 3), (1, 3, 6))
+    assert (shard.global_offset, shard.axis_fragmentations) == ((0, 0, 3), (1, 1, 2))
+    assert (shard.replica_id, shard.prepend_axis_num) == ((0, 3), 1)
+    assert shard.flattened_range == slice(1, 3)
+    assert repr(shard).endswith(
+        "local_shape=(3, 3), global_shape=(1, 3, 6), global_offset=(0, 0, 3), "
+        "axis_fragmentations=(1, 1, 2), replica_id=(0, 3), prepend_axis_num=1, "
+        "allow_shape_mismatch=False, flattened_range=slice(1, 3, None))"
+    )
+    assert _is_plain(
+        shard, "local_shape", "global_shape", "global_offset", "replica_id", "prepend_axis_num"
+    )
+
+
+def test_rank_offsets_may_come_from_numpy() -> None:
+    dp, tp = np.unravel_index(3, (2, 2))
+    offset = (0, tp, np.int64(2))
+    zero: Any = np.int64(0)
+    shard = ShardedTensor.from_rank_offsets(
+        "w", FULL[2:], offset, (np.int8(1), dp - 1, Three()), replica_id=zero
+    )
+    assert (shard.global_shape, shard.global_offset) == ((4, 18), (2, 0))
+    assert shard.axis_fragmentations == (2, 3)
+    assert _is_plain(shard, "global_shape", "global_offset", "axis_fragmentations", "replica_id")
+    stacked = ShardedTensor.from_rank_offsets("w", FULL, offset, prepend_axis_num=np.int64(1))  # type: ignore[arg-type]
+    assert stacked.global_shape == (2, 4, 6)
+    flat = ShardedTensor.from_rank_offsets_flat(
+        "w",
+        torch.zeros(3),
+        np.array([2, 6]),  # type: ignore[arg-type]
+        offset,
+        flattened_range=slice(np.int64(4), np.int64(7)),
+    )
+    assert (flat.local_shape, flat.global_offset) == ((2, 6), (2, 0))
+    assert flat.flat_range == (4, 7)
+    assert _is_plain(flat, "local_shape", "flat_range")
+
+
+def test_the_fields_of_an_object_and_of_a_factory_become_plain_ints() -> None:
+    cell = ShardedObject("o", 1, np.array([2, 3]), (np.int64(1), Three()), np.int64(0))  # type: ignore[arg-type]
+    assert cell.unique_key == "o/shard_1.3_2.3"
+    assert _is_plain(cell, "global_shape", "global_offset", "replica_id")
+    replica_id: Any = (np.int64(1), 0)
+    factory = ShardedTensorFactory(
+        "f", FULL, lambda *_: {}, lambda x: x, replica_id, slice(np.int8(0), Three())
+    )
+    assert (factory.replica_id, factory.flattened_range) == ((1, 0), slice(0, 3))
+    assert _is_plain(factory, "replica_id")
+
+
+@pytest.mark.parametrize("wrong", [None, 0.0, "0", (0, 1.5), np.float64(0)])
+def test_what_is_no_integer_is_named_with_its_key(wrong: Any) -> None:
+    makers: list[Callable[[], object]] = [
+        lambda: ShardedTensor.from_rank_offsets("my.key", FULL, replica_id=wrong),
+        lambda: ShardedTensor.from_rank_offsets("my.key", FULL, (0, wrong, 2)),
+        lambda: ShardedObject("my.key", 1, (1,), (0,), wrong),
+        lambda: ShardedTensorFactory("my.key", FULL, lambda *_: {}, lambda x: x, wrong),
+    ]
+    for make in makers:
+        with pytest.raises(InvalidShardingError, match="integers") as caught:
+            make()
+        assert [finding.key for finding in caught.value.findings] == ["my.key"]
+
+
+def test_a_rank_offset_has_three_entries() -> None:
+    wrong: Any = (0, 1)
+    with pytest.raises(CheckpointingException, match=r"found \(0, 1\)"):
+        ShardedTensor.from_rank_offsets("w", FULL, wrong)
+
+
+def test_an_array_is_not_a_tensor() -> None:
+    array: Any = FULL.numpy()
+    whole: Any = np.float32
+    makers: list[Callable[[], object]] = [
+        lambda: ShardedTensor.from_rank_offsets("w", array),
+        lambda: ShardedTensor("w", array, whole, (4, 6), (4, 6), (0, 0), None),
+        lambda: ShardedTensor.from_rank_offsets_flat(
+            "w", array.reshape(-1), (4, 6), flattened_range=slice(0, 24)
+        ),
+    ]
+    for make in makers:
+        with pytest.raises(InvalidShardingError, match=r"torch tensor; found numpy\.ndarray"):
+            make()
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: "-".join(map(str, b)))
+def test_a_state_dict_full_of_them_comes_back(tmp_path: Path, backend: tuple[str, int]) -> None:
+    def state(rank: int, *, with_data: bool) -> dict[str, Any]:
+        row = np.int64(rank)
+        offset: Any = (np.int64(0), row, np.int64(2))
+        replica: Any = np.int64(0)
+        leaves: dict[str, Any] = {
+            "w": ShardedTensor.from_rank_offsets(
+                "w", FULL.chunk(2)[rank].clone(), offset, replica_id=replica
+            ),
+            "o": ShardedObject("o", {"rank": rank}, (np.int64(2),), (row,), replica),  # type: ignore[arg-type]
+        }
+        # What a user changes afterwards is not made plain before it is used.
+        leaves["w"].replica_id = np.int64(0)
+        leaves["o"].replica_id = (np.int64(0), np.int64(0))
+        leaves["w"].global_offset = (row * 2, np.int64(0))
+        leaves["w"].global_shape = tuple(np.array([4, 6]))
+        if not with_data:
+            leaves = {name: leaf.without_data() for name, leaf in leaves.items()}
+        return leaves
+
+    def work(comm: Comm) -> None:
+        save(state(comm.rank, with_data=True), tmp_path / "c", backend, comm=comm)
+        loaded = load(state(comm.rank, with_data=False), tmp_path / "c", comm=comm)
+        assert torch.equal(loaded["w"], FULL.chunk(2)[comm.rank])
+        assert loaded["o"] == {"rank": comm.rank}
+
+    run_ranks(2, work)
