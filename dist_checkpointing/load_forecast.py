@@ -101,7 +101,7 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
     if not isinstance(strategy, PlannedLoadStrategy):
         finding = Finding("its strategy makes no plans", found=str(strategy))
         raise UnsupportedFormatError("a load of this checkpoint cannot be planned", [finding])
-    reader = strategy.make_reader(checkpoint.path)
+    reader = checkpoint.reads.make_reader()
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     reader.set_up_storage_reader(index, rank=0, world_size=1)
     found = forecast(index, reader, wants, strategy.options)

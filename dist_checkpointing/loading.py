@@ -197,7 +197,7 @@ def load(
     if validate_access_integrity:
         _check_access(parts, comm)
 
-    reader, index, stored = _read_index(found, checkpoint_dir, comm)
+    reader, index, stored = _read_index(found, checkpoint_dir, comm, is_kept=verify)
     missing: set[str] = set()
     unexpected: set[str] = set()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
@@ -218,7 +218,8 @@ def load(
         }
     if verify:
         with meter.phase("verifying"), comm.agreed("verifying checksums"):
-            verify_parts(list(wanted.values()), found.sharded, Path(checkpoint_dir), index, meter)
+            shards, folder = list(wanted.values()), Path(checkpoint_dir)
+            verify_parts(shards, found.sharded, folder, index, meter, reader)
     loaded: dict[TreePath, Any] = {}
     if handles_objects(found.sharded):
         leaves |= {path: leaf.without_data() for path, leaf in wanted_objects.items()}
@@ -253,12 +254,16 @@ def _require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) ->
 
 
 def _read_index(
-    found: LoadStrategies, checkpoint_dir: str | PathLike[str], comm: Comm
+    found: LoadStrategies, checkpoint_dir: str | PathLike[str], comm: Comm, *, is_kept: bool
 ) -> tuple[StorageReader | None, Index | None, Mapping[str, tuple[Ints, torch.dtype]]]:
-    """What is stored: a reader and its index, for planned strategies; global shapes and dtypes."""
+    """What is stored: a reader and its index, for planned strategies; global shapes and dtypes.
+
+    ``is_kept`` says that the reader is used more than once.
+    """
     reader, index = None, None
     if isinstance(found.sharded, PlannedLoadStrategy):
         reader = found.sharded.make_reader(Path(checkpoint_dir))
+        reader.is_kept = is_kept
         index = comm.from_rank0("reading the index", reader.read_metadata)
         stored: Mapping[str, tuple[Ints, torch.dtype]] = StoredTensors(index)
     else:

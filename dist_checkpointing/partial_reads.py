@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -54,6 +55,20 @@ class PartialReads:
         return found.trusting() if self._trusted else found
 
     @cached_property
+    def _reader(self) -> StorageReader:
+        assert isinstance(self.sharded, PlannedLoadStrategy)
+        reader = self.sharded.make_reader(self._folder)
+        reader.is_kept = True
+        return reader
+
+    def make_reader(self) -> StorageReader:
+        """A reader for one read; all of them share what they find out about where parts are.
+
+        Only for strategies that are made of a StorageReader.
+        """
+        return copy.copy(self._reader)
+
+    @cached_property
     def _common(self) -> LoadCommonStrategy:
         found = common_reader(self._config)
         return found.trusting() if self._trusted else found
@@ -61,7 +76,7 @@ class PartialReads:
     def index(self) -> Index:
         """What is stored, for a checkpoint without an index file."""
         if isinstance(self.sharded, PlannedLoadStrategy):
-            self._own_index = self.sharded.make_reader(self._folder).read_metadata()
+            self._own_index = self.make_reader().read_metadata()
             return self._own_index
         with _strange_errors(self._folder):
             stored = self.sharded.load_tensors_metadata(self._folder)
@@ -83,7 +98,7 @@ class PartialReads:
             paths: dict[TreePath, ShardedTensor] = {
                 (DictKey(number),): leaf for number, leaf in leaves.items()
             }
-            reader = strategy.make_reader(self._folder)
+            reader = self.make_reader()
             strategy.read(paths, self.index_for(reader, index), reader, SingleProcess())
             return [_data(leaf) for leaf in leaves.values()]
         with _strange_errors(self._folder):
@@ -104,7 +119,7 @@ class PartialReads:
         strategy = self.sharded
         if not isinstance(strategy, PlannedLoadStrategy):
             return [None] * len(chunks)
-        reader = strategy.make_reader(self._folder)
+        reader = self.make_reader()
         reader.set_up_storage_reader(self.index_for(reader, index), rank=0, world_size=1)
         return [None if place is None else place.file for place in reader.places(chunks)]
 
@@ -121,7 +136,7 @@ class PartialReads:
         strategy = self.sharded
         if not isinstance(strategy, PlannedLoadStrategy):
             return str(self._folder)
-        reader = strategy.make_reader(self._folder)
+        reader = self.make_reader()
         index = self.index_for(reader, index)
         reader.set_up_storage_reader(index, rank=0, world_size=1)
         piece = None if index[key].pieces is None else number
@@ -148,7 +163,7 @@ class PartialReads:
         if not isinstance(strategy, PlannedLoadStrategy):
             return strategy.load({"cell": leaf}, self._folder)["cell"]
         # ``load`` of the strategy would be collective where there is a process group.
-        reader = strategy.make_reader(self._folder)
+        reader = self.make_reader()
         index = self.index_for(reader, index)
         strategy.read({(DictKey("cell"),): leaf}, index, reader, SingleProcess())
         return leaf.data

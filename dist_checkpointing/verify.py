@@ -358,11 +358,11 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     strategy = checkpoint.reads.sharded
     if not isinstance(strategy, PlannedLoadStrategy):
         return _damage_unplanned(checkpoint, parts, meter)
-    reader = strategy.make_reader(checkpoint.path)
+    reader = checkpoint.reads.make_reader()
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     # What all parts need, such as a database that can be opened, is missed once and not by each.
     strategy.read({}, index, reader, SingleProcess())
-    return damage_of(parts, strategy, checkpoint.path, index, meter)
+    return damage_of(parts, strategy, reader, index, meter)
 
 
 def _damage_unplanned(

@@ -25,6 +25,7 @@ from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.progress import Meter
+from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadStrategy
 from dist_checkpointing.tree import DictKey
 from dist_checkpointing.tree import Path as TreePath
@@ -38,15 +39,18 @@ def verify_parts(
     checkpoint_dir: Path,
     index: Index | None,
     meter: Meter,
+    reader: StorageReader | None,
 ) -> None:
     """Verify every stored part that meets a wanted shard. Not collective.
+
+    ``reader`` is that of a planned strategy.
 
     Raises:
         UnsupportedFormatError: if the checkpoint has no checksums.
         CorruptCheckpointError: with key, part and place of everything that is damaged.
     """
     parts = read_checksums(checkpoint_dir)
-    if index is None or not isinstance(strategy, PlannedLoadStrategy) or not parts:
+    if index is None or reader is None or not parts:
         finding = Finding(
             "no checksums were kept when it was saved", path=str(checkpoint_dir / CHECKSUMS_NAME)
         )
@@ -60,7 +64,8 @@ def verify_parts(
         if part.key in index
         and any(part.box.intersect(box) is not None for box in boxes.get(part.key, ()))
     ]
-    findings = damage_of(touched, strategy, checkpoint_dir, index, meter)
+    assert isinstance(strategy, PlannedLoadStrategy)
+    findings = damage_of(touched, strategy, reader, index, meter)
     if findings:
         raise CorruptCheckpointError("stored data is not what was saved", findings)
 
@@ -68,13 +73,13 @@ def verify_parts(
 def damage_of(
     parts: Sequence[StoredPart],
     strategy: PlannedLoadStrategy,
-    checkpoint_dir: Path,
+    reader: StorageReader,
     index: Index,
     meter: Meter,
 ) -> list[Finding]:
     """Read stored parts, compare those that have a checksum, and say what is wrong with which.
 
-    Not collective.
+    ``reader`` is used for all of them, and should be ``is_kept``. Not collective.
     """
     meter.expect(sum(_num_bytes(part, index) for part in parts))
     most = strategy.options.buffer_bytes // 2
@@ -83,7 +88,7 @@ def damage_of(
     memory = torch.empty(max(most, largest), dtype=torch.uint8)
     findings = []
     for batch in _batches(parts, index, len(memory)):
-        findings += _verify(batch, strategy, checkpoint_dir, index, memory)
+        findings += _verify(batch, strategy, reader, index, memory)
         meter.add(sum(_num_bytes(part, index) for part in batch))
     return findings
 
@@ -115,7 +120,7 @@ def _batches(
 def _verify(
     batch: Sequence[StoredPart],
     strategy: PlannedLoadStrategy,
-    checkpoint_dir: Path,
+    reader: StorageReader,
     index: Index,
     memory: torch.Tensor,
 ) -> list[Finding]:
@@ -127,7 +132,6 @@ def _verify(
         leaf.data = own.view(part.box.shape if part.flat_range is None else -1)
         leaves[DictKey(number),] = leaf
         start += _padded_bytes(part, index)
-    reader = strategy.make_reader(checkpoint_dir)
     try:
         strategy.read(leaves, index, reader, SingleProcess())
     except (CorruptCheckpointError, StateMismatchError, RankFailedError) as error:
@@ -138,7 +142,7 @@ def _verify(
         return [
             finding
             for half in (batch[:middle], batch[middle:])
-            for finding in _verify(half, strategy, checkpoint_dir, index, memory)
+            for finding in _verify(half, strategy, reader, index, memory)
         ]
     return [
         Finding(

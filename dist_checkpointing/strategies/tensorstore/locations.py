@@ -6,6 +6,7 @@ costs far less than one read a key, and lets values be read by many, in part, an
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ import tensorstore as ts
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.strategies.raw_chunks import Extent
 from dist_checkpointing.strategies.tensorstore.database import MANIFEST_NAME
+from dist_checkpointing.strategies.zarr_v3_nodes import METADATA_NAME
 
 _MAX_HEIGHT = 64
+_DESCRIPTION = f"/{METADATA_NAME}".encode()
+"""What describes an array is for other programs, and no reader of ours asks for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +39,49 @@ class Survey:
     files: frozenset[str]
 
 
-def locate(
-    checkpoint_dir: Path, keys: Collection[str], *, with_neighbours: bool = False
-) -> dict[str, Extent | bytes]:
+class Places:
+    """Where a database keeps values: every node of its tree is decoded once, when it is needed.
+
+    TensorStore's conversion of a node to Python objects takes time and never frees all of them, so
+    whoever asks again and again keeps one of these. Several threads may ask. A database that has
+    changed since is looked at afresh; what lies in the folder of another save, the caller notices.
+
+    Args:
+        checkpoint_dir: the checkpoint.
+    """
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        self._folder = checkpoint_dir
+        self._version: object = None
+        self._walk: _Walk | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[Places], tuple[Path]]:
+        # Whoever gets a copy finds out for itself.
+        return Places, (self._folder,)
+
+    def of(self, keys: Collection[str]) -> dict[str, Extent | bytes]:
+        """Like ``locate``.
+
+        Raises:
+            CorruptCheckpointError: if the database cannot be read, or points out of the checkpoint.
+        """
+        with self._lock:
+            version = _version(self._folder)
+            if self._walk is None or version != self._version:
+                self._walk, self._version = _Walk(self._folder, keeps_nodes=True), version
+            return self._walk.values(sorted(key.encode() for key in keys))
+
+
+def locate(checkpoint_dir: Path, keys: Collection[str]) -> dict[str, Extent | bytes]:
     """Where the values of ``keys`` are, or the values themselves if the tree holds them.
 
     Keys that the database does not have are left out.
 
-    Args:
-        checkpoint_dir: the checkpoint.
-        keys: to look for.
-        with_neighbours: also give all other keys of every node that had to be looked at, for a
-            caller who will ask again.
-
     Raises:
         CorruptCheckpointError: if the database cannot be read, or points out of the checkpoint.
     """
-    walk = _Walk(checkpoint_dir, with_neighbours=with_neighbours)
+    walk = _Walk(checkpoint_dir, keeps_nodes=False)
     return walk.values(sorted(key.encode() for key in keys))
 
 
@@ -63,70 +93,148 @@ def survey(checkpoint_dir: Path) -> Survey:
     """
     if not (checkpoint_dir / MANIFEST_NAME).exists():
         return Survey({}, frozenset())
-    walk = _Walk(checkpoint_dir, with_neighbours=False)
+    walk = _Walk(checkpoint_dir, keeps_nodes=False)
     values = walk.values(None)
     extents = [*walk.nodes, *(value for value in values.values() if isinstance(value, Extent))]
     paths = {extent.path for extent in extents}
     return Survey(values, frozenset(str(Path(p).relative_to(checkpoint_dir)) for p in paths))
 
 
+def _version(checkpoint_dir: Path) -> object:
+    """Equal as long as the database is the same: every change puts a new manifest in its place."""
+    try:
+        status = (checkpoint_dir / MANIFEST_NAME).stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A node at the bottom of the tree: where the values of its keys are."""
+
+    values: Mapping[bytes, Extent | bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Inner:
+    """A node above others, which lie in the order of their keys.
+
+    Attributes:
+        firsts: the first key below each.
+        below: what all keys below each begin with, and where that node is.
+    """
+
+    firsts: Sequence[bytes]
+    below: Sequence[tuple[bytes, str]]
+    height: int
+
+
 class _Walk:
     """One way through the tree of keys.
+
+    Args:
+        checkpoint_dir: the checkpoint.
+        keeps_nodes: whether nodes are remembered, with all that a reader may ask them for.
 
     Attributes:
         nodes: where the nodes are that were looked at.
     """
 
-    def __init__(self, checkpoint_dir: Path, *, with_neighbours: bool) -> None:
+    def __init__(self, checkpoint_dir: Path, *, keeps_nodes: bool) -> None:
         self._folder = checkpoint_dir
-        self._with_neighbours = with_neighbours
-        self._base = ts.KvStore.open({"driver": "file", "path": f"{checkpoint_dir}/"}).result()
+        self._kept: dict[str | None, Any] | None = {} if keeps_nodes else None
         self._known: dict[str, str] = {}
         self.nodes: list[Extent] = []
 
     def values(self, wanted: Sequence[bytes] | None) -> dict[str, Extent | bytes]:
         """Where the values of the wanted keys are, which are sorted; of all for None."""
-        found: dict[str, Extent | bytes] = {}
         try:
-            root = ts.ocdbt.dump(self._base).result()["versions"][-1]["root"]
-            if "location" not in root:
+            root = self._root()
+            if root is None:
                 return {}  # nothing in it
-            for key, entry in self._entries(root["location"], b"", wanted, _MAX_HEIGHT):
-                value = entry.get("inline_value")
-                if value is None:
-                    location = entry["indirect_value"]
-                    found[key] = _extent(location, "value", self._folder, self._known)
-                else:
-                    found[key] = bytes(value)
+            entries = self._entries(root, b"", wanted, _MAX_HEIGHT)
+            return {key.decode(): value for key, value in entries}
         except (ValueError, KeyError, IndexError, TypeError) as error:
             path = str(self._folder / MANIFEST_NAME)
             finding = Finding(f"{type(error).__name__}: {error}", path=path)
             raise CorruptCheckpointError("the database cannot be read", [finding]) from error
-        return found
+
+    def _root(self) -> str | None:
+        """Where the root of the newest version is; None if there is nothing below it."""
+        if self._kept is not None and None in self._kept:
+            root: str | None = self._kept[None]
+            return root
+        root = self._dumped(None)["versions"][-1]["root"].get("location")
+        if self._kept is not None:
+            self._kept[None] = root
+        return root
+
+    def _dumped(self, node: str | None) -> Any:
+        """What TensorStore says of a node; of the manifest for None."""
+        base = ts.KvStore.open({"driver": "file", "path": f"{self._folder}/"}).result()
+        return ts.ocdbt.dump(base, node).result()
 
     def _entries(
-        self, node: str, prefix: bytes, wanted: Sequence[bytes] | None, most_height: int
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The wanted entries below a node, in whose range all of ``wanted`` lie."""
-        content = ts.ocdbt.dump(self._base, node).result()
-        self.nodes.append(_extent(node, "btreenode", self._folder, self._known))
-        entries, height = content["entries"], content["height"]
-        if height > most_height:
-            raise ValueError(f"node {node} is no part of a tree")
-        if height == 0:
-            asked_for = None if wanted is None or self._with_neighbours else set(wanted)
-            for entry in entries:
-                key = prefix + entry["key"]
-                if asked_for is None or key in asked_for:
-                    yield key.decode(), entry
+        self, location: str, prefix: bytes, wanted: Sequence[bytes] | None, most_height: int
+    ) -> Iterator[tuple[bytes, Extent | bytes]]:
+        """The wanted keys and values below a node, in whose range all of ``wanted`` lie."""
+        node = None if self._kept is None else self._kept.get(location)
+        if node is None:
+            node = self._decoded(location, prefix, wanted, most_height)
+            if self._kept is not None:
+                self._kept[location] = node
+        if isinstance(node, _Leaf):
+            if wanted is None:
+                yield from node.values.items()
+                return
+            for key in wanted:
+                if key in node.values:
+                    yield key, node.values[key]
             return
-        firsts = [prefix + entry["key"] for entry in entries]
-        bounds = [] if wanted is None else [*(bisect_left(wanted, f) for f in firsts), len(wanted)]
-        for number, entry in enumerate(entries):
-            below = prefix + entry["subtree_common_prefix"]
+        bounds = [bisect_left(wanted, f) for f in node.firsts] if wanted is not None else []
+        bounds.append(0 if wanted is None else len(wanted))
+        for number, (below, place) in enumerate(node.below):
             part = None if wanted is None else wanted[bounds[number] : bounds[number + 1]]
             if part is None or part:
-                yield from self._entries(entry["location"], below, part, height - 1)
+                yield from self._entries(place, below, part, node.height - 1)
+
+    def _decoded(
+        self, location: str, prefix: bytes, wanted: Sequence[bytes] | None, most_height: int
+    ) -> _Leaf | _Inner:
+        """A node; of the keys in a leaf only the wanted ones, unless nodes are kept."""
+        content = self._dumped(location)
+        self.nodes.append(_extent(location, "btreenode", self._folder, self._known))
+        entries, height = content["entries"], content["height"]
+        if height > most_height:
+            raise ValueError(f"node {location} is no part of a tree")
+        if height > 0:
+            node: _Leaf | _Inner = _Inner(
+                [prefix + entry["key"] for entry in entries],
+                [(prefix + e["subtree_common_prefix"], e["location"]) for e in entries],
+                height,
+            )
+        else:
+            asked_for = None if wanted is None else frozenset(wanted)
+            values: dict[bytes, Extent | bytes] = {}
+            for entry in entries:
+                key = prefix + entry["key"]
+                if self._kept is not None:
+                    is_needed = not key.endswith(_DESCRIPTION)
+                else:
+                    is_needed = asked_for is None or key in asked_for
+                if is_needed:
+                    values[key] = self._value(entry)
+            node = _Leaf(values)
+        # The conversion keeps a reference to the list for ever: most of what it leaks is in there.
+        entries.clear()
+        return node
+
+    def _value(self, entry: Mapping[str, Any]) -> Extent | bytes:
+        value = entry.get("inline_value")
+        if value is not None:
+            return bytes(value)
+        return _extent(entry["indirect_value"], "value", self._folder, self._known)
 
 
 def _extent(location: str, expected: str, checkpoint_dir: Path, known: dict[str, str]) -> Extent:

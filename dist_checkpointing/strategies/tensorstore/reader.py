@@ -26,7 +26,7 @@ from dist_checkpointing.strategies.raw_chunks import (
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensorstore import database, keys
-from dist_checkpointing.strategies.tensorstore.locations import locate
+from dist_checkpointing.strategies.tensorstore.locations import Places, locate
 
 
 class TensorStoreReader(StorageReader):
@@ -34,7 +34,7 @@ class TensorStoreReader(StorageReader):
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
-        self._places: dict[str, Extent | bytes] = {}
+        self._places = Places(checkpoint_dir)
 
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del rank, world_size
@@ -47,14 +47,14 @@ class TensorStoreReader(StorageReader):
 
     def location(self, chunk: MetadataIndex) -> str:
         key = self._key(chunk)
-        place = locate(self.checkpoint_dir, [key]).get(key)
+        place = self._places_of({key}).get(key)
         if isinstance(place, Extent):
             return f"{place.path}, {place.num_bytes} bytes from {place.offset}"
         return f"{self.checkpoint_dir} (OCDBT), {key}"
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
         names = [self._key(chunk) for chunk in chunks]
-        found = locate(self.checkpoint_dir, names) if names else {}
+        found = self._places_of(set(names))
         return [self._place(found.get(name)) for name in names]
 
     def _place(self, place: Extent | bytes | None) -> ChunkPlace | None:
@@ -97,13 +97,7 @@ class TensorStoreReader(StorageReader):
     def _places_of(self, keys: set[str]) -> Mapping[str, Extent | bytes]:
         if not keys:
             return {}
-        if not self.is_kept:
-            return locate(self.checkpoint_dir, keys)
-        # Not a difference of sets: other threads add places meanwhile.
-        unknown = {key for key in keys if key not in self._places}
-        if unknown:
-            self._places |= locate(self.checkpoint_dir, unknown, with_neighbours=True)
-        return self._places
+        return self._places.of(keys) if self.is_kept else locate(self.checkpoint_dir, keys)
 
     def _part(self, chunk: MetadataIndex) -> tuple[StoredTensor, Box, tuple[int, int] | None]:
         tensor = self._index[chunk.fqn]
