@@ -13,6 +13,7 @@ import logging
 import os
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -283,8 +284,8 @@ def check_distinct(names: Sequence[str]) -> None:
     Raises:
         InvalidShardingError: naming the files.
     """
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
         findings = [Finding("two keys want the same file", path=name) for name in twice]
         raise InvalidShardingError("keys of the state dict clash", findings)
 
@@ -312,7 +313,7 @@ def _let_go(file: IO[bytes], owner: int) -> None:
 def _named_in(file: IO[bytes]) -> set[str]:
     """What the attempt recorded in the file was about to create; none if it never got so far."""
     file.seek(0)
-    data = file.read(_MAX_ATTEMPT_BYTES)
+    data = file.read(min(os.fstat(file.fileno()).st_size, _MAX_ATTEMPT_BYTES))
     if not data:
         return set()
     try:

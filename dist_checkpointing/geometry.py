@@ -79,6 +79,11 @@ class Window:
         """Number of elements of the array that the box is a part of."""
         return math.prod(self.shape)
 
+    def part(self, block: Box) -> Window:
+        """The window of a block of this one's box, given from the first element of that box."""
+        offset = tuple(a + b for a, b in zip(self.box.offset, block.offset, strict=True))
+        return Window(self.start, self.shape, Box(offset, block.shape))
+
     def contiguous_range(self) -> tuple[int, int] | None:
         """``(start, stop)`` in elements of the buffer if the box is one run there, else None."""
         begin = self.start + ravel_offset(self.box.offset, self.shape)

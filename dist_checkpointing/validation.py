@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 
 import numpy as np
 
-from dist_checkpointing.catalog import OBJECT, Bools, Int32s, Int64s, ShardTable
+from dist_checkpointing.catalog import OBJECT, Bools, Int32s, ShardTable
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.grids import KeyGroups
+from dist_checkpointing.tiling import miscounted_parts
 
-_MAX_CELLS = 1 << 22
 _MAX_NAMED_RANKS = 16
+_MAX_NAMED_PARTS = 4
 
 
 class StrictHandling(Enum):
@@ -211,7 +212,9 @@ def _find_gaps_and_overlaps(key: str, rows: ShardTable) -> list[Finding]:
         return findings
     shape = rows.global_shape(0)
     what = "shard" if rows.dtype(0) != OBJECT else "ShardedObject"
-    for box, count, holders in _miscounted_cells(shape, boxes, ranks):
+    for part in itertools.islice(miscounted_parts(shape, boxes), _MAX_NAMED_PARTS):
+        box, count = part.box, len(part.holders)
+        holders = sorted({ranks[row] for row in part.holders})
         problem = f"no {what} holds this part" if count == 0 else f"{count} {what}s hold this part"
         remedy = (
             "Every part needs one holder with replica_id 0."
@@ -263,69 +266,6 @@ def _merge_flat_ranges(key: str, rows: ShardTable) -> tuple[list[Finding], list[
                 )
             )
     return findings, boxes, ranks
-
-
-def _miscounted_cells(
-    shape: tuple[int, ...], boxes: Sequence[Box], ranks: Sequence[int], limit: int = 4
-) -> list[tuple[Box, int, list[int]]]:
-    """The first few parts that are not in exactly one box: (part, count, ranks that hold it)."""
-    offsets = np.array([box.offset for box in boxes], dtype=np.int64).reshape(
-        len(boxes), len(shape)
-    )
-    stops = offsets + np.array([b.shape for b in boxes], dtype=np.int64).reshape(offsets.shape)
-    cuts = [np.unique(np.r_[0, n, offsets[:, a], stops[:, a]]) for a, n in enumerate(shape)]
-    if np.prod([float(len(c) - 1) for c in cuts]) > _MAX_CELLS:
-        return _overlaps_by_sweep(boxes, offsets, stops, ranks, shape, limit)
-    counts = np.zeros([len(c) for c in cuts] or [1], dtype=np.int32)
-    corners = [
-        (np.searchsorted(c, offsets[:, a]), np.searchsorted(c, stops[:, a]))
-        for a, c in enumerate(cuts)
-    ]
-    # A box is a product of steps: +1 at its first cell, -1 behind its last, summed up over axes.
-    for choice in itertools.product((0, 1), repeat=len(shape)):
-        place = tuple(corner[c] for corner, c in zip(corners, choice, strict=True))
-        np.add.at(counts, place or (np.zeros(len(boxes), dtype=np.int64),), (-1) ** sum(choice))
-    for axis in range(len(shape)):
-        np.cumsum(counts, axis=axis, out=counts)
-    cells = counts[tuple(slice(0, len(c) - 1) for c in cuts)] if cuts else counts
-    found = []
-    for cell in np.argwhere(cells != 1)[:limit]:
-        place = tuple(cell.tolist()) if cuts else ()
-        offset = tuple(int(c[i]) for c, i in zip(cuts, place, strict=True))
-        stop = tuple(int(c[i + 1]) for c, i in zip(cuts, place, strict=True))
-        part = Box(offset, tuple(b - a for a, b in zip(offset, stop, strict=True)))
-        holders = sorted({r for b, r in zip(boxes, ranks, strict=True) if b.contains(part)})
-        found.append((part, int(cells[tuple(cell)]), holders))
-    return found
-
-
-def _overlaps_by_sweep(
-    boxes: Sequence[Box],
-    offsets: Int64s,
-    stops: Int64s,
-    ranks: Sequence[int],
-    shape: tuple[int, ...],
-    limit: int,
-) -> list[tuple[Box, int, list[int]]]:
-    """As ``_miscounted_cells``, for ragged cuts in many axes: overlaps by pairs, gaps by volume."""
-    found: list[tuple[Box, int, list[int]]] = []
-    axis = int(np.argmax([len(np.unique(offsets[:, a])) for a in range(len(shape))]))
-    order = np.argsort(offsets[:, axis], kind="stable")
-    offsets, stops = offsets[order], stops[order]
-    ends = np.searchsorted(offsets[:, axis], stops[:, axis])
-    for i, end in enumerate(ends.tolist()):
-        others = slice(i + 1, end)
-        meets = ((offsets[others] < stops[i]) & (stops[others] > offsets[i])).all(axis=1)
-        for j in np.flatnonzero(meets)[:limit].tolist():
-            first, second = int(order[i]), int(order[i + 1 + j])
-            common = boxes[first].intersect(boxes[second])
-            assert common is not None
-            found.append((common, 2, sorted({ranks[first], ranks[second]})))
-        if len(found) >= limit:
-            return found[:limit]
-    if not found and sum(box.num_elements for box in boxes) != Box.whole(shape).num_elements:
-        found.append((Box.whole(shape), 0, []))
-    return found
 
 
 def difference_of_common_state(

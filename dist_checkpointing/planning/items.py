@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
 from dist_checkpointing import dtypes
 from dist_checkpointing.catalog import OBJECT, ShardTable, TableRows, concatenate
-from dist_checkpointing.geometry import Box, Ints, Window
+from dist_checkpointing.geometry import Box, Ints, Window, split_rows
 from dist_checkpointing.index import Index
 
 
@@ -122,6 +122,14 @@ class ReadItem:
     def lengths(self) -> Ints:
         """Shape of the box."""
         return self.dest.box.shape
+
+    def parts(self, max_elements: int) -> Iterator[ReadItem]:
+        """The same in blocks of rows with at most so many elements each; itself if it is small."""
+        if self.dest.box.num_elements <= max_elements:
+            yield self
+            return
+        for block in split_rows(Box.whole(self.lengths), max_elements):
+            yield replace(self, dest=self.dest.part(block), storage=self.storage.part(block))
 
 
 @dataclass(frozen=True, eq=False)

@@ -77,7 +77,9 @@ class LoadPlanner(ABC):
 
     Called in this order on every rank: ``configure_planner``, ``build_local_plan``,
     ``build_global_plan``, ``finalize_plan``, then ``acquire_tensor`` and ``apply_tensor`` (or
-    ``apply_bytes``) once an item.
+    ``apply_bytes``) once an item. An item that cannot be filled in place, because it goes to
+    another device or dtype, may come in parts, blocks of its rows that are items themselves, so
+    that a reader never has more of it in memory than its buffers.
     """
 
     @abstractmethod

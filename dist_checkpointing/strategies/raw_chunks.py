@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -161,13 +162,33 @@ def fill(item: ReadItem, dtype: DType, values: Array, planner: LoadPlanner) -> i
     destination = planner.acquire_tensor(item)
     target = dtypes.fillable(destination, dtype.torch)
     if target is None:
-        staged = np.empty(item.lengths, dtype=dtype.bits)
-        copy_window(values, item.storage, staged)
-        planner.apply_tensor(item, dtypes.as_tensor(staged, dtype.torch))
-        return staged.nbytes
-    copy_window(values, item.storage, target)
-    planner.apply_tensor(item, destination)
-    return target.nbytes
+        apply_staged(item, dtype, planner, _RUN_BYTES, partial(copy_window, values))
+    else:
+        copy_window(values, item.storage, target)
+        planner.apply_tensor(item, destination)
+    return item.dest.box.num_elements * dtype.itemsize
+
+
+def apply_staged(
+    item: ReadItem,
+    dtype: DType,
+    planner: LoadPlanner,
+    most_bytes: int,
+    read: Callable[[Window, Array], None],
+) -> None:
+    """Read what cannot be filled in place, part by part, and hand it to the planner.
+
+    Args:
+        item: what to read.
+        dtype: as stored.
+        planner: puts each part where it belongs.
+        most_bytes: of a part.
+        read: reads a window of the chunk into an array of the window's box shape.
+    """
+    for part in item.parts(max(1, most_bytes // dtype.itemsize)):
+        staged = np.empty(part.lengths, dtype=dtype.bits)
+        read(part.storage, staged)
+        planner.apply_tensor(part, dtypes.as_tensor(staged, dtype.torch))
 
 
 def copy_window(values: Array, window: Window, target: Array) -> None:
@@ -182,15 +203,20 @@ def _read_single(
     item, dtype = read.item, read.dtype
     destination = planner.acquire_tensor(item)
     target = dtypes.fillable(destination, dtype.torch)
-    staged = np.empty(item.lengths, dtype=dtype.bits) if target is None else target
+    # What is staged may have to be gathered from rows that are read whole: both need memory.
+    most_bytes = most_bytes if target is not None else max(1, most_bytes // 2)
     most_copied = None if maps_files else most_bytes
     with _opened(read.extent, read.key) as descriptor:
-        read_window(descriptor, read.extent.offset, item.storage, staged, most_copied)
-    if target is None:
-        planner.apply_tensor(item, dtypes.as_tensor(staged, dtype.torch))
-    else:
-        planner.apply_tensor(item, destination)
-    return staged.nbytes
+
+        def read_part(window: Window, staged: Array) -> None:
+            read_window(descriptor, read.extent.offset, window, staged, most_copied)
+
+        if target is None:
+            apply_staged(item, dtype, planner, most_bytes, read_part)
+        else:
+            read_part(item.storage, target)
+            planner.apply_tensor(item, destination)
+    return item.dest.box.num_elements * dtype.itemsize
 
 
 def read_window(

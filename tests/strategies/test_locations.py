@@ -9,7 +9,7 @@ import pytest
 
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.strategies.raw_chunks import Extent, read_extent
-from dist_checkpointing.strategies.tensorstore.locations import locate
+from dist_checkpointing.strategies.tensorstore.locations import Places, locate
 
 ts: Any = pytest.importorskip("tensorstore")
 
@@ -23,25 +23,60 @@ def value(place: Extent | bytes) -> bytes:
     return read_extent(place, "w") if isinstance(place, Extent) else place
 
 
-@pytest.mark.parametrize("node_bytes", [512, 2**23], ids=["tall", "flat"])
-def test_every_key_is_found_where_its_value_is(tmp_path: Path, node_bytes: int) -> None:
+def filled(folder: Path, node_bytes: int) -> dict[str, bytes]:
+    """A database of two parts, and what is in it."""
     context = ts.Context()
     config = {"max_inline_value_bytes": 16, "max_decoded_node_bytes": node_bytes}
     values = {f"layers.{i}.w/c.{i % 3}": bytes([i % 251]) * (1 + i % 40) for i in range(700)}
-    target = database(tmp_path, context, config=config)
+    target = database(folder, context, config=config)
     for part in range(2):
         # A folder whose name has to be escaped on its way through the tree.
-        store = database(tmp_path / "data" / f"a b%20:{part}", context, config=config)
+        store = database(folder / "data" / f"a b%20:{part}", context, config=config)
         with ts.Transaction() as transaction:
             for key in list(values)[part::2]:
                 store.with_transaction(transaction).write(key, values[key])
         with ts.Transaction() as transaction:
             store.experimental_copy_range_to(target.with_transaction(transaction)).result()
-    assert (_height(tmp_path) >= 2) == (node_bytes == 512)
+    assert (_height(folder) >= 2) == (node_bytes == 512)
+    return values
+
+
+@pytest.mark.parametrize("node_bytes", [512, 2**23], ids=["tall", "flat"])
+def test_every_key_is_found_where_its_value_is(tmp_path: Path, node_bytes: int) -> None:
+    values = filled(tmp_path, node_bytes)
     found = locate(tmp_path, [*values, "layers.0.w/c.9", "zzz"])
     assert {key: value(place) for key, place in found.items()} == values
     assert {type(place) for place in found.values()} == {Extent, bytes}
     assert list(locate(tmp_path, ["layers.77.w/c.2"])) == ["layers.77.w/c.2"]
+
+
+@pytest.mark.parametrize("node_bytes", [512, 2**23], ids=["tall", "flat"])
+def test_what_is_kept_is_what_is_there(
+    tmp_path: Path, node_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked in any order, for one key or many; and each node is decoded once, when it is needed."""
+    values = filled(tmp_path, node_bytes)
+    decoded: list[object] = []
+    dump = ts.ocdbt.dump
+
+    def noting(base: object, node: str | None = None) -> Any:
+        decoded.append(node)
+        return dump(base, node)
+
+    monkeypatch.setattr(ts.ocdbt, "dump", noting)
+    places = Places(tmp_path)
+    first = next(iter(values))
+    assert list(places.of([first, "zzz"])) == [first]
+    nodes_for_one = len(decoded)
+    for key in list(values)[::-7]:
+        assert value(places.of([key])[key]) == values[key]
+    found = places.of(values)
+    assert {key: value(place) for key, place in found.items()} == values
+    assert len(decoded) == len(set(decoded))
+    assert (len(decoded) > nodes_for_one) == (node_bytes == 512)
+    # A change is seen: it makes another tree.
+    database(tmp_path, ts.Context()).write(first, b"changed").result()
+    assert places.of([first]) == {first: b"changed"}
 
 
 def _height(folder: Path) -> int:

@@ -38,7 +38,7 @@ class _Destinations(DefaultLoadPlanner):
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
         assert item.dest_index.index is not None
-        return self.tensors[item.dest_index.index]
+        return self.tensors[item.dest_index.index][item.dest.box.slices()]
 
     def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         own = self.acquire_tensor(item)

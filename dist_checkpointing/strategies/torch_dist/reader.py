@@ -42,10 +42,8 @@ class TorchDistReader(StorageReader):
         del rank, world_size
         # An index that a planner made anew does not say where things are.
         self._index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
-        # What is mapped takes no memory of ours.
-        maps_files = self.options.maps_files(self.checkpoint_dir)
-        buffer_bytes = max(1, self.options.buffer_bytes // self.options.threads)
-        self._most_copied = None if maps_files else buffer_bytes
+        self._maps_files = self.options.maps_files(self.checkpoint_dir)
+        self._most_bytes = max(1, self.options.buffer_bytes // self.options.threads)
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         del wanted
@@ -143,7 +141,7 @@ class TorchDistReader(StorageReader):
             tensor = self._index[chunk.fqn]
             values = StoredValues(record, tensor, _stored_shape(tensor, chunk))
             for item in items:
-                values.read_item(item, planner, self._most_copied)
+                values.read_item(item, planner, self._most_bytes, maps_files=self._maps_files)
                 self.report(item.dest.box.num_elements * tensor.dtype.itemsize)
         except (BadRecord, OSError, EOFError) as error:
             where = self._where(place)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from dist_checkpointing import dtypes
 from dist_checkpointing.geometry import Ints, Window
 from dist_checkpointing.index import StoredTensor
 from dist_checkpointing.planning import LoadPlanner, ReadItem
-from dist_checkpointing.strategies.raw_chunks import copy_window, read_window
+from dist_checkpointing.strategies.raw_chunks import apply_staged, copy_window, read_window
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_dist.metadata import Place
 from dist_checkpointing.strategies.torch_dist.record_search import BadRecord, find_tensor
@@ -141,13 +142,16 @@ class StoredValues:
             expected = f"{self._tensor.dtype.torch} of shape {self._shape}"
             raise BadRecord(f"expected {expected}, found {dtype} of shape {shape}")
 
-    def read_item(self, item: ReadItem, planner: LoadPlanner, most_copied: int | None) -> None:
+    def read_item(
+        self, item: ReadItem, planner: LoadPlanner, most_bytes: int, *, maps_files: bool
+    ) -> None:
         """Copy the window of an item to where it belongs.
 
         Args:
             item: of this record.
             planner: knows the destination.
-            most_copied: bytes of memory for what cannot be read in place; None if files are mapped.
+            most_bytes: of memory for what cannot be read in place.
+            maps_files: whether strided parts are read through a mapping.
         """
         # On a grid, a plan takes the chunks at the edge for full ones; here they end at the edge.
         window = item.storage
@@ -156,12 +160,13 @@ class StoredValues:
         destination = planner.acquire_tensor(item)
         target = dtypes.fillable(destination, self._tensor.dtype.torch)
         if target is not None:
-            self._read(window, target, most_copied)
+            self._read(window, target, None if maps_files else most_bytes)
             planner.apply_tensor(item, destination)
             return
-        staged = np.empty(item.lengths, dtype=self._tensor.dtype.bits)
-        self._read(window, staged, most_copied)
-        planner.apply_tensor(item, dtypes.as_tensor(staged, self._tensor.dtype.torch))
+        # What is staged may have to be gathered from rows that are read whole: both need memory.
+        half = max(1, most_bytes // 2)
+        read = partial(self._read, most_copied=None if maps_files else half)
+        apply_staged(replace(item, storage=window), self._tensor.dtype, planner, half, read)
 
     def _read(self, window: Window, target: Array, most_copied: int | None) -> None:
         layout = self._found.layout

@@ -46,9 +46,12 @@ def _bytes_of(array: Array) -> memoryview:
 
 def write_chunk(path: Path, array: Array, codec: Codec | None) -> None:
     """Write a whole chunk file, which must not exist."""
-    data = _bytes_of(array)
-    if codec is not None:
-        data = memoryview(codec.encode(data)).cast("B")
+    if codec is None:
+        data = _bytes_of(array)
+    else:
+        # Blosc shuffles bytes by the size of an element, and numpy must not need to know the dtype.
+        elements = array.reshape(-1).view(f"V{array.itemsize}")
+        data = memoryview(codec.encode(elements)).cast("B")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         _write_all(descriptor, data, 0)

@@ -1,0 +1,152 @@
+"""What cannot be read in place is staged within ``buffer_bytes``, whatever its size."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import ShardedTensor, dtypes, load, save
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.options import ReadMode, StorageOptions
+from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
+from dist_checkpointing.strategies.base import PlannedLoadStrategy
+from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+
+BUDGET = 2**20
+ROWS, COLUMNS = 1000, 4001  # 16 MB of float32
+SLACK = 2**19
+"""For plans, the index and all else that has nothing to do with the size of a tensor."""
+
+FORMATS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+FORMAT = pytest.mark.parametrize(
+    "backend", FORMATS, ids=lambda backend: "-".join(map(str, backend))
+)
+MODE = pytest.mark.parametrize("mode", [ReadMode.MEMMAP, ReadMode.PREAD])
+
+
+def values() -> torch.Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
+
+
+def loader(
+    backend: tuple[str, int], mode: ReadMode, planner: DefaultLoadPlanner | None = None
+) -> PlannedLoadStrategy:
+    found = get_default_strategy(StrategyAction.LOAD_SHARDED, *backend).for_format(*backend)
+    assert isinstance(found, PlannedLoadStrategy)
+    options = StorageOptions(buffer_bytes=BUDGET, threads=2, read_mode=mode)
+    return type(found)(planner=planner, options=options)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors as if they were on a GPU: no array of numpy's reaches their memory."""
+    monkeypatch.setattr(dtypes, "fillable", lambda *_: None)
+
+
+def peak_of_load(template: dict[str, Any], folder: Path, strategy: Any) -> int:
+    load(template, folder, strategy, cast="any")  # whatever is imported or cached on first use
+    tracemalloc.start()
+    load(template, folder, strategy, cast="any")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+@FORMAT
+@MODE
+def test_another_dtype(tmp_path: Path, backend: tuple[str, int], mode: ReadMode) -> None:
+    full = values()
+    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path, backend)
+    wanted: dict[str, Any] = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(ROWS, COLUMNS).bfloat16())
+    }
+    assert peak_of_load(wanted, tmp_path, loader(backend, mode)) < BUDGET + SLACK
+    assert torch.equal(wanted["w"].data, full.bfloat16())
+
+
+@FORMAT
+@MODE
+@pytest.mark.usefixtures("elsewhere")
+def test_another_device(tmp_path: Path, backend: tuple[str, int], mode: ReadMode) -> None:
+    full = values()
+    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path, backend)
+    # Some columns: they do not lie together in the file either.
+    box = Box((3, 2000), (990, 2001))
+    data = torch.zeros(box.shape)
+    wanted: dict[str, Any] = {
+        "w": ShardedTensor("w", data, data.dtype, box.shape, (ROWS, COLUMNS), box.offset, None)
+    }
+    assert peak_of_load(wanted, tmp_path, loader(backend, mode)) < BUDGET + SLACK
+    assert torch.equal(data, full[box.slices()])
+
+
+@FORMAT
+@pytest.mark.usefixtures("elsewhere")
+def test_a_flattened_range(tmp_path: Path, backend: tuple[str, int]) -> None:
+    full = values()
+    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path, backend)
+    start, stop = 12_345, ROWS * COLUMNS - 6_789
+    data = torch.zeros(stop - start)
+    wanted: dict[str, Any] = {
+        "w": ShardedTensor.from_rank_offsets_flat(
+            "w", data, (ROWS, COLUMNS), flattened_range=slice(start, stop)
+        )
+    }
+    assert peak_of_load(wanted, tmp_path, loader(backend, ReadMode.PREAD)) < BUDGET + SLACK
+    assert torch.equal(data, full.reshape(-1)[start:stop])
+
+
+def test_a_compressed_chunk_is_not_copied_as_a_whole(tmp_path: Path) -> None:
+    full = values()
+    save(
+        {"w": ShardedTensor.from_rank_offsets("w", full)},
+        tmp_path,
+        Zarr3SaveShardedStrategy(codec="zstd"),
+    )
+    wanted: dict[str, Any] = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(ROWS, COLUMNS).half())
+    }
+    # The file and the decoded chunk are there as a whole; 4 MiB of it are copied at a time.
+    peak = peak_of_load(wanted, tmp_path, loader(("zarr", 2), ReadMode.PREAD))
+    assert peak < 2 * full.nbytes + 2**22 + SLACK
+    assert torch.equal(wanted["w"].data, full.half())
+
+
+class Doubling(DefaultLoadPlanner):
+    """Changes values on their way in, and notes which parts came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[ReadItem] = []
+
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        return torch.empty_like(super().acquire_tensor(item))
+
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        assert tensor.dtype == torch.float32
+        assert tuple(tensor.shape) == item.lengths
+        self.parts.append(item)
+        super().acquire_tensor(item).copy_(tensor * 2)
+
+
+@FORMAT
+def test_a_planner_gets_parts_in_the_stored_dtype(tmp_path: Path, backend: tuple[str, int]) -> None:
+    full = values()
+    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path, backend)
+    wanted: dict[str, Any] = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(ROWS, COLUMNS).double())
+    }
+    planner = Doubling()
+    load(wanted, tmp_path, loader(backend, ReadMode.PREAD, planner), cast="widen")
+    assert torch.equal(wanted["w"].data, full.double() * 2)
+    assert len(planner.parts) > 1
+    seen = torch.zeros(ROWS, COLUMNS, dtype=torch.int64)
+    for part in planner.parts:
+        assert part.storage_offsets == part.dest_offsets
+        seen[part.dest.box.slices()] += 1
+    assert (seen == 1).all()
