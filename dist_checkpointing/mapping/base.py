@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
+
 from dist_checkpointing.errors import Finding, InvalidShardingError
 
 StateDict = dict[str, Any]
@@ -23,6 +25,19 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 def invalid_sharding(key: str, problem: str, **details: Any) -> InvalidShardingError:
     """The error for one thing that is wrong with the leaf ``key``."""
     return InvalidShardingError(f"invalid sharding of {key!r}", [Finding(problem, key, **details)])
+
+
+def require_tensor(key: str, data: object) -> None:
+    """Refuse what only looks like a tensor, such as a numpy array."""
+    if not isinstance(data, torch.Tensor):
+        kind = type(data)
+        raise invalid_sharding(
+            key,
+            "data must be a torch.Tensor",
+            expected="torch.Tensor",
+            found=f"{kind.__module__}.{kind.__qualname__}",
+            remedy="torch.from_numpy(array) makes one of a numpy array.",
+        )
 
 
 class ShardedBase(ABC):

@@ -13,7 +13,7 @@ import torch
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.geometry import Box, unravel_range
-from dist_checkpointing.mapping.base import ReplicaId, ShardedBase
+from dist_checkpointing.mapping.base import ReplicaId, ShardedBase, require_tensor
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
 
 
@@ -99,6 +99,7 @@ class ShardedTensor(ShardedBase):
                 )
         if self.data is None:
             return
+        require_tensor(self.key, self.data)
         if self.data.dtype != self.dtype:
             raise _invalid(
                 self.key, "data has another dtype", expected=self.dtype, found=self.data.dtype
@@ -381,6 +382,7 @@ class ShardedTensor(ShardedBase):
         """
         if flattened_range is None:
             raise _invalid(key, "from_rank_offsets_flat needs a flattened_range")
+        require_tensor(key, data)
         start, stop = flattened_range.start, flattened_range.stop
         fits = start is not None and stop is not None and data.numel() == stop - start
         if data.ndim != 1 or not fits:
