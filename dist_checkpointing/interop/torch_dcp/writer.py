@@ -13,7 +13,6 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.folders import is_url, local_folder
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.index import Index
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys
@@ -89,7 +89,7 @@ class DCPWriter(dcp_storage.StorageWriter):
                 "DCP needs a PlannedSaveStrategy without a planner of its own", found=str(strategy)
             )
             raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
-        self.path = Path(path)
+        self.path = local_folder(path)
         self.overwrite = overwrite
         self._strategy = strategy
         self._common: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, common_backend)
@@ -106,7 +106,7 @@ class DCPWriter(dcp_storage.StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         """Whether it can be a folder."""
-        return isinstance(checkpoint_id, str | os.PathLike) and "://" not in str(checkpoint_id)
+        return isinstance(checkpoint_id, str | os.PathLike) and not is_url(checkpoint_id)
 
     def storage_meta(self) -> dcp_metadata.StorageMeta | None:
         return dcp_metadata.StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
@@ -115,7 +115,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         """Get ready for another save, and give up one that was not finished."""
         self._give_up()
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = local_folder(checkpoint_id)
         self._save_id = uuid.uuid4().hex
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
