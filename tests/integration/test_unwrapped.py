@@ -325,7 +325,7 @@ def test_a_meta_tensor_in_the_common_state_is_a_finding(tmp_path: Path) -> None:
 
 
 def test_sparse_tensors_in_the_common_state_come_back(tmp_path: Path) -> None:
-    state = {"coo": torch.eye(3).to_sparse(), "csr": torch.eye(3).to_sparse_csr()}
+    state = {"rows": torch.eye(3).to_sparse(), "csr": torch.eye(3).to_sparse_csr()}
     run_ranks(2, lambda comm: save(state, tmp_path, comm=comm))
     loaded = load_common_state_dict(tmp_path)
     for name, tensor in state.items():
