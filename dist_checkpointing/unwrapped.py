@@ -6,9 +6,9 @@ import argparse
 import collections
 import logging
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -59,36 +59,71 @@ class Attribute:
 Place = tuple[Any, ...]
 """A path, of which some steps may be Attributes."""
 
+_NUMBERS_AND_TEXTS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 
-def walk(tree: object, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Everything in a nest, containers too, each container once.
+
+class Found(NamedTuple):
+    """A value somewhere in a nest.
+
+    Attributes:
+        value: it.
+        parent: what holds it; for the outermost value its place.
+        step: makes the last step of its place.
+        argument: of ``step``.
+    """
+
+    value: Any
+    parent: Found | Place
+    step: Callable[[Any], Any] | None = None
+    argument: Any = None
+
+    @property
+    def place(self) -> Place:
+        """Where it is; made when it is asked for, because few values are ever named."""
+        steps: list[Any] = []
+        found: Found | Place = self
+        while isinstance(found, Found):
+            if found.step is not None:
+                steps.append(found.step(found.argument))
+            found = found.parent
+        return (*found, *reversed(steps))
+
+
+def walk(tree: object, place: Place = ()) -> Iterator[Found]:
+    """Everything in a nest but numbers and texts, containers too, each container once.
 
     Beside dicts, lists and tuples it opens what else holds plain data: sets (whose members have the
     place of the set), deques and namespaces.
     """
     seen: set[int] = set()
-    waiting = [(place, tree)]
+    waiting = [Found(tree, place)]
     while waiting:
-        place, value = waiting.pop()
-        below = _children(place, value)
+        found = waiting.pop()
+        below = _children(found)
         if below is not None:
-            if id(value) in seen:
+            if id(found.value) in seen:
                 continue
-            seen.add(id(value))
+            seen.add(id(found.value))
             waiting += reversed(below)
-        yield place, value
+        yield found
 
 
-def _children(place: Place, value: Any) -> list[tuple[Place, Any]] | None:
+def _children(found: Found) -> list[Found] | None:
+    value = found.value
+    step: Callable[[Any], Any] | None
+    pairs: Iterable[tuple[Any, Any]]
     if isinstance(value, dict):
-        return [((*place, DictKey(key)), child) for key, child in value.items()]
-    if is_container(value) or isinstance(value, collections.deque):
-        return [((*place, Position(index)), child) for index, child in enumerate(value)]
-    if type(value) in (set, frozenset):
-        return [(place, member) for member in value]
-    if type(value) in (argparse.Namespace, types.SimpleNamespace):
-        return [((*place, Attribute(name)), child) for name, child in vars(value).items()]
-    return None
+        step, pairs = DictKey, value.items()
+    elif is_container(value) or isinstance(value, collections.deque):
+        step, pairs = Position, enumerate(value)
+    elif type(value) in (set, frozenset):
+        step, pairs = None, enumerate(value)
+    elif type(value) in (argparse.Namespace, types.SimpleNamespace):
+        step, pairs = Attribute, vars(value).items()
+    else:
+        return None
+    known = _NUMBERS_AND_TEXTS
+    return [Found(child, found, step, key) for key, child in pairs if type(child) not in known]
 
 
 def is_distributed_tensor(value: object) -> bool:
@@ -112,15 +147,17 @@ def refuse_distributed(parts: Partition, objects: Mapping[Path, ShardedObject]) 
         InvalidShardingError: with all that are found.
     """
     findings = [
-        _unwrapped(value, path_text(place))
-        for place, value in walk(parts.common)
-        if is_distributed_tensor(value)
+        _unwrapped(found.value, path_text(found.place))
+        for found in walk(parts.common)
+        if is_distributed_tensor(found.value)
     ]
     for path, leaf in objects.items():
         findings += [
-            _unwrapped(value, leaf.key, f" inside a ShardedObject at {path_text(place)}")
-            for place, value in walk(leaf.data, path)
-            if is_distributed_tensor(value)
+            _unwrapped(
+                found.value, leaf.key, f" inside a ShardedObject at {path_text(found.place)}"
+            )
+            for found in walk(leaf.data, path)
+            if is_distributed_tensor(found.value)
         ]
     findings += [
         _unwrapped(leaf.data, leaf.key, f" but is the data of the ShardedTensor {path_text(path)}")
@@ -150,11 +187,11 @@ def unfilled_tensors(parts: Partition, stored: Mapping[Any, Any]) -> list[Findin
         parts: the template.
         stored: the common state of the checkpoint.
     """
+    tensors = {f.place: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
     wanted = {
-        place: value
-        for place, value in walk(parts.common)
-        if isinstance(value, torch.Tensor)
-        and all(isinstance(step, DictKey | Position) for step in place)
+        place: tensor
+        for place, tensor in tensors.items()
+        if all(isinstance(step, DictKey | Position) for step in place)
     }
     if not wanted:
         return []
@@ -242,14 +279,14 @@ def without_values(tensor: torch.Tensor) -> list[tuple[str, str]]:
 def warn_of_large_tensors(common: Mapping[Any, Any]) -> None:
     """Log if so many bytes of tensors are in the common state that they should be sharded."""
     tensors = {
-        id(value): (place, value)
-        for place, value in walk(common)
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+        id(found.value): found
+        for found in walk(common)
+        if isinstance(found.value, torch.Tensor) and found.value.layout is torch.strided
     }
-    num_bytes = sum(value.nbytes for _, value in tensors.values())
+    num_bytes = sum(found.value.nbytes for found in tensors.values())
     if num_bytes <= LARGE_BYTES:
         return
-    place, largest = max(tensors.values(), key=lambda found: found[1].nbytes)
+    largest = max(tensors.values(), key=lambda found: int(found.value.nbytes))
     logger.warning(
         "the common state holds %s of tensors, of which the largest is %s (%s). Rank 0 writes all "
         "of it, and every rank reads all of it. Wrap what is sharded or large:\n"
@@ -257,6 +294,6 @@ def warn_of_large_tensors(common: Mapping[Any, Any]) -> None:
         "    save(shard_state_dict(state_dict), path)\n"
         "    load(shard_state_dict(state_dict), path)",
         bytes_text(num_bytes),
-        path_text(place),
-        bytes_text(largest.nbytes),
+        path_text(largest.place),
+        bytes_text(largest.value.nbytes),
     )

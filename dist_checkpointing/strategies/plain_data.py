@@ -13,7 +13,7 @@ import io
 import pickle
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -28,7 +28,7 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from dist_checkpointing.strategies.safe_pickle import SAFE_GLOBALS, PlainPickler, deserialize
 from dist_checkpointing.tree import Path, path_text
-from dist_checkpointing.unwrapped import walk, without_values
+from dist_checkpointing.unwrapped import Found, walk, without_values
 
 _MOST_FINDINGS: Final = 20
 
@@ -73,13 +73,28 @@ class _Odd:
     """A value that must be tried out.
 
     Attributes:
-        key: names it in messages.
-        where: it is, if ``key`` does not say so.
+        value: it.
+        found: where it is.
+        object_key: of the ShardedObject that it is in.
+        detail: what it is of that which stands there.
     """
 
-    key: str
-    where: str
     value: object
+    found: Found
+    object_key: str | None
+    detail: str = ""
+
+    @property
+    def key(self) -> str:
+        """What names it in messages."""
+        return path_text(self.found.place) if self.object_key is None else self.object_key
+
+    @property
+    def where(self) -> str:
+        """What ``key`` does not say."""
+        if self.object_key is None:
+            return self.detail
+        return f"{self.detail} (in the ShardedObject at {path_text(self.found.place)})"
 
 
 def check_plain(
@@ -99,12 +114,13 @@ def check_plain(
     """
     odd: list[_Odd] = []
     invalid: list[Finding] = []
-    for place, value in walk(common):
-        _sort_in(value, path_text(place), "", odd, invalid)
+    for found in walk(common):
+        if type(found.value) not in _ATOMS:
+            _sort_in(found, None, odd, invalid)
     for path, leaf in objects.items():
-        for place, value in walk(leaf.data, path):
-            where = f" (in the ShardedObject at {path_text(place)})"
-            _sort_in(value, leaf.key, where, odd, invalid)
+        for found in walk(leaf.data, path):
+            if type(found.value) not in _ATOMS:
+                _sort_in(found, leaf.key, odd, invalid)
     refused: list[Finding] = []
     if odd:
         _try_out(odd, invalid, refused, trusted=trusted)
@@ -115,44 +131,39 @@ def check_plain(
         raise UnsupportedFormatError(message, refused)
 
 
-def _sort_in(value: Any, key: str, where: str, odd: list[_Odd], invalid: list[Finding]) -> None:
-    kind = type(value)
-    if kind in _ATOMS:
-        return
+def _sort_in(found: Found, object_key: str | None, odd: list[_Odd], invalid: list[Finding]) -> None:
+    value, kind = found.value, type(found.value)
+    own = _Odd(value, found, object_key)
     if isinstance(value, ShardedBase | LocalNonpersistentObject):
-        invalid.append(_hidden(key, where, f"{kind.__module__}.{kind.__qualname__}"))
+        invalid.append(_hidden(own, f"{kind.__module__}.{kind.__qualname__}"))
     elif isinstance(value, torch.Tensor):
         if value.is_meta:
             invalid += [
-                Finding(f"this tensor is {problem}{where}", key, remedy=remedy)
+                Finding(f"this tensor is {problem}{own.where}", own.key, remedy=remedy)
                 for problem, remedy in without_values(value)
             ]
         elif kind not in (torch.Tensor, torch.nn.Parameter) or vars(value) or _is_strange(value):
-            odd.append(_Odd(key, where, value))
+            odd.append(own)
     elif kind in _CONTAINERS:
-        odd += [
-            _Odd(key, f", which has an attribute {name!r}{where}", attribute)
-            for name, attribute in getattr(value, "__dict__", {}).items()
-            if kind is collections.OrderedDict
-        ]
+        if kind is collections.OrderedDict and vars(value):
+            odd.append(replace(own, value=vars(value), detail=", which has attributes"))
         # The keys of a dict are no leaves of the nest.
-        if isinstance(value, dict) and any(type(k) not in _ATOMS for k in value):
-            odd.append(_Odd(key, f", which has a key that is no plain value{where}", list(value)))
+        if isinstance(value, dict) and not _ATOMS.issuperset(map(type, value)):
+            odd.append(replace(own, value=list(value), detail=", the keys of a dict"))
     elif kind is collections.defaultdict:
-        factory = value.default_factory
-        odd += [_Odd(key, where, factory), _Odd(key, where, list(value))]
+        odd.append(replace(own, value=[value.default_factory, *value], detail=", its keys"))
     elif kind is not np.ndarray or value.dtype.hasobject:
-        odd.append(_Odd(key, where, value))
+        odd.append(own)
 
 
 def _is_strange(tensor: torch.Tensor) -> bool:
     return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
 
 
-def _hidden(key: str, where: str, found: str) -> Finding:
+def _hidden(entry: _Odd, found: str) -> Finding:
     return Finding(
-        f"a sharded leaf hides inside an object{where}",
-        key,
+        f"a sharded leaf hides inside an object{entry.where}",
+        entry.key,
         found=found,
         remedy="Put it into dicts, lists and tuples, which are searched.",
     )
@@ -187,7 +198,7 @@ def _try_out(
         return
     found = "; ".join(str(finding.found or finding.problem) for finding in failure.findings)
     if "dist_checkpointing.mapping" in found:
-        invalid.append(_hidden(entry.key, entry.where, found))
+        invalid.append(_hidden(entry, found))
         return
     problem = f"a {name} is no plain data, and load would refuse it{entry.where}"
     refused.append(Finding(problem, entry.key, found=found, remedy=_REMEDY))
@@ -218,7 +229,8 @@ class _EmptyingPickler(PlainPickler):
         if isinstance(obj, torch.Tensor) and _is_strange(obj):
             # A sparse tensor is made of others, whose values say how large it is.
             reduced: Any = obj.__reduce_ex__(2)  # type: ignore[no-untyped-call]
-            inner = {id(v): v for _, v in walk(reduced) if isinstance(v, torch.Tensor)}
+            found = (entry.value for entry in walk(reduced))
+            inner = {id(v): v for v in found if isinstance(v, torch.Tensor)}
             self._inner = (self._inner or {}) | inner
             return reduced
         if type(obj) in (torch.Tensor, torch.nn.Parameter) and id(obj) not in (self._inner or {}):

@@ -48,6 +48,7 @@ from dist_checkpointing.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
+from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select
 
@@ -67,6 +68,8 @@ class DCPWriter(dcp_storage.StorageWriter):
         backend: backend name (its newest version), (name, version), or a strategy.
         common_backend: likewise, for what is not a tensor; by default ("torch", 1).
         overwrite: give up a committed checkpoint at ``path`` as soon as the new one is planned.
+        trusted: save anything that pickles. What is no plain data is read back by a DCPReader with
+            ``trusted=True`` only; without it, the save fails before it is committed.
 
     Raises:
         StrategyNotFoundError: no such backend.
@@ -81,6 +84,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         *,
         common_backend: Selection[SaveCommonStrategy] = None,
         overwrite: bool = False,
+        trusted: bool = False,
     ) -> None:
         super().__init__()
         strategy = select(StrategyAction.SAVE_SHARDED, backend)
@@ -91,6 +95,7 @@ class DCPWriter(dcp_storage.StorageWriter):
             raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
         self.path = local_folder(path)
         self.overwrite = overwrite
+        self.trusted = trusted
         self._strategy = strategy
         self._common: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, common_backend)
         self._save_id = uuid.uuid4().hex
@@ -201,12 +206,18 @@ class DCPWriter(dcp_storage.StorageWriter):
         reports: list[Report] = [of_rank[-1].storage_data for of_rank in results]
         contents = {name: value for report in reports for name, value in report.contents.items()}
         check_complete(metadata, reports, self._index, contents.keys())
-        self._writer.finish(self._index, [report.noted for report in reports])
         values, raw = _loaded(contents)
         names = metadata.state_dict_metadata
         keys = DCPKeys.of(names, sorted(contents), raw, metadata.planner_data)
+        nested = keys.nest(values)
+        try:
+            check_plain(nested, {}, trusted=self.trusted)
+        except CheckpointingException:
+            self._give_up()
+            raise
+        self._writer.finish(self._index, [report.noted for report in reports])
         durability = self._writer.options.durability
-        self._common.lasting(durability).save_common(keys.nest(values), self.path)
+        self._common.lasting(durability).save_common(nested, self.path)
         keys.write(self.path, durability)
         strategy, common = self._strategy, self._common
         self._attempt.commit(
