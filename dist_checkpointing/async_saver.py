@@ -104,6 +104,7 @@ class AsyncSaver:
         progress: ProgressCallback | None = None,
         before_claim: Callable[[Index | None], None] | None = None,
         on_committed: Callable[[], None] | None = None,
+        trusted: bool = False,
     ) -> SaveHandle:
         """``async_save``, which see, and two hooks that run on rank 0.
 
@@ -129,7 +130,7 @@ class AsyncSaver:
 
         request = SaveRequest(
             state_dict=sharded_state_dict,
-            folder=pending.folder,
+            folder=checkpoint_dir,
             sharded_strategy=sharded_strategy,
             common_strategy=common_strategy,
             validate=validate_access_integrity,
@@ -137,6 +138,7 @@ class AsyncSaver:
             overwrite=overwrite,
             plan_cache=self._plan_cache,
             before_claim=before_claim,
+            trusted=trusted,
         )
         if self._process is not None:
             # First of all, so that it gets ready while this one plans and copies.

@@ -38,6 +38,7 @@ def async_save(
     overwrite: bool = False,
     progress: ProgressCallback | None = None,
     comm: Comm | None = None,
+    trusted: bool = False,
 ) -> SaveHandle:
     """Save like ``save``, but write behind the training. Collective.
 
@@ -62,6 +63,7 @@ def async_save(
         overwrite: see ``save``.
         progress: see ``save``.
         comm: see ``save``; not together with ``saver``, which has its own.
+        trusted: see ``save``.
 
     Returns:
         A handle. The checkpoint exists once its ``result()`` returns, and not before.
@@ -86,6 +88,7 @@ def async_save(
         content_metadata=content_metadata,
         overwrite=overwrite,
         progress=progress,
+        trusted=trusted,
     )
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     RankFailedError,
 )
+from dist_checkpointing.folders import check_one_folder, local_folder
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import (
     CommonStateDict,
@@ -47,10 +49,16 @@ from dist_checkpointing.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
+from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, handles_objects, select
 from dist_checkpointing.tree import Path as TreePath
 from dist_checkpointing.tree import path_text
+from dist_checkpointing.unwrapped import (
+    check_storable,
+    refuse_distributed,
+    warn_of_large_tensors,
+)
 from dist_checkpointing.validation import check_coverage
 
 logger = logging.getLogger(__name__)
@@ -65,12 +73,13 @@ class SaveRequest:
     """What a caller wants saved, and how: the arguments of ``save``.
 
     Attributes:
+        folder: as the caller named it.
         before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
             strategies), before the folder is touched.
     """
 
     state_dict: ShardedStateDict
-    folder: Path
+    folder: str | PathLike[str]
     sharded_strategy: Selection[SaveShardedStrategy] = None
     common_strategy: Selection[SaveCommonStrategy] = None
     validate: bool = True
@@ -79,6 +88,7 @@ class SaveRequest:
     overwrite: bool = False
     plan_cache: PlanCache | None = None
     before_claim: Callable[[Index | None], None] | None = None
+    trusted: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +98,7 @@ class Work:
     Attributes:
         strategy: writes ``by_strategy``.
         common_writer: writes ``common`` and ``by_common``.
-        folder: of the checkpoint.
+        folder: of the checkpoint, an absolute path.
         parts: the state dict sorted out.
         common: the common state, ``content_metadata`` included.
         by_strategy: the leaves that the sharded strategy writes.
@@ -263,33 +273,41 @@ def begin(request: SaveRequest, comm: Comm, meter: Meter) -> BegunSave:
     """
     with meter.phase("planning"), paused_collector():
         with comm.agreed("preparing the save"):
-            work = _prepare(request)
+            work = _prepare(request, comm.rank)
         if request.validate:
             compare_common_state(work.common, request.preprocess, comm)
         planned, objects = _plan(work, comm, request.plan_cache, validate=request.validate)
     return BegunSave(request, work, planned, objects, meter, comm.rank)
 
 
-def _prepare(request: SaveRequest) -> Work:
+def _prepare(request: SaveRequest, rank: int) -> Work:
+    # Whoever writes may do so when the working directory is another one.
+    folder = local_folder(request.folder).absolute()
     selected: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, request.sharded_strategy)
     strategy = selected.resolved()
     common_writer: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, request.common_strategy)
     parts = partition(request.state_dict)
+    refuse_distributed(parts, parts.objects)
     _check_data(parts)
+    planner = getattr(strategy, "planner", None)
+    if planner is None or not planner.makes_data:
+        check_storable(parts.tensors)
     common = dict(parts.common)
     if request.content_metadata is not None:
         common[CONTENT_METADATA_KEY] = request.content_metadata
+    written = {p: o for p, o in parts.objects.items() if is_main_replica(o.replica_id)}
+    check_plain(common if rank == 0 else {}, written, trusted=request.trusted)
+    if rank == 0:
+        warn_of_large_tensors(common)
     by_strategy: Leaves = parts.tensors
     by_common: Leaves = parts.objects
     if handles_objects(strategy):
         by_strategy, by_common = {**parts.tensors, **parts.objects}, {}
     writer = None
     if isinstance(strategy, PlannedSaveStrategy):
-        writer = strategy.make_writer(request.folder)
+        writer = strategy.make_writer(folder)
         common_writer = common_writer.lasting(writer.options.durability)
-    return Work(
-        strategy, common_writer, request.folder, parts, common, by_strategy, by_common, writer
-    )
+    return Work(strategy, common_writer, folder, parts, common, by_strategy, by_common, writer)
 
 
 def _plan(
@@ -307,8 +325,8 @@ def _plan(
         if planned.others is not None:
             return planned, planned.others
     elif validate:
-        _check_leaves(work.by_strategy, comm)
-    return planned, _check_leaves(work.by_common, comm)
+        _check_leaves(work.by_strategy, work.folder, comm)
+    return planned, _check_leaves(work.by_common, work.folder, comm)
 
 
 def _claim(
@@ -372,12 +390,15 @@ def _check_data(parts: Partition) -> None:
         raise InvalidShardingError("there is nothing to save for some shards", findings)
 
 
-def _check_leaves(leaves: Leaves, comm: Comm) -> ShardTable:
+def _check_leaves(leaves: Leaves, folder: Path, comm: Comm) -> ShardTable:
     """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
-    tables = comm.exchange(
-        "describing the shards", lambda: describe(list(leaves.values()), comm.rank)
+    exchanged = comm.exchange(
+        "describing the shards",
+        lambda: (describe(list(leaves.values()), comm.rank), str(folder)),
     )
     with comm.agreed("checking the shards"):
+        tables, folders = zip(*exchanged, strict=True)
+        check_one_folder(folders)
         catalog = concatenate(tables)
         check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
     return catalog

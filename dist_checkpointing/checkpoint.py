@@ -22,6 +22,7 @@ from dist_checkpointing.commit import (
     read_config,
 )
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.folders import local_folder
 from dist_checkpointing.geometry import Box, Ints, unravel
 from dist_checkpointing.index import Index, StoredTensor, read_index
 from dist_checkpointing.near_names import hint
@@ -224,7 +225,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CheckpointNotFoundError: nothing is committed there.
             CorruptCheckpointError: what says how to read it is damaged.
         """
-        folder = Path(path)
+        folder = local_folder(path)
         # First: a save that begins in between must not go for the one whose config is read.
         save_number = number_of_save(folder)
         return cls(folder, read_config(folder), save_number, trusted=trusted)

@@ -29,6 +29,7 @@ from dist_checkpointing.errors import (
     Finding,
     InvalidShardingError,
 )
+from dist_checkpointing.folders import local_folder
 from dist_checkpointing.removal import REMOVAL_NAME
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,9 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     Raises:
         CheckpointNotFoundError: if the folder is missing or nothing was committed in it.
         CorruptCheckpointError: if ``metadata.json`` is not what it should be.
+        UnsupportedFormatError: if the path is a URL.
     """
-    folder = Path(checkpoint_dir)
+    folder = local_folder(checkpoint_dir)
     path = folder / CONFIG_FNAME
     if not folder.is_dir():
         problem = "it is a file, not a folder" if folder.exists() else "no such folder"
@@ -189,7 +191,7 @@ class Attempt:
                 ``overwrite``), a live save, or files of these names that no attempt made. Nothing
                 was touched then.
         """
-        folder = Path(checkpoint_dir)
+        folder = local_folder(checkpoint_dir)
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
         if _is_committed(folder) and not overwrite:
             finding = Finding(

@@ -15,12 +15,14 @@ from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.commit import CheckpointingConfig, number_of_save, read_config
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
+from dist_checkpointing.folders import local_folder
 from dist_checkpointing.geometry import Ints
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
+    ShardedTensor,
     StateDict,
 )
 from dist_checkpointing.partition import Partition, partition
@@ -38,6 +40,7 @@ from dist_checkpointing.strategies.verification import Wanted, verify_wanted
 from dist_checkpointing.template import Cast, StoredTensors, compare, handle_strictly, with_memory
 from dist_checkpointing.tree import Path as TreePath
 from dist_checkpointing.tree import value_at
+from dist_checkpointing.unwrapped import check_filled, refuse_distributed
 from dist_checkpointing.validation import StrictHandling, check_coverage, parse_strict_flag
 
 
@@ -154,7 +157,8 @@ def load(
     before the first byte is read.
 
     Args:
-        sharded_state_dict: sharded leaves say what is wanted; other values are ignored.
+        sharded_state_dict: sharded leaves say what is wanted; of other values those of the
+            checkpoint are returned, and tensors among them must have one there.
         checkpoint_dir: a committed checkpoint.
         sharded_strategy: backend name (its newest version), (name, version), or a strategy; by
             default the one that the checkpoint names.
@@ -177,9 +181,11 @@ def load(
 
     Raises:
         CheckpointNotFoundError: nothing is committed there.
-        StateMismatchError: keys, shapes, dtypes or nesting differ; all findings at once.
+        InvalidShardingError: the template holds sharded tensors of torch that are not wrapped.
+        StateMismatchError: keys, shapes, dtypes or nesting differ; all findings at once. Also if
+            a tensor of the template would be left as it is.
         CorruptCheckpointError: something the checkpoint says it holds is missing or damaged.
-        UnsupportedFormatError: a format or a pickled class that is not read.
+        UnsupportedFormatError: a format or a pickled class that is not read; a URL for a path.
         StrategyNotFoundError: the backend is unknown here.
         RankFailedError: anything else that failed, on the ranks it names.
         ValueError: for a ``strict`` or ``cast`` that does not exist.
@@ -190,19 +196,19 @@ def load(
     if cast not in ("error", "widen", "any"):
         raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
     with meter.phase("planning"), comm.agreed("opening the checkpoint"):
+        checkpoint_dir = local_folder(checkpoint_dir)
         save_number = number_of_save(checkpoint_dir)
         found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
         if trusted:
             found = replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
-        parts = partition(sharded_state_dict)
+        parts = _take_apart(sharded_state_dict)
         common = found.common.load_common(checkpoint_dir)
     _require_one_save(comm.all_same(save_number), checkpoint_dir)
     if validate_access_integrity:
         _check_access(parts, comm)
 
     reader, index, stored = _read_index(found, checkpoint_dir, comm, is_kept=verify)
-    missing: set[str] = set()
-    unexpected: set[str] = set()
+    missing, unexpected = set[str](), set[str]()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
         objects = comm.from_rank0(
             "listing the sharded objects",
@@ -213,6 +219,7 @@ def load(
         wanted = {p: t for p, t in parts.tensors.items() if t.key not in unexpected}
         own_planner = getattr(found.sharded, "planner", None) is not None
         compare(wanted, stored, cast, planner_knows_keys=own_planner)
+        check_filled(parts, common, flag)
         wanted_objects = {p: o for p, o in parts.objects.items() if o.key not in unexpected}
     # Only now that all ranks agree may a tensor be touched.
     with paused_collector(), comm.agreed("allocating memory"):
@@ -220,9 +227,7 @@ def load(
             path: with_memory(leaf, stored) for path, leaf in wanted.items()
         }
     if verify:
-        cells = list(wanted_objects.values())
-        wanted_here = Wanted(list(wanted.values()), cells)
-        _verify(wanted_here, found, checkpoint_dir, index, reader, meter, comm)
+        _verify(wanted, wanted_objects, found, checkpoint_dir, index, reader, meter, comm)
     loaded: dict[TreePath, Any] = {}
     if handles_objects(found.sharded):
         leaves |= {path: leaf.without_data() for path, leaf in wanted_objects.items()}
@@ -244,16 +249,23 @@ def load(
     return state_dict
 
 
+def _take_apart(template: ShardedStateDict) -> Partition:
+    parts = partition(template)
+    refuse_distributed(parts, {})
+    return parts
+
+
 def _verify(
-    wanted: Wanted,
+    tensors: Mapping[TreePath, ShardedTensor],
+    objects: Mapping[TreePath, ShardedObject],
     found: LoadStrategies,
-    checkpoint_dir: str | PathLike[str],
+    folder: Path,
     index: Index | None,
     reader: StorageReader | None,
     meter: Meter,
     comm: Comm,
 ) -> None:
-    folder = Path(checkpoint_dir)
+    wanted = Wanted(list(tensors.values()), list(objects.values()))
     with meter.phase("verifying"):
         # One rank reads it, as thousands of ranks would wait for each other at one file.
         seal = comm.from_rank0("reading the seal", lambda: read_seal(folder))

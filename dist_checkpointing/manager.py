@@ -22,6 +22,7 @@ from dist_checkpointing.errors import (
     Finding,
     RankFailedError,
 )
+from dist_checkpointing.folders import local_folder
 from dist_checkpointing.index import Index
 from dist_checkpointing.loading import load, open_checkpoint
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
@@ -63,7 +64,8 @@ class CheckpointManager:
         retries: how often, for ``"retry"``.
         finalize: see ``AsyncSaver``.
         worker: see ``AsyncSaver``.
-        trusted: unpickle anything when loading, see ``load``.
+        trusted: save anything that pickles, and unpickle anything when loading; see ``save`` and
+            ``load``.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class CheckpointManager:
     ) -> None:
         if on_error not in ("raise", "warn", "retry"):
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
-        self.root = Path(root)
+        self.root = local_folder(root)
         self._strategy = sharded_strategy
         self._comm = default_comm() if comm is None else comm
         self._files = RunFiles(self.root, Retention() if retention is None else retention)
@@ -115,6 +117,7 @@ class CheckpointManager:
         """
         self.wait()
         self._begin(step)
+        options = {"trusted": self._trusted, **options}
         save(
             state,
             self.folder(step),
@@ -150,6 +153,7 @@ class CheckpointManager:
         """
         self.wait()
         self._begin(step)
+        options = {"trusted": self._trusted, **options}
         return self._saver.save(
             state,
             self.folder(step),

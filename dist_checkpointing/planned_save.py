@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import xxhash
 from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.folders import check_one_folder
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.packing import pack, unpack_all
@@ -81,6 +83,7 @@ def plan_save(
     *,
     cache: PlanCache | None = None,
     others: Iterable[ShardedBase] = (),
+    folder: Path | None = None,
 ) -> PlannedSave:
     """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
 
@@ -91,8 +94,10 @@ def plan_save(
         comm: the ranks that save together.
         cache: the last plan, to be used again if nothing has changed.
         others: leaves of this rank that are saved in another way, and only checked here.
+        folder: of the checkpoint, which all ranks must name alike.
 
     Raises:
+        CheckpointingException: on every rank, if they name different folders.
         InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
             tensor exactly once.
     """
@@ -103,7 +108,10 @@ def plan_save(
         rows = _described(itertools.chain(leaves.values(), others))
         description = (*description, len(leaves), *rows)
         number = cache.number_of(description)
-    if comm.all_same(number):
+    place = "" if folder is None else str(folder.absolute())
+    # Ranks that name different folders bring different numbers, and then exchange the names.
+    named = None if number is None else number ^ (xxhash.xxh3_64_intdigest(place.encode()) >> 2)
+    if comm.all_same(named):
         assert cache is not None
         with comm.agreed("planning the save"):
             planner.configure_planner(
@@ -111,7 +119,7 @@ def plan_save(
             )
         return cache.plan_for(planner)
 
-    def local_plan() -> tuple[SavePlan | None, bytes, bytes]:
+    def local_plan() -> tuple[SavePlan | None, bytes, bytes, str]:
         planner.configure_planner(
             leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
         )
@@ -120,12 +128,13 @@ def plan_save(
         own_data = (plan.storage_data, plan.planner_data)
         bare = type(plan) is SavePlan and own_data == (None, None)
         rest = None if bare else replace(plan, table=plan.table.take(slice(0, 0)))
-        return rest, pack(plan.table), pack(describe(others, comm.rank))
+        return rest, pack(plan.table), pack(describe(others, comm.rank)), place
 
     exchanged = comm.exchange("planning the save", local_plan)
     with paused_collector(), comm.agreed("planning the save"):
         # Who brought a plan is who holds its shards, whatever a user's planner put there.
-        plans_of_ranks, packed, packed_others = zip(*exchanged, strict=True)
+        plans_of_ranks, packed, packed_others, places = zip(*exchanged, strict=True)
+        check_one_folder(places)
         local_plans = LocalPlans(
             SavePlan(table) if plan is None else replace(plan, table=table)
             for plan, table in zip(plans_of_ranks, unpack_all(packed), strict=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.begun_save import CONTENT_METADATA_KEY, BegunSave, SaveRequest, begin
@@ -46,6 +45,7 @@ def save(
     progress: ProgressCallback | None = None,
     plan_cache: PlanCache | None = None,
     before_claim: Callable[[Index | None], None] | None = None,
+    trusted: bool = False,
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -59,9 +59,10 @@ def save(
         sharded_strategy: backend name (its newest version), (name, version), or a strategy; by
             default ("tensorstore", 1).
         common_strategy: likewise, for common state; by default ("torch", 1).
-        validate_access_integrity: also compare the common state of all ranks (a difference is
-            logged) and, for third-party strategies, check that the shards make up each global
-            tensor exactly once. Strategies of this library always check that.
+        validate_access_integrity: also compare the common state of all ranks (tensors that differ
+            are an error, other values are logged) and, for third-party strategies, check that the
+            shards make up each global tensor exactly once. Strategies of this library always check
+            that.
         async_sharded_save: copy what is to be saved and return an AsyncRequest, for an
             AsyncCallsQueue, that does the rest; ``async_save`` is the simpler way. For strategies
             of this library and those that are AsyncSaveShardedStrategy.
@@ -76,13 +77,17 @@ def save(
             has changed, on any rank, the plan of the last save is used again.
         before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
             strategies) before the folder is touched; what it raises, all ranks raise.
+        trusted: save anything that pickles. What is no plain data can be loaded with
+            ``trusted=True`` only, and is refused here without it.
 
     Returns:
         None, or the request to schedule.
 
     Raises:
         InvalidShardingError: shards that contradict each other, overlap or leave gaps; keys, dtypes
-            or leaves that cannot be stored.
+            or leaves that cannot be stored; sharded tensors of torch that are not wrapped; tensors
+            in the common state that differ between ranks.
+        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path.
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         StrategyNotFoundError: no such backend.
         RankFailedError: anything else that failed, such as an I/O error, on the ranks it names.
@@ -91,7 +96,7 @@ def save(
     meter = Meter("save", comm.rank, progress)
     request = SaveRequest(
         state_dict=sharded_state_dict,
-        folder=Path(checkpoint_dir),
+        folder=checkpoint_dir,
         sharded_strategy=sharded_strategy,
         common_strategy=common_strategy,
         validate=validate_access_integrity,
@@ -100,6 +105,7 @@ def save(
         overwrite=overwrite,
         plan_cache=plan_cache,
         before_claim=before_claim,
+        trusted=trusted,
     )
     begun = begin(request, comm, meter)
     if async_sharded_save:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.commit import check_is_distributed_checkpoint, read_config
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
+from dist_checkpointing.folders import local_folder
 from dist_checkpointing.loading import LoadStrategies, common_reader, load, open_checkpoint
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.removal import PlannedRemoval, only_one_removal
@@ -68,9 +68,8 @@ def load_tensors_metadata(
 
     The result is a template: ``load`` takes it.
     """
-    return open_checkpoint(checkpoint_dir, sharded_strategy).sharded.load_tensors_metadata(
-        checkpoint_dir
-    )
+    folder = local_folder(checkpoint_dir)
+    return open_checkpoint(folder, sharded_strategy).sharded.load_tensors_metadata(folder)
 
 
 def load_sharded_metadata(
@@ -79,6 +78,7 @@ def load_sharded_metadata(
     common_strategy: Selection[LoadCommonStrategy] = None,
 ) -> ShardedStateDict:
     """Every stored tensor by key and every stored object by unique key. Not collective."""
+    checkpoint_dir = local_folder(checkpoint_dir)
     found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
     metadata = dict(found.sharded.load_sharded_metadata(checkpoint_dir))
     if not handles_objects(found.sharded):
@@ -132,10 +132,10 @@ def remove_sharded_tensors(
     comm = default_comm() if comm is None else comm
     with comm.agreed("removing tensors"):
         if comm.rank == 0:
-            found = open_checkpoint(checkpoint_dir)
-            folder = Path(checkpoint_dir)
-            with only_one_removal(folder), resealing(folder), _removing(found, checkpoint_dir):
-                found.sharded.remove_sharded_tensors(checkpoint_dir, key_prefix)
+            folder = local_folder(checkpoint_dir)
+            found = open_checkpoint(folder)
+            with only_one_removal(folder), resealing(folder), _removing(found, folder):
+                found.sharded.remove_sharded_tensors(folder, key_prefix)
 
 
 def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
@@ -144,9 +144,10 @@ def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> Pla
     Raises:
         UnsupportedFormatError: if tensors cannot be removed from this backend.
     """
-    found = open_checkpoint(checkpoint_dir)
-    with _removing(found, checkpoint_dir):
-        return found.sharded.plan_removal(checkpoint_dir, key_prefix)
+    folder = local_folder(checkpoint_dir)
+    found = open_checkpoint(folder)
+    with _removing(found, folder):
+        return found.sharded.plan_removal(folder, key_prefix)
 
 
 @contextmanager

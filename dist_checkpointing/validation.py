@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from enum import Enum
 
 import numpy as np
@@ -266,25 +265,3 @@ def _merge_flat_ranges(key: str, rows: ShardTable) -> tuple[list[Finding], list[
                 )
             )
     return findings, boxes, ranks
-
-
-def difference_of_common_state(
-    reference: Mapping[str, bytes], own: Mapping[str, bytes], rank: int
-) -> str | None:
-    """How the common state of a rank differs from rank 0's, in words; None if it does not.
-
-    Args:
-        reference: path -> digest of the leaf, on rank 0.
-        own: the same on this rank.
-        rank: this rank.
-    """
-    only_reference = reference.keys() - own.keys()
-    only_own = own.keys() - reference.keys()
-    mismatched = {path for path in reference.keys() & own.keys() if reference[path] != own[path]}
-    if not (only_reference or only_own or mismatched):
-        return None
-    return (
-        f"Rank {rank} common state dict differs from rank 0 common state dict. "
-        f"Keys only on rank 0: {only_reference or '{}'}, Keys only on {rank}: {only_own or '{}'}, "
-        f"Mismatched keys: {mismatched or '{}'}"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import time
 import uuid
@@ -297,8 +298,13 @@ def default_comm() -> Comm:
     """The comm of this process: the world of torch.distributed if it is initialised, else alone.
 
     The CPU group it needs is made on first use (a collective call) and kept as long as the world.
+
+    Raises:
+        CheckpointingException: if there is no process group, but the process was started as one of
+            several: each of them would save, or load, as if it were alone.
     """
     if not (dist.is_available() and dist.is_initialized()):
+        _require_alone()
         return SingleProcess()
     world = dist.group.WORLD
     comm = _comms.get(world)
@@ -307,6 +313,23 @@ def default_comm() -> Comm:
         comm = TorchComm(dist.new_group(backend="gloo", timeout=timeout))
         _comms[world] = comm
     return comm
+
+
+def _require_alone() -> None:
+    """Refuse to take one of several processes, such as torchrun starts, for the only one."""
+    count = os.environ.get("WORLD_SIZE", "").strip()
+    if not count.isdecimal() or int(count) < 2:
+        return
+    rank = os.environ.get("RANK", "").strip()
+    finding = Finding(
+        "torch.distributed has no process group, so this process knows no other ranks",
+        expected=f"one of the {count} that WORLD_SIZE names",
+        ranks=(int(rank),) if rank.isdecimal() else (),
+        remedy="Call torch.distributed.init_process_group first, and save before "
+        "destroy_process_group. If this process is meant to work alone, pass "
+        "comm=dist_checkpointing.comm.SingleProcess().",
+    )
+    raise CheckpointingException("the processes are not connected to each other", [finding])
 
 
 def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:

@@ -45,6 +45,7 @@ def convert_to_backend(
     *,
     overwrite: bool,
     tensors_only: bool,
+    trusted: bool,
     progress: ProgressCallback | None,
     stop: threading.Event,
 ) -> None:
@@ -83,6 +84,7 @@ def convert_to_backend(
             overwrite=overwrite,
             progress=progress,
             before_claim=check_source,
+            trusted=trusted,
         )
 
 

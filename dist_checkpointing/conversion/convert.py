@@ -43,6 +43,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     StrategyNotFoundError,
 )
+from dist_checkpointing.folders import local_folder
 from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 
@@ -127,9 +128,10 @@ def convert(
     if backend is None and rules.reshards:
         finding = Finding("only checkpoints are cut into parts", found=to)
         raise CheckpointingException(f"reshard makes no sense for {to}", [finding])
+    place = local_folder(destination)
     opened = open_source(source, trusted=options.trusted, most_bytes=options.memory_bytes // 2)
     try:
-        job = _Job(opened, Path(destination), to, backend, rules, options, progress)
+        job = _Job(opened, place, to, backend, rules, options, progress)
         job.check()
         if not options.dry_run:
             job.run()
@@ -177,7 +179,7 @@ def open_source(
     Raises:
         CheckpointNotFoundError: if nothing is there that is read.
     """
-    place = Path(path)
+    place = local_folder(path)
     if place.is_dir():
         if not check_is_distributed_checkpoint(place) and holds_safetensors(place):
             return SafetensorsSource(place)
@@ -277,6 +279,7 @@ class _Job:
                         self.spending,
                         overwrite=self.options.overwrite,
                         tensors_only=self.rules.tensors_only,
+                        trusted=self.options.trusted,
                         progress=self.progress,
                         stop=stop,
                     )

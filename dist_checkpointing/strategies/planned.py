@@ -14,6 +14,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.folders import local_folder
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import (
     ShardedBase,
@@ -98,7 +99,10 @@ class PlannedSaveStrategy(SaveShardedStrategy):
     ) -> PlannedSave:
         """Decide who writes what, see ``plan_save``. Collective, touches no file."""
         planner = DefaultSavePlanner() if self.planner is None else self.planner
-        return plan_save(leaves, planner, writer.layout, comm, cache=cache, others=others)
+        folder = writer.checkpoint_dir
+        return plan_save(
+            leaves, planner, writer.layout, comm, cache=cache, others=others, folder=folder
+        )
 
     def write(
         self,
@@ -113,7 +117,7 @@ class PlannedSaveStrategy(SaveShardedStrategy):
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
         comm = default_comm() if self.comm is None else self.comm
         leaves, _ = _sharded_leaves(sharded_state_dict)
-        writer = self.make_writer(Path(checkpoint_dir))
+        writer = self.make_writer(local_folder(checkpoint_dir))
         with comm.agreed("making the folder"):
             writer.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         self.write(self.plan(leaves, writer, comm), writer, comm)

@@ -100,7 +100,7 @@ def _safe_globals_allowed() -> Iterator[None]:
             yield
 
 
-class _PlainPickler(pickle.Pickler):
+class PlainPickler(pickle.Pickler):
     """Writes deques and defaultdicts in the one way that ``weights_only`` reads them.
 
     It makes them by a call, but does not fill them afterwards as pickle would.
@@ -117,7 +117,7 @@ class _PlainPickler(pickle.Pickler):
 class _PlainPickle:
     """What ``torch.save`` takes for the pickle module."""
 
-    Pickler = _PlainPickler
+    Pickler = PlainPickler
     dumps = staticmethod(pickle.dumps)
     dump = staticmethod(pickle.dump)
 

@@ -187,7 +187,7 @@ def test_bad_input(
 
 
 def test_strange_objects_need_trust(tmp_path: Path, dckpt: Run) -> None:
-    save({"o": ShardedObject("o", re.compile("x"), (1,), (0,))}, tmp_path / "c")
+    save({"o": ShardedObject("o", re.compile("x"), (1,), (0,))}, tmp_path / "c", trusted=True)
     refused = dckpt("show", tmp_path / "c", "o")
     assert refused.code == 2
     assert "allow-list" in refused.err

@@ -66,7 +66,7 @@ def test_damaged(samples: Samples, tmp_path: Path, dckpt: Run, name: str) -> Non
 
 
 def test_what_needs_trust(tmp_path: Path, dckpt: Run) -> None:
-    save({"o": ShardedObject("o", Stranger(), (1,), (0,))}, tmp_path / "c")
+    save({"o": ShardedObject("o", Stranger(), (1,), (0,))}, tmp_path / "c", trusted=True)
     finished = dckpt("verify", tmp_path / "c")
     assert finished.code == 0
     assert "not read, because it holds more than plain data types" in finished.out

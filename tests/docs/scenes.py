@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,8 +95,22 @@ def converting(number: int, names: Names) -> None:
     dist_checkpointing.save({"w": weight, "step": 1000}, "ckpt/1000")
 
 
+@dataclass
+class Config:
+    """A class of the user's."""
+
+    depth: int = 12
+
+
+class Mode(Enum):
+    """Another one."""
+
+    WARM = 1
+
+
 def concepts(number: int, names: Names) -> None:
     del number
+    names |= {"Config": Config, "Mode": Mode, "config": Config(5), "mode": Mode.WARM}
     names |= _public() | {"torch": torch, "replace": replace, "training": (1, 2)}
     names |= {"state": {"w": _weight()}, "DefaultSavePlanner": DefaultSavePlanner}
     names["TensorStoreSaveShardedStrategy"] = TensorStoreSaveShardedStrategy

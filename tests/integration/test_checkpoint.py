@@ -308,7 +308,7 @@ class Stranger:
 @pytest.mark.parametrize("backend", ["tensorstore", ("zarr", 2), ("zarr", 1), "torch_dist"])
 def test_nothing_strange_is_unpickled_without_trust(tmp_path: Path, backend: Any) -> None:
     state = {"o": ShardedObject("o", Stranger(), (1,), (0,)), "common": Stranger()}
-    save(state, tmp_path / "c", backend)
+    save(state, tmp_path / "c", backend, trusted=True)
     checkpoint = Checkpoint.open(tmp_path / "c")
     assert not checkpoint.trusted
     with pytest.raises(UnsupportedFormatError, match="Stranger"):

@@ -211,7 +211,7 @@ class Hostile:
 
 def test_a_hostile_object_in_the_database_is_refused(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
-    save({"o": ShardedObject("o", Hostile(marker), (1,), (0,))}, tmp_path / "c")
+    save({"o": ShardedObject("o", Hostile(marker), (1,), (0,))}, tmp_path / "c", trusted=True)
     template = {"o": ShardedObject("o", None, (1,), (0,))}
     with pytest.raises(UnsupportedFormatError, match="system"):
         load(template, tmp_path / "c")

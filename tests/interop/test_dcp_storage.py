@@ -542,7 +542,11 @@ class Custom:
 
 
 def test_objects_are_only_unpickled_if_they_are_trusted(tmp_path: Path) -> None:
-    save_through(tmp_path, {"object": Custom()})
+    with pytest.raises(CheckpointException, match="load would refuse") as raised:
+        save_through(tmp_path, {"object": Custom()})
+    assert "state_dict['object']" in str(raised.value)
+    assert not check_is_distributed_checkpoint(tmp_path)
+    dcp_save({"object": Custom()}, storage_writer=DCPWriter(tmp_path, trusted=True))
     found: dict[str, Any] = {"object": None}
     with pytest.raises(CheckpointException, match="refused to unpickle"):
         dcp_load(found, storage_reader=DCPReader(tmp_path))

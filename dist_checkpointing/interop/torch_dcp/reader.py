@@ -6,7 +6,6 @@ import io
 import os
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.futures import Future
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.commit import check_is_distributed_checkpoint
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.folders import is_url, local_folder
 from dist_checkpointing.index import Index
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, KeyPath, names_in
 from dist_checkpointing.loading import LoadStrategies, open_checkpoint
@@ -53,7 +53,7 @@ class DCPReader(dcp_storage.StorageReader):
         trusted: bool = False,
     ) -> None:
         super().__init__()
-        self.path = Path(path)
+        self.path = local_folder(path)
         self.trusted = trusted
         self._backend = backend
         self._found: LoadStrategies | None = None
@@ -71,13 +71,13 @@ class DCPReader(dcp_storage.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         """Whether a committed checkpoint is there."""
-        if not isinstance(checkpoint_id, str | os.PathLike):
+        if not isinstance(checkpoint_id, str | os.PathLike) or is_url(checkpoint_id):
             return False
         return check_is_distributed_checkpoint(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = local_folder(checkpoint_id)
 
     # Without **kwargs, DCP does not go on to look for metadata of each rank, which there never is.
     def read_metadata(self) -> dcp_metadata.Metadata:

@@ -13,7 +13,6 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.folders import is_url, local_folder
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.index import Index
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys
@@ -49,6 +49,7 @@ from dist_checkpointing.strategies.base import (
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
+from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select
 
@@ -68,6 +69,8 @@ class DCPWriter(dcp_storage.StorageWriter):
         backend: backend name (its newest version), (name, version), or a strategy.
         common_backend: likewise, for what is not a tensor; by default ("torch", 1).
         overwrite: give up a committed checkpoint at ``path`` as soon as the new one is planned.
+        trusted: save anything that pickles. What is no plain data is read back by a DCPReader with
+            ``trusted=True`` only; without it, the save fails before it is committed.
 
     Raises:
         StrategyNotFoundError: no such backend.
@@ -82,6 +85,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         *,
         common_backend: Selection[SaveCommonStrategy] = None,
         overwrite: bool = False,
+        trusted: bool = False,
     ) -> None:
         super().__init__()
         strategy = select(StrategyAction.SAVE_SHARDED, backend)
@@ -90,8 +94,9 @@ class DCPWriter(dcp_storage.StorageWriter):
                 "DCP needs a PlannedSaveStrategy without a planner of its own", found=str(strategy)
             )
             raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
-        self.path = Path(path)
+        self.path = local_folder(path)
         self.overwrite = overwrite
+        self.trusted = trusted
         self._strategy = strategy
         self._common: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, common_backend)
         self._save_id = uuid.uuid4().hex
@@ -107,7 +112,7 @@ class DCPWriter(dcp_storage.StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         """Whether it can be a folder."""
-        return isinstance(checkpoint_id, str | os.PathLike) and "://" not in str(checkpoint_id)
+        return isinstance(checkpoint_id, str | os.PathLike) and not is_url(checkpoint_id)
 
     def storage_meta(self) -> dcp_metadata.StorageMeta | None:
         return dcp_metadata.StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
@@ -116,7 +121,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         """Get ready for another save, and give up one that was not finished."""
         self._give_up()
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = local_folder(checkpoint_id)
         self._save_id = uuid.uuid4().hex
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -202,12 +207,18 @@ class DCPWriter(dcp_storage.StorageWriter):
         reports: list[Report] = [of_rank[-1].storage_data for of_rank in results]
         contents = {name: value for report in reports for name, value in report.contents.items()}
         check_complete(metadata, reports, self._index, contents.keys())
-        finished = finish_all(self._index, [report.written for report in reports], self._writer)
         values, raw = _loaded(contents)
         names = metadata.state_dict_metadata
         keys = DCPKeys.of(names, sorted(contents), raw, metadata.planner_data)
+        nested = keys.nest(values)
+        try:
+            check_plain(nested, {}, trusted=self.trusted)
+        except CheckpointingException:
+            self._give_up()
+            raise
+        finished = finish_all(self._index, [report.written for report in reports], self._writer)
         durability = self._writer.options.durability
-        self._common.lasting(durability).save_common(keys.nest(values), self.path)
+        self._common.lasting(durability).save_common(nested, self.path)
         keys.write(self.path, durability)
         strategy, common = self._strategy, self._common
         config = CheckpointingConfig(

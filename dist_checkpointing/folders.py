@@ -1,0 +1,68 @@
+"""Which folder a caller means: a local path, the same on every rank."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+
+# pathlib makes one slash of the two.
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL, such as ``s3://bucket/x``, also once pathlib has shortened it."""
+    return _URL.match(os.fspath(path)) is not None
+
+
+def local_folder(path: str | os.PathLike[str]) -> Path:
+    """The path of a checkpoint, or of a file of tensors, on a mounted file system, without "..".
+
+    Every function that takes such a path from a caller takes it through here: as a relative path,
+    ``s3://bucket/x`` would be the folder ``./s3:/bucket/x``.
+
+    Raises:
+        UnsupportedFormatError: if it is a URL.
+    """
+    match = _URL.match(os.fspath(path))
+    if match is None:
+        # TensorStore takes no path that goes up.
+        return Path(path).resolve() if ".." in Path(path).parts else Path(path)
+    finding = Finding(
+        f"URLs of scheme {match[1]!r} are not supported",
+        expected="a folder of a mounted file system",
+        found=os.fspath(path),
+        remedy="Save to a local or a shared disk and copy the folder, or mount the object store. "
+        "A local folder of this name is reached by its absolute path.",
+    )
+    raise UnsupportedFormatError("not a local path", [finding])
+
+
+def check_one_folder(names: Sequence[str]) -> None:
+    """Demand that all ranks name the same folder.
+
+    Args:
+        names: the absolute path that each rank was given, in rank order.
+
+    Raises:
+        CheckpointingException: if they differ.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        ranks.setdefault(os.path.normpath(name), []).append(rank)
+    if len(ranks) < 2:
+        return
+    findings = [
+        Finding(
+            "this is the folder on some ranks only",
+            path=name,
+            ranks=tuple(of_name),
+            remedy="Give every rank the same path; broadcast a name that holds the time or date.",
+        )
+        for name, of_name in ranks.items()
+    ]
+    raise CheckpointingException("the ranks name different folders for one checkpoint", findings)

@@ -1,0 +1,250 @@
+"""What ``load`` would refuse to unpickle, found before it is saved.
+
+Most of a common state is plain data that is known by its type. The rest is pickled, its tensors
+left out, and read back the way that ``load`` reads it: what comes back here comes back there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime as dt
+import io
+import pickle
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    InvalidShardingError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from dist_checkpointing.strategies.safe_pickle import SAFE_GLOBALS, PlainPickler, deserialize
+from dist_checkpointing.tree import Path, path_text
+from dist_checkpointing.unwrapped import Found, walk, without_values
+
+_MOST_FINDINGS: Final = 20
+
+_CONTAINERS: Final[frozenset[type]] = frozenset(
+    {
+        dict,
+        list,
+        tuple,
+        set,
+        frozenset,
+        collections.OrderedDict,
+        collections.Counter,
+        collections.deque,
+        argparse.Namespace,
+        types.SimpleNamespace,
+    }
+)
+"""Plain if what they hold is plain."""
+
+_HOLDERS: Final = frozenset({slice, dt.datetime, dt.time, np.ndarray, np.dtype})
+"""On the allow-list, but they may hold anything."""
+
+_ATOMS: Final = (
+    {entry for entry in SAFE_GLOBALS if isinstance(entry, type)}
+    - _CONTAINERS
+    - _HOLDERS
+    - {collections.defaultdict}
+    | {type(None)}
+    | {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}
+)
+"""Types whose instances are plain, whatever their value."""
+
+_REMEDY: Final = (
+    "Save plain data: dataclasses.asdict(config), member.name of an enum, state_dict() of a module "
+    "or an optimizer. Or allow the class, here and wherever it is loaded: "
+    "torch.serialization.add_safe_globals([...]). Or pass trusted=True to save and to load."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Odd:
+    """A value that must be tried out.
+
+    Attributes:
+        value: it.
+        found: where it is.
+        object_key: of the ShardedObject that it is in.
+        detail: what it is of that which stands there.
+    """
+
+    value: object
+    found: Found
+    object_key: str | None
+    detail: str = ""
+
+    @property
+    def key(self) -> str:
+        """What names it in messages."""
+        return path_text(self.found.place) if self.object_key is None else self.object_key
+
+    @property
+    def where(self) -> str:
+        """What ``key`` does not say."""
+        if self.object_key is None:
+            return self.detail
+        return f"{self.detail} (in the ShardedObject at {path_text(self.found.place)})"
+
+
+def check_plain(
+    common: Mapping[Any, Any], objects: Mapping[Path, ShardedObject], *, trusted: bool
+) -> None:
+    """Demand that ``load`` can read what is about to be pickled.
+
+    Args:
+        common: the common state, if this rank writes it.
+        objects: the ShardedObjects that this rank writes.
+        trusted: whether they are loaded with ``trusted=True``, so that all that pickles will do.
+
+    Raises:
+        InvalidShardingError: what cannot be pickled at all, tensors without values, and sharded
+            leaves that hide where they are not looked for.
+        UnsupportedFormatError: what needs a class or function that is not on the allow-list.
+    """
+    odd: list[_Odd] = []
+    invalid: list[Finding] = []
+    for found in walk(common):
+        if type(found.value) not in _ATOMS:
+            _sort_in(found, None, odd, invalid)
+    for path, leaf in objects.items():
+        for found in walk(leaf.data, path):
+            if type(found.value) not in _ATOMS:
+                _sort_in(found, leaf.key, odd, invalid)
+    refused: list[Finding] = []
+    if odd:
+        _try_out(odd, invalid, refused, trusted=trusted)
+    if invalid:
+        raise InvalidShardingError("values of the state dict cannot be saved", invalid)
+    if refused:
+        message = "values of the state dict could be saved, but load would refuse them"
+        raise UnsupportedFormatError(message, refused)
+
+
+def _sort_in(found: Found, object_key: str | None, odd: list[_Odd], invalid: list[Finding]) -> None:
+    value, kind = found.value, type(found.value)
+    own = _Odd(value, found, object_key)
+    if isinstance(value, ShardedBase | LocalNonpersistentObject):
+        invalid.append(_hidden(own, f"{kind.__module__}.{kind.__qualname__}"))
+    elif isinstance(value, torch.Tensor):
+        if value.is_meta:
+            invalid += [
+                Finding(f"this tensor is {problem}{own.where}", own.key, remedy=remedy)
+                for problem, remedy in without_values(value)
+            ]
+        elif kind not in (torch.Tensor, torch.nn.Parameter) or vars(value) or _is_strange(value):
+            odd.append(own)
+    elif kind in _CONTAINERS:
+        if kind is collections.OrderedDict and vars(value):
+            odd.append(replace(own, value=vars(value), detail=", which has attributes"))
+        # The keys of a dict are no leaves of the nest.
+        if isinstance(value, dict) and not _ATOMS.issuperset(map(type, value)):
+            odd.append(replace(own, value=list(value), detail=", the keys of a dict"))
+    elif kind is collections.defaultdict:
+        odd.append(replace(own, value=[value.default_factory, *value], detail=", its keys"))
+    elif kind is not np.ndarray or value.dtype.hasobject:
+        odd.append(own)
+
+
+def _is_strange(tensor: torch.Tensor) -> bool:
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+
+
+def _hidden(entry: _Odd, found: str) -> Finding:
+    return Finding(
+        f"a sharded leaf hides inside an object{entry.where}",
+        entry.key,
+        found=found,
+        remedy="Put it into dicts, lists and tuples, which are searched.",
+    )
+
+
+def _try_out(
+    odd: Sequence[_Odd], invalid: list[Finding], refused: list[Finding], *, trusted: bool
+) -> None:
+    """Find those that do not come back, by halves: mostly all do, and then it is one try."""
+    if len(invalid) + len(refused) >= _MOST_FINDINGS:
+        return
+    failure = _failure_of([entry.value for entry in odd], trusted=trusted)
+    if failure is None:
+        return
+    if len(odd) > 1:
+        half = len(odd) // 2
+        _try_out(odd[:half], invalid, refused, trusted=trusted)
+        _try_out(odd[half:], invalid, refused, trusted=trusted)
+        return
+    entry, kind = odd[0], type(odd[0].value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not isinstance(failure, CheckpointingException):
+        invalid.append(
+            Finding(
+                f"a {name} cannot be pickled{entry.where}",
+                entry.key,
+                found=f"{type(failure).__name__}: {failure}",
+                remedy="Leave it out, save plain data instead, or wrap it in a "
+                "LocalNonpersistentObject, which is never saved.",
+            )
+        )
+        return
+    found = "; ".join(str(finding.found or finding.problem) for finding in failure.findings)
+    if "dist_checkpointing.mapping" in found:
+        invalid.append(_hidden(entry, found))
+        return
+    problem = f"a {name} is no plain data, and load would refuse it{entry.where}"
+    refused.append(Finding(problem, entry.key, found=found, remedy=_REMEDY))
+
+
+def _failure_of(values: list[object], *, trusted: bool) -> Exception | None:
+    """What goes wrong when the values are saved and loaded, without those of their tensors."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(values, buffer, pickle_module=_WithoutValues)
+    except Exception as error:  # noqa: BLE001 - whatever the code of any class raises
+        return error
+    if trusted:
+        return None
+    try:
+        deserialize(buffer.getvalue(), "a copy in memory")
+    except CheckpointingException as error:
+        return error
+    return None
+
+
+class _EmptyingPickler(PlainPickler):
+    """Pickles tensors without their values, which say nothing about whether they can be read."""
+
+    _inner: dict[int, torch.Tensor] | None = None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and _is_strange(obj):
+            # A sparse tensor is made of others, whose values say how large it is.
+            reduced: Any = obj.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+            found = (entry.value for entry in walk(reduced))
+            inner = {id(v): v for v in found if isinstance(v, torch.Tensor)}
+            self._inner = (self._inner or {}) | inner
+            return reduced
+        if type(obj) in (torch.Tensor, torch.nn.Parameter) and id(obj) not in (self._inner or {}):
+            empty = torch.empty(0, dtype=obj.dtype)
+            if type(obj) is torch.nn.Parameter:
+                empty = torch.nn.Parameter(empty, requires_grad=False)
+            vars(empty).update(vars(obj))
+            return empty.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        return super().reducer_override(obj)
+
+
+class _WithoutValues:
+    """What ``torch.save`` takes for the pickle module."""
+
+    Pickler = _EmptyingPickler
+    dumps = staticmethod(pickle.dumps)
+    dump = staticmethod(pickle.dump)

@@ -1,0 +1,297 @@
+"""Which folder is meant: URLs, names that differ between ranks, ranks that are not connected."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dist_checkpointing
+from dist_checkpointing import (
+    AsyncSaver,
+    Checkpoint,
+    CheckpointingException,
+    CheckpointManager,
+    PlanCache,
+    ShardedTensor,
+    UnsupportedFormatError,
+    async_save,
+    check_is_distributed_checkpoint,
+    load,
+    load_common_state_dict,
+    load_tensors_metadata,
+    remove_sharded_tensors,
+    save,
+    verify_checkpoint,
+)
+from dist_checkpointing.cli.app import app
+from dist_checkpointing.comm import Comm, SingleProcess, default_comm
+from dist_checkpointing.conversion import convert
+from dist_checkpointing.folders import check_one_folder, is_url, local_folder
+from dist_checkpointing.interop.torch_dcp import DCPReader, DCPWriter
+from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://b/x", "gs://b", "file:///x", "hdfs://host:9000/x", "S3://B/x", Path("s3://b/x")]
+)
+def test_urls_are_refused_by_their_scheme(url: str | Path) -> None:
+    assert is_url(url)
+    with pytest.raises(UnsupportedFormatError) as raised:
+        local_folder(url)
+    assert str(url).partition(":")[0] in str(raised.value)
+    assert str(url) in str(raised.value)
+    assert "mount" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["x", "/x/s3:/y", "a/b:c", "run:5", "2024-01-01T10:00:00", "", "."]
+)
+def test_names_with_colons_are_no_urls(path: str) -> None:
+    assert local_folder(path) == Path(path)
+
+
+STATE: dict[str, Any] = {"step": 1}
+
+DOORS: dict[str, Callable[[Any, Path], Any]] = {
+    "save": lambda url, _: save(STATE, url),
+    "save on several ranks": lambda url, _: run_ranks(2, lambda comm: save(STATE, url, comm=comm)),
+    "async_save": lambda url, _: async_save(STATE, url),
+    "AsyncSaver": lambda url, _: AsyncSaver().save(STATE, url),
+    "load": lambda url, _: load({}, url),
+    "load_common_state_dict": lambda url, _: load_common_state_dict(url),
+    "load_tensors_metadata": lambda url, _: load_tensors_metadata(url),
+    "check_is_distributed_checkpoint": lambda url, _: check_is_distributed_checkpoint(url),
+    "remove_sharded_tensors": lambda url, _: remove_sharded_tensors(url, "w"),
+    "verify_checkpoint": lambda url, _: verify_checkpoint(url),
+    "Checkpoint.open": lambda url, _: Checkpoint.open(url),
+    "CheckpointManager": lambda url, _: CheckpointManager(url),
+    "convert from": lambda url, folder: convert(url, folder / "new"),
+    "convert to": lambda url, folder: convert(folder, url),
+    "convert to a file": lambda url, folder: convert(folder, url, "safetensors"),
+    "DCPWriter": lambda url, _: DCPWriter(url),
+    "DCPReader": lambda url, _: DCPReader(url),
+    "a strategy": lambda url, _: TensorStoreSaveShardedStrategy().save({}, url),
+}
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("door", DOORS)
+def test_every_function_that_takes_a_path_refuses_urls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str, kind: Callable[[str], Any]
+) -> None:
+    save(STATE | {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UnsupportedFormatError, match="'s3'"):
+        DOORS[door](kind("s3://bucket/x"), tmp_path / "c")
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ls", "s3://b/x"],
+        ["show", "s3://b/x", "w"],
+        ["stats", "s3://b/x"],
+        ["verify", "s3://b/x"],
+        ["diff", "s3://b/x", "s3://b/y"],
+        ["convert", "s3://b/x", "y", "--to", "zarr"],
+        ["convert", "{}", "s3://b/y", "--to", "zarr"],
+        ["plan", "s3://b/x"],
+        ["map", "s3://b/x", "-o", "map.html"],
+        ["rm-prefix", "s3://b/x", "w"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_refuses_urls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    save(STATE | {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = CliRunner().invoke(app, [part.format(tmp_path / "c") for part in command])
+    assert result.exit_code
+    assert isinstance(result.exception, UnsupportedFormatError), result.output
+    assert not list(Path().iterdir())
+
+
+def test_dcp_is_told_that_a_url_is_not_ours() -> None:
+    assert not DCPReader.validate_checkpoint_id("s3://b/x")
+    assert not DCPWriter.validate_checkpoint_id(Path("s3://b/x"))
+
+
+def test_one_folder_by_several_names_is_one_folder() -> None:
+    check_one_folder(["/a/b", "/a/./b", "/a/b/"])
+    check_one_folder(["/a"])
+    with pytest.raises(CheckpointingException) as raised:
+        check_one_folder(["/a", "/b", "/a", "/c"])
+    assert [(f.path, f.ranks) for f in raised.value.findings] == [
+        ("/a", (0, 2)),
+        ("/b", (1,)),
+        ("/c", (3,)),
+    ]
+
+
+SAVERS: dict[str, Callable[[Comm, Path], Any]] = {
+    "tensorstore": lambda comm, path: save(tensors(comm), path, comm=comm),
+    "zarr 1": lambda comm, path: save(tensors(comm), path, ("zarr", 1), comm=comm),
+    "zarr 2": lambda comm, path: save(tensors(comm), path, ("zarr", 2), comm=comm),
+    "torch_dist": lambda comm, path: save(tensors(comm), path, "torch_dist", comm=comm),
+    "no tensors": lambda comm, path: save({"step": 1}, path, comm=comm),
+    "not validated": lambda comm, path: save(
+        tensors(comm), path, comm=comm, validate_access_integrity=False
+    ),
+    "a manager": lambda comm, path: CheckpointManager(path, comm=comm).save(1, tensors(comm)),
+    "behind the training": lambda comm, path: AsyncSaver(comm=comm).save(tensors(comm), path),
+}
+
+
+def tensors(comm: Comm) -> dict[str, Any]:
+    part = torch.full((2,), float(comm.rank))
+    return {"w": ShardedTensor.from_rank_offsets("w", part, (0, comm.rank, comm.world_size))}
+
+
+@pytest.mark.parametrize("way", SAVERS)
+def test_ranks_that_name_different_folders_are_told_so_before_a_checkpoint_is_begun(
+    tmp_path: Path, way: str
+) -> None:
+    def save_rank(comm: Comm) -> str:
+        with pytest.raises(CheckpointingException, match="different folders") as raised:
+            SAVERS[way](comm, tmp_path / f"run-{comm.rank // 2}")
+        named = {finding.path: finding.ranks for finding in raised.value.findings}
+        assert list(named.values()) == [(0, 1), (2,)]
+        assert all(path and f"run-{i}" in path for i, path in enumerate(named))
+        return str(raised.value)
+
+    texts = run_ranks(3, save_rank)
+    assert len(set(texts)) == 1
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in written] == (["manager.json"] if way == "a manager" else [])
+
+
+def test_a_relative_and_an_absolute_name_are_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_ranks(2, lambda comm: save(tensors(comm), "c" if comm.rank else tmp_path / "c", comm=comm))
+    assert check_is_distributed_checkpoint(tmp_path / "c")
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_a_relative_name_that_goes_up_is_a_folder_as_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """TensorStore takes no path with ".." in it."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4)), "step": 1}
+    save(state, "../c", backend)
+    assert check_is_distributed_checkpoint(tmp_path / "c")
+    template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
+    assert load(template, "../c", verify=True)["w"].tolist() == [1] * 4
+    assert Checkpoint.open("../c")["w"][1:3].tolist() == [1, 1]
+    assert list(load_tensors_metadata("../c")) == ["w"]
+    verify_checkpoint("../c")
+    convert("../c", "../d", "tensorstore")
+    remove_sharded_tensors("../d", "w")
+    assert load({}, "../d") == {"step": 1}
+
+
+def test_names_are_compared_although_the_plan_is_used_again(tmp_path: Path) -> None:
+    def train(comm: Comm) -> None:
+        cache = PlanCache()
+        for step in range(2):
+            save(tensors(comm), tmp_path / f"{step}", comm=comm, plan_cache=cache)
+        with pytest.raises(CheckpointingException, match="different folders"):
+            save(tensors(comm), tmp_path / f"2-{comm.rank}", comm=comm, plan_cache=cache)
+        save(tensors(comm), tmp_path / "3", comm=comm, plan_cache=cache)
+
+    run_ranks(2, train)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "3"]
+    assert load_tensors_metadata(tmp_path / "3")["w"].global_shape == (4,)
+
+
+def test_a_process_of_several_that_are_not_connected_is_not_taken_for_the_only_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(STATE, tmp_path / "c")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    users: list[Callable[[], Any]] = [
+        lambda: save(STATE, tmp_path / "d"),
+        lambda: async_save(STATE, tmp_path / "d"),
+        lambda: CheckpointManager(tmp_path / "d"),
+        lambda: load({}, tmp_path / "c"),
+        default_comm,
+    ]
+    for use in users:
+        with pytest.raises(CheckpointingException) as raised:
+            use()
+        assert "init_process_group" in str(raised.value)
+        assert "SingleProcess()" in str(raised.value)
+        assert "WORLD_SIZE" in str(raised.value)
+        assert raised.value.findings[0].ranks == (1,)
+    assert not (tmp_path / "d").exists()
+    save(STATE, tmp_path / "d", comm=SingleProcess())
+    assert load({}, tmp_path / "d", comm=SingleProcess()) == STATE
+
+
+def test_looking_into_a_checkpoint_needs_no_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 1}, tmp_path / "c")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    opened = Checkpoint.open(tmp_path / "c")
+    assert opened["w"][:].tolist() == [1, 1]
+    assert load_common_state_dict(tmp_path / "c") == {"step": 1}
+    assert list(load_tensors_metadata(tmp_path / "c")) == ["w"]
+    verify_checkpoint(tmp_path / "c")
+    convert(tmp_path / "c", tmp_path / "new", "zarr:2")
+    for command in ("ls", "stats", "verify", "plan"):
+        result = CliRunner().invoke(app, [command, str(tmp_path / "c")])
+        assert not result.exit_code, result.output
+
+
+@pytest.mark.parametrize("world_size", ["1", "", "many", None])
+def test_a_process_that_is_alone_needs_no_process_group(
+    monkeypatch: pytest.MonkeyPatch, world_size: str | None
+) -> None:
+    if world_size is None:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert type(default_comm()) is SingleProcess
+
+
+@pytest.mark.slow
+def test_torchrun_without_a_process_group_is_an_error_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nfrom dist_checkpointing import save\nsave({'step': 1}, sys.argv[1])\n"
+    )
+    root = Path(dist_checkpointing.__file__).parents[1]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", str(script), str(tmp_path / "c")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode
+    assert "init_process_group" in done.stderr
+    assert not (tmp_path / "c").exists()
