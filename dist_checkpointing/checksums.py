@@ -108,9 +108,10 @@ def read_checksum_file(path: Path) -> list[StoredPart]:
         CorruptCheckpointError: if the file is not what it should be.
     """
     parts: list[StoredPart] = []
+    data = store.read_bytes(path, _MAX_BYTES)
     try:
         rank = int(path.stem)
-        with np.load(io.BytesIO(store.read_bytes(path, _MAX_BYTES))) as content:
+        with np.load(io.BytesIO(data)) as content:
             names = json.loads(content["names"].tobytes())
             columns = [content[name].tolist() for name in _COLUMNS]
         for key, ndim, offset, shape, flat, digest in zip(*columns, strict=True):

@@ -30,7 +30,7 @@ from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.removal import noted_removal
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.verification import damage_of, in_words
+from dist_checkpointing.strategies.verification import cause_of, damage_of, in_words
 from dist_checkpointing.validation import find_coverage_problems
 
 
@@ -87,6 +87,7 @@ def verify_checkpoint(
         CheckpointNotFoundError: if nothing is committed there.
         CorruptCheckpointError: with everything that is damaged.
         CheckpointingException: for what cannot be read here, see ``load``.
+        OSError: if the file system, and not the checkpoint, fails: nothing is known then.
     """
     found = examine_checkpoint(checkpoint_dir, rank=rank, world_size=world_size, trusted=trusted)
     if found.findings:
@@ -119,6 +120,7 @@ def examine_checkpoint(
         CheckpointNotFoundError: if nothing is committed there.
         StrategyNotFoundError: if nobody reads its backend.
         UnsupportedFormatError: if the tensors are stored in a way that is not read.
+        OSError: if the file system, and not the checkpoint, fails: nothing is known then.
     """
     try:
         checkpoint = Checkpoint.open(checkpoint_dir, trusted=trusted)
@@ -172,8 +174,11 @@ class _Seen:
         """Note what is damaged in the body, and go on."""
         try:
             yield
-        except (CorruptCheckpointError, StateMismatchError, RankFailedError, OSError) as error:
+        except (CorruptCheckpointError, StateMismatchError) as error:
             self.findings += _findings(error, key)
+        except RankFailedError as error:
+            # Of this process alone: what it met says nothing about the checkpoint.
+            raise cause_of(error) from error
 
     @contextmanager
     def unpickling(self, key: str | None = None) -> Iterator[None]:

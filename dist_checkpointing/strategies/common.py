@@ -40,11 +40,11 @@ def _object_file(leaf: ShardedObject, root: Path) -> Path | None:
     """The file of a cell, if there is one."""
     store.check_raw_key(leaf.key)
     path = root / f"{leaf.unique_key}.pt"
-    if path.is_file():
+    if store.is_file(path):
         return path
     # Writers of old lost the last extent, taking it for a file suffix.
     older = root / f"{leaf.unique_key.rpartition('.')[0]}.pt"
-    if len(leaf.global_shape) > 1 and older.is_file():
+    if len(leaf.global_shape) > 1 and store.is_file(older):
         return older
     return None
 
@@ -118,7 +118,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME
-        if not path.is_file():
+        if not store.is_file(path):
             finding = Finding("missing", path=str(path), remedy="Use another checkpoint.")
             raise CorruptCheckpointError(f"Common file {path} does not exist", [finding])
         common = _load(path, trusted=self.trusted)

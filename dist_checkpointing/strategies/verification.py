@@ -44,6 +44,7 @@ def verify_parts(
     Raises:
         UnsupportedFormatError: if the checkpoint has no checksums.
         CorruptCheckpointError: with key, part and place of everything that is damaged.
+        OSError: if the file system, and not the checkpoint, fails.
     """
     parts = read_checksums(checkpoint_dir)
     if index is None or not isinstance(strategy, PlannedLoadStrategy) or not parts:
@@ -75,6 +76,9 @@ def damage_of(
     """Read stored parts, compare those that have a checksum, and say what is wrong with which.
 
     Not collective.
+
+    Raises:
+        OSError: if the file system, and not the checkpoint, fails.
     """
     meter.expect(sum(_num_bytes(part, index) for part in parts))
     most = strategy.options.buffer_bytes // 2
@@ -130,7 +134,9 @@ def _verify(
     reader = strategy.make_reader(checkpoint_dir)
     try:
         strategy.read(leaves, index, reader, SingleProcess())
-    except (CorruptCheckpointError, StateMismatchError, RankFailedError) as error:
+    except RankFailedError as error:
+        raise cause_of(error) from error
+    except (CorruptCheckpointError, StateMismatchError) as error:
         if len(batch) == 1:
             return _unreadable(batch[0], error)
         # Some of them cannot even be read: find them by halves.
@@ -151,6 +157,14 @@ def _verify(
         for part, found in zip(batch, _digests(leaves), strict=True)
         if part.digest is not None and found != part.digest
     ]
+
+
+def cause_of(error: RankFailedError) -> BaseException:
+    """What failed in a process that read alone: an I/O error stays what it is."""
+    cause: BaseException = error
+    while isinstance(cause, RankFailedError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    return cause
 
 
 def in_words(error: CheckpointingException) -> list[Finding]:

@@ -17,7 +17,7 @@ import tensorstore as ts
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.strategies.raw_chunks import Extent
-from dist_checkpointing.strategies.tensorstore.database import MANIFEST_NAME
+from dist_checkpointing.strategies.tensorstore.database import MANIFEST_NAME, raise_io_error
 
 _MAX_HEIGHT = 64
 
@@ -99,6 +99,7 @@ class _Walk:
                 else:
                     found[key] = bytes(value)
         except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise_io_error(error)
             path = str(self._folder / MANIFEST_NAME)
             finding = Finding(f"{type(error).__name__}: {error}", path=path)
             raise CorruptCheckpointError("the database cannot be read", [finding]) from error
