@@ -58,6 +58,7 @@ class SaveRequest:
     Attributes:
         before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
             strategies), before the folder is touched.
+        after_claim: called on rank 0 with the name of the attempt, before anything is written.
     """
 
     state_dict: ShardedStateDict
@@ -70,6 +71,7 @@ class SaveRequest:
     overwrite: bool = False
     plan_cache: PlanCache | None = None
     before_claim: Callable[[Index | None], None] | None = None
+    after_claim: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,6 +148,8 @@ class BegunSave:
                 self._attempt = _claim(
                     self.work, self.planned, self._objects, self._request, comm.world_size
                 )
+                if self._request.after_claim is not None:
+                    self._request.after_claim(self._attempt.id)
 
     def secure(self, comm: Comm) -> None:
         """Make durable what a crash must not lose, before a byte is written. Collective."""

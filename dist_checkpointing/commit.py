@@ -34,7 +34,6 @@ from dist_checkpointing.leftovers import (
     attempt_of,
     clear,
     leftovers,
-    noted,
     number_of_save,
     refuse_foreign,
 )
@@ -335,8 +334,8 @@ def remove_checkpoint(folder: Path) -> None:
         OSError: if the file system fails; what is left is an uncommitted save.
     """
     with FolderLock.acquire(folder):
-        attempt, names = noted(folder)
-        if attempt is None:
+        names = leftovers(folder)
+        if attempt_of(folder) is None:
             finding = Finding("nothing says what is ours", path=str(folder / ATTEMPT_NAME))
             raise CheckpointingException(f"{folder} is not deleted", [finding])
         _end_commit(folder)

@@ -25,37 +25,37 @@ _MAX_ATTEMPT_BYTES = 1 << 30
 _ATTEMPT_START_BYTES = len('{"attempt":"0123456789abcdef0123456789abcdef"')
 
 
-def noted(folder: Path) -> tuple[str | None, frozenset[str]]:
-    """Name of the last attempt in a folder and what it was about to create.
-
-    Raises:
-        CorruptCheckpointError: if that is outside of the folder.
-    """
-    path = folder / ATTEMPT_NAME
-    data = store.read_own(path, _MAX_ATTEMPT_BYTES)
+def _noted(folder: Path) -> tuple[str | None, frozenset[str]]:
+    """Name of the last attempt in a folder, and what it was about to create."""
+    data = store.read_own(folder / ATTEMPT_NAME, _MAX_ATTEMPT_BYTES)
     try:
         content = store.parse_json(data or b"")
         attempt, names = content["attempt"], content["creates"]
-        safe = all(_is_inside(name) for name in names)
-        if type(attempt) is not str or type(names) is not list:
-            raise TypeError(path)
+        if type(attempt) is not str or {type(names), *map(type, names)} - {list, str}:
+            raise TypeError(attempt)
     except (ValueError, KeyError, TypeError):
-        # Cut off while it was written, by older versions: they had not created anything yet.
+        # Cut off while it was written, by an older version: it had not created anything yet.
         return None, frozenset()
-    if not safe:
-        finding = Finding("names a path outside the checkpoint", path=str(path))
-        raise CorruptCheckpointError("a leftover attempt cannot be cleared away", [finding])
     return attempt, frozenset(names)
 
 
 def leftovers(folder: Path) -> frozenset[str]:
-    """What the last save into a folder, committed or not, was about to create in it."""
-    return noted(folder)[1]
+    """What the last save into a folder, committed or not, was about to create in it.
+
+    Raises:
+        CorruptCheckpointError: if that is outside of the folder.
+    """
+    names = _noted(folder)[1]
+    if not all(_is_inside(name) for name in names):
+        path = str(folder / ATTEMPT_NAME)
+        finding = Finding("names a path outside the checkpoint", path=path)
+        raise CorruptCheckpointError("a leftover attempt cannot be cleared away", [finding])
+    return names
 
 
 def attempt_of(folder: Path) -> str | None:
     """Name of the last save into a folder; None if this library made none there."""
-    return noted(folder)[0]
+    return _noted(folder)[0]
 
 
 def number_of_save(checkpoint_dir: str | os.PathLike[str]) -> int:

@@ -57,7 +57,7 @@ class Holder:
             kind,
             socket.gethostname(),
             _BOOT_ID.read_text().strip() if is_linux else "",
-            os.readlink("/proc/self/ns/pid") if is_linux else "",
+            str(Path("/proc/self/ns/pid").readlink()) if is_linux else "",
             pid,
             _start_of(pid) or 0,
         )

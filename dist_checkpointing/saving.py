@@ -45,6 +45,7 @@ def save(
     progress: ProgressCallback | None = None,
     plan_cache: PlanCache | None = None,
     before_claim: Callable[[Index | None], None] | None = None,
+    after_claim: Callable[[str], None] | None = None,
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -75,6 +76,8 @@ def save(
             has changed, on any rank, the plan of the last save is used again.
         before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
             strategies) before the folder is touched; what it raises, all ranks raise.
+        after_claim: called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
+            it), before anything is written; what it raises, all ranks raise.
 
     Returns:
         None, or the request to schedule.
@@ -99,6 +102,7 @@ def save(
         overwrite=overwrite,
         plan_cache=plan_cache,
         before_claim=before_claim,
+        after_claim=after_claim,
     )
     begun = begin(request, comm, meter)
     if async_sharded_save:

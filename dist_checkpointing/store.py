@@ -103,7 +103,7 @@ def read_own(path: Path, max_bytes: int) -> bytes | None:
         if error.errno in (*_ABSENT, errno.ELOOP):
             return None
         raise
-    with open(descriptor, "rb") as file:
+    with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             return None
@@ -160,7 +160,7 @@ def is_folder(path: Path) -> bool:
 
 def _mode(path: Path, *, follows: bool) -> int | None:
     try:
-        return os.stat(path, follow_symlinks=follows).st_mode
+        return path.stat(follow_symlinks=follows).st_mode
     except OSError as error:
         if error.errno in (*_ABSENT, errno.ELOOP):
             return None

@@ -85,9 +85,7 @@ class TorchDistWriter(StorageWriter):
                 ],
             )
         names = [
-            file_name(rank, number)
-            for rank in range(world_size)
-            for number in range(_MOST_FILES)
+            file_name(rank, number) for rank in range(world_size) for number in range(_MOST_FILES)
         ]
         return [DCP_METADATA_NAME, CHECKSUMS_NAME, *names]
 
