@@ -240,17 +240,17 @@ class Attempt:
         """Free what was written. What cannot be deleted now, the next attempt deletes."""
         if not self._lock.is_held:
             return  # committed, or let go: what is here is no longer this attempt's to judge
-        if self._may_be_committed:
-            try:
+        try:
+            if self._may_be_committed or is_committed(self._folder):
                 _end_commit(self._folder)
-            except OSError as error:
-                logger.warning(
-                    "%s cannot be taken back (%s): what was saved stays, and may be a checkpoint",
-                    self._folder / CONFIG_FNAME,
-                    error,
-                )
-                self._lock.release()
-                return
+        except OSError as error:
+            logger.warning(
+                "%s cannot be taken back (%s): what was saved stays, and may be a checkpoint",
+                self._folder / CONFIG_FNAME,
+                error,
+            )
+            self._lock.release()
+            return
         left = []
         for name in reversed(self._creates):
             try:
