@@ -112,7 +112,15 @@ def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
     except BlockingIOError:
         found = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
         os.close(file)
-        raise _held(folder, found, "Wait for it to end.") from None
+        remedy = "Wait for it to end."
+        if found is not None and found.is_gone:
+            remedy = "It is gone, but a process that it forked has the lock: end that."
+        raise _held(folder, found, remedy) from None
+    except OSError as error:
+        os.close(file)
+        if error.errno == errno.ESTALE:
+            return None  # deleted meanwhile, on another machine
+        raise
     except BaseException:
         os.close(file)
         raise
@@ -191,9 +199,14 @@ def _is_at(file: int, at: int) -> bool:
     """Whether an open file is still the one of that name."""
     own = os.fstat(file)
     try:
-        there = os.stat(LOCK_NAME, dir_fd=at, follow_symlinks=False)
+        # Opened, because a network file system may answer anything else from memory.
+        other = os.open(LOCK_NAME, _OPEN, dir_fd=at)
     except FileNotFoundError:
         return False
+    try:
+        there = os.fstat(other)
+    finally:
+        os.close(other)
     return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
 
 

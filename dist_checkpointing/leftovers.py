@@ -60,13 +60,8 @@ def attempt_of(folder: Path) -> str | None:
 
 def number_of_save(checkpoint_dir: str | os.PathLike[str]) -> int:
     """A number that tells the saves into one folder apart; 0 if this library made none there."""
-    path = Path(checkpoint_dir) / ATTEMPT_NAME
-    try:
-        with path.open("rb") as file:
-            start = file.read(_ATTEMPT_START_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-    return xxhash.xxh3_64_intdigest(start) >> 2
+    start = store.read_own_start(Path(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
+    return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote
 
 from dist_checkpointing.errors import (
@@ -93,22 +93,42 @@ def _check_size(size: int, path: Path, max_bytes: int) -> None:
 
 
 def read_own(path: Path, max_bytes: int) -> bytes | None:
-    """The content of a small file that only we write; None if there is none, or something else.
+    """The content of a file that only we write; None if there is none, or something else.
 
     A link of that name is not followed.
+
+    Raises:
+        CorruptCheckpointError: if it is larger than ``max_bytes``.
+        OSError: if the file system fails.
     """
+    file = _opened_own(path)
+    if file is None:
+        return None
+    with file:
+        _check_size(os.fstat(file.fileno()).st_size, path, max_bytes)
+        return file.read()
+
+
+def read_own_start(path: Path, num_bytes: int) -> bytes | None:
+    """As ``read_own``, the first bytes of a file of any size."""
+    file = _opened_own(path)
+    if file is None:
+        return None
+    with file:
+        return file.read(num_bytes)
+
+
+def _opened_own(path: Path) -> IO[bytes] | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in (*_ABSENT, errno.ELOOP):
             return None
         raise
-    with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            return None
-        _check_size(found.st_size, path, max_bytes)
-        return file.read()
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    return None
 
 
 def make_own_folder(folder: Path) -> None:

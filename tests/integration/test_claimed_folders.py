@@ -1,4 +1,4 @@
-"""Who may write into a folder, and what is deleted there: on any file system, whatever lies there."""
+"""Who may write into a folder, and what is deleted there, on any file system."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_a_record_that_is_written_anew_is_never_half(
         seen.append(commit.leftovers(tmp_path))
         real(descriptor)
 
-    def fail(path: Path, root: Path) -> None:
+    def fail(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", look)

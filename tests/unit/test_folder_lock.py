@@ -9,7 +9,8 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,28 @@ def forget_flock(monkeypatch: pytest.MonkeyPatch, code: int = errno.ENOSYS) -> N
 
 
 @pytest.fixture(params=["flock", "file"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kind:
     found = Kind(request.param)
     if found is Kind.FILE:
         forget_flock(monkeypatch)
-    yield found
+    return found
+
+
+def num_descriptors() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
 
 
 def in_a_child(work: Callable[[], object]) -> int:
     """Run ``work`` in a forked process that then waits to be killed; its process id."""
     ready, done = os.pipe()
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         try:
             kept = work()
             os.write(done, b"1")
-            signal.pause()
+            while os.getppid() == parent:
+                time.sleep(0.1)
             del kept
         finally:
             os._exit(1)
@@ -81,8 +88,8 @@ def test_one_at_a_time(tmp_path: Path, kind: Kind) -> None:
         with pytest.raises(CheckpointExistsError, match=r"another save is writing") as raised:
             FolderLock.acquire(tmp_path)
         assert f"process {os.getpid()} on host {os.uname().nodename}" in str(raised.value)
-        assert lock.is_held
-    assert not lock.is_held
+        seen = [lock.is_held]
+    assert [*seen, lock.is_held] == [True, False]
     assert not [*tmp_path.iterdir()]
     FolderLock.acquire(tmp_path).release()
 
@@ -95,11 +102,11 @@ def test_a_lock_that_nobody_refers_to_is_released(tmp_path: Path, kind: Kind) ->
 
 
 def test_no_descriptor_is_left(tmp_path: Path, kind: Kind) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
     for _ in range(3):
         with FolderLock.acquire(tmp_path), pytest.raises(CheckpointExistsError):
             FolderLock.acquire(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == before, kind
+    assert num_descriptors() == before, kind
 
 
 def test_a_killed_process_has_no_lock(tmp_path: Path, kind: Kind) -> None:
@@ -169,6 +176,41 @@ def test_a_file_that_was_deleted_meanwhile_is_not_the_lock(
     FolderLock.acquire(tmp_path).release()
 
 
+def test_a_stale_handle_is_opened_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.flock
+
+    def flock(*_: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = num_descriptors()
+    FolderLock.acquire(tmp_path).release()
+    assert num_descriptors() == before
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_lock_that_a_forked_process_keeps_says_so(tmp_path: Path) -> None:
+    """A worker of a DataLoader has outlived the process that saved."""
+    read, write = os.pipe()
+
+    def lock_and_fork() -> FolderLock:
+        lock = FolderLock.acquire(tmp_path)
+        if os.fork() == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        return lock
+
+    kill(in_a_child(lock_and_fork))
+    with pytest.raises(CheckpointExistsError, match="a process that it forked has the lock"):
+        FolderLock.acquire(tmp_path)
+    os.close(write)
+    os.close(read)
+
+
 @pytest.mark.parametrize("code", NO_FLOCK, ids=errno.errorcode.get)
 def test_without_flock_it_is_said_once(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -183,10 +225,10 @@ def test_without_flock_it_is_said_once(
 
 def test_other_errors_of_flock_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_flock(monkeypatch, errno.EIO)
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
     with pytest.raises(OSError, match="Input/output"):
         FolderLock.acquire(tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors() == before
 
 
 @pytest.mark.parametrize(
@@ -233,7 +275,7 @@ def test_a_lock_file_that_names_nobody(
     [{"pid": -1}, {"pid": True}, {"pid": "1"}, {"token": "../x"}, {"kind": "x"}, {"host": 1}],
     ids=str,
 )
-def test_a_strange_holder_is_not_believed(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_strange_holder_is_not_believed(changes: dict[str, Any]) -> None:
     content = json.loads(Holder.own(Kind.FILE).to_json())
     assert Holder.parsed(json.dumps(content).encode()) is not None
     assert Holder.parsed(json.dumps(content | changes).encode()) is None
@@ -296,31 +338,28 @@ def test_many_take_it_over_at_once_and_one_gets_it(
         assert not [*folder.iterdir()]
 
 
-@pytest.mark.parametrize("where", ["os.rename", "json"])
+@pytest.mark.parametrize(("owner", "name"), [(os, "rename"), (Holder, "to_json")], ids=str)
 def test_killed_while_it_takes_over(
-    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_flock(monkeypatch)
     stale = put(tmp_path, started=1)
 
-    def die() -> None:
-        def stop(*_: Any, **__: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        monkeypatch.setattr(
-            *((os, "rename") if where == "os.rename" else (Holder, "to_json")), stop
-        )
-        FolderLock.acquire(tmp_path)
+    def stop(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     child = os.fork()
     if child == 0:
-        die()
-        os._exit(0)
+        try:
+            monkeypatch.setattr(owner, name, stop)
+            FolderLock.acquire(tmp_path)
+        finally:
+            os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     claim = tmp_path / f"{LOCK_NAME}.{stale.token}"
     assert claim.exists()
-    if where == "json":
+    if name == "to_json":
         # It had not yet written its name: only a person knows that nobody is at work.
         with pytest.raises(CheckpointExistsError, match=f"delete {claim}"):
             FolderLock.acquire(tmp_path)
