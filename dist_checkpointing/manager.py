@@ -49,9 +49,10 @@ class CheckpointManager:
     collective, and none is for several threads at once.
 
     The pointer moves only after a commit is durable, and old checkpoints go only after the pointer
-    has moved. The latest and the last verified one always stay, and nothing is deleted that the
+    has moved; a manager that finds it behind, because a process was killed in between, brings it up
+    to date. The latest and the last verified one always stay, and nothing is deleted that the
     manager did not write. A damaged one that ``latest_valid`` has skipped makes room for a new save
-    of its step.
+    of its step, once that has claimed the folder. An I/O error is no damage.
 
     Args:
         root: made if it is missing.

@@ -178,7 +178,7 @@ class _Seen:
             self.findings += _findings(error, key)
         except RankFailedError as error:
             # Of this process alone: what it met says nothing about the checkpoint.
-            raise cause_of(error) from error
+            raise cause_of(error) from None
 
     @contextmanager
     def unpickling(self, key: str | None = None) -> Iterator[None]:

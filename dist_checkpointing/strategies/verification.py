@@ -135,7 +135,7 @@ def _verify(
     try:
         strategy.read(leaves, index, reader, SingleProcess())
     except RankFailedError as error:
-        raise cause_of(error) from error
+        raise cause_of(error) from None
     except (CorruptCheckpointError, StateMismatchError) as error:
         if len(batch) == 1:
             return _unreadable(batch[0], error)
