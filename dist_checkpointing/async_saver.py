@@ -103,13 +103,15 @@ class AsyncSaver:
         overwrite: bool = False,
         progress: ProgressCallback | None = None,
         before_claim: Callable[[Index | None], None] | None = None,
+        after_claim: Callable[[str], None] | None = None,
         on_committed: Callable[[], None] | None = None,
         trusted: bool = False,
     ) -> SaveHandle:
-        """``async_save``, which see, and two hooks that run on rank 0.
+        """``async_save`` with three hooks that run on rank 0.
 
-        ``before_claim`` is that of ``save``. ``on_committed`` is called once the checkpoint is
-        there, in whatever thread finalizes; its error is the save's, but the checkpoint stays.
+        ``before_claim`` and ``after_claim`` are those of ``save``. ``on_committed`` is called once
+        the checkpoint is there, in whatever thread finalizes; its error is the save's, but the
+        checkpoint stays.
 
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
@@ -139,6 +141,7 @@ class AsyncSaver:
             plan_cache=self._plan_cache,
             before_claim=before_claim,
             trusted=trusted,
+            after_claim=after_claim,
         )
         if self._process is not None:
             # First of all, so that it gets ready while this one plans and copies.

@@ -21,7 +21,6 @@ from dist_checkpointing.commit import (
     Attempt,
     CheckpointingConfig,
     check_distinct,
-    is_in_attempt,
 )
 from dist_checkpointing.common_state import compare_common_state
 from dist_checkpointing.errors import (
@@ -32,6 +31,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.folders import check_one_folder, local_folder
 from dist_checkpointing.index import Index
+from dist_checkpointing.leftovers import is_in_attempt
 from dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedBase,
@@ -76,6 +76,7 @@ class SaveRequest:
         folder: as the caller named it.
         before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
             strategies), before the folder is touched.
+        after_claim: called on rank 0 with the name of the attempt, before anything is written.
     """
 
     state_dict: ShardedStateDict
@@ -89,6 +90,7 @@ class SaveRequest:
     plan_cache: PlanCache | None = None
     before_claim: Callable[[Index | None], None] | None = None
     trusted: bool = False
+    after_claim: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,6 +188,8 @@ class BegunSave:
         work = self.work
         attempt = _claim(work, self.planned, self._objects, self._request, world_size)
         self._attempt = attempt
+        if self._request.after_claim is not None:
+            self._request.after_claim(attempt.id)
         return _Claimed(attempt.id, str(work.folder.absolute()), work.config)
 
     def secure(self, comm: Comm) -> None:

@@ -2,47 +2,66 @@
 
 ``metadata.json`` is the commit: written last, and without it there is no checkpoint. Before the
 first byte, ``.dckpt/attempt.json`` names what the save is about to create; a later save into the
-same folder deletes exactly that, and nothing else.
+same folder deletes exactly that, and nothing else. Data is never deleted while ``metadata.json``
+may be there.
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import logging
 import os
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import IO
-
-import xxhash
 
 from dist_checkpointing import store
 from dist_checkpointing.errors import (
     CheckpointExistsError,
+    CheckpointingException,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Finding,
     InvalidShardingError,
 )
+from dist_checkpointing.folder_lock import FolderLock
 from dist_checkpointing.folders import local_folder
-from dist_checkpointing.removal import REMOVAL_NAME
+from dist_checkpointing.leftovers import (
+    ATTEMPT_NAME,
+    CONFIG_FNAME,
+    DCP_METADATA_NAME,
+    attempt_of,
+    clear,
+    leftovers,
+    number_of_save,
+    refuse_foreign,
+)
+
+__all__ = [
+    "ATTEMPT_NAME",
+    "COMMON_STATE_FNAME",
+    "CONFIG_FNAME",
+    "DCP_METADATA_NAME",
+    "Attempt",
+    "CheckpointingConfig",
+    "attempt_of",
+    "check_distinct",
+    "check_is_distributed_checkpoint",
+    "is_committed",
+    "leftovers",
+    "number_of_save",
+    "read_config",
+    "remove_checkpoint",
+]
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FNAME = "metadata.json"
 COMMON_STATE_FNAME = "common.pt"
-DCP_METADATA_NAME = ".metadata"
-"""Written last by torch DCP, which knows no ``metadata.json``."""
-ATTEMPT_NAME = ".dckpt/attempt.json"
 _OWN_FOLDER = ".dckpt"
 _MAX_CONFIG_BYTES = 1 << 20
-_MAX_ATTEMPT_BYTES = 1 << 30
-_ATTEMPT_START_BYTES = len('{"attempt":"0123456789abcdef0123456789abcdef"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +86,18 @@ def _is_plain_dcp(folder: Path) -> bool:
     A save of ours or Megatron's that did not is none: they commit by a later file.
     """
     others = (CONFIG_FNAME, COMMON_STATE_FNAME, _OWN_FOLDER)
-    return (folder / DCP_METADATA_NAME).is_file() and not any(
-        (folder / name).exists() for name in others
+    return store.is_file(folder / DCP_METADATA_NAME) and not any(
+        store.is_there(folder / name) for name in others
     )
 
 
-def _is_committed(folder: Path) -> bool:
-    return (folder / CONFIG_FNAME).exists() or _is_plain_dcp(folder)
+def is_committed(folder: Path) -> bool:
+    """Whether there is a commit, of whatever content: what it commits must not be touched.
+
+    Raises:
+        OSError: if that cannot be found out, which is not the same as no.
+    """
+    return store.is_there(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
 
 
 def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
@@ -83,17 +107,18 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         CheckpointNotFoundError: if the folder is missing or nothing was committed in it.
         CorruptCheckpointError: if ``metadata.json`` is not what it should be.
         UnsupportedFormatError: if the path is a URL.
+        OSError: if the file system fails.
     """
     folder = local_folder(checkpoint_dir)
     path = folder / CONFIG_FNAME
-    if not folder.is_dir():
-        problem = "it is a file, not a folder" if folder.exists() else "no such folder"
+    if not store.is_folder(folder):
+        problem = "it is a file, not a folder" if store.is_there(folder) else "no such folder"
         finding = Finding(problem, path=str(folder))
         raise CheckpointNotFoundError(f"Checkpoint directory {folder} does not exist", [finding])
     if _is_plain_dcp(folder):
         return _PLAIN_DCP
-    if not path.is_file():
-        half = (folder / ATTEMPT_NAME).exists()
+    if not store.is_file(path):
+        half = store.is_there(folder / ATTEMPT_NAME)
         finding = Finding(
             "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
             path=str(path),
@@ -109,7 +134,9 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
             if type(getattr(config, field.name)) is not kind:
                 raise ValueError(f"{field.name} is not of type {kind.__name__}")
         # Megatron >= 0.19 names no common backend and keeps the common state with the tensors.
-        is_inside = "common_backend" not in content and not (folder / COMMON_STATE_FNAME).exists()
+        is_inside = "common_backend" not in content and not store.is_there(
+            folder / COMMON_STATE_FNAME
+        )
         if config.sharded_backend == "torch_dist" and is_inside:
             config = replace(config, common_backend="torch_dist")
     except (ValueError, TypeError, AttributeError) as error:
@@ -130,42 +157,21 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
     return True
 
 
-def number_of_save(checkpoint_dir: str | os.PathLike[str]) -> int:
-    """A number that tells the saves into one folder apart; 0 if this library made none there."""
-    path = Path(checkpoint_dir) / ATTEMPT_NAME
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        start = file.read(_ATTEMPT_START_BYTES)
-    return xxhash.xxh3_64_intdigest(start) >> 2
-
-
-def is_in_attempt(folder: Path, attempt: str) -> bool:
-    """Whether the last save that began in a folder is this one."""
-    path = folder / ATTEMPT_NAME
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(_ATTEMPT_START_BYTES) == f'{{"attempt":"{attempt}"'.encode()
-
-
 class Attempt:
     """One try to write a checkpoint; only rank 0 has one.
 
-    The file lock on ``attempt.json`` is what tells a live save from a leftover: it goes with the
-    process, however that ends.
+    It holds the lock of the folder, which tells a live save from a leftover.
     """
 
     def __init__(
-        self, folder: Path, file: IO[bytes], creates: tuple[str, ...], durability: store.Durability
+        self, folder: Path, lock: FolderLock, creates: tuple[str, ...], durability: store.Durability
     ) -> None:
         self.id = uuid.uuid4().hex
         self._folder = folder
-        self._file = file
+        self._lock = lock
         self._creates = creates
         self._durability = durability
-        # A save may be interrupted, or a request for one dropped: the lock goes with the attempt.
-        self._close = weakref.finalize(self, _let_go, file, os.getpid())
+        self._may_be_committed = False
 
     @classmethod
     def begin(
@@ -193,40 +199,22 @@ class Attempt:
         """
         folder = local_folder(checkpoint_dir)
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-        if _is_committed(folder) and not overwrite:
-            finding = Finding(
-                "a committed checkpoint is here",
-                path=str(folder),
-                remedy="Save into another folder, or pass overwrite=True to give this one up.",
-            )
-            raise CheckpointExistsError(f"{folder} already holds a checkpoint", [finding])
-        if _is_committed(folder) and not (folder / ATTEMPT_NAME).exists():
-            finding = Finding(
-                "this checkpoint was written by another program, which did not note its files",
-                path=str(folder),
-                remedy="Delete it by hand, or save into another folder.",
-            )
-            raise CheckpointExistsError(f"{folder} cannot be overwritten", [finding])
-        (folder / ATTEMPT_NAME).parent.mkdir(parents=True, exist_ok=True)
-        file = (folder / ATTEMPT_NAME).open("a+b")
+        _refuse_committed(folder, overwrite=overwrite)
+        lock = _locked(folder)
         try:
-            _lock(file, folder)
-            leftovers = _named_in(file)
-            _refuse_foreign(folder, names, leftovers)
-            attempt = cls(folder, file, names, durability)
-            # The old checkpoint ends here, before anything of it is damaged.
-            if (folder / CONFIG_FNAME).exists():
-                (folder / CONFIG_FNAME).unlink()
-                store.fsync_folder(folder)
-            for path in store.temporaries(leftovers, folder):
-                store.remove(path, folder)
-            for name in leftovers:
-                store.remove(folder / name, folder)
-            # It spoke of the old checkpoint.
-            (folder / REMOVAL_NAME).unlink(missing_ok=True)
+            # Another save may have ended between the first look and the lock.
+            _refuse_committed(folder, overwrite=overwrite)
+            store.make_own_folder(folder)
+            left = leftovers(folder)
+            refuse_foreign(folder, names, left)
+            attempt = cls(folder, lock, names, durability)
+            if left or is_committed(folder):
+                # The old checkpoint ends here, before anything of it is damaged.
+                _end_commit(folder)
+            clear(folder, left)
             attempt._record()
         except BaseException:
-            _let_go(file, os.getpid())
+            lock.release()
             raise
         return attempt
 
@@ -237,29 +225,41 @@ class Attempt:
 
     def _record(self) -> None:
         content = {"attempt": self.id, "creates": self._creates}
-        self._file.truncate(0)
-        self._file.write(json.dumps(content, separators=(",", ":")).encode())
-        self._file.flush()
+        data = json.dumps(content, separators=(",", ":")).encode()
+        store.make_own_folder(self._folder)
+        # As a whole: names that are lost would be files that nobody deletes.
+        store.write_atomic(self._folder / ATTEMPT_NAME, data, store.Durability.PAGE_CACHE)
 
     def secure(self) -> None:
         """Make the record of what is about to be created durable, before anything is."""
         if self._durability is store.Durability.FSYNC:
-            os.fsync(self._file.fileno())
+            store.fsync_file(self._folder / ATTEMPT_NAME)
             store.fsync_folder(self._folder / ".dckpt")
             store.fsync_folder(self._folder)
 
     def commit(self, config: CheckpointingConfig) -> None:
         """Make the folder a checkpoint. Everything else must be durable by now."""
         content = json.dumps(asdict(config)).encode()
+        self._may_be_committed = True
         store.write_atomic(self._folder / CONFIG_FNAME, content, self._durability)
-        self._close()
+        self._lock.release()
 
     def abandon(self) -> None:
         """Free what was written. What cannot be deleted now, the next attempt deletes."""
-        if not self._close.alive:
+        if not self._lock.is_held:
             return  # committed, or let go: what is here is no longer this attempt's to judge
+        try:
+            if self._may_be_committed or is_committed(self._folder):
+                _end_commit(self._folder)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be taken back (%s): what was saved stays, and may be a checkpoint",
+                self._folder / CONFIG_FNAME,
+                error,
+            )
+            self._lock.release()
+            return
         left = []
-        # The commit goes first, should it have come that far.
         for name in reversed(self._creates):
             try:
                 store.remove(self._folder / name, self._folder)
@@ -273,11 +273,11 @@ class Attempt:
             self.secure()
         except OSError as error:
             logger.warning("could not note what a failed save left: %s", error)
-        self._close()
+        self._lock.release()
 
     def release(self) -> None:
         """Let go of the folder as it is; the next attempt clears away what is there."""
-        self._close()
+        self._lock.release()
 
 
 def check_distinct(names: Sequence[str]) -> None:
@@ -292,64 +292,43 @@ def check_distinct(names: Sequence[str]) -> None:
         raise InvalidShardingError("keys of the state dict clash", findings)
 
 
-def _lock(file: IO[bytes], folder: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+def _refuse_committed(folder: Path, *, overwrite: bool) -> None:
+    if not is_committed(folder):
+        return
+    if not overwrite:
         finding = Finding(
-            "another save is writing here", path=str(folder), remedy="Wait for it to end."
+            "a committed checkpoint is here",
+            path=str(folder),
+            remedy="Save into another folder, or pass overwrite=True to give this one up.",
         )
-        raise CheckpointExistsError(f"{folder} is being written", [finding]) from None
+        raise CheckpointExistsError(f"{folder} already holds a checkpoint", [finding])
+    if attempt_of(folder) is None:
+        finding = Finding(
+            "this checkpoint was written by another program, which did not note its files",
+            path=str(folder),
+            remedy="Delete it by hand, or save into another folder.",
+        )
+        raise CheckpointExistsError(f"{folder} cannot be overwritten", [finding])
 
 
-def _let_go(file: IO[bytes], owner: int) -> None:
-    """Unlock, and not only close: a process forked meanwhile has the lock too, and would keep it.
+def _locked(folder: Path) -> FolderLock:
+    """The lock of a folder, which is made if it is missing."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return FolderLock.acquire(folder)
+        except FileNotFoundError:
+            continue  # whoever removed a checkpoint there has just removed the folder too
 
-    What such a process closes is none of its own.
+
+def _end_commit(folder: Path) -> None:
+    """Make sure that no commit is there, and that none comes back with a power cut.
+
+    Raises:
+        OSError: if that is not certain: nothing that it commits may be deleted then.
     """
-    if os.getpid() == owner and not file.closed:
-        fcntl.flock(file, fcntl.LOCK_UN)
-    file.close()
-
-
-def _named_in(file: IO[bytes]) -> set[str]:
-    """What the attempt recorded in the file was about to create; none if it never got so far."""
-    file.seek(0)
-    data = file.read(min(os.fstat(file.fileno()).st_size, _MAX_ATTEMPT_BYTES))
-    if not data:
-        return set()
-    try:
-        names = store.parse_json(data)["creates"]
-        safe = all(_is_inside(name) for name in names)
-    except (ValueError, KeyError, TypeError):
-        # Cut off while it was written: the attempt had not created anything yet.
-        return set()
-    if not safe:
-        finding = Finding("names a path outside the checkpoint", path=file.name)
-        raise CorruptCheckpointError("a leftover attempt cannot be cleared away", [finding])
-    return set(names)
-
-
-def leftovers(folder: Path) -> set[str]:
-    """What the last save into a folder, committed or not, was about to create in it."""
-    path = folder / ATTEMPT_NAME
-    if not path.exists():
-        return set()
-    with path.open("rb") as file:
-        return _named_in(file)
-
-
-def attempt_of(folder: Path) -> str | None:
-    """Name of the last save into a folder; None if this library made none there."""
-    path = folder / ATTEMPT_NAME
-    if not path.exists():
-        return None
-    try:
-        content = store.parse_json(store.read_bytes(path, _MAX_ATTEMPT_BYTES))
-        name = content["attempt"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return name if isinstance(name, str) else None
+    (folder / CONFIG_FNAME).unlink(missing_ok=True)
+    store.fsync_folder(folder)
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -359,42 +338,20 @@ def remove_checkpoint(folder: Path) -> None:
 
     Raises:
         CheckpointExistsError: if a save is writing there.
+        CheckpointingException: if no save of this library noted what it created there.
+        OSError: if the file system fails; what is left is an uncommitted save.
     """
-    with (folder / ATTEMPT_NAME).open("rb") as file:
-        _lock(file, folder)
-        names = _named_in(file)
-        if (folder / CONFIG_FNAME).exists():
-            (folder / CONFIG_FNAME).unlink()
-            store.fsync_folder(folder)
-        for path in store.temporaries(names, folder):
-            store.remove(path, folder)
-        for name in sorted({*names, REMOVAL_NAME}):
-            store.remove(folder / name, folder)
+    with FolderLock.acquire(folder):
+        names = leftovers(folder)
+        if attempt_of(folder) is None:
+            finding = Finding("nothing says what is ours", path=str(folder / ATTEMPT_NAME))
+            raise CheckpointingException(f"{folder} is not deleted", [finding])
+        _end_commit(folder)
+        clear(folder, names)
         store.remove(folder / ATTEMPT_NAME, folder)
-    if any(folder.iterdir()):
-        logger.warning("%s is not empty: it holds files that no save of ours made", folder)
-    else:
+    try:
         folder.rmdir()
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a name is that of something in the checkpoint, and not of all of it."""
-    path = Path(name)
-    whole = not path.parts or path.as_posix() in (".dckpt", ATTEMPT_NAME)
-    return not whole and not path.is_absolute() and ".." not in path.parts
-
-
-def _refuse_foreign(folder: Path, names: Iterable[str], leftovers: set[str]) -> None:
-    foreign = [n for n in names if n not in leftovers and os.path.lexists(folder / n)]
-    if CONFIG_FNAME in foreign:
-        foreign.remove(CONFIG_FNAME)
-    if foreign:
-        findings = [
-            Finding(
-                "exists, and no unfinished save of ours made it",
-                path=str(folder / name),
-                remedy="Save into an empty folder.",
-            )
-            for name in foreign
-        ]
-        raise CheckpointExistsError(f"{folder} is not empty", findings)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        logger.warning("%s is not empty: it holds files that no save of ours made", folder)

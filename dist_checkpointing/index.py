@@ -316,6 +316,6 @@ def write_index(
 def read_index(folder: Path) -> Index | None:
     """The index file of the checkpoint in ``folder``, or None if it has none."""
     path = folder / INDEX_NAME
-    if not path.exists():
+    if not store.is_there(path):
         return None
     return Index.from_json(store.read_bytes(path, _MAX_INDEX_BYTES), str(path))

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from dist_checkpointing.async_saver import AsyncSaver, Capture, Finalize, Worker
 from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm.protocol import Failure, merge_failures
 from dist_checkpointing.commit import read_config
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -49,9 +50,10 @@ class CheckpointManager:
     collective, and none is for several threads at once.
 
     The pointer moves only after a commit is durable, and old checkpoints go only after the pointer
-    has moved. The latest and the last verified one always stay, and nothing is deleted that the
+    has moved; a manager that finds it behind, because a process was killed in between, brings it up
+    to date. The latest and the last verified one always stay, and nothing is deleted that the
     manager did not write. A damaged one that ``latest_valid`` has skipped makes room for a new save
-    of its step.
+    of its step, once that has claimed the folder. An I/O error is no damage.
 
     Args:
         root: made if it is missing.
@@ -97,7 +99,7 @@ class CheckpointManager:
             retries=retries if on_error == "retry" else 0,
             plan_cache=self._plan_cache,
         )
-        self._damaged: set[int] = set()
+        self._damaged: dict[int, int] = {}  # step -> number of the save that was found damaged
         self._signalled = threading.Event()
 
     def folder(self, step: int) -> Path:
@@ -116,7 +118,7 @@ class CheckpointManager:
             CheckpointingException: see ``save``; also if there is no room.
         """
         self.wait()
-        self._begin(step)
+        overwrite = options.pop("overwrite", False) | self._begin(step)
         options = {"trusted": self._trusted, **options}
         save(
             state,
@@ -125,6 +127,8 @@ class CheckpointManager:
             comm=self._comm,
             plan_cache=self._plan_cache,
             before_claim=self._preflight(step),
+            after_claim=lambda attempt: self._files.claimed(step, attempt),
+            overwrite=overwrite,
             **options,
         )
         with self._comm.agreed("moving the pointer"):
@@ -152,7 +156,7 @@ class CheckpointManager:
                 ``on_error="warn"``, what the last asynchronous save ended with.
         """
         self.wait()
-        self._begin(step)
+        overwrite = options.pop("overwrite", False) | self._begin(step)
         options = {"trusted": self._trusted, **options}
         return self._saver.save(
             state,
@@ -161,7 +165,9 @@ class CheckpointManager:
             step=step,
             capture=capture,
             before_claim=self._preflight(step),
+            after_claim=lambda attempt: self._files.claimed(step, attempt),
             on_committed=lambda: self._files.committed(step),
+            overwrite=overwrite,
             **options,
         )
 
@@ -198,7 +204,7 @@ class CheckpointManager:
         return self._comm.from_rank0("listing the checkpoints", self._files.committed_steps)
 
     def latest(self) -> int | None:
-        """The step that the pointer names; the newest committed one if the pointer is lost."""
+        """The step that was committed last; the newest committed one if the pointer is lost."""
         return self._comm.from_rank0("finding the latest checkpoint", self._files.latest)
 
     def latest_valid(self, *, check: Literal["contents", "structure"] = "contents") -> int | None:
@@ -207,6 +213,9 @@ class CheckpointManager:
         Args:
             check: ``"contents"`` reads all of a checkpoint, shared out among the ranks, and
                 compares its checksums; ``"structure"`` reads only what describes it.
+
+        Raises:
+            RankFailedError: if a rank cannot read: an I/O error says nothing about a checkpoint.
         """
         return self._find_valid(check)[0]
 
@@ -216,14 +225,16 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: if it is not committed.
             CorruptCheckpointError: with everything that is damaged.
+            CheckpointingException: if it cannot be read here, see ``load``.
+            RankFailedError: if a rank cannot read: an I/O error says nothing about a checkpoint.
         """
         rank, world_size = self._comm.rank, self._comm.world_size
-        with self._comm.agreed(f"verifying step {step}"):
-            _as_damage(
-                lambda: verify_checkpoint(
-                    self.folder(step), rank=rank, world_size=world_size, trusted=self._trusted
-                )
-            )
+        self._judge(
+            step,
+            lambda: verify_checkpoint(
+                self.folder(step), rank=rank, world_size=world_size, trusted=self._trusted
+            ),
+        )
         with self._comm.agreed(f"noting that step {step} is valid"):
             if rank == 0:
                 self._files.verified(step)
@@ -274,15 +285,22 @@ class CheckpointManager:
         """Whether any rank has received the signal of ``save_on_signal``."""
         return not self._comm.all_same(None if self._signalled.is_set() else 0)
 
-    def _begin(self, step: int) -> None:
-        """Check the step, and note on rank 0 that its folder will be ours."""
+    def _begin(self, step: int) -> bool:
+        """Check the step, and note on rank 0 that its folder will be ours.
+
+        Returns:
+            On rank 0, whether a damaged checkpoint of ours makes room there: one that was skipped,
+            before training came here again, is of no use. It goes when the new one has been planned
+            and has claimed the folder.
+        """
+        makes_room = False
         with self._comm.agreed("beginning a save"):
             if type(step) is not int or step < 0:
                 finding = Finding("a step is an int of at least 0", found=repr(step))
                 raise CheckpointingException("cannot save this step", [finding])
             if self._comm.rank == 0:
-                # One that was skipped as damaged, before training came here again, is of no use.
-                self._files.begin(step, is_damaged=step in self._damaged)
+                makes_room = self._files.begin(step, self._damaged.get(step))
+        return makes_room
 
     def _preflight(self, step: int) -> Callable[[Index | None], None]:
         def check(index: Index | None) -> None:
@@ -301,23 +319,36 @@ class CheckpointManager:
         if check not in ("contents", "structure"):
             raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
         skipped = []
-        for step in self._comm.from_rank0("listing the checkpoints", self._files.all_steps):
+        saves = self._comm.from_rank0("listing the checkpoints", self._files.all_saves)
+        for step, number in saves:
+            folder = self.folder(step)
             try:
                 if check == "contents":
                     self.verify(step)
                 else:
-                    with self._comm.agreed(f"checking step {step}"):
-                        _as_damage(partial(_check_structure, self.folder(step)))
+                    self._judge(step, partial(_check_structure, folder))
             except RankFailedError:
                 raise  # that says something about the ranks, not about the checkpoint
             except CheckpointingException as error:
                 logger.warning("step %d is skipped: %s", step, error)
-                skipped.append(Finding(str(error), path=str(self.folder(step))))
+                skipped.append(Finding(str(error), path=str(folder)))
                 if isinstance(error, CorruptCheckpointError):
-                    self._damaged.add(step)
+                    self._damaged[step] = number
             else:
                 return step, skipped
         return None, skipped
+
+    def _judge(self, step: int, work: Callable[[], None]) -> None:
+        """Raise what any rank finds wrong with a checkpoint; damage before anything else.
+
+        Collective. Whatever else goes wrong on a rank is no verdict, and a RankFailedError.
+        """
+        verdicts = self._comm.exchange(f"verifying step {step}", lambda: _verdict(work))
+        found = {rank: verdict for rank, verdict in enumerate(verdicts) if verdict is not None}
+        damaged = {r: e for r, e in found.items() if isinstance(e, CorruptCheckpointError)}
+        if found:
+            failures = {rank: Failure.of(error) for rank, error in (damaged or found).items()}
+            raise merge_failures(f"verifying step {step}", failures, self._comm.world_size)
 
 
 def _check_structure(folder: Path) -> None:
@@ -327,15 +358,12 @@ def _check_structure(folder: Path) -> None:
     found.sharded.load_tensors_metadata(folder)
 
 
-def _as_damage(work: Callable[[], None]) -> None:
-    """Whatever cannot be read is a property of the checkpoint, not a failure of the rank."""
+def _verdict(work: Callable[[], None]) -> CheckpointingException | None:
+    """What is wrong with a checkpoint; an I/O error says nothing about that, and is raised."""
     try:
         work()
-    except CheckpointNotFoundError:
+    except RankFailedError:
         raise
     except CheckpointingException as error:
-        # Of one class on all ranks, whatever each of them found.
-        raise CorruptCheckpointError(error.message, error.findings) from error
-    except Exception as error:
-        finding = Finding(f"{type(error).__name__}: {error}")
-        raise CorruptCheckpointError("the checkpoint cannot be read", [finding]) from error
+        return error
+    return None

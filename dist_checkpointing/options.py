@@ -53,7 +53,7 @@ class StorageOptions:
     Attributes:
         threads: threads of this process that write or read at a time; by default two for each core
             that this rank has to itself, at most 4 (torchrun's LOCAL_WORLD_SIZE tells how many
-            ranks share the machine).
+            ranks share the machine). ``torch_dist`` writes with at most 8.
         buffer_bytes: memory, beyond the state itself, for copies of what cannot be written or read
             in place: tensors on a GPU, strided ones, edge chunks, other dtypes.
         data_file_bytes: a data file of the tensorstore backend is closed once it is this large.

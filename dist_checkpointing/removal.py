@@ -6,16 +6,13 @@ is noted before, so that a removal that was cut off is brought to its end by the
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from dist_checkpointing import store
-from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
 
 REMOVAL_NAME = ".dckpt/removal.json"
 _MAX_BYTES = 1 << 30
@@ -42,11 +39,14 @@ class PlannedRemoval:
 
 
 def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
-    """Write down, durably, which tensors go, and in which folders their files lie."""
-    path = folder / REMOVAL_NAME
-    path.parent.mkdir(exist_ok=True)
+    """Write down, durably, which tensors go, and in which folders their files lie.
+
+    Raises:
+        CheckpointExistsError: if there can be no note, because its folder is a link.
+    """
+    store.make_own_folder(folder)
     content = {key: list(names) for key, names in folders.items()}
-    store.write_atomic(path, json.dumps(content).encode())
+    store.write_atomic(folder / REMOVAL_NAME, json.dumps(content).encode())
 
 
 def noted_removal(folder: Path) -> dict[str, tuple[str, ...]]:
@@ -56,10 +56,11 @@ def noted_removal(folder: Path) -> dict[str, tuple[str, ...]]:
         CorruptCheckpointError: if it cannot be read, or names what is outside of the checkpoint.
     """
     path = folder / REMOVAL_NAME
-    if not path.exists():
+    data = store.read_own(path, _MAX_BYTES)
+    if data is None:
         return {}
     try:
-        content = store.parse_json(store.read_bytes(path, _MAX_BYTES))
+        content = store.parse_json(data)
         noted = {str(key): tuple(map(str, names)) for key, names in content.items()}
         for name in (name for names in noted.values() for name in names):
             parts = PurePosixPath(name).parts
@@ -74,27 +75,6 @@ def noted_removal(folder: Path) -> dict[str, tuple[str, ...]]:
 def end_removal(folder: Path) -> None:
     """Forget what was written down."""
     path = folder / REMOVAL_NAME
-    if path.exists():
-        path.unlink()
-        store.fsync_folder(path.parent)
-
-
-@contextmanager
-def only_one_removal(folder: Path) -> Iterator[None]:
-    """Keep a second removal out: both would write an index of their own.
-
-    Raises:
-        CheckpointExistsError: if one is going on.
-    """
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            finding = Finding(
-                "tensors are being removed from it", path=str(folder), remedy="Wait for the end."
-            )
-            raise CheckpointExistsError(f"{folder} is being changed", [finding]) from None
-        yield
-    finally:
-        os.close(descriptor)  # which lets go of the lock
+    if store.is_there(path):
+        store.remove(path, folder)
+        store.fsync_folder(path.parent if store.is_folder(path.parent) else folder)

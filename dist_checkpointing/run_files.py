@@ -15,6 +15,8 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.commit import (
     attempt_of,
     check_is_distributed_checkpoint,
+    is_committed,
+    number_of_save,
     remove_checkpoint,
 )
 from dist_checkpointing.errors import CheckpointingException, Finding
@@ -28,7 +30,7 @@ from dist_checkpointing.run_record import (
     write_record,
 )
 from dist_checkpointing.serialization import remove_sharded_tensors
-from dist_checkpointing.store import check_room
+from dist_checkpointing.store import check_room, is_folder, is_there
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +64,15 @@ class RunFiles:
 
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
-        if not self.root.is_dir():
+        if not is_folder(self.root):
             return []
         found = (_FOLDER.fullmatch(path.name) for path in self.root.iterdir())
         steps = {int(match[1]) for match in found if match is not None}
-        return sorted((step for step in steps if self.folder(step).is_dir()), reverse=True)
+        return sorted((step for step in steps if is_folder(self.folder(step))), reverse=True)
+
+    def all_saves(self) -> list[tuple[int, int]]:
+        """Every step that has a folder, newest first, and the number of the save there."""
+        return [(step, number_of_save(self.folder(step))) for step in self.all_steps()]
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
@@ -74,42 +80,79 @@ class RunFiles:
         return [s for s in reversed(steps) if check_is_distributed_checkpoint(self.folder(s))]
 
     def latest(self) -> int | None:
-        """The step that the pointer names; the newest committed one if the pointer is lost."""
-        pointer = read_record(self.root).latest
+        """The step that was committed last; the newest committed one if the pointer is lost."""
+        pointer = self._current().latest
         if pointer is not None and check_is_distributed_checkpoint(self.folder(pointer)):
             return pointer
         return max(self.committed_steps(), default=None)
 
-    def begin(self, step: int, *, is_damaged: bool) -> None:
+    def begin(self, step: int, damaged: int | None) -> bool:
         """Note that the folder of a step will be ours, before there is anything in it.
 
         Args:
             step: about to be saved.
-            is_damaged: whether it has been found damaged: then it makes room, if it is ours.
+            damaged: number of the save of this step that was found damaged; None for none.
+
+        Returns:
+            Whether what is there makes room: it is that damaged save, and ours.
         """
         check_room(self.root, 0)
         with self._lock:
             if not self._is_tidy:
                 clear_temporaries(self.root)
                 self._is_tidy = True
-            record = read_record(self.root)
-            if is_damaged and self._is_own(record, step):
-                self._remove(step)
-                record = read_record(self.root)
-            taken = self.folder(step).exists()
-            if step not in record.steps and not taken:
-                self._write(record.with_step(step, StepRecord()), Durability.PAGE_CACHE)
+            stored = read_record(self.root)
+            record = self._current()
+            folder = self.folder(step)
+            if step not in record.steps and not is_there(folder):
+                record = record.with_step(step, StepRecord())
+            if record != stored:
+                self._write(record, Durability.PAGE_CACHE)
+            return (
+                damaged is not None
+                and damaged == number_of_save(folder)
+                and self._is_own(record, step)
+            )
+
+    def claimed(self, step: int, attempt: str) -> None:
+        """Note which save is about to write a step: should its end not be seen, it is known."""
+        with self._lock:
+            record = self._current()
+            known = record.steps.get(step, StepRecord())
+            changed = record.with_step(step, replace(known, begun=attempt))
+            self._write(changed, Durability.PAGE_CACHE)
 
     def committed(self, step: int) -> None:
         """Move the pointer to a step that is committed, durably, and then let old ones go."""
         with self._lock:
-            record = read_record(self.root)
             known = StepRecord(attempt_of(self.folder(step)))
-            if step not in record.steps:
-                logger.debug("step %d was saved over the rest of a save that is not ours", step)
-            record = replace(record.with_step(step, known), latest=step)
+            record = replace(self._current().with_step(step, known), latest=step)
             self._write(record, Durability.FSYNC)
-            self._thin_out(record)
+            try:
+                self._thin_out(record)
+            except (OSError, CheckpointingException) as error:
+                # What cannot be looked at must not end a training either.
+                logger.warning("retention could not go through %s: %s", self.root, error)
+
+    def _current(self) -> RunRecord:
+        """The record, brought up to date with what is committed.
+
+        The pointer only remembers that. A process that was killed between a commit and the pointer
+        has left it behind, and so has a rank that was lost.
+        """
+        record = read_record(self.root)
+        for step, known in sorted(record.steps.items()):
+            if known.attempt is not None and known.begun is None:
+                continue
+            folder = self.folder(step)
+            if not is_committed(folder):
+                continue
+            if known.begun is not None and known.begun == attempt_of(folder):
+                record = replace(record.with_step(step, StepRecord(known.begun)), latest=step)
+            elif known.attempt is None and (record.latest is None or step > record.latest):
+                # Noted by an older version, or saved by somebody else: there, but not ours.
+                record = replace(record, latest=step)
+        return record
 
     def verified(self, step: int) -> None:
         """Note that all of a step has been read back and compared."""
@@ -122,7 +165,7 @@ class RunFiles:
             CheckpointingException: if none did, or if the step is the last verified one.
         """
         with self._lock:
-            record = read_record(self.root)
+            record = self._current()
             problem = None
             if not self._is_own(record, step):
                 problem = "no manager of this root wrote it"
@@ -147,7 +190,9 @@ class RunFiles:
         leftovers = [
             step
             for step in record.steps
-            if step < latest and step not in committed and attempt_of(self.folder(step)) is not None
+            if step < latest
+            and not is_committed(self.folder(step))
+            and attempt_of(self.folder(step)) is not None
         ]
         for step in (*leftovers, *due.delete):
             self._try_to(self._remove, step)
@@ -173,7 +218,7 @@ class RunFiles:
 
     def _remove(self, step: int) -> None:
         remove_checkpoint(self.folder(step))
-        self._write(read_record(self.root).without_step(step), Durability.PAGE_CACHE)
+        self._write(self._current().without_step(step), Durability.PAGE_CACHE)
 
     def _strip(self, step: int) -> None:
         folder = self.folder(step)
@@ -201,7 +246,7 @@ class RunFiles:
 
     def _change(self, step: int, change: Callable[[StepRecord], StepRecord]) -> None:
         with self._lock:
-            record = read_record(self.root)
+            record = self._current()
             known = record.steps.get(step)
             if known is not None:
                 changed = record.with_step(step, change(known))

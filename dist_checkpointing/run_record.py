@@ -24,6 +24,7 @@ class StepRecord:
 
     Attributes:
         attempt: name of the save that committed it; None as long as none has.
+        begun: name of the save that has claimed its folder since, and was not seen to commit.
         verified: whether all of it has been read back and compared.
         stripped: whether it has lost its optimizer state.
     """
@@ -31,6 +32,7 @@ class StepRecord:
     attempt: str | None = None
     verified: bool = False
     stripped: bool = False
+    begun: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,11 @@ def read_record(root: Path) -> RunRecord:
     """The record of a folder; an empty one where there is none, or none that can be read.
 
     A manager deletes only what its record names, so losing it is safe.
+
+    Raises:
+        OSError: if the file system fails.
     """
     path = root / RECORD_NAME
-    if not path.exists():
-        return RunRecord()
     try:
         content = store.parse_json(store.read_bytes(path, _MAX_BYTES))
         if content["format"] != _FORMAT:
@@ -78,11 +81,13 @@ def read_record(root: Path) -> RunRecord:
         if not (latest is None or type(latest) is int):
             raise ValueError(f"latest is {latest!r}")
         for record in steps.values():
-            fields = (record.attempt, record.verified, record.stripped)
-            if [type(value) for value in fields[1:]] != [bool, bool]:
+            flags, names = (record.verified, record.stripped), (record.attempt, record.begun)
+            if any(type(value) is not bool for value in flags):
                 raise ValueError(f"{record!r}")
-            if type(fields[0]) not in (str, type(None)):
+            if any(type(value) not in (str, type(None)) for value in names):
                 raise ValueError(f"{record!r}")
+    except (FileNotFoundError, NotADirectoryError):
+        return RunRecord()
     except (ValueError, KeyError, TypeError, AttributeError, CorruptCheckpointError) as error:
         logger.warning("%s cannot be read and is not used: %s", path, error)
         return RunRecord()
@@ -100,7 +105,12 @@ def write_record(record: RunRecord, root: Path, durability: store.Durability) ->
     content = {
         "format": _FORMAT,
         "latest": record.latest,
-        "steps": {str(step): asdict(known) for step, known in sorted(record.steps.items())},
+        "steps": {str(step): _as_json(known) for step, known in sorted(record.steps.items())},
     }
     root.mkdir(parents=True, exist_ok=True)
     store.write_atomic(root / RECORD_NAME, json.dumps(content).encode(), durability)
+
+
+def _as_json(known: StepRecord) -> dict[str, object]:
+    # Older versions know no ``begun``, and it is rarely there.
+    return {k: v for k, v in asdict(known).items() if k != "begun" or v is not None}

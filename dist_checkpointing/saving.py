@@ -46,6 +46,7 @@ def save(
     plan_cache: PlanCache | None = None,
     before_claim: Callable[[Index | None], None] | None = None,
     trusted: bool = False,
+    after_claim: Callable[[str], None] | None = None,
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -79,6 +80,8 @@ def save(
             strategies) before the folder is touched; what it raises, all ranks raise.
         trusted: save anything that pickles. What is no plain data can be loaded with
             ``trusted=True`` only, and is refused here without it.
+        after_claim: called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
+            it), before anything is written; what it raises, all ranks raise.
 
     Returns:
         None, or the request to schedule.
@@ -106,6 +109,7 @@ def save(
         plan_cache=plan_cache,
         before_claim=before_claim,
         trusted=trusted,
+        after_claim=after_claim,
     )
     begun = begin(request, comm, meter)
     if async_sharded_save:

@@ -20,21 +20,16 @@ from typing import Any, Final
 import xxhash
 
 from dist_checkpointing import store
-from dist_checkpointing.commit import (
-    ATTEMPT_NAME,
-    CONFIG_FNAME,
-    CheckpointingConfig,
-    attempt_of,
-    leftovers,
-    read_config,
-)
+from dist_checkpointing.commit import CheckpointingConfig, read_config
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
+from dist_checkpointing.folder_lock import LOCK_NAME
+from dist_checkpointing.leftovers import ATTEMPT_NAME, CONFIG_FNAME, attempt_of, leftovers
 from dist_checkpointing.removal import REMOVAL_NAME
 
 SEAL_NAME: Final = ".dckpt/seal.json"
 FORMAT: Final = "dist_checkpointing.seal"
 FORMAT_MINOR: Final = 0
-UNSEALED_NAMES: Final = frozenset({CONFIG_FNAME, SEAL_NAME, REMOVAL_NAME})
+_UNSEALED_NAMES: Final = frozenset({CONFIG_FNAME, SEAL_NAME, REMOVAL_NAME})
 """Written after the seal. What ``metadata.json`` says stands in the seal itself."""
 VISIBLE_SECONDS: Final = 30.0
 """How long a file may take to be seen by another machine of a network file system."""
@@ -154,7 +149,7 @@ def read_seal(folder: Path) -> Seal | None:
         OSError: if it cannot be read.
     """
     path = folder / SEAL_NAME
-    if path.is_file():
+    if store.is_file(path):
         return Seal.from_json(store.read_bytes(path, _MAX_SEAL_BYTES), str(path))
     if SEAL_NAME in leftovers(folder):
         remedy = "Use another checkpoint, or load without verify."
@@ -193,7 +188,9 @@ def write_seal(
             files[file.name] = file
     found = _sizes(folder, created)
     _require_reported(folder, files, found)
-    for name in found.keys() - files.keys() - UNSEALED_NAMES:
+    for name in found.keys() - files.keys():
+        if _is_unsealed(name):
+            continue
         is_large = found[name] > _MAX_DIGESTED_BYTES
         files[name] = SealedFile(name, found[name]) if is_large else _digested(folder, name)
     attempt = attempt_of(folder) or ""
@@ -230,7 +227,7 @@ def _require_reported(
 
 
 def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+    return path.stat().st_size if store.is_file(path) else None
 
 
 def _digested(folder: Path, name: str) -> SealedFile:
@@ -248,9 +245,9 @@ def _sizes(folder: Path, created: Collection[str] | None) -> dict[str, int]:
     roots = [""] if created is None else sorted({*created, ATTEMPT_NAME})
     for root in roots:
         path = folder / root
-        if path.is_dir():
+        if store.is_folder(path):
             sizes.update(files_below(path, folder))
-        elif path.is_file():
+        elif store.is_file(path):
             sizes[root] = path.stat().st_size
     return sizes
 
@@ -317,11 +314,19 @@ def unnamed_files(seal: Seal, folder: Path) -> tuple[list[str], list[str]]:
     inside: list[str] = []
     beside: list[str] = []
     for name, _ in files_below(folder, folder):
-        if name in seal.files or name in UNSEALED_NAMES or name == ATTEMPT_NAME:
+        if name in seal.files or name == ATTEMPT_NAME or _is_unsealed(name):
             continue
         ours = name.startswith(".dckpt/") or any(parent in created for parent in _and_parents(name))
         (inside if ours else beside).append(name)
     return sorted(inside), sorted(beside)
+
+
+def _is_unsealed(name: str) -> bool:
+    """Whether a file is not part of the checkpoint for good: written later, a lock, or left over.
+
+    What a killed process left half written is named ``.tmp``; the next removal or save deletes it.
+    """
+    return name in _UNSEALED_NAMES or name.startswith(LOCK_NAME) or name.endswith(".tmp")
 
 
 def _and_parents(name: str) -> Sequence[str]:
@@ -352,8 +357,8 @@ def resealing(folder: Path) -> Iterator[None]:
         is_touched = now != before[name] or (seal.is_open and file.digest is not None)
         files[name] = _digested(folder, name) if is_touched else file
     created = leftovers(folder) - {CONFIG_FNAME}
-    for name in _sizes(folder, created).keys() - files.keys() - UNSEALED_NAMES:
-        if name not in seal.files:
+    for name in _sizes(folder, created).keys() - seal.files.keys():
+        if not _is_unsealed(name):
             files[name] = _digested(folder, name)
     tables = {name: keys for name, keys in seal.tables.items() if name in files}
     _replace(folder, replace(seal, files=files, tables=tables, is_open=False))
@@ -365,7 +370,7 @@ def _replace(folder: Path, seal: Seal) -> None:
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
     """What changes when a file is written again."""
-    if not path.is_file():
+    if not store.is_file(path):
         return None
     status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -10,10 +10,12 @@ from typing import Any
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.commit import check_is_distributed_checkpoint, read_config
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
+from dist_checkpointing.folder_lock import FolderLock
 from dist_checkpointing.folders import local_folder
+from dist_checkpointing.leftovers import clear_temporaries
 from dist_checkpointing.loading import LoadStrategies, common_reader, load, open_checkpoint
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
-from dist_checkpointing.removal import PlannedRemoval, only_one_removal
+from dist_checkpointing.removal import PlannedRemoval
 from dist_checkpointing.saving import CONTENT_METADATA_KEY, save
 from dist_checkpointing.seal import resealing
 from dist_checkpointing.strategies.base import (
@@ -127,15 +129,19 @@ def remove_sharded_tensors(
 
     Raises:
         UnsupportedFormatError: if tensors cannot be removed from this backend.
-        CheckpointExistsError: if another removal is going on.
+        CheckpointExistsError: if another removal, or a save, is going on there.
     """
     comm = default_comm() if comm is None else comm
     with comm.agreed("removing tensors"):
         if comm.rank == 0:
             folder = local_folder(checkpoint_dir)
-            found = open_checkpoint(folder)
-            with only_one_removal(folder), resealing(folder), _removing(found, folder):
-                found.sharded.remove_sharded_tensors(folder, key_prefix)
+            open_checkpoint(folder)  # it says what is wrong with a folder that is not a checkpoint
+            with FolderLock.acquire(folder):
+                # Only now nobody changes it.
+                found = open_checkpoint(folder)
+                clear_temporaries(folder)
+                with resealing(folder), _removing(found, folder):
+                    found.sharded.remove_sharded_tensors(folder, key_prefix)
 
 
 def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:

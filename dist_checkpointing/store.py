@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import quote
 
 from dist_checkpointing.errors import (
+    CheckpointExistsError,
     CheckpointingException,
     CorruptCheckpointError,
     Finding,
     InvalidShardingError,
 )
 
+_ABSENT = (errno.ENOENT, errno.ENOTDIR)
 _MAX_NAME_BYTES = 200
 _MAX_COMPONENT_BYTES = 255
 _PLAIN_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{,{_MAX_NAME_BYTES - 1}}}")
-_TEMPORARY_NAME = re.compile(r"(.+)\.[0-9a-f]{8}\.tmp")
+_TEMPORARY_NAME = re.compile(r"(.+)\.(?:[0-9a-f]{8}\.tmp|__lock)")
+"""Of ``write_atomic``, and of TensorStore's driver for files."""
 _TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
+_OWN_FOLDER = ".dckpt"
+_OWN_NAMES = frozenset({_OWN_FOLDER, ".dckpt.lock"})
 
 
 def disk_name(key: str) -> str:
@@ -58,7 +66,7 @@ def check_raw_key(key: str) -> None:
         problem = "as a path this key has an empty, '.' or '..' component"
     elif any(len(part.encode()) > _MAX_COMPONENT_BYTES for part in parts):
         problem = f"a component of this key is longer than {_MAX_COMPONENT_BYTES} bytes"
-    elif parts[0] in (*_TAKEN_NAMES, ".dckpt"):
+    elif parts[0] in _TAKEN_NAMES | _OWN_NAMES:
         problem = "the checkpoint itself uses this name"
     elif any(part.endswith(".sync") for part in parts):
         problem = "readers take folders that end in .sync for Megatron's locks"
@@ -69,7 +77,11 @@ def check_raw_key(key: str) -> None:
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """The content of a file that must not be larger than ``max_bytes``."""
-    size = path.stat().st_size
+    _check_size(path.stat().st_size, path, max_bytes)
+    return path.read_bytes()
+
+
+def _check_size(size: int, path: Path, max_bytes: int) -> None:
     if size > max_bytes:
         finding = Finding(
             "file is far too large",
@@ -78,7 +90,101 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
             path=str(path),
         )
         raise CorruptCheckpointError("refused to read a file", [finding])
-    return path.read_bytes()
+
+
+def read_own(path: Path, max_bytes: int) -> bytes | None:
+    """The content of a file that only we write; None if there is none, or something else.
+
+    A link of that name is not followed.
+
+    Raises:
+        CorruptCheckpointError: if it is larger than ``max_bytes``.
+        OSError: if the file system fails.
+    """
+    file = _opened_own(path)
+    if file is None:
+        return None
+    with file:
+        _check_size(os.fstat(file.fileno()).st_size, path, max_bytes)
+        return file.read()
+
+
+def read_own_start(path: Path, num_bytes: int) -> bytes | None:
+    """As ``read_own``, the first bytes of a file of any size."""
+    file = _opened_own(path)
+    if file is None:
+        return None
+    with file:
+        return file.read(num_bytes)
+
+
+def _opened_own(path: Path) -> IO[bytes] | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (*_ABSENT, errno.ELOOP):
+            return None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    return None
+
+
+def make_own_folder(folder: Path) -> None:
+    """Make the folder of a checkpoint's own files.
+
+    Raises:
+        CheckpointExistsError: if a link or a file has its name.
+    """
+    path = folder / _OWN_FOLDER
+    with suppress(FileExistsError):
+        path.mkdir()
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        finding = Finding(
+            "is no folder, and no save of ours made it",
+            path=str(path),
+            remedy="Find out what it is, and delete it.",
+        )
+        raise CheckpointExistsError(f"{folder} is not empty", [finding])
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is something of that name, be it a link to nothing.
+
+    Raises:
+        OSError: if that cannot be found out, which is not the same as no.
+    """
+    return _mode(path, follows=False) is not None
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file, or a link to one.
+
+    Raises:
+        OSError: if that cannot be found out, which is not the same as no.
+    """
+    mode = _mode(path, follows=True)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder, or a link to one.
+
+    Raises:
+        OSError: if that cannot be found out, which is not the same as no.
+    """
+    mode = _mode(path, follows=True)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def _mode(path: Path, *, follows: bool) -> int | None:
+    try:
+        return path.stat(follow_symlinks=follows).st_mode
+    except OSError as error:
+        if error.errno in (*_ABSENT, errno.ELOOP):
+            return None
+        raise
 
 
 def parse_json(data: bytes) -> Any:
@@ -123,14 +229,24 @@ def write_atomic(path: Path, data: bytes, durability: Durability = Durability.FS
 
 
 def temporaries(names: Iterable[str], root: Path) -> list[Path]:
-    """What calls of ``write_atomic`` for these names below ``root`` left when they were killed."""
-    targets = {root / name for name in names}
+    """What was left by writers of these files below ``root`` that were killed.
+
+    Raises:
+        OSError: if a folder cannot be read.
+    """
+    by_folder: dict[Path, set[str]] = {}
+    for name in names:
+        target = root / name
+        by_folder.setdefault(target.parent, set()).add(target.name)
     found = []
-    for folder in sorted({target.parent for target in targets}):
-        for path in folder.glob("*.tmp"):
-            match = _TEMPORARY_NAME.fullmatch(path.name)
-            if match is not None and folder / match[1] in targets and path.is_file():
-                found.append(path)
+    for folder, wanted in sorted(by_folder.items()):
+        if not is_real_folder(folder, root):
+            continue
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                match = _TEMPORARY_NAME.fullmatch(entry.name)
+                if match and match[1] in wanted and entry.is_file(follow_symlinks=False):
+                    found.append(folder / entry.name)
     return found
 
 
@@ -185,15 +301,61 @@ def fsync_folders(files: Iterable[Path], root: Path) -> None:
 
 
 def remove(path: Path, root: Path) -> None:
-    """Delete a file or folder below ``root`` and the parents that it leaves empty."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-    parent = path.parent
-    while parent != root and parent.is_dir() and not any(parent.iterdir()):
-        parent.rmdir()
-        parent = parent.parent
+    """Delete a file or folder below ``root`` and the parents that it leaves empty.
+
+    Never leaves ``root``: a link is deleted, not followed, and what lies behind a link to a folder
+    is not touched.
+
+    Raises:
+        ValueError: for a path that is not below ``root``.
+        OSError: if the file system fails.
+    """
+    parts = path.relative_to(root).parts
+    if not parts or ".." in parts:
+        raise ValueError(f"{path} is not below {root}")
+    *above, name = parts
+    with _descended(above, root) as folders:
+        if len(folders) <= len(above):
+            return
+        with suppress(FileNotFoundError):
+            mode = os.stat(name, dir_fd=folders[-1], follow_symlinks=False).st_mode
+            if stat.S_ISDIR(mode):
+                shutil.rmtree(name, dir_fd=folders[-1])
+            else:
+                os.unlink(name, dir_fd=folders[-1])
+        for depth in reversed(range(len(above))):
+            try:
+                os.rmdir(above[depth], dir_fd=folders[depth])
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise
+                return
+
+
+def is_real_folder(path: Path, root: Path) -> bool:
+    """Whether there is a folder at ``path``, and no link on the way to it from ``root``."""
+    parts = path.relative_to(root).parts
+    with _descended(parts, root) as folders:
+        return ".." not in parts and len(folders) > len(parts)
+
+
+@contextmanager
+def _descended(parts: Sequence[str], root: Path) -> Iterator[list[int]]:
+    """Descriptors of ``root`` and of the folders on the way down, as far as there are any."""
+    options = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    folders: list[int] = []
+    try:
+        try:
+            folders.append(os.open(root, options))
+            for part in parts:
+                folders.append(os.open(part, options | os.O_NOFOLLOW, dir_fd=folders[-1]))
+        except OSError as error:
+            if error.errno not in (*_ABSENT, errno.ELOOP):
+                raise
+        yield folders
+    finally:
+        for descriptor in folders:
+            os.close(descriptor)
 
 
 def fsync_tree(folder: Path) -> None:

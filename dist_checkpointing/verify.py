@@ -33,6 +33,7 @@ from dist_checkpointing.removal import noted_removal
 from dist_checkpointing.seal import Seal, check_config, check_files, read_seal, unnamed_files
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.verification import (
+    cause_of,
     damage_of,
     damage_of_objects,
     in_words,
@@ -99,6 +100,7 @@ def verify_checkpoint(
         CheckpointNotFoundError: if nothing is committed there.
         CorruptCheckpointError: with everything that is damaged.
         CheckpointingException: for what cannot be read here, see ``load``.
+        OSError: if the file system, and not the checkpoint, fails: nothing is known then.
     """
     found = examine_checkpoint(checkpoint_dir, rank=rank, world_size=world_size, trusted=trusted)
     if not found.is_sealed:
@@ -137,6 +139,7 @@ def examine_checkpoint(
         CheckpointNotFoundError: if nothing is committed there.
         StrategyNotFoundError: if nobody reads its backend.
         UnsupportedFormatError: if the tensors are stored in a way that is not read.
+        OSError: if the file system, and not the checkpoint, fails: nothing is known then.
     """
     try:
         checkpoint = Checkpoint.open(checkpoint_dir, trusted=trusted)
@@ -198,8 +201,11 @@ class _Seen:
         """Note what is damaged in the body, and go on."""
         try:
             yield
-        except (CorruptCheckpointError, StateMismatchError, RankFailedError, OSError) as error:
+        except (CorruptCheckpointError, StateMismatchError) as error:
             self.findings += _findings(error, key)
+        except RankFailedError as error:
+            # Of this process alone: what it met says nothing about the checkpoint.
+            raise cause_of(error) from None
 
     @contextmanager
     def unpickling(self, key: str | None = None) -> Iterator[None]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from dist_checkpointing import store
@@ -17,6 +17,7 @@ from dist_checkpointing.commit import (
     remove_checkpoint,
 )
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
+from dist_checkpointing.folder_lock import LOCK_NAME, FolderLock
 
 
 def check_apart(sources: Iterable[Path], destination: Path) -> None:
@@ -51,7 +52,7 @@ def check_checkpoint_place(folder: Path, *, overwrite: bool) -> None:
         if not overwrite:
             raise _exists(folder, "a checkpoint is here", "Name another place, or pass --force.")
         return
-    ours = {Path(name).parts[0] for name in leftovers(folder)} | {".dckpt"}
+    ours = {Path(name).parts[0] for name in leftovers(folder)} | {".dckpt", LOCK_NAME}
     others = sorted({entry.name for entry in folder.iterdir()} - ours)
     if others:
         raise _exists(folder, f"the folder holds {others[0]!r}", "Name an empty or a new folder.")
@@ -91,24 +92,21 @@ def written_beside(
     destination.parent.mkdir(parents=True, exist_ok=True)
     hidden = destination.with_name(f".{destination.name}.dckpt-partial")
     hidden.mkdir(exist_ok=True)
-    descriptor = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _exists(
-                destination, "another conversion writes here", "Wait for it to end."
-            ) from None
+        lock = FolderLock.acquire(hidden)
+    except CheckpointExistsError as error:
+        findings = [replace(f, problem="another conversion writes here") for f in error.findings]
+        raise CheckpointExistsError(f"{destination} already exists", findings) from None
+    with lock:
         for entry in hidden.iterdir():
-            store.remove(entry, hidden)
+            if entry.name != LOCK_NAME:
+                store.remove(entry, hidden)
         try:
             yield hidden / "new"
             _check_free(destination, overwrite=overwrite, replaceable=replaceable)
             _put(hidden / "new", destination, hidden / "old")
         finally:
             shutil.rmtree(hidden, ignore_errors=True)
-    finally:
-        os.close(descriptor)
 
 
 def _put(new: Path, destination: Path, old: Path) -> None:

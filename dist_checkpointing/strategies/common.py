@@ -44,15 +44,15 @@ def _object_file(leaf: ShardedObject, root: Path) -> Path | None:
     """The file of a cell, if there is one."""
     store.check_raw_key(leaf.key)
     path = root / f"{leaf.unique_key}.pt"
-    if path.is_file():
+    if store.is_file(path):
         return path
     if len(leaf.global_shape) < 2:
         return None
     # Writers of old lost the last extent, taking it for a file suffix.
     older = _older_file(leaf, root)
     behind = (*leaf.global_offset[:-1], leaf.global_shape[-1])
-    reaches_further = _older_file(replace(leaf, global_offset=behind), root).is_file()
-    return older if older.is_file() and not reaches_further else None
+    reaches_further = store.is_file(_older_file(replace(leaf, global_offset=behind), root))
+    return older if store.is_file(older) and not reaches_further else None
 
 
 def _older_file(leaf: ShardedObject, root: Path) -> Path:
@@ -172,7 +172,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME
-        if not path.is_file():
+        if not store.is_file(path):
             finding = Finding("missing", path=str(path), remedy="Use another checkpoint.")
             raise CorruptCheckpointError(f"Common file {path} does not exist", [finding])
         common = _load(path, trusted=self.trusted)

@@ -92,6 +92,7 @@ def verify_wanted(
         UnsupportedFormatError: if no checksums were kept.
         CorruptCheckpointError: with key, part and place of everything that is damaged, or that the
             seal or the checksums do not speak of.
+        OSError: if the file system, and not the checkpoint, fails.
     """
     keys = {leaf.key for leaf in wanted.tensors}
     planned = strategy if isinstance(strategy, PlannedLoadStrategy) else None
@@ -215,6 +216,9 @@ def damage_of(
     """Read stored parts, compare those that have a checksum, and say what is wrong with which.
 
     ``reader`` is used for all of them, and should be ``is_kept``. Not collective.
+
+    Raises:
+        OSError: if the file system, and not the checkpoint, fails.
     """
     meter.expect(sum(_num_bytes(part, index) for part in parts))
     most = strategy.options.buffer_bytes // 2
@@ -269,7 +273,9 @@ def _verify(
         start += _padded_bytes(part, index)
     try:
         strategy.read(leaves, index, reader, SingleProcess())
-    except (CorruptCheckpointError, StateMismatchError, RankFailedError) as error:
+    except RankFailedError as error:
+        raise cause_of(error) from None
+    except (CorruptCheckpointError, StateMismatchError) as error:
         if len(batch) == 1:
             return _unreadable(batch[0], error)
         # Some of them cannot even be read: find them by halves.
@@ -290,6 +296,14 @@ def _verify(
         for part, found in zip(batch, _digests(leaves), strict=True)
         if part.digest is not None and found != part.digest
     ]
+
+
+def cause_of(error: RankFailedError) -> BaseException:
+    """What failed in a process that read alone: an I/O error stays what it is."""
+    cause: BaseException = error
+    while isinstance(cause, RankFailedError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    return cause
 
 
 def in_words(error: CheckpointingException) -> list[Finding]:

@@ -85,10 +85,12 @@ def test_a_manager_clears_its_own(tmp_path: Path) -> None:
 def test_a_process_forked_during_a_save_does_not_keep_the_folder_taken(tmp_path: Path) -> None:
     """Such as a worker of a DataLoader: it shares the open file and with it the lock."""
     attempt = Attempt.begin(tmp_path, ["w"])
+    lock_file = attempt._lock._file
+    assert lock_file is not None
     child = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"],
         stdin=subprocess.PIPE,
-        pass_fds=[attempt._file.fileno()],
+        pass_fds=[lock_file],
     )
     try:
         with pytest.raises(CheckpointExistsError, match="being written"):

@@ -6,6 +6,9 @@ into the one at the root of the checkpoint, which is what readers open.
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,8 @@ OPTIMIZER_SECTION = "optimizer"
 """An optimizer's tensors lie in data files of their own: dropping a section deletes its files,
 whereas deleting keys from a database frees nothing."""
 
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+)")
+
 CONFIG = {"max_inline_value_bytes": 1024}
 """Of a new database: ``zarr.json`` lies in the tree, so there are half as many values to write."""
 
@@ -39,6 +44,19 @@ def section_of(key: str) -> str:
 def section_folder(checkpoint_dir: Path, section: str) -> Path:
     """Where the databases of a section lie."""
     return checkpoint_dir / DATA_NAME / section
+
+
+def raise_io_error(error: Exception) -> None:
+    """Raise the OSError that TensorStore reports as a ValueError, if it is one.
+
+    It says nothing about the contents. A file that is missing does.
+    """
+    found = _OS_ERROR.search(str(error))
+    if found is None:
+        return
+    code = int(found[1] or found[2])
+    if code not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+        raise OSError(code, f"{os.strerror(code)} ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)

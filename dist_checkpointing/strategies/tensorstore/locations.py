@@ -18,7 +18,7 @@ import tensorstore as ts
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.strategies.raw_chunks import Extent
-from dist_checkpointing.strategies.tensorstore.database import MANIFEST_NAME
+from dist_checkpointing.strategies.tensorstore.database import MANIFEST_NAME, raise_io_error
 from dist_checkpointing.strategies.zarr_v3_nodes import METADATA_NAME
 
 _MAX_HEIGHT = 64
@@ -156,6 +156,7 @@ class _Walk:
             entries = self._entries(root, b"", wanted, _MAX_HEIGHT)
             return {key.decode(): value for key, value in entries}
         except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise_io_error(error)
             path = str(self._folder / MANIFEST_NAME)
             finding = Finding(f"{type(error).__name__}: {error}", path=path)
             raise CorruptCheckpointError("the database cannot be read", [finding]) from error

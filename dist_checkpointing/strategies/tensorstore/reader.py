@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dist_checkpointing import store
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box, Ints
@@ -41,7 +42,7 @@ class TensorStoreReader(StorageReader):
         self._index = metadata
         if not (metadata or metadata.objects):
             return  # nothing was saved, so no database was made
-        if not (self.checkpoint_dir / database.MANIFEST_NAME).is_file():
+        if not store.is_file(self.checkpoint_dir / database.MANIFEST_NAME):
             path = str(self.checkpoint_dir / database.MANIFEST_NAME)
             raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
 

@@ -8,7 +8,6 @@ a large file are written anew elsewhere.
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +74,7 @@ def drop_all_but(root: Path, kept: Index) -> None:
             store.remove(root / name, root)
     for lane in [folder for folder in (root / database.DATA_NAME).glob("*/*") if folder.is_dir()]:
         if not (lane / database.NODES_NAME).exists():
-            shutil.rmtree(lane)  # a database of which nothing is left
-            store.remove(lane, root)
+            store.remove(lane, root)  # a database of which nothing is left
 
 
 def _split(root: Path, kept: Index, found: Survey) -> _Split:

@@ -61,6 +61,7 @@ class ZarrArraysReader(StorageReader):
                 array = self._open(tensor, item.storage_index, context)
                 self._read_item(array, tensor, item, planner)
             except ValueError as error:
+                database.raise_io_error(error)
                 where = self.location(item.storage_index)
                 finding = Finding(f"cannot be read: {error}", tensor.key, path=where)
                 raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error

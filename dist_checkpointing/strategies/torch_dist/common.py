@@ -76,7 +76,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
                 if listed:
                     return read_object(record, where, trusted=self.trusted)
                 return deserialize(record.read(0, record.length), where, trusted=self.trusted)
-        except (BadRecord, OSError) as error:
+        except (BadRecord, FileNotFoundError, NotADirectoryError, EOFError) as error:
             finding = Finding(f"cannot be read: {error}", key, path=where)
             raise CorruptCheckpointError("the common state is damaged", [finding]) from error
 

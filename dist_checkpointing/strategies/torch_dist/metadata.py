@@ -85,7 +85,7 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
             something that is not read.
     """
     path = folder / DCP_METADATA_NAME
-    if not path.is_file():
+    if not store.is_file(path):
         finding = Finding("missing", path=str(path), remedy="Restore it, or use another one.")
         raise CorruptCheckpointError("the checkpoint has no metadata", [finding])
     content = _unpickle(store.read_bytes(path, _MAX_METADATA_BYTES), str(path))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from dist_checkpointing import store
 from dist_checkpointing.commit import DCP_METADATA_NAME
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Ints
@@ -111,7 +112,7 @@ class TorchDistReader(StorageReader):
             yield self._index.place(batch[0]).file, batch
 
     def _require_files(self, files: set[str], by_row: dict[int, list[ReadItem]]) -> None:
-        missing = {file for file in files if not (self.checkpoint_dir / file).is_file()}
+        missing = {file for file in files if not store.is_file(self.checkpoint_dir / file)}
         if not missing:
             return
         keys: dict[str, set[str]] = {file: set() for file in missing}
@@ -143,7 +144,7 @@ class TorchDistReader(StorageReader):
             for item in items:
                 values.read_item(item, planner, self._most_bytes, maps_files=self._maps_files)
                 self.report(item.dest.box.num_elements * tensor.dtype.itemsize)
-        except (BadRecord, OSError, EOFError) as error:
+        except (BadRecord, EOFError) as error:
             where = self._where(place)
             finding = Finding(f"a record cannot be read: {error}", chunk.fqn, path=where)
             raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error

@@ -42,6 +42,9 @@ from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, DcpTe
 from dist_checkpointing.strategies.torch_dist.metadata_pickle import to_pickle
 
 _MIN_FILE_BYTES = 32 * 2**20
+_MOST_FILES = 8
+"""Of one rank. Rank 0 names the files of all ranks before they are written, and does not know how
+many threads another rank has."""
 
 Row = tuple[str, Ints | None, Ints | None, Place]
 """What a rank wrote: key, offsets and sizes of a chunk (None for a value), and where it is."""
@@ -83,9 +86,7 @@ class TorchDistWriter(StorageWriter):
                 ],
             )
         names = [
-            file_name(rank, number)
-            for rank in range(world_size)
-            for number in range(self.options.threads)
+            file_name(rank, number) for rank in range(world_size) for number in range(_MOST_FILES)
         ]
         return [DCP_METADATA_NAME, CHECKSUMS_NAME, *names]
 
@@ -98,7 +99,7 @@ class TorchDistWriter(StorageWriter):
         index = plan.index
         keys = {item.index.fqn for item in plan.items if item.tensor_data is not None}
         flattened = {key: common_box_shape(index[key]) is not None for key in keys}
-        parts = _split(plan.items, self.options.threads)
+        parts = _split(plan.items, min(self.options.threads, _MOST_FILES))
         buffer_bytes = max(1, self.options.buffer_bytes // max(1, len(parts)))
         results: list[WriteResult | None] = [None] * len(plan.items)
 

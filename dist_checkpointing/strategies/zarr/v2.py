@@ -73,9 +73,7 @@ class ZarrV2Writer(ZarrFolderWriter):
         if not self.checkpoint_dir.is_dir():
             return
         ours = leftovers(self.checkpoint_dir)
-        foreign = [
-            key for key in ZarrV2Reader(self.checkpoint_dir).read_metadata() if key not in ours
-        ]
+        foreign = [key for key in _array_folders(self.checkpoint_dir) if key not in ours]
         if foreign:
             raise CheckpointExistsError(
                 f"{self.checkpoint_dir} holds arrays that no save of ours made",
@@ -168,13 +166,10 @@ class ZarrV2Reader(ZarrFolderReader):
         tensors: list[StoredTensor] = []
         damaged: list[Finding] = []
         going = noted_removal(root)
-        for folder, names, files in os.walk(root):
-            # Megatron leaves lock folders behind that look like arrays and are none.
-            names[:] = sorted(name for name in names if not name.endswith(".sync"))
-            key = Path(folder).relative_to(root).as_posix()
-            if _METADATA_NAME in files and key not in going:
+        for key in _array_folders(root):
+            if key not in going:
                 try:
-                    tensors.append(_parse(Path(folder), key))
+                    tensors.append(_parse(root / key, key))
                 except CorruptCheckpointError as error:
                     damaged += error.findings
         if damaged:
@@ -188,6 +183,20 @@ class ZarrV2Reader(ZarrFolderReader):
         assert chunk.offset is not None
         name = chunk_name(tensor.grid.index_at(chunk.offset))
         return self.checkpoint_dir / tensor.key / name
+
+
+def _array_folders(root: Path) -> Iterator[str]:
+    """Keys of the folders that look like arrays, none of which is looked into."""
+    for folder, names, files in os.walk(root, onerror=_raise):
+        # Megatron leaves lock folders behind that look like arrays and are none.
+        names[:] = sorted(name for name in names if not name.endswith(".sync"))
+        if _METADATA_NAME in files:
+            yield Path(folder).relative_to(root).as_posix()
+
+
+def _raise(error: OSError) -> None:
+    # A folder that cannot be listed is no folder without arrays.
+    raise error
 
 
 def _parse(folder: Path, key: str) -> StoredTensor:
@@ -254,7 +263,8 @@ class ZarrLoadShardedStrategy(PlannedLoadStrategy):
             return
         # From here on they are not listed, all at once; what follows may be cut off anywhere.
         note_removal(root, {key: (key,) for key in going})
-        folders = [folder for folder in (root / key for key in going) if folder.is_dir()]
+        places = (root / key for key in going)
+        folders = [folder for folder in places if store.is_real_folder(folder, root)]
         # Readers that know nothing of removals must never see an array without its chunks.
         for folder in folders:
             (folder / _METADATA_NAME).unlink(missing_ok=True)

@@ -176,7 +176,8 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
         make_codec(index.codec)
         return Index.from_json(index.to_json(), str(path))  # which checks every number in it
     except (
-        OSError,
+        FileNotFoundError,
+        NotADirectoryError,
         ValueError,
         KeyError,
         TypeError,
@@ -203,7 +204,9 @@ def _going(root: Path, index: Index, prefix: str) -> dict[str, tuple[str, ...]]:
 def _files_of(root: Path, going: Mapping[str, Iterable[str]]) -> Iterator[Path]:
     """The files of tensors; a ShardedObject may live in a folder below one, and stays."""
     for folder in (root / name for names in going.values() for name in names):
-        for path in folder.glob("*"):
+        if not store.is_real_folder(folder, root):
+            continue
+        for path in folder.iterdir():
             is_chunk = _CHUNK_NAME.fullmatch(path.name) is not None
             if path.is_file() and (path.name == METADATA_NAME or is_chunk):
                 yield path

@@ -1,0 +1,400 @@
+"""What a manager believes: a pointer that is behind, errors that say nothing of a checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointManager,
+    CorruptCheckpointError,
+    InvalidShardingError,
+    RankFailedError,
+    Retention,
+    ShardedObject,
+    ShardedTensor,
+    load_plain_tensors,
+    save,
+    verify_checkpoint,
+)
+from dist_checkpointing import manager as manager_module
+from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.errors import Finding
+from dist_checkpointing.run_files import RunFiles
+from dist_checkpointing.run_record import RunRecord, StepRecord, read_record, write_record
+from dist_checkpointing.store import Durability
+from dist_checkpointing.testing import run_ranks
+
+BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
+ALONE = SingleProcess()
+
+
+def state(step: int, comm: Comm = ALONE) -> dict[str, Any]:
+    part = (0, comm.rank, comm.world_size)
+    data = torch.full((200, 300), float(step))
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", data, part),
+        "rng": ShardedObject("rng", [step], (comm.world_size,), (comm.rank,)),
+        "step": step,
+    }
+
+
+def damage(folder: Path) -> None:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    path = max(files, key=lambda found: found.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def killed_before_the_pointer(
+    root: Path, step: int, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
+    """Save a step; the process ends after the commit and before anything else."""
+    with monkeypatch.context() as patched:
+
+        def end(*_: Any) -> None:
+            raise SystemExit
+
+        patched.setattr(RunFiles, "committed", end)
+        with pytest.raises(SystemExit):
+            CheckpointManager(root, **options).save(step, state(step))
+
+
+# The pointer.
+
+
+def test_a_pointer_that_is_behind_is_brought_up_to_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retention = Retention(keep_last=1)
+    CheckpointManager(tmp_path, retention=retention).save(1, state(1))
+    killed_before_the_pointer(tmp_path, 2, monkeypatch)
+    assert read_record(tmp_path).latest == 1
+    manager = CheckpointManager(tmp_path, retention=retention)
+    latest = manager.latest()
+    assert latest == 2
+    manager.save(latest + 1, state(latest + 1))
+    assert manager.steps() == [3], "retention knows the step as its own"
+    assert read_record(tmp_path) == RunRecord(3, {3: read_record(tmp_path).steps[3]})
+
+
+def test_it_is_written_down_when_the_next_save_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_before_the_pointer(tmp_path, 2, monkeypatch)
+    known = read_record(tmp_path).steps[2]
+    assert known.attempt is None
+    assert known.begun is not None
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(InvalidShardingError):
+        manager.save(3, {"w": [*state(3).values()], "v": [*state(3).values()]})
+    assert read_record(tmp_path).latest == 2
+    assert read_record(tmp_path).steps[2] == StepRecord(known.begun)
+
+
+def test_a_step_that_lies_behind_others_is_the_latest_if_it_was_saved_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training has gone back."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, state(step))
+    killed_before_the_pointer(tmp_path, 15, monkeypatch)
+    assert CheckpointManager(tmp_path).latest() == 15
+
+
+def test_deleting_knows_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CheckpointManager(tmp_path).save(1, state(1))
+    killed_before_the_pointer(tmp_path, 2, monkeypatch)
+    manager = CheckpointManager(tmp_path)
+    manager.delete(2)
+    assert manager.latest() == 1
+    assert manager.steps() == [1]
+
+
+def test_a_record_of_an_older_version(tmp_path: Path) -> None:
+    """It says that the step was begun, and not by which save."""
+    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    for step in (1, 2):
+        manager.save(step, state(step))
+    save(state(3), manager.folder(3))
+    old = read_record(tmp_path).with_step(3, StepRecord())
+    write_record(old, tmp_path, Durability.FSYNC)
+    assert "begun" not in (tmp_path / "manager.json").read_text()
+    assert manager.latest() == 3
+    manager.save(4, state(4))
+    assert manager.steps() == [3, 4], "nobody knows whose it is"
+
+
+def test_a_checkpoint_of_somebody_else_in_a_folder_that_was_begun_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_before_the_pointer(tmp_path, 1, monkeypatch)
+    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    (manager.folder(1) / "metadata.json").unlink()  # before the commit, after all
+    save(state(7), manager.folder(1))
+    manager.save(2, state(2))
+    manager.save(3, state(3))
+    assert manager.steps() == [1, 3]
+    assert load_plain_tensors(manager.folder(1))["step"] == 7
+
+
+def test_a_save_that_failed_is_not_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state(1))
+    with monkeypatch.context() as patched:
+        patched.setattr("dist_checkpointing.commit.asdict", lambda _: 1 / 0)
+        with pytest.raises(RankFailedError):
+            manager.save(2, state(2))
+    assert manager.latest() == 1
+    manager.save(2, state(2))
+    assert manager.latest() == 2
+
+
+@pytest.mark.parametrize("value", ['"begun": 1', '"begun": true', '"begun": []'])
+def test_a_record_that_is_none(tmp_path: Path, value: str) -> None:
+    (tmp_path / "manager.json").write_text(
+        f'{{"format": 1, "latest": 1, "steps": {{"1": {{{value}}}}}}}'
+    )
+    assert read_record(tmp_path) == RunRecord()
+
+
+def test_damaged_metadata_is_no_leftover(tmp_path: Path) -> None:
+    """What it commits may be good."""
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state(1))
+    (manager.folder(1) / "metadata.json").write_text("{")
+    before = files_in(manager.folder(1))
+    manager.save(2, state(2))
+    assert files_in(manager.folder(1)) == before
+
+
+# Errors that say nothing of a checkpoint.
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Whatever this process opens is one too many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def at_each_call(
+    monkeypatch: pytest.MonkeyPatch, code: int, folder: Path, last_call: int
+) -> list[str]:
+    """Let the n-th system call that looks at the folder fail; the calls so far."""
+    calls: list[str] = []
+
+    def failing(name: str, real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            about = arguments[0]
+            if isinstance(about, int):
+                about = str(Path(f"/proc/self/fd/{about}").readlink())
+            if str(about).startswith(str(folder)):
+                calls.append(f"{name} {about}")
+                if len(calls) == last_call:
+                    raise OSError(code, os.strerror(code), str(about))
+            return real(*arguments, **options)
+
+        return call
+
+    for name in ("open", "stat", "scandir", "preadv", "pread", "listdir"):
+        monkeypatch.setattr(os, name, failing(name, getattr(os, name)))
+    monkeypatch.setattr("io.open", failing("io.open", open))
+    return calls
+
+
+@BACKEND
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("check", ["contents", "structure"])
+def test_no_error_of_the_system_is_damage_at_whatever_call(
+    tmp_path: Path, backend: Any, code: int, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path, backend) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    folder = manager.folder(2)
+    before = files_in(folder)
+    last_call, raised = 0, 0
+    while True:
+        last_call += 1
+        manager = CheckpointManager(tmp_path, backend)
+        found = None
+        with monkeypatch.context() as patched:
+            calls = at_each_call(patched, code, folder, last_call)
+            text = None
+            try:
+                found = manager.latest_valid(check=check)
+            except RankFailedError as error:
+                text = str(error)
+        assert found == 2 or (text is not None and os.strerror(code) in text), calls[-1]
+        assert not manager._damaged, calls[-1]
+        raised += text is not None
+        if len(calls) < last_call:
+            assert found == 2
+            break
+    assert raised >= 5
+    # Whatever it could not read, it deletes nothing of it.
+    with pytest.raises(CheckpointExistsError):
+        manager.save(2, state(3))
+    assert files_in(folder) == before
+
+
+@BACKEND
+def test_out_of_descriptors(tmp_path: Path, backend: Any) -> None:
+    """TensorStore opens files by itself, and reports all errors as ValueErrors."""
+    manager = CheckpointManager(tmp_path, backend)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    folder = manager.folder(2)
+    verify_checkpoint(folder)  # imports what it needs
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        verify_checkpoint(folder)
+    with no_descriptors(), pytest.raises(RankFailedError, match="Too many open files"):
+        manager.latest_valid()
+    assert manager.latest_valid() == 2
+    with pytest.raises(CheckpointExistsError):
+        manager.save(2, state(3))
+
+
+def test_tensorstore_says_that_a_system_call_failed(tmp_path: Path) -> None:
+    from dist_checkpointing.strategies.tensorstore import database, locations
+
+    save(state(1), tmp_path, "tensorstore")
+    locations.survey(tmp_path)
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        locations.survey(tmp_path)
+    (tmp_path / "manifest.ocdbt").write_bytes(b"damaged")
+    with pytest.raises(CorruptCheckpointError):
+        locations.survey(tmp_path)
+    for text, code in (
+        ("NOT_FOUND: [os_error_code='2']", None),
+        ("DATA_LOSS: 24", None),
+        ("UNAVAILABLE: x [OS error 116: ESTALE]", errno.ESTALE),
+        ("x [os_error_code='5'] [tensorstore_spec='']", errno.EIO),
+    ):
+        if code is None:
+            database.raise_io_error(ValueError(text))
+            continue
+        with pytest.raises(OSError, match="x") as raised:
+            database.raise_io_error(ValueError(text))
+        assert raised.value.errno == code
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_damage_found_by_one_is_damage_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path) as alone:
+        for step in (1, 2):
+            alone.save(step, state(step))
+
+    def verify(folder: Path, *, rank: int, **_: Any) -> None:
+        if folder.name.endswith("2") and rank == 2:
+            raise errors[0]
+        if folder.name.endswith("2") and rank == 1 and len(errors) > 1:
+            raise errors[1]
+
+    monkeypatch.setattr(manager_module, "verify_checkpoint", verify)
+
+    def one(comm: Comm) -> tuple[int | None, set[int]]:
+        manager = CheckpointManager(tmp_path, comm=comm)
+        return manager.latest_valid(), set(manager._damaged)
+
+    def fails(comm: Comm) -> None:
+        with pytest.raises(RankFailedError, match=r"failed on rank 2 of 3(.|\n)*Input/output"):
+            one(comm)
+
+    errors: list[Exception] = [OSError(errno.EIO, os.strerror(errno.EIO))]
+    run_ranks(3, fails)
+    errors = [CorruptCheckpointError("flipped", [Finding("bits", "w")])]
+    assert run_ranks(3, one) == [(1, {2})] * 3
+    # What one rank cannot read does not hide what another one has found.
+    errors.append(CheckpointingException("cannot be read here", [Finding("codec")]))
+    assert run_ranks(3, one) == [(1, {2})] * 3
+    errors = [CheckpointingException("cannot be read here", [Finding("codec")])]
+    assert run_ranks(3, one) == [(1, set())] * 3
+
+
+# Room for a step that was damaged.
+
+
+def test_a_damaged_step_stays_until_the_new_one_has_claimed_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path, "zarr")
+    for step in (1, 2):
+        manager.save(step, state(step))
+    damage(manager.folder(2))
+    assert manager.latest_valid() == 1
+    before = files_in(manager.folder(2))
+    # Not planned.
+    with pytest.raises(InvalidShardingError):
+        manager.save(2, {"w": [*state(3).values()], "v": [*state(3).values()]})
+    assert files_in(manager.folder(2)) == before
+    # No room.
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda *_: False)
+        with pytest.raises(CheckpointingException, match="may not write"):
+            manager.save(2, state(2))
+        with pytest.raises(CheckpointingException, match="may not write"):
+            manager.async_save(2, state(2))
+    assert files_in(manager.folder(2)) == before
+    manager.async_save(2, state(4)).result(60)
+    assert manager.latest_valid() == 2
+    assert load_plain_tensors(manager.folder(2))["step"] == 4
+    # It is a good one now.
+    with pytest.raises(CheckpointExistsError):
+        manager.save(2, state(2))
+    manager.close()
+
+
+def test_only_the_save_that_was_found_damaged_makes_room(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, "zarr")
+    for step in (1, 2):
+        manager.save(step, state(step))
+    good = tmp_path / "good"
+    shutil.copytree(manager.folder(2), good)
+    damage(manager.folder(2))
+    assert manager.latest_valid() == 1
+    # Another job has saved it meanwhile.
+    other = CheckpointManager(tmp_path, "zarr")
+    assert other.latest_valid() == 1
+    other.save(2, state(2))
+    with pytest.raises(CheckpointExistsError):
+        manager.save(2, state(3))
+    assert load_plain_tensors(manager.folder(2))["step"] == 2
+
+
+def test_options_of_the_caller_are_heard(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, "zarr")
+    manager.save(1, state(1))
+    manager.save(1, state(2), overwrite=True)
+    manager.async_save(1, state(3), overwrite=True).result(60)
+    manager.close()
+    assert load_plain_tensors(manager.folder(1))["step"] == 3

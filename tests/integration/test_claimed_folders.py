@@ -1,0 +1,495 @@
+"""Who may write into a folder, and what is deleted there, on any file system."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointManager,
+    RankFailedError,
+    Retention,
+    ShardedObject,
+    ShardedTensor,
+    check_is_distributed_checkpoint,
+    commit,
+    folder_lock,
+    load_plain_tensors,
+    remove_sharded_tensors,
+    save,
+    store,
+    verify_checkpoint,
+)
+from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.commit import Attempt, remove_checkpoint
+from dist_checkpointing.folder_lock import LOCK_NAME, FolderLock
+from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy, writer
+from dist_checkpointing.testing import run_ranks
+
+BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
+
+
+def state(step: int, key: str = "w") -> dict[str, Any]:
+    return {
+        "w": ShardedTensor.from_rank_offsets(key, torch.full((4, 3), float(step))),
+        "m": ShardedTensor.from_rank_offsets("optimizer.m", torch.full((4,), float(step))),
+        "rng": ShardedObject("rng", [step], (1,), (0,)),
+        "step": step,
+    }
+
+
+def assert_holds(folder: Path, step: int, key: str = "w") -> None:
+    verify_checkpoint(folder)
+    loaded = load_plain_tensors(folder)
+    assert loaded["step"] == step
+    assert loaded[key].unique().tolist() == [step]
+
+
+def refuse_flock(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """``flock`` as on NFS (EBADF for a descriptor that is only read), or not at all."""
+    real = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        if how != "EBADF":
+            code = getattr(errno, how)
+            raise OSError(code, os.strerror(code))
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        if operation & fcntl.LOCK_EX and mode == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(folder_lock, "_without_flock", set())
+
+
+# File systems.
+
+
+@BACKEND
+@pytest.mark.parametrize("how", ["ENOSYS", "EOPNOTSUPP", "ENOLCK", "EBADF"])
+def test_saves_overwrites_removals_and_retention_where_flock_is_not_what_it_is_elsewhere(
+    tmp_path: Path, how: str, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_flock(monkeypatch, how)
+    folder = tmp_path / "c"
+    save(state(1), folder, backend)
+    save(state(2), folder, backend, overwrite=True)
+    assert_holds(folder, 2)
+    remove_sharded_tensors(folder, "optimizer")
+    assert "optimizer.m" not in load_plain_tensors(folder)
+    assert not (folder / LOCK_NAME).exists()
+    manager = CheckpointManager(tmp_path / "run", backend, retention=Retention(keep_last=1))
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    manager.async_save(4, state(4)).result(60)
+    assert manager.steps() == [4]
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["manager.json", "step-00000004"]
+    manager.close()
+
+
+@pytest.mark.parametrize("how", ["ENOSYS", "EBADF"])
+def test_a_save_and_a_removal_keep_each_other_out(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_flock(monkeypatch, how)
+    save(state(1), tmp_path, "zarr")
+    calls: list[Callable[[], Any]] = [
+        lambda: save(state(2), tmp_path, "zarr", overwrite=True),
+        lambda: remove_sharded_tensors(tmp_path, "optimizer", comm=SingleProcess()),
+        lambda: remove_checkpoint(tmp_path),
+    ]
+    with FolderLock.acquire(tmp_path):
+        for call in calls:
+            with pytest.raises(CheckpointExistsError, match=f"process {os.getpid()} on host"):
+                call()
+    assert_holds(tmp_path, 1)
+
+
+def test_a_checkpoint_that_is_committed_while_a_save_waits_for_its_turn_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not there at the first look."""
+    real = FolderLock.acquire
+
+    def acquire(folder: Path) -> FolderLock:
+        monkeypatch.setattr(FolderLock, "acquire", real)
+        save(state(1), folder, "zarr")
+        return real(folder)
+
+    monkeypatch.setattr(FolderLock, "acquire", acquire)
+    with pytest.raises(CheckpointExistsError, match="committed checkpoint"):
+        save(state(2), tmp_path, "zarr")
+    assert_holds(tmp_path, 1)
+
+
+def test_a_folder_that_a_removal_deletes_under_a_save_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = FolderLock.acquire
+
+    def acquire(folder: Path) -> FolderLock:
+        monkeypatch.setattr(FolderLock, "acquire", real)
+        folder.rmdir()
+        return real(folder)
+
+    monkeypatch.setattr(FolderLock, "acquire", acquire)
+    save(state(1), tmp_path / "c", "zarr")
+    assert_holds(tmp_path / "c", 1)
+
+
+def test_ranks_with_more_threads_than_rank_0_leave_nothing_that_nobody_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_MIN_FILE_BYTES", 1)
+    threads = [1, 4, 30]
+
+    def save_rank(comm: Comm) -> None:
+        options = StorageOptions(threads=threads[comm.rank])
+        wanted = {
+            str(i): ShardedTensor.from_rank_offsets(str(i), torch.ones(3), (0, comm.rank, 3))
+            for i in range(40)
+        }
+        save(wanted, tmp_path, TorchDistSaveShardedStrategy(options=options), comm=comm)
+
+    with monkeypatch.context() as patched:
+        # As a kill before the commit leaves it.
+        patched.setattr(Attempt, "commit", lambda *_: (_ for _ in ()).throw(OSError("no commit")))
+        patched.setattr(Attempt, "abandon", Attempt.release)
+        with pytest.raises(CheckpointingException, match="no commit"):
+            run_ranks(3, save_rank)
+    assert (tmp_path / "__1_3.distcp").exists()
+    assert (tmp_path / "__2_7.distcp").exists()
+    run_ranks(3, save_rank)
+    verify_checkpoint(tmp_path)
+    assert len(load_plain_tensors(tmp_path)) == 40
+    remove_checkpoint(tmp_path)
+    assert not tmp_path.exists()
+
+
+# Leftovers.
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"zarr_format": 3}', None], ids=repr)
+def test_metadata_that_a_killed_save_cut_off_is_not_looked_into(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    def damage(folder: Path) -> None:
+        path = folder / "w/.zarray"
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+
+    folder = tmp_path / "c"
+    save(state(1), folder, ("zarr", 1))
+    damage(folder)
+    save(state(2), folder, ("zarr", 1), overwrite=True)
+    assert_holds(folder, 2)
+    (folder / "metadata.json").unlink()
+    damage(folder)
+    save(state(3), folder, ("zarr", 1))
+    assert_holds(folder, 3)
+    manager = CheckpointManager(tmp_path / "run", ("zarr", 1))
+    manager.save(1, state(1))
+    (manager.folder(1) / "metadata.json").unlink()
+    damage(manager.folder(1))
+    manager.save(1, state(4))
+    assert_holds(manager.folder(1), 4)
+
+
+def test_an_array_of_another_program_is_still_refused_whatever_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/.zarray").write_bytes(b"{")
+    with pytest.raises(CheckpointExistsError, match="array of another program"):
+        save(state(1), tmp_path, ("zarr", 1))
+    assert (tmp_path / "other/.zarray").read_bytes() == b"{"
+
+
+@BACKEND
+def test_temporary_files_of_a_killed_removal_go_with_the_next_change(
+    tmp_path: Path, backend: Any
+) -> None:
+    names = [".dckpt/removal.json", ".dckpt/attempt.json", "common.pt"]
+    names += {"zarr": [".dckpt/index.json", "zarr.json"][: 2 * (backend[1] - 1)]}.get(
+        backend[0], []
+    )
+    names += {"torch_dist": [".metadata"], "tensorstore": [".dckpt/index.json"]}.get(backend[0], [])
+    folder = tmp_path / "c"
+
+    def leave() -> list[Path]:
+        left = [folder / f"{name}.0123abcd.tmp" for name in names]
+        if backend[0] == "tensorstore":
+            left.append(folder / "manifest.ocdbt.__lock")
+        for path in left:
+            path.write_bytes(b"half")
+        return left
+
+    save(state(1), folder, backend)
+    left = leave()
+    remove_sharded_tensors(folder, "optimizer")
+    assert not [path for path in left if path.exists()]
+    left = leave()
+    remove_sharded_tensors(folder, "nothing begins with this")
+    assert not [path for path in left if path.exists()]
+    left = leave()
+    save(state(2), folder, backend, overwrite=True)
+    assert not [path for path in left if path.exists()]
+    leave()
+    remove_checkpoint(folder)
+    assert not folder.exists()
+
+
+def test_a_record_that_is_written_anew_is_never_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names in it are all that says which files are ours."""
+    attempt = Attempt.begin(tmp_path, ["w", "x"])
+    (tmp_path / "w").write_text("ours")
+    seen = []
+    real = os.fsync
+
+    def look(descriptor: int) -> None:
+        seen.append(commit.leftovers(tmp_path))
+        real(descriptor)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", look)
+    monkeypatch.setattr(store, "remove", fail)
+    attempt.abandon()
+    monkeypatch.undo()
+    assert seen
+    assert all(names >= {"w", "x"} for names in seen)
+    Attempt.begin(tmp_path, ["w"]).release()
+    assert not (tmp_path / "w").exists()
+
+
+# Data stays as long as metadata.json may be there.
+
+
+def fail_for(monkeypatch: pytest.MonkeyPatch, name: str, applies: Callable[..., bool]) -> None:
+    owner: Any = Path if name == "unlink" else store
+    real = getattr(owner, name)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if applies(*arguments):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@BACKEND
+@pytest.mark.parametrize("stuck", ["unlink", "fsync_folder"])
+def test_what_may_be_committed_is_not_deleted(
+    tmp_path: Path, backend: Any, stuck: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fsync after the rename fails, and then either it cannot be unlinked or not for good."""
+    folder = tmp_path / "c"
+
+    def is_renamed(path: Path) -> bool:
+        return path == folder and (path / "metadata.json").exists()
+
+    tried = []
+
+    def is_undone(path: Path) -> bool:
+        tried.append(path)
+        return path == folder and (path / "common.pt").exists() and (path / "x").exists()
+
+    with monkeypatch.context() as patched:
+        if stuck == "unlink":
+            fail_for(patched, "fsync_folder", is_renamed)
+            fail_for(patched, "unlink", lambda path, *_: path == folder / "metadata.json")
+        else:
+            real = Attempt.abandon
+
+            def abandon(self: Attempt) -> None:
+                (folder / "x").touch()
+                real(self)
+
+            patched.setattr(Attempt, "abandon", abandon)
+            fail_for(patched, "fsync_folder", lambda p: is_renamed(p) or is_undone(p))
+        with pytest.raises(RankFailedError, match="Input/output"):
+            save(state(1), folder, backend)
+    (folder / "x").unlink(missing_ok=True)
+    assert not (folder / LOCK_NAME).exists()
+    if stuck == "unlink":
+        assert_holds(folder, 1)
+        with pytest.raises(CheckpointExistsError, match="committed checkpoint"):
+            save(state(2), folder, backend)
+        assert_holds(folder, 1)
+    else:
+        # A power cut may bring it back: then everything is there.
+        assert tried
+        assert not check_is_distributed_checkpoint(folder)
+        (folder / "metadata.json").write_text(
+            json.dumps(
+                {
+                    "sharded_backend": backend[0],
+                    "sharded_backend_version": backend[1],
+                    "common_backend": "torch",
+                    "common_backend_version": 1,
+                }
+            )
+        )
+        assert_holds(folder, 1)
+
+
+def test_a_checkpoint_whose_commit_cannot_be_taken_back_is_not_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state(1), tmp_path, "zarr")
+    for name, fails in (
+        ("unlink", lambda path, *_: path.name == "metadata.json"),
+        ("fsync_folder", lambda path: path == tmp_path),
+    ):
+        with monkeypatch.context() as patched:
+            fail_for(patched, name, fails)
+            with pytest.raises(OSError, match="Input/output"):
+                remove_checkpoint(tmp_path)
+            with pytest.raises(RankFailedError, match="Input/output"):
+                save(state(2), tmp_path, "zarr", overwrite=True)
+        (tmp_path / "metadata.json").write_text(
+            '{"sharded_backend": "zarr", "sharded_backend_version": 2}'
+        )
+        assert_holds(tmp_path, 1)
+
+
+# Links.
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    folder = tmp_path / "outside"
+    (folder / "x").mkdir(parents=True)
+    for name in ("victim", "x/0", "x/.zarray", "attempt.json", "removal.json"):
+        (folder / name).write_text("mine")
+    return folder
+
+
+def assert_untouched(outside: Path) -> None:
+    files = {str(p.relative_to(outside)) for p in outside.rglob("*") if p.is_file()}
+    assert files == {"victim", "x/0", "x/.zarray", "attempt.json", "removal.json"}
+    assert {p.read_text() for p in outside.rglob("*") if p.is_file()} == {"mine"}
+
+
+def test_a_link_in_the_place_of_the_record_is_replaced(tmp_path: Path, outside: Path) -> None:
+    folder = tmp_path / "c"
+    (folder / ".dckpt").mkdir(parents=True)
+    (folder / ".dckpt/attempt.json").symlink_to(outside / "victim")
+    save(state(1), folder)
+    assert_untouched(outside)
+    assert not (folder / ".dckpt/attempt.json").is_symlink()
+    assert_holds(folder, 1)
+
+
+@BACKEND
+def test_a_link_in_the_place_of_our_folder_is_refused(
+    tmp_path: Path, outside: Path, backend: Any
+) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / ".dckpt").symlink_to(outside)
+    with pytest.raises(CheckpointExistsError, match=r"\.dckpt"):
+        save(state(1), folder, backend)
+    assert_untouched(outside)
+    assert [path.name for path in folder.iterdir()] == [".dckpt"]
+
+
+def test_leftovers_behind_a_link_are_not_deleted(tmp_path: Path, outside: Path) -> None:
+    folder = tmp_path / "c"
+    (folder / ".dckpt").mkdir(parents=True)
+    (folder / "link").symlink_to(outside)
+    names = ["link/x", "link/victim", "link/x/0", "link/nothing/y"]
+    (folder / ".dckpt/attempt.json").write_text(json.dumps({"attempt": "a" * 32, "creates": names}))
+    save(state(1), folder)
+    assert_untouched(outside)
+    assert (folder / "link").is_symlink()
+    remove_checkpoint(folder)
+    assert_untouched(outside)
+    assert [path.name for path in folder.iterdir()] == ["link"]
+
+
+def test_a_link_of_ours_is_deleted_and_not_what_it_points_to(tmp_path: Path, outside: Path) -> None:
+    folder = tmp_path / "c"
+    (folder / ".dckpt").mkdir(parents=True)
+    (folder / "w").symlink_to(outside)
+    (folder / ".dckpt/attempt.json").write_text(json.dumps({"attempt": "a" * 32, "creates": ["w"]}))
+    save(state(1), folder, "zarr")
+    assert_untouched(outside)
+    assert not (folder / "w").is_symlink()
+    assert_holds(folder, 1)
+
+
+@pytest.mark.parametrize("creates", [["w"], ["link/w"], ["link/w", "link/x"]], ids=str)
+def test_nothing_is_written_through_a_link(
+    tmp_path: Path, outside: Path, creates: list[str]
+) -> None:
+    folder = tmp_path / "c"
+    (folder / ".dckpt").mkdir(parents=True)
+    (folder / "link").symlink_to(outside)
+    (folder / ".dckpt/attempt.json").write_text(
+        json.dumps({"attempt": "a" * 32, "creates": creates})
+    )
+    with pytest.raises(CheckpointExistsError, match="is a link"):
+        save(state(1, "link/new"), folder, ("zarr", 1))
+    assert_untouched(outside)
+
+
+@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)])
+def test_a_removal_does_not_follow_links(tmp_path: Path, outside: Path, backend: Any) -> None:
+    folder = tmp_path / "c"
+    save(state(1), folder, backend)
+    (folder / "link").symlink_to(outside)
+    going = {"k": ["link/x"], "l": ["link"]}
+    (folder / ".dckpt/removal.json").write_text(json.dumps(going))
+    remove_sharded_tensors(folder, "optimizer")
+    assert_untouched(outside)
+    assert (folder / "link").is_symlink()
+    assert "optimizer.m" not in load_plain_tensors(folder)
+    (folder / ".dckpt/removal.json").symlink_to(outside / "removal.json")
+    remove_sharded_tensors(folder, "w")
+    assert_untouched(outside)
+
+
+def test_lanes_behind_a_link_are_not_deleted(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "c", tmp_path / "outside"
+    (outside / "lane").mkdir(parents=True)
+    (outside / "lane/file").write_text("mine")
+    save(state(1), folder, "tensorstore")
+    (folder / "data/other").symlink_to(outside)
+    remove_sharded_tensors(folder, "optimizer")
+    assert (outside / "lane/file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["..", "../outside/victim", "w/../../outside/victim"])
+def test_a_path_that_is_not_below_is_not_deleted(tmp_path: Path, outside: Path, name: str) -> None:
+    folder = tmp_path / "c"
+    (folder / "w").mkdir(parents=True)
+    with pytest.raises(ValueError, match="not below"):
+        store.remove(folder / name, folder)
+    assert_untouched(outside)
+
+
+@pytest.mark.parametrize("name", [LOCK_NAME, ".dckpt", "", ".", "/etc/passwd", "a/../../b"])
+def test_names_that_are_none_are_not_cleared_away(tmp_path: Path, name: str) -> None:
+    (tmp_path / ".dckpt").mkdir()
+    content = json.dumps({"attempt": "a" * 32, "creates": [name]})
+    (tmp_path / ".dckpt/attempt.json").write_text(content)
+    with pytest.raises(CheckpointingException, match="cannot be cleared away"):
+        Attempt.begin(tmp_path, ["w"])
+    assert (tmp_path / ".dckpt/attempt.json").read_text() == content
+    assert not (tmp_path / LOCK_NAME).exists()

@@ -1,0 +1,368 @@
+"""One lock a folder: with flock, without it, on network file systems, and after a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_checkpointing import folder_lock
+from dist_checkpointing.errors import CheckpointExistsError
+from dist_checkpointing.folder_lock import LOCK_NAME, FolderLock
+from dist_checkpointing.lock_holder import Holder, Kind
+
+# From Python 3.12 on; the children do nothing that needs another thread.
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+NO_FLOCK = [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK]
+
+
+def forget_flock(monkeypatch: pytest.MonkeyPatch, code: int = errno.ENOSYS) -> None:
+    """From now on the file systems have none."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(folder_lock, "_without_flock", set())
+
+
+@pytest.fixture(params=["flock", "file"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    found = Kind(request.param)
+    if found is Kind.FILE:
+        forget_flock(monkeypatch)
+    return found
+
+
+def num_descriptors() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """Run ``work`` in a forked process that then waits to be killed; its process id."""
+    ready, done = os.pipe()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            kept = work()
+            os.write(done, b"1")
+            while os.getppid() == parent:
+                time.sleep(0.1)
+            del kept
+        finally:
+            os._exit(1)
+    os.close(done)
+    assert os.read(ready, 1) == b"1"
+    os.close(ready)
+    return child
+
+
+def kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def put(folder: Path, **changes: Any) -> Holder:
+    """Lay down a lock file, as that of this process but for some changes."""
+    holder = dataclasses.replace(Holder.own(Kind.FILE), **changes)
+    (folder / LOCK_NAME).write_bytes(holder.to_json())
+    return holder
+
+
+def test_one_at_a_time(tmp_path: Path, kind: Kind) -> None:
+    with FolderLock.acquire(tmp_path) as lock:
+        said = Holder.parsed((tmp_path / LOCK_NAME).read_bytes())
+        assert said is not None
+        assert (said.kind, said.pid, said.host) == (kind, os.getpid(), os.uname().nodename)
+        with pytest.raises(CheckpointExistsError, match=r"another save is writing") as raised:
+            FolderLock.acquire(tmp_path)
+        assert f"process {os.getpid()} on host {os.uname().nodename}" in str(raised.value)
+        seen = [lock.is_held]
+    assert [*seen, lock.is_held] == [True, False]
+    assert not [*tmp_path.iterdir()]
+    FolderLock.acquire(tmp_path).release()
+
+
+def test_a_lock_that_nobody_refers_to_is_released(tmp_path: Path, kind: Kind) -> None:
+    lock = FolderLock.acquire(tmp_path)
+    del lock
+    assert not [*tmp_path.iterdir()], kind
+    FolderLock.acquire(tmp_path).release()
+
+
+def test_no_descriptor_is_left(tmp_path: Path, kind: Kind) -> None:
+    before = num_descriptors()
+    for _ in range(3):
+        with FolderLock.acquire(tmp_path), pytest.raises(CheckpointExistsError):
+            FolderLock.acquire(tmp_path)
+    assert num_descriptors() == before, kind
+
+
+def test_a_killed_process_has_no_lock(tmp_path: Path, kind: Kind) -> None:
+    child = in_a_child(lambda: FolderLock.acquire(tmp_path))
+    with pytest.raises(CheckpointExistsError, match=f"process {child} on host") as raised:
+        FolderLock.acquire(tmp_path)
+    assert "delete" not in str(raised.value)
+    kill(child)
+    assert (tmp_path / LOCK_NAME).exists()
+    FolderLock.acquire(tmp_path).release()
+    assert not [*tmp_path.iterdir()], kind
+
+
+def test_one_that_is_dead_but_not_reaped_has_no_lock(tmp_path: Path, kind: Kind) -> None:
+    child = in_a_child(lambda: FolderLock.acquire(tmp_path))
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    FolderLock.acquire(tmp_path).release()
+    os.waitpid(child, 0)
+    assert not [*tmp_path.iterdir()], kind
+
+
+def test_what_a_forked_process_does_with_it_is_not_its_own(tmp_path: Path, kind: Kind) -> None:
+    lock = FolderLock.acquire(tmp_path)
+    child = in_a_child(lock.release)
+    with pytest.raises(CheckpointExistsError):
+        FolderLock.acquire(tmp_path)
+    lock.release()
+    FolderLock.acquire(tmp_path).release()
+    kill(child)
+    assert not [*tmp_path.iterdir()], kind
+
+
+def test_an_exclusive_lock_needs_a_descriptor_for_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS."""
+    real = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        if operation & fcntl.LOCK_EX and mode == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for _ in range(2):
+        FolderLock.acquire(tmp_path).release()
+
+
+def test_a_file_that_was_deleted_meanwhile_is_not_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process opens it, its holder deletes it and ends, a third one makes a new one."""
+    real, others = fcntl.flock, []
+
+    def flock(file: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        (tmp_path / LOCK_NAME).unlink()
+        others.append(FolderLock.acquire(tmp_path))
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(CheckpointExistsError):
+        FolderLock.acquire(tmp_path)
+    others[0].release()
+    FolderLock.acquire(tmp_path).release()
+
+
+def test_a_stale_handle_is_opened_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.flock
+
+    def flock(*_: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = num_descriptors()
+    FolderLock.acquire(tmp_path).release()
+    assert num_descriptors() == before
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_lock_that_a_forked_process_keeps_says_so(tmp_path: Path) -> None:
+    """A worker of a DataLoader has outlived the process that saved."""
+    read, write = os.pipe()
+
+    def lock_and_fork() -> FolderLock:
+        lock = FolderLock.acquire(tmp_path)
+        if os.fork() == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        return lock
+
+    kill(in_a_child(lock_and_fork))
+    with pytest.raises(CheckpointExistsError, match="a process that it forked has the lock"):
+        FolderLock.acquire(tmp_path)
+    os.close(write)
+    os.close(read)
+
+
+@pytest.mark.parametrize("code", NO_FLOCK, ids=errno.errorcode.get)
+def test_without_flock_it_is_said_once(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget_flock(monkeypatch, code)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        FolderLock.acquire(tmp_path / name).release()
+    assert [text for text in caplog.messages if "no flock" in text] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_other_errors_of_flock_are_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget_flock(monkeypatch, errno.EIO)
+    before = num_descriptors()
+    with pytest.raises(OSError, match="Input/output"):
+        FolderLock.acquire(tmp_path)
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"host": "node17"}, {"boot": "another-boot"}, {"pid_space": "pid:[1]"}, {"boot": ""}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_cannot_be_known_to_be_gone_must_be_deleted_by_hand(
+    tmp_path: Path, kind: Kind, changes: dict[str, str]
+) -> None:
+    gone = in_a_child(lambda: None)
+    kill(gone)
+    holder = put(tmp_path, pid=gone, **changes)
+    with pytest.raises(CheckpointExistsError, match="is being written") as raised:
+        FolderLock.acquire(tmp_path)
+    text = str(raised.value)
+    assert f"process {gone} on host {holder.host}" in text
+    assert f"If no such process is left, delete {tmp_path / LOCK_NAME}" in text
+    assert (tmp_path / LOCK_NAME).read_bytes() == holder.to_json(), kind
+    (tmp_path / LOCK_NAME).unlink()
+    FolderLock.acquire(tmp_path).release()
+
+
+def test_a_later_process_of_the_same_id_is_another_one(tmp_path: Path, kind: Kind) -> None:
+    put(tmp_path, started=1)
+    FolderLock.acquire(tmp_path).release()
+    assert not [*tmp_path.iterdir()], kind
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": -1}', b"[" * 30_000])
+def test_a_lock_file_that_names_nobody(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / LOCK_NAME).write_bytes(content)
+    FolderLock.acquire(tmp_path).release()  # nobody has the flock
+    forget_flock(monkeypatch)
+    (tmp_path / LOCK_NAME).write_bytes(content)
+    with pytest.raises(CheckpointExistsError, match="If no such process is left, delete"):
+        FolderLock.acquire(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"pid": -1}, {"pid": True}, {"pid": "1"}, {"token": "../x"}, {"kind": "x"}, {"host": 1}],
+    ids=str,
+)
+def test_a_strange_holder_is_not_believed(changes: dict[str, Any]) -> None:
+    content = json.loads(Holder.own(Kind.FILE).to_json())
+    assert Holder.parsed(json.dumps(content).encode()) is not None
+    assert Holder.parsed(json.dumps(content | changes).encode()) is None
+
+
+def test_a_link_is_not_followed(tmp_path: Path, kind: Kind) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "c"
+    folder.mkdir()
+    victim.write_text("mine")
+    (folder / LOCK_NAME).symlink_to(victim)
+    with pytest.raises(CheckpointExistsError, match="is a link"):
+        FolderLock.acquire(folder)
+    assert victim.read_text() == "mine", kind
+    (folder / LOCK_NAME).unlink()
+    (folder / LOCK_NAME).symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointExistsError, match="is a link"):
+        FolderLock.acquire(folder)
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_many_take_it_over_at_once_and_one_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_flock(monkeypatch)
+    logging.getLogger(folder_lock.__name__).setLevel(logging.ERROR)
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        put(folder, started=1)
+        go_read, go_write = os.pipe()
+        told_read, told_write = os.pipe()
+        end_read, end_write = os.pipe()
+        children = []
+        for _ in range(6):
+            child = os.fork()
+            if child == 0:
+                try:
+                    os.close(end_write)
+                    os.read(go_read, 1)
+                    try:
+                        lock = FolderLock.acquire(folder)
+                    except CheckpointExistsError:
+                        os.write(told_write, b"-")
+                    else:
+                        os.write(told_write, b"+")
+                        os.read(end_read, 1)  # holds it until all others have tried
+                        lock.release()
+                finally:
+                    os._exit(0)
+            children.append(child)
+        os.write(go_write, b"x" * 6)
+        told = b""
+        while len(told) < 6:
+            told += os.read(told_read, 6)
+        for end in (end_write, end_read, go_read, go_write, told_read, told_write):
+            os.close(end)
+        for child in children:
+            os.waitpid(child, 0)
+        assert sorted(told) == sorted(b"+-----")
+        assert not [*folder.iterdir()]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(os, "rename"), (Holder, "to_json")], ids=str)
+def test_killed_while_it_takes_over(
+    tmp_path: Path, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_flock(monkeypatch)
+    stale = put(tmp_path, started=1)
+
+    def stop(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            monkeypatch.setattr(owner, name, stop)
+            FolderLock.acquire(tmp_path)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    claim = tmp_path / f"{LOCK_NAME}.{stale.token}"
+    assert claim.exists()
+    if name == "to_json":
+        # It had not yet written its name: only a person knows that nobody is at work.
+        with pytest.raises(CheckpointExistsError, match=f"delete {claim}"):
+            FolderLock.acquire(tmp_path)
+        claim.unlink()
+    FolderLock.acquire(tmp_path).release()
+    assert not [*tmp_path.iterdir()]
