@@ -9,6 +9,7 @@ import decimal
 import fractions
 import io
 import logging
+import math
 import pathlib
 import pickle
 import threading
@@ -29,6 +30,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.strategies.torch_file_guard import check_torch_file
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +186,10 @@ def deserialize_file(path: Path, *, trusted: bool = False, maps_file: bool = Tru
 
 def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: bool) -> Any:
     try:
-        with _safe_globals_allowed():
+        if not trusted:
+            check_torch_file(Path(source) if isinstance(source, str) else source.getvalue())
+        # Sparse tensors whose indices lie outside of them end the process when they are used.
+        with _safe_globals_allowed(), torch.sparse.check_sparse_tensor_invariants():
             value = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=maps_file)
     except Exception as error:
         refused = [] if trusted else _refused_globals(source)
@@ -203,7 +208,7 @@ def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: boo
         ) from error
     if not trusted and _holds_pointers(value):
         finding = Finding(
-            "the file holds a numpy array of Python objects",
+            "the file holds a numpy array of Python objects, or whose fields lie outside of it",
             path=where,
             remedy="Save a list instead, or pass trusted=True if you trust its source.",
         )
@@ -228,11 +233,14 @@ def _holds_pointers(value: Any) -> bool:
 
 
 def _has_objects(dtype: np.dtype[Any]) -> bool:
-    # A dtype out of a file may deny what its fields are.
+    # A dtype out of a file may deny what its fields are, or where: numpy looks at neither.
     if dtype.subdtype is not None:
-        return _has_objects(dtype.subdtype[0])
-    fields = [] if dtype.fields is None else [entry[0] for entry in dtype.fields.values()]
-    return bool(dtype.hasobject) or any(map(_has_objects, fields))
+        base, shape = dtype.subdtype
+        return base.itemsize * math.prod(shape) != dtype.itemsize or _has_objects(base)
+    fields = [] if dtype.fields is None else list(dtype.fields.values())
+    if any(not 0 <= entry[1] <= dtype.itemsize - entry[0].itemsize for entry in fields):
+        return True
+    return bool(dtype.hasobject) or any(_has_objects(entry[0]) for entry in fields)
 
 
 def _refused_globals(data: io.BytesIO | str) -> list[str]:

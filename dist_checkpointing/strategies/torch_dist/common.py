@@ -22,7 +22,7 @@ from dist_checkpointing.strategies.torch_dist.metadata import (
     StatePath,
     read_dcp_metadata,
 )
-from dist_checkpointing.strategies.torch_dist.record_search import BadRecord
+from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.stored_values import OpenRecord, opened, read_object
 
 _MOST_POSITIONS = 1 << 24

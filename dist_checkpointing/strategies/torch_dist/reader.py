@@ -15,7 +15,7 @@ from dist_checkpointing.storage import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.threads import in_threads
 from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
 from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
-from dist_checkpointing.strategies.torch_dist.record_search import BadRecord
+from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.stored_values import (
     SMALL_BYTES,
     OpenRecord,
