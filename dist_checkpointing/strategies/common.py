@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dist_checkpointing import store
+from dist_checkpointing.claims import Backing, large_objects, require_backing
 from dist_checkpointing.commit import COMMON_STATE_FNAME
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
@@ -169,4 +170,16 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         for leaf in found:
             if leaf.global_shape and leaf.global_shape[-1] == -1:
                 leaf.global_shape = (*leaf.global_shape[:-1], last[leaf.key])
+        _require_cells(found, root)
         return {leaf.unique_key: leaf for leaf in found}
+
+
+def _require_cells(found: Iterable[ShardedObject], root: Path) -> None:
+    """Refuse a grid with many cells of which few have a file: it is nothing but a name."""
+    cells: dict[tuple[str, tuple[int, ...]], int] = {}
+    for leaf in found:
+        grid = leaf.key, tuple(leaf.global_shape)
+        cells[grid] = cells.get(grid, 0) + 1
+    claims = large_objects(dict(cells.keys()))
+    files = {key: number for (key, _), number in cells.items()}
+    require_backing(claims, lambda claim: Backing(0, files[claim.key], str(root / claim.key)))

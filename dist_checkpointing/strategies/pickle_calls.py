@@ -169,7 +169,8 @@ def _subclass(name: str, args: Sequence[Any]) -> None:
 
 
 def _ragged(name: str, args: Sequence[Any]) -> None:
-    raise BadPickle("a nested tensor, whose parts cannot be checked against its memory")
+    del args
+    raise BadPickle(f"{name}: a nested tensor's parts cannot be checked against its memory")
 
 
 def _without_memory(name: str, args: Sequence[Any]) -> None:

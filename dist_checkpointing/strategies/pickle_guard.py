@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dist_checkpointing.collector import paused_collector
+
 MOST_LEVELS = 256
 """Of containers inside each other; every walk over a state dict is recursive."""
 
@@ -70,6 +72,7 @@ def _accept(*_: Any) -> None:
 
 
 def _no_storage(pid: Any) -> int:
+    del pid
     raise BadPickle("it refers to something outside of it")
 
 
@@ -116,7 +119,9 @@ def check_pickle(data: Any, start: int = 0, checks: Checks | None = None) -> Pic
     """
     walk = _Walk(data, Checks() if checks is None else checks)
     try:
-        return walk.run(start)
+        # What stands for the values is in no cycle, and much of it is alive at a time.
+        with paused_collector():
+            return walk.run(start)
     except (IndexError, KeyError, struct.error) as error:
         raise BadPickle("it is cut off, or its opcodes contradict each other") from error
 
@@ -129,6 +134,10 @@ _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
 _TEXTS = {0x58: 4, 0x8C: 1, 0x8D: 8, 0x55: 1, 0x54: 4, 0x43: 1, 0x42: 4, 0x8E: 8, 0x96: 8}
 _UNICODE = frozenset({0x58, 0x8C, 0x8D})
 _FLOAT = struct.Struct(">d")
+
+
+# Nothing is ever added to it, so one stands for all.
+_EMPTY_TUPLE = Node("tuple", items=())
 
 
 class _Walk:
@@ -207,7 +216,7 @@ class _Walk:
             elif opcode in _EMPTY:
                 stack.append(Node(_EMPTY[opcode]))
             elif opcode == 0x29:  # EMPTY_TUPLE
-                stack.append(Node("tuple", items=()))
+                stack.append(_EMPTY_TUPLE)
             elif opcode == 0x47:  # BINFLOAT
                 stack.append(_FLOAT.unpack_from(data, position)[0])
                 position += 8
@@ -264,8 +273,10 @@ class _Walk:
     def _text(self, opcode: int, position: int, size: int) -> tuple[Any, int]:
         width = _TEXTS[opcode]
         data = self._data
-        length = data[position] if width == 1 else int.from_bytes(
-            data[position : position + width], "little"
+        length = (
+            data[position]
+            if width == 1
+            else int.from_bytes(data[position : position + width], "little")
         )
         begin = position + width
         end = begin + length

@@ -30,6 +30,8 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.strategies.pickle_guard import BadPickle
+from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_file_guard import check_torch_file
 
 logger = logging.getLogger(__name__)
@@ -135,6 +137,10 @@ def serialize(value: object, what: str) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_PlainPickle)
     refused = _refused_globals(buffer)
+    try:
+        check_torch_file(buffer.getvalue())
+    except ValueError as error:
+        refused.append(f"what no load takes for data ({error})")
     hidden = [name for name in refused if name.startswith("dist_checkpointing.mapping")]
     if hidden:
         finding = Finding(
@@ -191,6 +197,8 @@ def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: boo
         # Sparse tensors whose indices lie outside of them end the process when they are used.
         with _safe_globals_allowed(), torch.sparse.check_sparse_tensor_invariants():
             value = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=maps_file)
+    except BadRecord as error:
+        raise _unreadable(str(error), where) from error
     except Exception as error:
         refused = [] if trusted else _refused_globals(source)
         if refused:
@@ -202,10 +210,8 @@ def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: boo
                 "these classes, or trusted=True for everything.",
             )
             raise UnsupportedFormatError("refused to unpickle", [finding]) from error
-        finding = Finding(f"{type(error).__name__}: {error}", path=where)
-        raise CorruptCheckpointError(
-            "a file of the checkpoint cannot be read", [finding]
-        ) from error
+        problem = str(error) if isinstance(error, BadPickle) else f"{type(error).__name__}: {error}"
+        raise _unreadable(problem, where) from error
     if not trusted and _holds_pointers(value):
         finding = Finding(
             "the file holds a numpy array of Python objects, or whose fields lie outside of it",
@@ -214,6 +220,11 @@ def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: boo
         )
         raise UnsupportedFormatError("refused to unpickle", [finding])
     return value
+
+
+def _unreadable(problem: str, where: str) -> CorruptCheckpointError:
+    finding = Finding(problem, path=where)
+    return CorruptCheckpointError("a file of the checkpoint cannot be read", [finding])
 
 
 def _holds_pointers(value: Any) -> bool:

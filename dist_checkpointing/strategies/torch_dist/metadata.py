@@ -239,8 +239,11 @@ def _parse(content: _Stub, path: str) -> DcpMetadata:
             raise ValueError(f"entry {key!r} is no tensor and no value")
         if entry.origin[1] == "BytesStorageMetadata":
             values.append(key)
-        else:
+            continue
+        try:
             tensors[key] = _tensor(key, entry, special.get(key) or {})
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            raise ValueError(f"{key!r}: {type(error).__name__}: {error}") from error
     places, packed = _places(fields["storage_data"])
     if packed:
         findings = [

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from dist_checkpointing.commit import DCP_METADATA_NAME
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Ints
 from dist_checkpointing.index import Index, StoredTensor
@@ -13,9 +14,9 @@ from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.storage import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.threads import in_threads
+from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
 from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
-from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.stored_values import (
     SMALL_BYTES,
     OpenRecord,
@@ -45,6 +46,10 @@ class TorchDistReader(StorageReader):
         maps_files = self.options.maps_files(self.checkpoint_dir)
         buffer_bytes = max(1, self.options.buffer_bytes // self.options.threads)
         self._most_copied = None if maps_files else buffer_bytes
+
+    def claimed_in(self, key: str) -> str:
+        del key
+        return str(self.checkpoint_dir / DCP_METADATA_NAME)
 
     def location(self, chunk: MetadataIndex) -> str:
         return self._where(self._index.place(self._index.row(chunk)))

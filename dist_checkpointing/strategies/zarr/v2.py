@@ -181,6 +181,12 @@ class ZarrV2Reader(ZarrFolderReader):
             raise CorruptCheckpointError("arrays have no readable metadata", damaged)
         return Index.of(sorted(tensors, key=lambda tensor: tensor.key))
 
+    def array_folder(self, key: str) -> Path:
+        return self.checkpoint_dir / key
+
+    def claimed_in(self, key: str) -> str:
+        return str(self.array_folder(key) / _METADATA_NAME)
+
     def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
         assert chunk.offset is not None
         name = chunk_name(tensor.grid.index_at(chunk.offset))
