@@ -15,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dist_checkpointing.claims import large_objects
 from dist_checkpointing.commit import (
     CheckpointingConfig,
     check_is_distributed_checkpoint,
@@ -272,7 +273,12 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @cached_property
     def objects(self) -> Mapping[str, ObjectHandle]:
         """The sharded objects by key."""
-        grids = self.index.objects or self.reads.object_grids(self.index)
+        index = self.index
+        if index.objects:
+            claims = large_objects(index.objects)
+            if claims:
+                self.reads.require_stored(claims, index)
+        grids = index.objects or self.reads.object_grids(index)
         return {key: ObjectHandle(self, key, shape) for key, shape in sorted(grids.items())}
 
     @cached_property

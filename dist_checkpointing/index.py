@@ -236,16 +236,17 @@ class Index(Mapping[str, StoredTensor]):
         if content.get("checksum") != f"{xxhash.xxh3_64_intdigest(body):016x}":
             raise _corrupt("the checksum of the index differs", path)
         try:
+            keys = _strings(content["keys"])
             index = cls(
-                _strings(content["keys"]),
+                keys,
                 _strings(content["dtypes"]),
-                [ints_from_json(shape) for shape in content["global_shapes"]],
-                [None if s is None else ints_from_json(s) for s in content["chunk_shapes"]],
+                _shapes(keys, content["global_shapes"]),
+                _shapes(keys, content["chunk_shapes"], optional=True),
                 {
                     key: Pieces.from_lists(table["offsets"], table["shapes"], table["flat"])
                     for key, table in content["pieces"].items()
                 },
-                {key: tuple(ints_from_json(shape)) for key, shape in content["objects"].items()},
+                {key: tuple(_extents(key, shape)) for key, shape in content["objects"].items()},
                 _optional_string(content["codec"]),
             )
             index._check()
@@ -282,6 +283,23 @@ def _strings(values: Any) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ValueError("expected a list of strings")
     return values
+
+
+def _shapes(keys: Sequence[str], column: Any, *, optional: bool = False) -> list[Any]:
+    """A column of shapes, one a key; None stays if it is optional."""
+    if not isinstance(column, list) or len(column) != len(keys):
+        raise ValueError("columns of different length")
+    return [
+        None if shape is None and optional else _extents(key, shape)
+        for key, shape in zip(keys, column, strict=True)
+    ]
+
+
+def _extents(key: str, shape: Any) -> list[int]:
+    try:
+        return ints_from_json(shape)
+    except ValueError as error:
+        raise ValueError(f"{key!r}: {error}") from None
 
 
 def _optional_string(value: Any) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -11,6 +12,7 @@ from typing import Any, Literal, overload
 import torch
 
 from dist_checkpointing.catalog import concatenate, describe
+from dist_checkpointing.claims import LARGE_BYTES, large_tensors
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.commit import CheckpointingConfig, number_of_save, read_config
@@ -223,9 +225,7 @@ def load(
         wanted_objects = {p: o for p, o in parts.objects.items() if o.key not in unexpected}
     # Only now that all ranks agree may a tensor be touched.
     with paused_collector(), comm.agreed("allocating memory"):
-        leaves: dict[TreePath, ShardedBase] = {
-            path: with_memory(leaf, stored) for path, leaf in wanted.items()
-        }
+        leaves = _with_memory(wanted, stored, reader, index)
     if verify:
         _verify(wanted, wanted_objects, found, checkpoint_dir, index, reader, meter, comm)
     loaded: dict[TreePath, Any] = {}
@@ -304,6 +304,24 @@ def _read_index(
         )
         stored = {key: (tuple(t.global_shape), t.dtype) for key, t in metadata.items()}
     return reader, index, stored
+
+
+def _with_memory(
+    wanted: Mapping[TreePath, ShardedTensor],
+    stored: Mapping[str, tuple[Ints, torch.dtype]],
+    reader: StorageReader | None,
+    index: Index | None,
+) -> dict[TreePath, ShardedBase]:
+    """The leaves, all with memory to fill."""
+    if reader is not None and index is not None:
+        # Shapes of a template may be those that the checkpoint says it has.
+        large = {leaf.key for leaf in wanted.values() if leaf.data is None and _is_large(leaf)}
+        reader.require_stored(large_tensors(index, large.intersection(index)), index)
+    return {path: with_memory(leaf, stored) for path, leaf in wanted.items()}
+
+
+def _is_large(leaf: ShardedTensor) -> bool:
+    return math.prod(leaf.local_shape) * leaf.dtype.itemsize > LARGE_BYTES
 
 
 def _num_bytes(leaf: ShardedBase) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from dist_checkpointing import dtypes
 from dist_checkpointing.begun_save import CONTENT_METADATA_KEY
+from dist_checkpointing.claims import Claim, large_tensors
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.commit import CheckpointingConfig
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
@@ -92,8 +93,9 @@ class PartialReads:
 
     def boxes(self, index: Index, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """One new tensor for each box; see ``Checkpoint.read``."""
-        leaves = {number: _leaf(index[key], box) for number, (key, box) in enumerate(wanted)}
         strategy = self.sharded
+        self.require_stored(large_tensors(index, dict.fromkeys(key for key, _ in wanted)), index)
+        leaves = {number: _leaf(index[key], box) for number, (key, box) in enumerate(wanted)}
         if isinstance(strategy, PlannedLoadStrategy):
             paths: dict[TreePath, ShardedTensor] = {
                 (DictKey(number),): leaf for number, leaf in leaves.items()
@@ -105,6 +107,11 @@ class PartialReads:
             template = {str(number): leaf for number, leaf in leaves.items()}
             loaded = strategy.load(template, self._folder)
         return [loaded[str(number)] for number in leaves]
+
+    def require_stored(self, claims: Sequence[Claim], index: Index) -> None:
+        """Make sure that large tensors and objects are there, see ``StorageReader``."""
+        if claims and isinstance(self.sharded, PlannedLoadStrategy):
+            self.sharded.make_reader(self._folder).require_stored(claims, index)
 
     def index_for(self, reader: StorageReader, index: Index) -> Index:
         """The index as a reader wants it: one that makes its own may note more in it."""

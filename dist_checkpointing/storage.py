@@ -18,11 +18,20 @@ import numpy as np
 
 from dist_checkpointing.catalog import concatenate
 from dist_checkpointing.checksums import CHECKSUMS_NAME, ChecksumColumns, make_tables
+from dist_checkpointing.claims import (
+    Backing,
+    Claim,
+    claim_of,
+    meets_many,
+    require_backing,
+    size_of_files,
+)
 from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Ints
 from dist_checkpointing.index import INDEX_NAME, Index, read_index, write_index
+from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.options import Durability, StorageOptions
 from dist_checkpointing.packing import pack, unpack
 from dist_checkpointing.planned_save import PlannedSave
@@ -237,6 +246,32 @@ class StorageReader(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no objects: {key} {cell}")
 
+    def require_stored(self, claims: Sequence[Claim], index: Index) -> None:
+        """Make sure that large tensors and objects are there, before they cost memory or work.
+
+        May be called before ``set_up_storage_reader``.
+
+        Args:
+            claims: what the index says of them.
+            index: it.
+
+        Raises:
+            CorruptCheckpointError: if the files cannot hold what is claimed.
+        """
+        del index
+        if not claims:
+            return
+        num_bytes, _ = size_of_files(self.checkpoint_dir)
+        # Every part takes a byte at least, if only to be named.
+        require_backing(
+            claims, lambda claim: Backing(num_bytes, num_bytes, self.claimed_in(claim.key))
+        )
+
+    def claimed_in(self, key: str) -> str:
+        """The file that says what a tensor is."""
+        del key
+        return str(self.checkpoint_dir / INDEX_NAME)
+
     def set_up_storage_reader(  # noqa: B027 - a hook
         self, metadata: Index, *, rank: int, world_size: int
     ) -> None:
@@ -390,6 +425,14 @@ def read(
     All that is missing is found before the first byte is read.
     """
     with paused_collector(), comm.agreed("planning the load"):
+        crowded = {
+            leaf.key: claim_of(index[leaf.key])
+            for leaf in leaves.values()
+            if isinstance(leaf, ShardedTensor)
+            and leaf.key in index
+            and meets_many(index[leaf.key], leaf.box)
+        }
+        reader.require_stored(list(crowded.values()), index)
         planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
         plan = planner.build_local_plan()
     if type(planner).build_global_plan is not LoadPlanner.build_global_plan:

@@ -14,6 +14,7 @@ from pathlib import Path
 from dist_checkpointing.catalog import concatenate, describe
 from dist_checkpointing.checkpoint import Checkpoint, ObjectHandle
 from dist_checkpointing.checksums import StoredObject, StoredPart, checksum_files, read_table
+from dist_checkpointing.claims import large_tensors
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -153,7 +154,7 @@ def examine_checkpoint(
     if index is None:
         seen.look_at_files(checkpoint.path, seal, rank, world_size)
         return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
-    keys = sorted(index)[rank::world_size]
+    keys = seen.plausible(checkpoint, index, sorted(index)[rank::world_size])
     digests = seen.checksums(checkpoint.path, index)
     if rank == 0:
         seen.look_for_lost(checkpoint, index, digests)
@@ -267,6 +268,16 @@ class _Seen:
                 with self.unpickling(key):
                     _ = handle[cell]
                     self.num_objects += 1
+
+    def plausible(self, checkpoint: Checkpoint, index: Index, keys: list[str]) -> list[str]:
+        """The tensors that the files can hold; the others are damaged, and are not looked at."""
+        try:
+            checkpoint.reads.require_stored(large_tensors(index, keys), index)
+        except CorruptCheckpointError as error:
+            self.findings += _findings(error)
+            lost = {finding.key for finding in error.findings}
+            return [key for key in keys if key not in lost]
+        return keys
 
     def checksums(self, folder: Path, index: Index) -> dict[str, list[StoredPart]]:
         """The parts that have a checksum, by key."""
@@ -418,7 +429,12 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     # What all parts need, such as a database that can be opened, is missed once and not by each.
     strategy.read({}, index, reader, SingleProcess())
-    return damage_of(parts, strategy, reader, index, meter)
+    # An index of another format, or of another save, may name what this reader does not find.
+    unknown = dict.fromkeys(part.key for part in parts if part.key not in index)
+    where = str(checkpoint.path)
+    findings = [Finding("in the index, and nowhere else", key, path=where) for key in unknown]
+    known = [part for part in parts if part.key not in unknown]
+    return findings + damage_of(known, strategy, reader, index, meter)
 
 
 def _damage_of_objects(
@@ -432,11 +448,7 @@ def _damage_of_objects(
     reader.set_up_storage_reader(
         checkpoint.reads.index_for(reader, checkpoint.index), rank=0, world_size=1
     )
-    cells = [
-        (key, cell)
-        for key, shape in index.objects.items()
-        for cell in itertools.product(*map(range, shape))
-    ]
+    cells = [(key, cell) for key, handle in checkpoint.objects.items() for cell in handle]
     return damage_of_objects(cells, known, reader)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dist_checkpointing import store
+from dist_checkpointing.claims import Backing, large_objects, require_backing
 from dist_checkpointing.commit import COMMON_STATE_FNAME
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
@@ -205,4 +206,16 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     def load_sharded_metadata(self, checkpoint_dir: str | PathLike[str]) -> ShardedStateDict:
         root = Path(checkpoint_dir)
         found = _cells(root.rglob("shard_*.pt"), root)
+        _require_cells(found, root)
         return {leaf.unique_key: leaf for leaf in found}
+
+
+def _require_cells(found: Iterable[ShardedObject], root: Path) -> None:
+    """Refuse a grid with many cells of which few have a file: it is nothing but a name."""
+    cells: dict[tuple[str, tuple[int, ...]], int] = {}
+    for leaf in found:
+        grid = leaf.key, tuple(leaf.global_shape)
+        cells[grid] = cells.get(grid, 0) + 1
+    claims = large_objects(dict(cells.keys()))
+    files = {key: number for (key, _), number in cells.items()}
+    require_backing(claims, lambda claim: Backing(0, files[claim.key], str(root / claim.key)))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from dist_checkpointing.claims import large_objects
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import (
     Finding,
@@ -185,7 +186,9 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         return {key: _whole(index, key) for key in index}
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
-        index = self.make_reader(Path(checkpoint_dir)).read_metadata()
+        reader = self.make_reader(Path(checkpoint_dir))
+        index = reader.read_metadata()
+        reader.require_stored(large_objects(index.objects), index)
         metadata: ShardedStateDict = {key: _whole(index, key) for key in index}
         for key, shape in index.objects.items():
             for cell in itertools.product(*map(range, shape)):

@@ -9,6 +9,7 @@ import decimal
 import fractions
 import io
 import logging
+import math
 import pathlib
 import pickle
 import threading
@@ -29,6 +30,9 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.strategies.pickle_guard import BadPickle
+from dist_checkpointing.strategies.torch_archive import BadRecord
+from dist_checkpointing.strategies.torch_file_guard import check_torch_file
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +139,10 @@ def serialize(value: object, what: str) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_PlainPickle)
     refused = _refused_globals(buffer)
+    try:
+        check_torch_file(buffer.getvalue())
+    except ValueError as error:
+        refused.append(f"what no load takes for data ({error})")
     hidden = [name for name in refused if name.startswith("dist_checkpointing.mapping")]
     if hidden:
         finding = Finding(
@@ -186,8 +194,13 @@ def deserialize_file(path: Path, *, trusted: bool = False, maps_file: bool = Tru
 
 def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: bool) -> Any:
     try:
-        with _safe_globals_allowed():
+        if not trusted:
+            check_torch_file(Path(source) if isinstance(source, str) else source.getvalue())
+        # Sparse tensors whose indices lie outside of them end the process when they are used.
+        with _safe_globals_allowed(), torch.sparse.check_sparse_tensor_invariants():
             value = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=maps_file)
+    except BadRecord as error:
+        raise _unreadable(str(error), where) from error
     except Exception as error:
         refused = [] if trusted else _refused_globals(source)
         if refused:
@@ -199,18 +212,21 @@ def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: boo
                 "these classes, or trusted=True for everything.",
             )
             raise UnsupportedFormatError("refused to unpickle", [finding]) from error
-        finding = Finding(f"{type(error).__name__}: {error}", path=where)
-        raise CorruptCheckpointError(
-            "a file of the checkpoint cannot be read", [finding]
-        ) from error
+        problem = str(error) if isinstance(error, BadPickle) else f"{type(error).__name__}: {error}"
+        raise _unreadable(problem, where) from error
     if not trusted and _holds_pointers(value):
         finding = Finding(
-            "the file holds a numpy array of Python objects",
+            "the file holds a numpy array of Python objects, or whose fields lie outside of it",
             path=where,
             remedy="Save a list instead, or pass trusted=True if you trust its source.",
         )
         raise UnsupportedFormatError("refused to unpickle", [finding])
     return value
+
+
+def _unreadable(problem: str, where: str) -> CorruptCheckpointError:
+    finding = Finding(problem, path=where)
+    return CorruptCheckpointError("a file of the checkpoint cannot be read", [finding])
 
 
 def _holds_pointers(value: Any) -> bool:
@@ -230,11 +246,14 @@ def _holds_pointers(value: Any) -> bool:
 
 
 def _has_objects(dtype: np.dtype[Any]) -> bool:
-    # A dtype out of a file may deny what its fields are.
+    # A dtype out of a file may deny what its fields are, or where: numpy looks at neither.
     if dtype.subdtype is not None:
-        return _has_objects(dtype.subdtype[0])
-    fields = [] if dtype.fields is None else [entry[0] for entry in dtype.fields.values()]
-    return bool(dtype.hasobject) or any(map(_has_objects, fields))
+        base, shape = dtype.subdtype
+        return base.itemsize * math.prod(shape) != dtype.itemsize or _has_objects(base)
+    fields = [] if dtype.fields is None else list(dtype.fields.values())
+    if any(not 0 <= entry[1] <= dtype.itemsize - entry[0].itemsize for entry in fields):
+        return True
+    return bool(dtype.hasobject) or any(_has_objects(entry[0]) for entry in fields)
 
 
 def _refused_globals(data: io.BytesIO | str) -> list[str]:

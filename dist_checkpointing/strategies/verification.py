@@ -224,7 +224,8 @@ def damage_of(
     most = strategy.options.buffer_bytes // 2
     # One piece of memory for all batches: an allocator would keep what each of them gave back.
     largest = max((_padded_bytes(part, index) for part in parts), default=0)
-    memory = torch.empty(max(most, largest), dtype=torch.uint8)
+    total = sum(_padded_bytes(part, index) for part in parts)
+    memory = torch.empty(max(min(most, total), largest), dtype=torch.uint8)
     findings = []
     for batch in _batches(parts, index, len(memory)):
         findings += _verify(batch, strategy, reader, index, memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import tensorstore as ts
 
 from dist_checkpointing import dtypes
+from dist_checkpointing.claims import Claim
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box
@@ -44,6 +45,9 @@ class ZarrArraysReader(StorageReader):
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         return self._folders.describing_names(wanted)
+
+    def require_stored(self, claims: Sequence[Claim], index: Index) -> None:
+        self._folders.require_stored(claims, index)
 
     def read_metadata(self) -> Index:
         return self._folders.read_metadata()

@@ -16,13 +16,13 @@ from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.strategies.base import LoadCommonStrategy
 from dist_checkpointing.strategies.known_formats import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize
+from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.contents import COMMON_STATE_CELL, cell_named
 from dist_checkpointing.strategies.torch_dist.metadata import (
     DcpMetadata,
     StatePath,
     read_dcp_metadata,
 )
-from dist_checkpointing.strategies.torch_dist.record_search import BadRecord
 from dist_checkpointing.strategies.torch_dist.stored_values import OpenRecord, opened, read_object
 
 _MOST_POSITIONS = 1 << 24

@@ -15,6 +15,7 @@ from dist_checkpointing import store
 from dist_checkpointing.commit import DCP_METADATA_NAME
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.geometry import Ints
+from dist_checkpointing.strategies.pickle_guard import BadPickle, check_pickle
 
 _MAX_METADATA_BYTES = 1 << 33
 _MAX_EXTENT = 1 << 62
@@ -178,6 +179,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(data: bytes, path: str) -> _Stub:
+    try:
+        check_pickle(data)
+    except BadPickle as error:
+        raise _corrupt(f"refused to unpickle: {error}", path) from error
     unpickler = _Unpickler(data)
     damage: Exception | None = None
     content = None
@@ -234,8 +239,11 @@ def _parse(content: _Stub, path: str) -> DcpMetadata:
             raise ValueError(f"entry {key!r} is no tensor and no value")
         if entry.origin[1] == "BytesStorageMetadata":
             values.append(key)
-        else:
+            continue
+        try:
             tensors[key] = _tensor(key, entry, special.get(key) or {})
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            raise ValueError(f"{key!r}: {type(error).__name__}: {error}") from error
     places, packed = _places(fields["storage_data"])
     if packed:
         findings = [

@@ -15,9 +15,9 @@ from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.storage import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.threads import in_threads
+from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
 from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
-from dist_checkpointing.strategies.torch_dist.record_search import BadRecord
 from dist_checkpointing.strategies.torch_dist.stored_values import (
     SMALL_BYTES,
     OpenRecord,
@@ -60,6 +60,10 @@ class TorchDistReader(StorageReader):
         except (BadRecord, EOFError, FileNotFoundError) as error:
             finding = Finding(f"cannot be read: {error}", key, path=self._where(place))
             raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error
+
+    def claimed_in(self, key: str) -> str:
+        del key
+        return str(self.checkpoint_dir / DCP_METADATA_NAME)
 
     def location(self, chunk: MetadataIndex) -> str:
         return self._where(self._index.place(self._index.row(chunk)))

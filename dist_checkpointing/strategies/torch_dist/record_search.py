@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,30 +12,11 @@ from typing import Any
 import torch
 
 from dist_checkpointing.geometry import Ints
-from dist_checkpointing.strategies.torch_dist.records import (
-    CENTRAL,
-    END,
-    END64,
-    END64_LOCATOR,
-    EXTRA,
-    LOCAL,
-    OVERFLOW,
-    SIZES64,
-    SIZES_FOLLOW,
-    STORAGE_CLASSES,
-    contiguous_stride,
-)
+from dist_checkpointing.strategies.pickle_guard import Checks, check_pickle
+from dist_checkpointing.strategies.torch_archive import BadRecord, Read, entries
+from dist_checkpointing.strategies.torch_dist.records import STORAGE_CLASSES, contiguous_stride
 
-_DESCRIPTOR_SIZES = (16, 24)
-_ENCRYPTED = 0x1
 _MOST_DESCRIPTION_BYTES = 1 << 16
-
-Read = Callable[[int, int], bytes]
-"""``(start, count)`` -> that part of a record; counted from its first byte."""
-
-
-class BadRecord(ValueError):
-    """A record is not what ``torch.save`` writes; the message says in which way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +60,16 @@ def find_tensor(read: Read, length: int) -> FoundTensor:
     Raises:
         BadRecord: if it is none, or damaged.
     """
-    entries = _entries(read, length)
-    start, size = entries.get("data.pkl") or _missing("data.pkl")
+    found = entries(read, length)
+    start, size = found.get("data.pkl") or _missing("data.pkl")
     if size > _MOST_DESCRIPTION_BYTES:
         raise BadRecord(f"a description of {size} bytes")
-    if "byteorder" in entries and read(*entries["byteorder"]) != b"little":
+    if "byteorder" in found and read(*found["byteorder"]) != b"little":
         raise BadRecord("it was not written by a little-endian machine")
     layout = _describe(read(start, size))
     if layout is None:
         return FoundTensor(None, 0)
-    start, size = entries.get(f"data/{layout.storage}") or _missing(f"data/{layout.storage}")
+    start, size = found.get(f"data/{layout.storage}") or _missing(f"data/{layout.storage}")
     if size != layout.storage_bytes:
         raise BadRecord(f"a storage of {layout.storage_bytes} bytes with {size} bytes of data")
     return FoundTensor(layout, start + layout.offset * layout.dtype.itemsize)
@@ -98,77 +77,6 @@ def find_tensor(read: Read, length: int) -> FoundTensor:
 
 def _missing(name: str) -> tuple[int, int]:
     raise BadRecord(f"its archive has no {name}")
-
-
-def _entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
-    """Name (below the archive's folder) -> (start, size) of all entries, which are all plain."""
-    where, size, count = _find_directory(read, length)
-    directory = read(where, size)
-    entries: dict[str, tuple[int, int]] = {}
-    edges = [(where, where, 0)]
-    position = 0
-    try:
-        for _ in range(count):
-            fields = CENTRAL.unpack_from(directory, position)
-            flags, method, (packed, plain), start = fields[3], fields[4], fields[8:10], fields[16]
-            if fields[0] != b"PK\x01\x02":
-                raise BadRecord("its directory is damaged")
-            name_size, extra_size, comment_size = fields[10:13]
-            position += CENTRAL.size
-            name = directory[position : position + name_size].decode()
-            position += name_size
-            if OVERFLOW in (packed, plain):
-                extra = directory[position : position + extra_size]
-                plain, packed = SIZES64.unpack_from(extra, _find_extra(extra))
-            position += extra_size + comment_size
-            if method != 0 or packed != plain or flags & _ENCRYPTED:
-                raise BadRecord(f"{name} is compressed, which PyTorch never does")
-            local = LOCAL.unpack(read(start, LOCAL.size))
-            begin = start + LOCAL.size + local[9] + local[10]
-            if local[0] != b"PK\x03\x04":
-                raise BadRecord(f"{name} is not where the directory says")
-            entries[name.partition("/")[2]] = begin, plain
-            edges.append((start, begin + plain, flags & SIZES_FOLLOW))
-    except (struct.error, UnicodeDecodeError) as error:
-        raise BadRecord(f"its directory is damaged: {error}") from error
-    # A number that is wrong by a little would shift all values: entries must lie end to end.
-    edges.sort()
-    for (_, stop, descriptor), (start, _, _) in itertools.pairwise(edges):
-        if start - stop not in (_DESCRIPTOR_SIZES if descriptor else (0,)):
-            raise BadRecord("its entries do not follow each other")
-    return entries
-
-
-def _find_directory(read: Read, length: int) -> tuple[int, int, int]:
-    """(start, size, number of entries) of the directory at the end of an archive."""
-    if length < END.size:
-        raise BadRecord(f"{length} bytes are no archive")
-    end = END.unpack(read(length - END.size, END.size))
-    signature, count, size, where = end[0], end[4], end[5], end[6]
-    if signature != b"PK\x05\x06":
-        raise BadRecord("it does not end like an archive of torch.save")
-    if where == OVERFLOW and length >= END.size + END64_LOCATOR.size:
-        at = length - END.size - END64_LOCATOR.size
-        locator = END64_LOCATOR.unpack(read(at, END64_LOCATOR.size))
-        if locator[0] != b"PK\x06\x07" or locator[2] + END64.size > length:
-            raise BadRecord("its end is damaged")
-        end64 = END64.unpack(read(locator[2], END64.size))
-        count, size, where = end64[7:10]
-    if where + size > length:
-        raise BadRecord("its directory lies outside of it")
-    return where, size, count
-
-
-def _find_extra(extra: bytes) -> int:
-    """Where the 64-bit sizes are among the extra fields of an entry."""
-    position = 0
-    while position + EXTRA.size <= len(extra):
-        kind, size = EXTRA.unpack_from(extra, position)
-        position += EXTRA.size
-        if kind == 1:
-            return position
-        position += size
-    raise BadRecord("an entry has no 64-bit size")
 
 
 class _TooSpecial(Exception):
@@ -213,9 +121,13 @@ class _Description(pickle.Unpickler):
         return dtype, name, size
 
 
+_ANY_STORAGE = Checks(storage=lambda _: 0)  # what it says of its storage is looked at afterwards
+
+
 @lru_cache(maxsize=1024)
 def _describe(content: bytes) -> StoredLayout | None:
     try:
+        check_pickle(content, checks=_ANY_STORAGE)
         storage, offset, shape, stride, dtype = _Description(io.BytesIO(content)).load()
         stored, name, size = storage
         numbers = (offset, size, *shape, *stride)

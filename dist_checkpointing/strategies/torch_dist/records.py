@@ -20,20 +20,21 @@ from zlib import crc32
 import torch
 
 from dist_checkpointing.geometry import Ints
+from dist_checkpointing.strategies.torch_archive import (
+    CENTRAL,
+    END,
+    END64,
+    END64_LOCATOR,
+    EXTRA,
+    LOCAL,
+    OVERFLOW,
+    SIZES64,
+    SIZES_FOLLOW,
+)
 
 ALIGNMENT = 64
 """Records and the values in them begin at multiples of this, as PyTorch's own do in an archive."""
 
-# The structures of a zip archive, see APPNOTE.TXT of PKWARE, 4.3.7 to 4.3.16 and 4.5.3.
-LOCAL = struct.Struct("<4s5H3I2H")
-CENTRAL = struct.Struct("<4s6H3I5H2I")
-END = struct.Struct("<4s4H2IH")
-END64_LOCATOR = struct.Struct("<4sIQI")
-END64 = struct.Struct("<4sQ2H2I4Q")
-EXTRA = struct.Struct("<2H")
-SIZES64 = struct.Struct("<2Q")
-OVERFLOW = 0xFFFFFFFF
-SIZES_FOLLOW = 0x8
 _UTF8 = 0x800
 _VERSION = 45  # of the format that knows 64-bit sizes
 _PADDING_ID = 0x4246

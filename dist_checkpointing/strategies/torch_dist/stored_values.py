@@ -20,8 +20,9 @@ from dist_checkpointing.index import StoredTensor
 from dist_checkpointing.planning import LoadPlanner, ReadItem
 from dist_checkpointing.strategies.raw_chunks import apply_staged, copy_window, read_window
 from dist_checkpointing.strategies.safe_pickle import deserialize
+from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.metadata import Place
-from dist_checkpointing.strategies.torch_dist.record_search import BadRecord, find_tensor
+from dist_checkpointing.strategies.torch_dist.record_search import find_tensor
 
 Array = npt.NDArray[Any]
 

@@ -13,6 +13,13 @@ import torch
 
 from dist_checkpointing import dtypes, store
 from dist_checkpointing.checksums import checksum
+from dist_checkpointing.claims import (
+    MOST_COMPRESSION,
+    Backing,
+    Claim,
+    require_backing,
+    size_of_files,
+)
 from dist_checkpointing.geometry import Ints
 from dist_checkpointing.index import Index, StoredTensor
 from dist_checkpointing.options import Checksum, Durability
@@ -137,6 +144,19 @@ class ZarrFolderReader(StorageReader):
             name = path.relative_to(self.checkpoint_dir).as_posix()
             places.append(ChunkPlace(name, num_bytes, is_encoded))
         return places
+
+    @abstractmethod
+    def array_folder(self, key: str) -> Path:
+        """The folder that holds everything of a tensor."""
+
+    def require_stored(self, claims: Sequence[Claim], index: Index) -> None:
+        growth = 1 if index.codec is None else MOST_COMPRESSION
+
+        def files_of(claim: Claim) -> Backing:
+            num_bytes, num_files = size_of_files(self.array_folder(claim.key))
+            return Backing(num_bytes * growth, num_files, self.claimed_in(claim.key))
+
+        require_backing(claims, files_of)
 
     def codec(self) -> Codec | None:
         """How the chunk files are encoded."""

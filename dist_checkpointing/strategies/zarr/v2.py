@@ -179,6 +179,12 @@ class ZarrV2Reader(ZarrFolderReader):
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         return [f"{key}/{_METADATA_NAME}" for key in wanted]
 
+    def array_folder(self, key: str) -> Path:
+        return self.checkpoint_dir / key
+
+    def claimed_in(self, key: str) -> str:
+        return str(self.array_folder(key) / _METADATA_NAME)
+
     def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
         assert chunk.offset is not None
         name = chunk_name(tensor.grid.index_at(chunk.offset))

@@ -135,6 +135,14 @@ class ZarrV3Reader(ZarrFolderReader):
     def codec(self) -> Codec | None:
         return make_codec(self._index.codec)
 
+    def array_folder(self, key: str) -> Path:
+        return self.checkpoint_dir / store.disk_name(key)
+
+    def claimed_in(self, key: str) -> str:
+        del key
+        name = INDEX_NAME if (self.checkpoint_dir / INDEX_NAME).exists() else METADATA_NAME
+        return str(self.checkpoint_dir / name)
+
     def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
         folder = self.checkpoint_dir / store.disk_name(tensor.key)
         assert chunk.offset is not None
