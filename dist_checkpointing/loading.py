@@ -155,8 +155,9 @@ def load(
     Args:
         sharded_state_dict: sharded leaves say what is wanted; other values are ignored.
         checkpoint_dir: a committed checkpoint.
-        sharded_strategy: backend name (its newest version), (name, version), or a strategy; by
-            default the one that the checkpoint names.
+        sharded_strategy: backend name (that of the checkpoint means the version which the
+            checkpoint has, any other its newest), (name, version), or a strategy; by default the
+            one that the checkpoint names.
         common_strategy: likewise, for common state.
         validate_access_integrity: also demand that the shards of all ranks make up each global
             tensor exactly once. Without it a template may be partial or overlap.

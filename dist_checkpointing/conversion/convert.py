@@ -43,6 +43,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     StrategyNotFoundError,
 )
+from dist_checkpointing.near_names import hint
 from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 
@@ -159,7 +160,8 @@ def parse_backend(text: str) -> tuple[str, int]:
     known = available_strategies(StrategyAction.SAVE_SHARDED)
     found = [(n, v) for n, v in known if text in (n, f"{n}:{v}")]
     if not found:
-        finding = Finding("no such target", expected=", ".join(targets()), found=text)
+        near = hint(text, [*targets(), *(name for name, _ in known)])
+        finding = Finding(f"no such target{near}", expected=", ".join(targets()), found=text)
         raise StrategyNotFoundError(f"cannot convert to {text!r}", [finding])
     return max(found, key=lambda backend: backend[1])
 

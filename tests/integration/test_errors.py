@@ -188,7 +188,6 @@ def test_a_checkpoint_of_an_unknown_backend_or_version_is_not_read(
     [
         (("zarr", 1), ("zarr", 2)),
         (("zarr", 2), ("zarr", 1)),
-        (("zarr", 1), "zarr"),
         (("zarr", 1), Zarr3LoadShardedStrategy()),
         (("zarr", 2), ZarrLoadShardedStrategy()),
     ],
@@ -203,6 +202,44 @@ def test_a_strategy_for_another_version_is_refused(
     assert "version" in str(error)
     assert f"found {saved[1]}" in str(error)
     assert "Leave sharded_strategy out" in str(error)
+
+
+@pytest.mark.parametrize("saved", [("zarr", 1), ("zarr", 2)])
+def test_the_name_of_a_backend_alone_means_the_version_that_the_checkpoint_has(
+    tmp_path: Path, saved: Format
+) -> None:
+    save({"w": rows("w", 0, 1), "step": 1}, tmp_path, saved)
+    data = rows("w", 0, 1).data
+    assert data is not None
+    loaded = load({"w": rows("w", 0, 1).without_data()}, tmp_path, saved[0], "torch")
+    assert torch.equal(loaded["w"], data)
+    assert dc.load_tensors_metadata(tmp_path, saved[0]).keys() == {"w"}
+    assert dc.load_sharded_metadata(tmp_path, saved[0], "torch").keys() == {"w"}
+    # Another backend's name means its newest version, which reads this one here.
+    loaded = load({"w": rows("w", 0, 1).without_data()}, tmp_path, "tensorstore")
+    assert torch.equal(loaded["w"], data)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "near"),
+    [("tensor_store", "tensorstore"), ("Zarr", "zarr"), (("torchdist", 1), "torch_dist")],
+)
+def test_an_unknown_backend_suggests_the_near_name(tmp_path: Path, wanted: Any, near: str) -> None:
+    for work in (
+        lambda: save({}, tmp_path / "c", wanted),
+        lambda: dc.load_tensors_metadata(tmp_path / "there", wanted),
+    ):
+        save({"w": rows("w", 0, 1)}, tmp_path / "there", overwrite=True)
+        with pytest.raises(StrategyNotFoundError) as raised:
+            work()
+        assert f"no such backend and version; did you mean '{near}'" in str(raised.value)
+    with pytest.raises(StrategyNotFoundError) as raised:
+        save({}, tmp_path / "c", ("zarr", 3))
+    assert "no such backend and version; expected one of: " in str(raised.value)
+    with pytest.raises(StrategyNotFoundError) as raised:
+        save({}, tmp_path / "c", "qqqq")
+    assert "did you mean" not in str(raised.value)
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_common_strategy_for_another_backend_is_refused(tmp_path: Path) -> None:

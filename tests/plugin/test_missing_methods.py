@@ -1,0 +1,155 @@
+"""What the class of a third party lacks is found before anything is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    load_sharded_metadata,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+)
+from dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from dist_checkpointing.strategies.registry import _BUILT_IN
+from dist_checkpointing.testing import run_ranks
+
+
+class CommonOnly(SaveCommonStrategy):
+    """Takes the common state, and has not heard of objects."""
+
+    def __init__(self) -> None:
+        super().__init__("torch", 1)
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
+        TorchCommonSaveStrategy().save_common(common_state_dict, checkpoint_dir)
+
+
+class Unfinished(SaveShardedStrategy):
+    """Has not heard of ``super().__init__``."""
+
+    def __init__(self) -> None:
+        pass
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        raise AssertionError(f"must not be reached: {sharded_state_dict} {checkpoint_dir}")
+
+
+class WriterLess(PlannedSaveStrategy):
+    writes = ("mine", 1)
+
+
+class ReaderLess(PlannedLoadStrategy):
+    reads = frozenset({("tensorstore", 1)})
+
+
+class ObjectsUnlisted(LoadShardedStrategy):
+    """Says that it reads objects, and cannot list them."""
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        del loaded_backend
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        del loaded_version
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        raise AssertionError(f"must not be reached: {sharded_state_dict} {checkpoint_dir}")
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, ShardedTensor]:
+        del checkpoint_dir
+        return {}
+
+
+def state(rank: int = 0) -> dict[str, Any]:
+    """Rank 0 has a tensor, and only the last of two ranks an object."""
+    data = torch.arange(6.0)
+    whole: dict[str, Any] = {
+        "w": ShardedTensor.from_rank_offsets("w", data, replica_id=rank),
+        "step": 3,
+    }
+    if rank == 1:
+        whole["rng"] = ShardedObject("rng", [1], (1,), (0,))
+    return whole
+
+
+def test_a_common_strategy_without_objects_is_found_out_before_the_save(tmp_path: Path) -> None:
+    def work(comm: Comm) -> str:
+        with pytest.raises(CheckpointingException) as raised:
+            save(state(comm.rank), tmp_path / "c", ("zarr", 2), CommonOnly(), comm=comm)
+        return str(raised.value)
+
+    for text in run_ranks(2, work):
+        assert "the strategy lacks CommonOnly.save_sharded_objects" in text
+        assert "writes ShardedObjects" in text
+    assert not (tmp_path / "c").exists()
+    # Where there are none, or the other strategy takes them, it is enough.
+    save(state(), tmp_path / "none", ("zarr", 2), CommonOnly())
+    run_ranks(
+        2,
+        lambda comm: save(state(comm.rank), tmp_path / "d", "tensorstore", CommonOnly(), comm=comm),
+    )
+    assert load({}, tmp_path / "d")["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "lacking"),
+    [(Unfinished, "Unfinished.backend"), (WriterLess, "WriterLess.writer_type")],
+)
+def test_an_unfinished_save_strategy_is_found_out_before_the_save(
+    tmp_path: Path, make: Callable[[], Any], lacking: str
+) -> None:
+    with pytest.raises(CheckpointingException) as raised:
+        save(state(), tmp_path / "c", make())
+    assert f"the strategy lacks {lacking}" in str(raised.value)
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_unfinished_load_strategy_is_named(tmp_path: Path) -> None:
+    save(state(), tmp_path / "c")
+    with pytest.raises(CheckpointingException, match=r"the strategy lacks ReaderLess\.reader_type"):
+        load(state(), tmp_path / "c", ReaderLess())
+    text = r"the strategy lacks ObjectsUnlisted\.load_sharded_metadata"
+    with pytest.raises(CheckpointingException, match=text):
+        load({}, tmp_path / "c", ObjectsUnlisted(), strict="raise_all")
+    with pytest.raises(CheckpointingException, match=text):
+        load_sharded_metadata(tmp_path / "c", ObjectsUnlisted())
+
+
+def test_a_class_that_is_still_abstract_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "abstract_backend.py").write_text(
+        "from dist_checkpointing.strategies.base import SaveShardedStrategy\n"
+        "class Abstract(SaveShardedStrategy):\n"
+        "    def __init__(self):\n"
+        "        super().__init__('mine', 1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    monkeypatch.setitem(_BUILT_IN, "save_sharded.mine.1", "abstract_backend:Abstract")
+    with pytest.raises(CheckpointingException) as raised:
+        save(state(), tmp_path / "c", "mine")
+    text = str(raised.value)
+    assert "cannot make the strategy for ('save_sharded', 'mine', 1)" in text
+    assert re.search("abstract class Abstract .*save", text)
+    assert not (tmp_path / "c").exists()
