@@ -84,10 +84,25 @@ def _misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
     stored = index.objects.get(leaf.key)
     if stored is None:
         return [Finding("not in the checkpoint", leaf.unique_key)]
-    if stored != tuple(leaf.global_shape):
-        problem = "the grid of the sharded object differs"
-        return [Finding(problem, leaf.unique_key, expected=leaf.global_shape, found=stored)]
-    return []
+    return [] if stored == tuple(leaf.global_shape) else [other_grid(leaf, stored)]
+
+
+def other_grid(leaf: ShardedObject, stored: object, *, path: str | None = None) -> Finding:
+    """What to say about a cell of an object that is stored in another grid.
+
+    Args:
+        leaf: the cell that is asked for.
+        stored: the grid, or several if the checkpoint has several.
+        path: where it is stored.
+    """
+    return Finding(
+        "the grid of the sharded object differs",
+        leaf.unique_key,
+        expected=tuple(leaf.global_shape),
+        found=stored,
+        path=path,
+        remedy="Ask for the cells of the stored grid: an object cannot be resharded.",
+    )
 
 
 def _object_item(leaf: ShardedObject, source: int) -> ReadItem:

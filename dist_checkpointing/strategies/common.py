@@ -6,7 +6,8 @@ Files are read with ``weights_only=True`` and an allow-list; a checkpoint never 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -18,12 +19,14 @@ from dist_checkpointing.errors import (
     Finding,
     StateMismatchError,
 )
+from dist_checkpointing.geometry import Ints
 from dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     StateDict,
     is_main_replica,
 )
+from dist_checkpointing.planning.default import other_grid
 from dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
 from dist_checkpointing.strategies.known_formats import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize, serialize
@@ -42,11 +45,50 @@ def _object_file(leaf: ShardedObject, root: Path) -> Path | None:
     path = root / f"{leaf.unique_key}.pt"
     if path.is_file():
         return path
+    if len(leaf.global_shape) < 2:
+        return None
     # Writers of old lost the last extent, taking it for a file suffix.
-    older = root / f"{leaf.unique_key.rpartition('.')[0]}.pt"
-    if len(leaf.global_shape) > 1 and older.is_file():
-        return older
-    return None
+    older = _older_file(leaf, root)
+    behind = (*leaf.global_offset[:-1], leaf.global_shape[-1])
+    reaches_further = _older_file(replace(leaf, global_offset=behind), root).is_file()
+    return older if older.is_file() and not reaches_further else None
+
+
+def _older_file(leaf: ShardedObject, root: Path) -> Path:
+    return root / f"{leaf.unique_key.rpartition('.')[0]}.pt"
+
+
+def _cells(files: Iterable[Path], root: Path) -> list[ShardedObject]:
+    """The cells that files are named after; extents that writers of old lost are found out."""
+    found = [
+        ShardedObject.empty_from_unique_key(path.relative_to(root).with_suffix("").as_posix())
+        for path in sorted(files)
+        if path.parent != root and path.is_file()
+    ]
+    last: dict[str, int] = {}
+    for leaf in found:
+        if leaf.global_offset:
+            last[leaf.key] = max(last.get(leaf.key, 0), leaf.global_offset[-1] + 1)
+    for leaf in found:
+        if leaf.global_shape and leaf.global_shape[-1] == -1:
+            leaf.global_shape = (*leaf.global_shape[:-1], last[leaf.key])
+    return found
+
+
+def _missing(leaves: Sequence[ShardedObject], root: Path) -> Iterator[Finding]:
+    """What to say about cells that have no file: whether the object is stored in another grid."""
+    grids: dict[str, list[Ints]] = {}
+    for leaf in leaves:
+        if leaf.key not in grids:
+            cells = _cells((root / leaf.key).glob("shard_*.pt"), root)
+            grids[leaf.key] = sorted({cell.global_shape for cell in cells})
+        others = [grid for grid in grids[leaf.key] if grid != tuple(leaf.global_shape)]
+        if others:
+            stored = others[0] if len(others) == 1 else others
+            yield other_grid(leaf, stored, path=str(root / leaf.key))
+        else:
+            path = str(root / f"{leaf.unique_key}.pt")
+            yield Finding("not in the checkpoint", leaf.unique_key, path=path)
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
@@ -135,15 +177,8 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         leaves, skeleton = flatten(sharded_objects_state_dict)
         root = Path(checkpoint_dir)
         files = {path: _object_file(leaf, root) for path, leaf in leaves.items()}
-        findings = [
-            Finding(
-                "not in the checkpoint",
-                leaves[path].unique_key,
-                path=str(root / f"{leaves[path].unique_key}.pt"),
-            )
-            for path, file in files.items()
-            if file is None
-        ]
+        missing = [leaves[path] for path, file in files.items() if file is None]
+        findings = list(_missing(missing, root))
         if findings:
             message = "Object shard not found" if len(findings) == 1 else "Object shards not found"
             raise StateMismatchError(message, findings)
@@ -157,16 +192,5 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: str | PathLike[str]) -> ShardedStateDict:
         root = Path(checkpoint_dir)
-        found = [
-            ShardedObject.empty_from_unique_key(path.relative_to(root).with_suffix("").as_posix())
-            for path in sorted(root.rglob("shard_*.pt"))
-            if path.parent != root and path.is_file()
-        ]
-        last: dict[str, int] = {}
-        for leaf in found:
-            if leaf.global_offset:
-                last[leaf.key] = max(last.get(leaf.key, 0), leaf.global_offset[-1] + 1)
-        for leaf in found:
-            if leaf.global_shape and leaf.global_shape[-1] == -1:
-                leaf.global_shape = (*leaf.global_shape[:-1], last[leaf.key])
+        found = _cells(root.rglob("shard_*.pt"), root)
         return {leaf.unique_key: leaf for leaf in found}

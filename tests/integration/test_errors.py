@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,43 @@ def test_a_wrong_option_of_load_is_an_error_that_lists_the_right_ones(
 
 
 # Template and checkpoint differ.
+
+
+def _load_on(template: Any, folder: Path, comm: Comm) -> Any:
+    return load(template, folder, comm=comm)
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "torch_dist", ("zarr", 1), ("zarr", 2)])
+def test_an_object_in_another_grid_says_which_grid_is_stored(tmp_path: Path, backend: Any) -> None:
+    cells = {str(i): ShardedObject("rng", i, (2, 3), divmod(i, 3)) for i in range(6)}
+    save(dict(cells), tmp_path, backend)
+    for grid, cell in (((3, 3), (1, 1)), ((6,), (0,)), ((2, 2), (0, 1))):
+        template: Any = {"rng": ShardedObject("rng", None, grid, cell)}
+        error = the_one_error(2, partial(_load_on, template, tmp_path))
+        assert type(error) is StateMismatchError
+        (finding,) = error.findings
+        assert finding.problem == "the grid of the sharded object differs"
+        assert finding.key == template["rng"].unique_key
+        assert (finding.expected, finding.found) == (grid, (2, 3))
+    for key in ("rngs", "rng.1"):
+        template = {"rng": ShardedObject(key, None, (2,), (0,))}
+        with pytest.raises(StateMismatchError, match="not in the checkpoint"):
+            load(template, tmp_path)
+
+
+def test_an_object_of_an_older_writer_in_another_grid_says_which_grid_is_stored(
+    tmp_path: Path,
+) -> None:
+    cells = [ShardedObject("rng", i, (2, 3), divmod(i, 3)) for i in range(6)]
+    save({str(i): cell for i, cell in enumerate(cells)}, tmp_path, ("zarr", 2))
+    for path in (tmp_path / "rng").iterdir():  # they took the last extent for a file suffix
+        path.rename(path.with_name(path.name.replace("_2.3.pt", "_2.pt")))
+    loaded = load({"all": [cell.without_data() for cell in cells]}, tmp_path)
+    assert loaded["all"] == list(range(6))
+    for grid in ((2, 2), (3, 3)):
+        template = {"rng": ShardedObject("rng", None, grid, (0, 1))}
+        with pytest.raises(StateMismatchError, match=r"grid .* differs; .*found \(2, 3\)"):
+            load(template, tmp_path)
 
 
 @FORMAT
