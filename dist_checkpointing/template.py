@@ -152,7 +152,9 @@ def with_memory(
     leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]
 ) -> ShardedTensor:
     """A copy of the leaf that has memory to fill; what is not stored of it is zero."""
-    partly = leaf.key in stored and tuple(leaf.global_shape) != stored[leaf.key][0]
+    partly = leaf.sticks_out
+    if leaf.key in stored:
+        partly = partly or tuple(leaf.global_shape) != stored[leaf.key][0]
     copied = copy.copy(leaf)
     if leaf.data is None:
         copied.init_data("cpu", torch.zeros if partly else torch.empty)

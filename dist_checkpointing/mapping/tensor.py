@@ -42,8 +42,8 @@ class ShardedTensor(ShardedBase):
             an uneven one.
         replica_id: all zeros on exactly one of the ranks that hold the same part.
         prepend_axis_num: number of leading axes that exist only globally (local extent 1).
-        allow_shape_mismatch: on load, the stored global shape may differ; what is not stored is
-            zero.
+        allow_shape_mismatch: on load, the stored global shape may differ, and the local tensor may
+            stick out of the global one; what is not stored is zero.
         flattened_range: if given, ``data`` is 1-D and holds this slice of the C-order flattening
             of a tensor of ``local_shape``.
 
@@ -92,6 +92,11 @@ class ShardedTensor(ShardedBase):
         """The box of the global tensor that ``local_shape`` covers, prepended axes included."""
         shape = (1,) * self.prepend_axis_num + tuple(self.local_shape)
         return Box(tuple(self.global_offset), shape)
+
+    @property
+    def sticks_out(self) -> bool:
+        """Whether the box lies partly outside the global tensor, as a padded shard's may."""
+        return not Box.whole(tuple(self.global_shape)).contains(self.box)
 
     @property
     def flat_range(self) -> tuple[int, int] | None:

@@ -38,6 +38,7 @@ from dist_checkpointing.strategies.abstract import (
     SaveShardedStrategy,
 )
 from dist_checkpointing.strategies.known_formats import KnownFormats
+from dist_checkpointing.template import StoredTensors, with_memory
 from dist_checkpointing.tree import flatten, unflatten
 
 
@@ -159,9 +160,11 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         leaves, skeleton = _sharded_leaves(sharded_state_dict)
         reader = self.make_reader(Path(checkpoint_dir))
         index = comm.from_rank0("reading the index", reader.read_metadata)
-        for leaf in leaves.values():
-            if isinstance(leaf, ShardedTensor):
-                leaf.init_data("cpu")
+        stored = StoredTensors(index)
+        leaves = {
+            path: with_memory(leaf, stored) if isinstance(leaf, ShardedTensor) else leaf
+            for path, leaf in leaves.items()
+        }
         self.read(leaves, index, reader, comm)
         result: StateDict = unflatten(skeleton, {path: leaf.data for path, leaf in leaves.items()})
         return result
