@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -350,6 +351,8 @@ def _text(entries: Mapping[str, Any], path: str) -> str | None:
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
     if type(a) is not type(b):
         return False
+    if isinstance(a, io.BytesIO):
+        a, b = a.getvalue(), b.getvalue()
     if isinstance(a, np.ndarray) and a.dtype.kind in "biufc":
         return _same_arrays(a, b, tolerance)
     if isinstance(a, torch.Tensor):

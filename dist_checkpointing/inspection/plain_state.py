@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -100,6 +101,8 @@ def value_text(value: Any, most: int = _MOST_TEXT) -> str:
     if isinstance(value, torch.Tensor):
         value = value.detach()
         text = f"{type_text(value)} {_numbers_text(value)}"
+    elif isinstance(value, io.BytesIO):
+        text = f"BytesIO({value.getvalue()[:most]!r})"
     else:
         try:
             text = repr(value)

@@ -72,6 +72,8 @@ SAFE_GLOBALS: tuple[Any, ...] = (
     np.dtype,
     np.ndarray,
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
+    # Plain bytes: extra states of TransformerEngine are such.
+    io.BytesIO,
     # numpy moved these between 1.x and 2.x, and files know them by either name.
     *(
         (getattr(_multiarray, name), f"numpy.{core}.multiarray.{name}")
@@ -222,7 +224,7 @@ def _holds_pointers(value: Any) -> bool:
         return any(map(_holds_pointers, value)) or any(map(_holds_pointers, value.values()))
     if isinstance(value, list | tuple | set | frozenset | collections.deque):
         return any(map(_holds_pointers, value))
-    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace | io.BytesIO):
         return _holds_pointers(vars(value))
     return False
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,7 @@ def test_nests_of_plain_values() -> None:
             "tensor": torch.tensor([1.0, math.nan]),
             "array": np.array([1, 2]),
             "empty": {},
+            "buffer": io.BytesIO(b"same"),
             **changed,
         }
 
@@ -166,6 +168,9 @@ def test_nests_of_plain_values() -> None:
     assert differing(nest(array=np.array([1, 3])))[0][0] == "array"
     assert differing(nest(tensor=torch.tensor([1.0, 2.0])))[0][0] == "tensor"
     assert differing(nest(tensor=torch.tensor([1.0])))[0][0] == "tensor"
+    assert differing(nest(buffer=io.BytesIO(b"other"))) == [
+        ("buffer", "BytesIO(b'same')", "BytesIO(b'other')")
+    ]
     assert differing(nest(new="x")) == [("new", None, "'x'")]
 
 

@@ -39,6 +39,7 @@ from dist_checkpointing import (
     load,
     load_common_state_dict,
     save,
+    verify_checkpoint,
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing import run_ranks
@@ -75,6 +76,8 @@ def same(got: Any, expected: Any) -> bool:
         return len(got) == len(expected) and all(map(same, got, expected))
     if isinstance(expected, argparse.Namespace | types.SimpleNamespace):
         return same(vars(got), vars(expected))
+    if isinstance(expected, io.BytesIO):
+        got, expected = ((buffer.getvalue(), buffer.tell()) for buffer in (got, expected))
     return bool(got == expected)
 
 
@@ -90,6 +93,13 @@ def namespace(**values: Any) -> argparse.Namespace:
     return argparse.Namespace(**values)
 
 
+def written(content: bytes) -> io.BytesIO:
+    """A buffer as torch.save leaves it, which is how extra states of layers are made."""
+    buffer = io.BytesIO()
+    buffer.write(content)
+    return buffer
+
+
 NEW_YORK = dt.timezone(dt.timedelta(hours=-5), "EST")
 VALUES: dict[str, Any] = {
     "nothing": None,
@@ -100,6 +110,8 @@ VALUES: dict[str, Any] = {
     "text": "naïve 😀 \0",
     "bytes": b"\0\xff",
     "bytearray": bytearray(b"\0\xff"),
+    "bytes in a buffer": io.BytesIO(b"\0\xff" * 1000),
+    "bytes in a buffer at its end": written(b"\0\xff"),
     "complex": 1 - 2j,
     "ellipsis free slice": slice(1, None, 2),
     "range": range(1, 10, 3),
@@ -410,6 +422,33 @@ def test_an_array_that_would_take_bytes_for_pointers_is_refused(tmp_path: Path) 
     torch.save({"v": [PointersFromBytes()]}, tmp_path / "common.pt")
     with pytest.raises(CheckpointingException, match=r"common\.pt"):
         load_common_state_dict(tmp_path)
+
+
+def test_an_array_that_hides_beside_a_buffer_is_refused(tmp_path: Path) -> None:
+    class Hiding(io.BytesIO):
+        """Pickles as a BytesIO with attributes."""
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return io.BytesIO, (), (b"bytes", 0, {"hidden": [PointersFromBytes()]})
+
+    save({"step": 1}, tmp_path)
+    torch.save({"v": Hiding()}, tmp_path / "common.pt")
+    with pytest.raises(CheckpointingException, match=r"common\.pt"):
+        load_common_state_dict(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "torch_dist", ("zarr", 1), ("zarr", 2)])
+def test_an_extra_state_of_bytes_comes_back_on_every_backend(tmp_path: Path, backend: Any) -> None:
+    """What older versions of TransformerEngine return from ``get_extra_state``."""
+    extra = io.BytesIO()
+    torch.save({"scale": torch.ones(3), "history": 1}, extra)
+    save({"e": ShardedObject("layer._extra_state", extra, (1,), (0,))}, tmp_path, backend)
+    template: dict[str, Any] = {"e": ShardedObject("layer._extra_state", None, (1,), (0,))}
+    loaded = load(template, tmp_path)["e"]
+    assert same(loaded, extra)
+    loaded.seek(0)
+    assert torch.equal(torch.load(loaded, weights_only=True)["scale"], torch.ones(3))
+    verify_checkpoint(tmp_path)
 
 
 def test_plain_data_in_the_old_torch_format_is_read(tmp_path: Path) -> None:
