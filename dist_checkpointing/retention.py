@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.optimizer_keys import optimizer_prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,15 @@ class Retention:
         keep_every: steps that are multiples of this are kept for good.
         drop_optimizer_after: what is kept beyond the newest so many loses its optimizer state: it
             can be evaluated, but training cannot go on from it.
-        optimizer_prefix: keys of optimizer state begin with this.
+        optimizer_prefix: keys of optimizer state begin with this; None for what ``dckpt stats``
+            counts as the optimizer's: ``optim.``, ``optimizer.``, ``chained_0.optimizer.`` and the
+            like.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
     drop_optimizer_after: int | None = None
-    optimizer_prefix: str = "optimizer"
+    optimizer_prefix: str | None = None
 
     def __post_init__(self) -> None:
         findings = [
@@ -45,8 +48,21 @@ class Retention:
             for value in (getattr(self, name),)
             if value is not None and value < 1
         ]
+        if self.optimizer_prefix == "":
+            findings.append(Finding("an empty optimizer_prefix would drop every tensor"))
         if findings:
             raise CheckpointingException("invalid retention", findings)
+
+    def prefixes(self, keys: Iterable[str]) -> list[str]:
+        """The prefixes of the optimizer state among the keys of a checkpoint; none if it has none.
+
+        Args:
+            keys: of all its tensors.
+        """
+        if self.optimizer_prefix is None:
+            return optimizer_prefixes(keys)
+        found = any(key.startswith(self.optimizer_prefix) for key in keys)
+        return [self.optimizer_prefix] if found else []
 
     def due(self, steps: Collection[int], protected: Collection[int]) -> Due:
         """What to do about committed steps, of which the protected ones are never touched."""

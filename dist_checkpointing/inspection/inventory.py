@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,7 @@ from pathlib import Path
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.checksums import CHECKSUMS_NAME
 from dist_checkpointing.index import StoredTensor
-
-_OPTIMIZER = re.compile(r"(chained_\d+\.)?optim")
+from dist_checkpointing.optimizer_keys import is_of_optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Inventory:
         tensors: all of them; bytes before compression.
         by_dtype: the tensors of each element type, largest share first.
         model: tensors whose keys do not say that they are an optimizer's.
-        optimizer: tensors whose keys begin with ``optim`` (or ``chained_0.optim``, ...).
+        optimizer: those of which they do, see ``is_of_optimizer``.
         largest: keys and bytes of the largest tensors.
         num_elements: of all tensors.
         num_chunks: stored chunks and pieces of all tensors.
@@ -68,11 +66,6 @@ class Inventory:
     num_chunks: int
     largest_chunk_bytes: int
     facts: Mapping[str, str]
-
-
-def is_of_optimizer(key: str) -> bool:
-    """Whether a key says that it is an optimizer's."""
-    return _OPTIMIZER.match(key) is not None
 
 
 def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventory:

@@ -29,6 +29,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.commit import Attempt
+from dist_checkpointing.optimizer_keys import is_of_optimizer
 from dist_checkpointing.run_record import read_record, write_record
 from dist_checkpointing.testing import run_ranks
 
@@ -174,6 +175,63 @@ def test_old_steps_lose_their_optimizer_state(tmp_path: Path, backend: str) -> N
     assert "optimizer.m" not in load_plain_tensors(manager.folder(1))
     assert load_plain_tensors(manager.folder(1))["model.w"].unique().tolist() == [1]
     assert_loads(manager, 2)
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", ("zarr", 1), ("zarr", 2)])
+@pytest.mark.parametrize("optimizer", ["optim", "optim.m", "chained_0.optimizer.m", "optimizer.m"])
+def test_what_stats_counts_as_the_optimizer_is_dropped(
+    tmp_path: Path, backend: Any, optimizer: str
+) -> None:
+    def leaves() -> dict[str, ShardedTensor]:
+        keys = ("model.w", "optimal.w", optimizer, "chained_1.optim.m")
+        data = torch.ones(300_000)
+        return {key: ShardedTensor.from_rank_offsets(key, data) for key in keys}
+
+    manager = CheckpointManager(tmp_path, backend, retention=Retention(drop_optimizer_after=1))
+    sizes = []
+    for step in (1, 2):
+        manager.save(step, leaves())
+        sizes.append(_size(manager.folder(step)))
+    kept = {key for key in leaves() if not is_of_optimizer(key) or key == "optim"}
+    assert load_plain_tensors(manager.folder(1)).keys() == kept
+    assert load_plain_tensors(manager.folder(2)).keys() == leaves().keys()
+    # And the space is free again, in a database too.
+    freed = sum(1 for key in leaves() if key not in kept) * 1_200_000
+    if optimizer != "optim":  # which holds up the file that it shares with another
+        assert _size(manager.folder(1)) < sizes[1] - 0.9 * freed
+    manager.save(3, leaves())
+    assert load_plain_tensors(manager.folder(2)).keys() == kept
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("prefix", [None, "optimiser."])
+def test_it_is_said_once_that_there_was_nothing_to_drop(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str | None
+) -> None:
+    def leaves() -> dict[str, ShardedTensor]:
+        keys = ("model.w", "opt.m")
+        return {key: ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in keys}
+
+    retention = Retention(drop_optimizer_after=1, optimizer_prefix=prefix)
+    manager = CheckpointManager(tmp_path, retention=retention)
+    for step in (1, 2, 3, 4):
+        manager.save(step, leaves())
+    (said,) = [r.getMessage() for r in caplog.records if "nothing was dropped" in r.getMessage()]
+    assert "step 1" in said
+    assert "optimizer_prefix" in said
+    assert (f"begins with {prefix!r}" if prefix else "is an optimizer's") in said
+    for step in (1, 2, 3, 4):
+        assert load_plain_tensors(manager.folder(step)).keys() == leaves().keys()
+    # With the right prefix all of them are found, also the ones that were passed over.
+    retention = Retention(drop_optimizer_after=1, optimizer_prefix="opt.")
+    manager = CheckpointManager(tmp_path, retention=retention)
+    manager.save(5, leaves())
+    for step in (1, 2, 3, 4):
+        assert load_plain_tensors(manager.folder(step)).keys() == {"model.w"}
+    assert load_plain_tensors(manager.folder(5)).keys() == leaves().keys()
 
 
 def test_what_the_manager_did_not_write_is_never_deleted(tmp_path: Path) -> None:
@@ -375,6 +433,11 @@ def test_retention_as_a_function(
         assert step not in newest
         assert every is None or step % every
     assert (after is not None) or not due.strip
+
+
+def test_an_empty_prefix_is_refused() -> None:
+    with pytest.raises(CheckpointingException, match="every tensor"):
+        Retention(drop_optimizer_after=1, optimizer_prefix="")
 
 
 @pytest.mark.parametrize("name", ["keep_last", "keep_every", "drop_optimizer_after"])

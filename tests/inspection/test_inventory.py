@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint
-from dist_checkpointing.inspection.inventory import is_of_optimizer, take_inventory
+from dist_checkpointing.inspection.inventory import take_inventory
+from dist_checkpointing.optimizer_keys import is_of_optimizer, optimizer_prefixes
+from dist_checkpointing.strategies.tensorstore.database import section_of
 
 
 def test_it_adds_up(any_sample: Any) -> None:
@@ -45,7 +50,26 @@ def test_it_adds_up(any_sample: Any) -> None:
         ("model.optimizer.w", False),
         ("decoder.w", False),
         ("chained_x.optimizer.w", False),
+        ("optim", True),
+        ("optim/w", True),
+        ("optims_0", True),
+        ("optimizers.1.w", True),
+        ("optimizer_state", True),
+        ("optimal_transport.w", False),
+        ("optimism", False),
+        ("optimizern.w", False),
     ],
 )
 def test_who_is_of_the_optimizer(key: str, *, is_optimizer: bool) -> None:
     assert is_of_optimizer(key) is is_optimizer
+    assert (section_of(key) == "optimizer") is is_optimizer
+
+
+@given(st.sets(st.from_regex(r"\A(chained_[0-3]\.)?(optim|optimizer|optimal|w)?[./s]?[a-c]?\Z")))
+def test_prefixes_drop_what_is_of_the_optimizer_and_nothing_else(keys: set[str]) -> None:
+    prefixes = optimizer_prefixes(keys)
+    dropped = {key for key in keys if key.startswith(tuple(prefixes))}
+    assert all(map(is_of_optimizer, dropped))
+    # "optim" alone stays where "optimal" would go with it.
+    left = filter(is_of_optimizer, keys - dropped)
+    assert all(re.search(r"optim(izer)?s?\Z", key) for key in left)

@@ -14,6 +14,7 @@ from typing import Any
 import tensorstore as ts
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.optimizer_keys import is_of_optimizer
 from dist_checkpointing.options import StorageOptions
 
 MANIFEST_NAME = "manifest.ocdbt"
@@ -22,9 +23,9 @@ DATA_NAME = "data"
 CREATED_NAMES = (MANIFEST_NAME, NODES_NAME, DATA_NAME)
 
 DEFAULT_SECTION = "model"
-SECTIONS = ("optimizer",)
-"""Keys that begin with one of these lie in data files of their own: dropping a section deletes its
-files, whereas deleting keys from a database frees nothing."""
+OPTIMIZER_SECTION = "optimizer"
+"""An optimizer's tensors lie in data files of their own: dropping a section deletes its files,
+whereas deleting keys from a database frees nothing."""
 
 CONFIG = {"max_inline_value_bytes": 1024}
 """Of a new database: ``zarr.json`` lies in the tree, so there are half as many values to write."""
@@ -32,10 +33,7 @@ CONFIG = {"max_inline_value_bytes": 1024}
 
 def section_of(key: str) -> str:
     """The section that a key belongs to."""
-    for name in SECTIONS:
-        if key.startswith(name):
-            return name
-    return DEFAULT_SECTION
+    return OPTIMIZER_SECTION if is_of_optimizer(key) else DEFAULT_SECTION
 
 
 def section_folder(checkpoint_dir: Path, section: str) -> Path:
