@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,14 @@ _MAX_BYTES = 1 << 36
 
 def checksum(array: npt.NDArray[Any]) -> int:
     """xxh3_64 of the elements of a C-contiguous array."""
+    return checksum_of([array])
+
+
+def checksum_of(blocks: Iterable[npt.NDArray[Any]]) -> int:
+    """That of the C-contiguous array of which these are the blocks, one after the other."""
     digest = xxhash.xxh3_64()
-    digest.update(memoryview(array.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+    for block in blocks:
+        digest.update(memoryview(block.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
     return digest.intdigest()
 
 
