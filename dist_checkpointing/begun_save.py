@@ -44,6 +44,7 @@ from dist_checkpointing.planned_save import PlanCache, PlannedSave
 from dist_checkpointing.progress import Meter
 from dist_checkpointing.seal import SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.storage import Finished, StorageWriter
+from dist_checkpointing.strategies.abstract import require_method
 from dist_checkpointing.strategies.base import (
     PlannedSaveStrategy,
     SaveCommonStrategy,
@@ -307,6 +308,8 @@ def _prepare(request: SaveRequest, rank: int) -> Work:
     by_common: Leaves = parts.objects
     if handles_objects(strategy):
         by_strategy, by_common = {**parts.tensors, **parts.objects}, {}
+    if by_common:
+        require_method(common_writer, "save_sharded_objects", "writes ShardedObjects")
     writer = None
     if isinstance(strategy, PlannedSaveStrategy):
         writer = strategy.make_writer(folder)

@@ -36,13 +36,22 @@ _ROWS_A_TABLE: Final = 1 << 16
 
 def checksum(array: npt.NDArray[Any]) -> int:
     """xxh3_64 of the elements of a C-contiguous array."""
-    return checksum_of_bytes(memoryview(array.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+    return checksum_of([array])
 
 
-def checksum_of_bytes(data: bytes | memoryview) -> int:
+def checksum_of(blocks: Iterable[npt.NDArray[Any]]) -> int:
+    """That of the C-contiguous array of which these are the blocks, one after the other."""
+    digest = xxhash.xxh3_64()
+    for block in blocks:
+        # Unlike the one-shot function this lets other threads run.
+        digest.update(memoryview(block.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+    return digest.intdigest()
+
+
+def checksum_of_bytes(data: bytes) -> int:
     """xxh3_64 of bytes."""
     digest = xxhash.xxh3_64()
-    digest.update(data)  # unlike the one-shot function it lets other threads run
+    digest.update(data)
     return digest.intdigest()
 
 

@@ -162,8 +162,9 @@ def load(
         sharded_state_dict: sharded leaves say what is wanted; of other values those of the
             checkpoint are returned, and tensors among them must have one there.
         checkpoint_dir: a committed checkpoint.
-        sharded_strategy: backend name (its newest version), (name, version), or a strategy; by
-            default the one that the checkpoint names.
+        sharded_strategy: backend name (that of the checkpoint means the version which the
+            checkpoint has, any other its newest), (name, version), or a strategy; by default the
+            one that the checkpoint names.
         common_strategy: likewise, for common state.
         validate_access_integrity: also demand that the shards of all ranks make up each global
             tensor exactly once. Without it a template may be partial or overlap.

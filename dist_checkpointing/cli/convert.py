@@ -108,6 +108,13 @@ def convert(
         bool,
         typer.Option("--trusted", help="Unpickle anything in SOURCE, which lets it run any code."),
     ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare the tensors with the checksums of SOURCE, if it has any.",
+        ),
+    ] = True,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
     ] = False,
@@ -116,8 +123,9 @@ def convert(
     """Convert a checkpoint into another format.
 
     Tensors keep every bit unless you --cast. They stream through: memory stays
-    within its budget. DESTINATION appears when it is complete. After a kill, run
-    the same command again.
+    within its budget, and are compared with the checksums of SOURCE, if it has
+    any. DESTINATION appears when it is complete. After a kill, run the same
+    command again.
 
     Example: dckpt convert ckpt/1000 model --to safetensors --include ^model
     """
@@ -139,6 +147,7 @@ def convert(
         shard_bytes=parse_bytes(shard_size),
         overwrite=force,
         trusted=trusted,
+        verify=verify,
         dry_run=dry_run,
     )
     conversion.return_freed_memory()
@@ -204,6 +213,11 @@ def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
     if plan.uncut:
         few = ", ".join(map(one_line, plan.uncut[:3])) + (", ..." if len(plan.uncut) > 3 else "")
         _say(f"  not cut, no such axis: {counted(len(plan.uncut), 'tensor')} ({few})")
+    if done.verified_bytes:
+        size = bytes_text(done.verified_bytes)
+        _say(f"  verified: {size} of tensors by the checksums of the source")
+    if done.not_verified is not None:
+        _say(f"  not verified: {done.not_verified}")
     for what in done.left_out:
         _say(f"  left out, {done.target} cannot hold it: {one_line(what)}")
 
@@ -246,6 +260,8 @@ def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
         "num_left": plan.num_left,
         "not_cut": list(plan.uncut),
         "left_out": list(done.left_out),
+        "verified_bytes": done.verified_bytes,
+        "not_verified": done.not_verified,
     }
 
 

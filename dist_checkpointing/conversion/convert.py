@@ -36,6 +36,7 @@ from dist_checkpointing.conversion.safetensors_format import INDEX_SUFFIX, SUFFI
 from dist_checkpointing.conversion.safetensors_source import SafetensorsSource, holds_safetensors
 from dist_checkpointing.conversion.sources import CheckpointSource, Source
 from dist_checkpointing.conversion.torch_file import TorchFileSource
+from dist_checkpointing.conversion.verification import PartChecks
 from dist_checkpointing.errors import (
     CheckpointingException,
     CheckpointNotFoundError,
@@ -44,6 +45,7 @@ from dist_checkpointing.errors import (
     StrategyNotFoundError,
 )
 from dist_checkpointing.folders import local_folder
+from dist_checkpointing.near_names import hint
 from dist_checkpointing.progress import Meter, ProgressCallback
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 
@@ -64,6 +66,7 @@ class ConvertOptions:
         shard_bytes: most bytes of values in one file of a safetensors folder.
         overwrite: replace what is at the destination, if it is of the kind that is written.
         trusted: unpickle anything in the source. Lets it run any code.
+        verify: compare the tensors that are read with the checksums of the source, if it has any.
         dry_run: plan only, write nothing.
     """
 
@@ -72,6 +75,7 @@ class ConvertOptions:
     shard_bytes: int = DEFAULT_SHARD_BYTES
     overwrite: bool = False
     trusted: bool = False
+    verify: bool = True
     dry_run: bool = False
 
 
@@ -84,6 +88,8 @@ class Conversion:
         target: into what, in words.
         plan: all tensors and objects.
         left_out: what the target cannot hold, in words.
+        verified_bytes: of the source that were compared with its checksums.
+        not_verified: what was not, and why, in words; None if all tensors were (or would be).
         seconds: that it took.
     """
 
@@ -91,6 +97,8 @@ class Conversion:
     target: str
     plan: ConversionPlan
     left_out: tuple[str, ...]
+    verified_bytes: int
+    not_verified: str | None
     seconds: float
 
 
@@ -106,7 +114,8 @@ def convert(
     """Convert tensors from one format into another, bit by bit unless a cast is asked for.
 
     Streams: what is in memory at a time stays within the budget, whatever the size. Nothing is at
-    the destination until all of it is; a conversion that was killed is begun anew by the next one.
+    the destination until all of it is; a conversion that was killed is begun again by the next one.
+    Tensors are compared with the checksums of the source, so that damage does not get new ones.
 
     Args:
         source: a committed checkpoint of any backend (also of Megatron and torch DCP), safetensors
@@ -120,6 +129,7 @@ def convert(
     Raises:
         CheckpointNotFoundError: ``source`` holds nothing that is read.
         CheckpointExistsError: ``destination`` is taken. Nothing was touched.
+        CorruptCheckpointError: the source is damaged. Nothing new is at the destination.
         CheckpointingException: anything else. Nothing new is at the destination.
     """
     options, rules = options or ConvertOptions(), rules or Rules()
@@ -140,6 +150,8 @@ def convert(
             target=to if backend is None else f"{backend[0]} {backend[1]}",
             plan=job.plan,
             left_out=tuple(job.left_out),
+            verified_bytes=0 if job.checks is None else job.checks.num_bytes,
+            not_verified=job.not_verified,
             seconds=time.perf_counter() - began,
         )
     finally:
@@ -161,7 +173,8 @@ def parse_backend(text: str) -> tuple[str, int]:
     known = available_strategies(StrategyAction.SAVE_SHARDED)
     found = [(n, v) for n, v in known if text in (n, f"{n}:{v}")]
     if not found:
-        finding = Finding("no such target", expected=", ".join(targets()), found=text)
+        near = hint(text, [*targets(), *(name for name, _ in known)])
+        finding = Finding(f"no such target{near}", expected=", ".join(targets()), found=text)
         raise StrategyNotFoundError(f"cannot convert to {text!r}", [finding])
     return max(found, key=lambda backend: backend[1])
 
@@ -214,6 +227,8 @@ class _Job:
     objects: dict[str, Any] = field(default_factory=dict)
     plan: ConversionPlan = field(init=False)
     spending: Spending = field(init=False)
+    checks: PartChecks | None = None
+    not_verified: str | None = None
 
     @property
     def as_folder(self) -> bool:
@@ -235,7 +250,20 @@ class _Job:
         if self.backend is not None:
             # Imports what will be used, so that its memory counts before the rest is shared out.
             lazy_strategy(self.backend, Spending(1, 1, 1))
+        # Before memory is shared out, like the imports.
+        self._find_checksums()
         self.spending = spend(self.options.memory_bytes, self.options.threads)
+        if self.checks is not None:
+            self.checks.most_bytes = self.spending.box_bytes
+            self.source.verify_with(self.checks)
+
+    def _find_checksums(self) -> None:
+        if not self.options.verify:
+            self.not_verified = "verification was turned off"
+            return
+        self.checks = self.source.checksums({tensor.source.key for tensor in self.plan.tensors})
+        if self.checks is None and self.plan.tensors:
+            self.not_verified = "the source keeps no checksums"
 
     def _choose_texts(self) -> None:
         if self.rules.tensors_only:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ import torch
 
 from dist_checkpointing import dtypes
 from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.checksums import StoredPart
 from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.conversion.verification import PartChecks, checks_of
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box, Ints, Window
 from dist_checkpointing.index import Index
@@ -66,6 +68,13 @@ class Source(ABC):
         """The value of one cell of a sharded object."""
         raise KeyError(f"{self.path} holds no object {key!r} with a cell {cell}")
 
+    def checksums(self, keys: Collection[str]) -> PartChecks | None:  # noqa: ARG002 - a hook
+        """What it knows of the values of some tensors; None if it keeps no checksums."""
+        return None
+
+    def verify_with(self, checks: PartChecks) -> None:  # noqa: B027 - a hook
+        """Compare from now on what is read with checksums of its own."""
+
     def files(self) -> tuple[Path, ...]:
         """The paths that must not be written to while it is read."""
         return (self.path,)
@@ -88,6 +97,7 @@ class CheckpointSource(Source):
     def __init__(self, path: Path, *, trusted: bool = False) -> None:
         super().__init__(path)
         self._checkpoint = Checkpoint.open(path, trusted=trusted)
+        self._checks: PartChecks | None = None
 
     @property
     def kind(self) -> str:
@@ -124,7 +134,19 @@ class CheckpointSource(Source):
         # Its own index, in which a reader may have noted more than there is in ours.
         return strategy, reader, reader.read_metadata()
 
+    def checksums(self, keys: Collection[str]) -> PartChecks | None:
+        return checks_of(self.path, self.index, keys)
+
+    def verify_with(self, checks: PartChecks) -> None:
+        self._checks = checks
+
     def read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        values = self._read(wanted)
+        if self._checks is not None:
+            self._checks.compare(wanted, values, self._read, self._location)
+        return values
+
+    def _read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         if self._planned is None:
             return self._checkpoint.read(wanted)
         strategy, reader, index = self._planned
@@ -135,6 +157,21 @@ class CheckpointSource(Source):
         strategy.read(paths, index, reader, SingleProcess())
         self.check_unchanged()
         return [leaf.data for leaf in leaves if leaf.data is not None]
+
+    def _location(self, part: StoredPart) -> str:
+        """Where a part lies, as exactly as that is known."""
+        number = next(
+            (
+                number
+                for number, chunk in enumerate(self._checkpoint[part.key].iter_chunks())
+                if chunk.box.intersect(part.box) is not None
+                and part.flat_range in (None, chunk.flat_range)
+            ),
+            None,
+        )
+        if number is None:
+            return str(self.path)
+        return self._checkpoint[part.key].location(number)
 
     def check_unchanged(self) -> None:
         if not self._checkpoint.is_committed:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
-from typing import Self
+from typing import Any, Self, TypeVar
 
+from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
@@ -19,6 +20,44 @@ from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 
 PathOrStr = str | PathLike[str]
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def left_out(method: M) -> M:
+    """Mark a method that a strategy needs only for some checkpoints, and that raises here."""
+    method.is_left_out = True  # type: ignore[attr-defined]
+    return method
+
+
+def require_method(strategy: object, name: str, need: str) -> None:
+    """Find out before anything is written that a strategy lacks a method.
+
+    Args:
+        strategy: of anybody.
+        name: of the method.
+        need: what it is for, as a verb in the third person.
+
+    Raises:
+        CheckpointingException: if it does.
+    """
+    if not has_method(strategy, name):
+        raise lacks(strategy, name, need)
+
+
+def has_method(strategy: object, name: str) -> bool:
+    """Whether the class of a strategy has a method of its own in the place of one left out."""
+    method = getattr(type(strategy), name, None)
+    return callable(method) and not getattr(method, "is_left_out", False)
+
+
+def lacks(strategy: object, name: str, need: str) -> CheckpointingException:
+    """The error for a method (or attribute) that a strategy of somebody should have."""
+    finding = Finding(
+        f"it has no {name}, which {need}",
+        found=f"{type(strategy).__module__}.{type(strategy).__qualname__}",
+        remedy="Add it to the class, or choose another strategy.",
+    )
+    return CheckpointingException(f"the strategy lacks {type(strategy).__name__}.{name}", [finding])
 
 
 class LoadStrategyBase(ABC):
@@ -82,7 +121,8 @@ class LoadCommonStrategy(LoadStrategyBase):
         """All stored ShardedObjects by unique key, without data."""
         if not self.can_handle_sharded_objects:
             return {}
-        raise NotImplementedError(checkpoint_dir)
+        del checkpoint_dir
+        raise lacks(self, "load_sharded_metadata", "lists the ShardedObjects")
 
 
 class LoadShardedStrategy(LoadStrategyBase):
@@ -105,16 +145,17 @@ class LoadShardedStrategy(LoadStrategyBase):
         """All stored tensors by key, and objects by unique key if this strategy has them."""
         if not self.can_handle_sharded_objects:
             return dict(self.load_tensors_metadata(checkpoint_dir))
-        raise NotImplementedError
+        raise lacks(self, "load_sharded_metadata", "lists the ShardedObjects")
 
+    @left_out
     def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
         """Delete all tensors whose key begins with ``key_prefix``."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not remove tensors")
 
     def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
         """What ``remove_sharded_tensors`` would do; by default nothing is known of files."""
-        if type(self).remove_sharded_tensors is LoadShardedStrategy.remove_sharded_tensors:
-            raise NotImplementedError
+        if not has_method(self, "remove_sharded_tensors"):
+            raise NotImplementedError(f"{type(self).__name__} does not remove tensors")
         stored = self.load_tensors_metadata(checkpoint_dir)
         return PlannedRemoval(tuple(key for key in stored if key.startswith(key_prefix)), ())
 
@@ -146,6 +187,7 @@ class SaveCommonStrategy(SaveStrategyBase):
             The files that were made. None leaves it to rank 0 to look for them.
         """
 
+    @left_out
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
     ) -> Sequence[SealedFile] | None:
@@ -154,7 +196,8 @@ class SaveCommonStrategy(SaveStrategyBase):
         Returns:
             As ``save_common``.
         """
-        raise NotImplementedError
+        del sharded_objects_state_dict, checkpoint_dir
+        raise lacks(self, "save_sharded_objects", "writes ShardedObjects")
 
 
 class SaveShardedStrategy(SaveStrategyBase):

@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from dist_checkpointing.errors import CheckpointingException, Finding, StrategyNotFoundError
+from dist_checkpointing.near_names import hint
 
 ENTRY_POINT_GROUP = "dist_checkpointing.strategies"
 
@@ -77,7 +78,8 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
 
     Raises:
         StrategyNotFoundError: if nobody provides it; the error lists what there is.
-        CheckpointingException: if it exists, but something that it imports does not.
+        CheckpointingException: if it exists, but something that it imports does not, or a method
+            that it must have.
     """
     registered = default_strategies[action.value].get((backend, version))
     if registered is not None:
@@ -93,16 +95,30 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
                 f"Cannot import a default strategy for: {wanted}. Error: {error}. "
                 f"Hint: install the package that provides {entry.value!r} and what it needs"
             ) from error
-        return make()
-    available = ", ".join(f"{name} {number}" for name, number in available_strategies(action))
+        return _made(make, wanted, entry.value)
+    available = available_strategies(action)
+    names = sorted({name for name, _ in available})
     finding = Finding(
-        "no such backend and version",
-        expected=f"one of: {available}",
+        "no such backend and version" + ("" if backend in names else hint(backend, names)),
+        expected=f"one of: {', '.join(f'{name} {number}' for name, number in available)}",
         found=f"{backend} {version}",
         remedy=f"Install a package with an entry point in the group {ENTRY_POINT_GROUP!r}, "
         "or call register_default_strategy.",
     )
     raise StrategyNotFoundError(f"Cannot find a default strategy for: {wanted}", [finding])
+
+
+def _made(make: Any, wanted: tuple[str, str, int], where: str) -> Any:
+    try:
+        return make()
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        # A class that lacks an abstract method, for example, which the text names.
+        finding = Finding(
+            f"{type(error).__name__}: {error}", found=where, remedy="Mend the package that has it."
+        )
+        raise CheckpointingException(f"cannot make the strategy for {wanted}", [finding]) from error
 
 
 def newest_version(action: StrategyAction, backend: str) -> int:

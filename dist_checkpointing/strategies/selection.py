@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any, TypeAlias, TypeVar, Union
 
 from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.strategies.abstract import SaveStrategyBase, lacks
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
@@ -45,18 +48,20 @@ def select(
     """The strategy for what a caller passed.
 
     Args:
-        action: what it shall do.
-        selection: backend name (its newest version), (name, version), a strategy, or None.
-        default: what None means; by default the default backend.
+        action: what it is for.
+        selection: backend name, (name, version), a strategy, or None.
+        default: what None means, and which version the name of that backend alone; by default the
+            default backend, and the newest version of any.
 
     Raises:
         StrategyNotFoundError: if nobody provides it.
-        CheckpointingException: if it is of another kind.
+        CheckpointingException: if it is of another kind, or lacks what it must have.
     """
+    if isinstance(selection, str):
+        is_default = default is not None and selection == default[0]
+        selection = default if is_default else (selection, newest_version(action, selection))
     if selection is None:
         selection = default or _DEFAULTS[action]
-    if isinstance(selection, str):
-        selection = (selection, newest_version(action, selection))
     if isinstance(selection, tuple) and list(map(type, selection)) == [str, int]:
         selection = get_default_strategy(action, *selection)
     kind = _KINDS[action]
@@ -67,7 +72,28 @@ def select(
             found=type(selection).__name__,
         )
         raise CheckpointingException(f"cannot {action.value} with {selection!r}", [finding])
+    _require_complete(selection)
     return selection
+
+
+def _require_complete(strategy: Any) -> None:
+    """Find out now, not in the middle of a save, that the class of somebody is not finished.
+
+    Raises:
+        CheckpointingException: naming the class and what it lacks.
+    """
+    if isinstance(strategy, SaveStrategyBase):
+        for name in ("backend", "version"):
+            if not hasattr(strategy, name):
+                raise lacks(strategy, name, "super().__init__(backend, version) sets")
+    for kind, maker, name in (
+        (PlannedSaveStrategy, "make_writer", "writer_type"),
+        (PlannedLoadStrategy, "make_reader", "reader_type"),
+    ):
+        if not isinstance(strategy, kind) or hasattr(strategy, name):
+            continue
+        if getattr(type(strategy), maker) is getattr(kind, maker):
+            raise lacks(strategy, name, f"{maker} needs")
 
 
 def handles_objects(strategy: Any) -> bool:

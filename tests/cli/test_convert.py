@@ -102,6 +102,8 @@ def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None
     ("arguments", "words"),
     [
         (["--to", "nope"], "cannot convert to 'nope'"),
+        (["--to", "tensor_store"], "did you mean 'tensorstore'"),
+        (["--to", "zarr:3"], "did you mean 'zarr:"),
         (["--to", "zarr", "--include", "("], "not a regular expression"),
         (["--to", "zarr", "--include", "nowhere"], "leave nothing to convert"),
         (["--to", "zarr", "--rename", r"\d="], "rename gives no valid names"),

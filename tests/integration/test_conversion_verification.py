@@ -1,0 +1,322 @@
+"""A conversion gives no new checksums to what is damaged."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from dist_checkpointing import (
+    Checkpoint,
+    CorruptCheckpointError,
+    ShardedTensor,
+    load_plain_tensors,
+    save,
+    verify_checkpoint,
+)
+from dist_checkpointing.byte_sizes import bytes_text
+from dist_checkpointing.checksums import CHECKSUMS_NAME, StoredPart, checksum
+from dist_checkpointing.cli.app import app, main
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.conversion import ConvertOptions, Rules, convert
+from dist_checkpointing.conversion.memory import Spending
+from dist_checkpointing.conversion.verification import PartChecks
+from dist_checkpointing.element_types import from_name
+from dist_checkpointing.geometry import Box
+from dist_checkpointing.index import StoredTensor
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+
+BACKENDS: dict[str, Any] = {
+    "tensorstore": "tensorstore",
+    "zarr-2": ("zarr", 2),
+    "zarr-1": ("zarr", 1),
+    "torch_dist": "torch_dist",
+}
+TARGETS = ["tensorstore", "zarr:1", "torch_dist", "safetensors", "torch"]
+ROOMY = ConvertOptions(memory_bytes=8 * 2**30, threads=2)
+GENERATOR = torch.Generator().manual_seed(3)
+FULL = {
+    "even": torch.randn(40, 64, generator=GENERATOR),
+    "uneven": torch.randn(30, 50, generator=GENERATOR).bfloat16(),
+    "flat": torch.randn(60, 20, generator=GENERATOR),
+    "across": torch.randn(24, 48, generator=GENERATOR, dtype=torch.float64),
+}
+NUM_BYTES = sum(tensor.nbytes for tensor in FULL.values())
+
+
+def state(rank: int) -> dict[str, Any]:
+    flat = [slice(0, 533), slice(533, 1200)][rank]
+    uneven = [slice(0, 11), slice(11, 30)][rank]
+    part = FULL["uneven"][uneven]
+    return {
+        "even": ShardedTensor.from_rank_offsets("even", FULL["even"].chunk(2)[rank], (0, rank, 2)),
+        "uneven": ShardedTensor(
+            "uneven", part, part.dtype, tuple(part.shape), (30, 50), (uneven.start, 0), None
+        ),
+        "flat": ShardedTensor.from_rank_offsets_flat(
+            "flat", FULL["flat"].reshape(-1)[flat], (60, 20), flattened_range=flat
+        ),
+        "across": ShardedTensor.from_rank_offsets(
+            "across", FULL["across"].chunk(2, 1)[rank].contiguous(), (1, rank, 2)
+        ),
+        "step": 4,
+    }
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    for name, backend in BACKENDS.items():
+
+        def save_rank(comm: Comm, name: str = name, backend: Any = backend) -> None:
+            save(state(comm.rank), folder / name, backend, comm=comm)
+
+        run_ranks(2, save_rank)
+    return {name: folder / name for name in BACKENDS}
+
+
+def flip_a_bit_of(folder: Path, values: torch.Tensor) -> None:
+    """Change one of these values, wherever they lie in a row."""
+    wanted = values.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    for path in sorted(folder.rglob("*")):
+        content = bytearray(path.read_bytes()) if path.is_file() else bytearray()
+        if (place := content.find(wanted)) >= 0:
+            content[place + len(wanted) // 2] ^= 4
+            path.write_bytes(content)
+            return
+    raise AssertionError("the values are nowhere")
+
+
+SOME_OF = {
+    "even": FULL["even"][33, 20:40],
+    "uneven": FULL["uneven"][12, 5:25],
+    "flat": FULL["flat"][40, :10],
+    "across": FULL["across"][20, 30:40],
+}
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("source", BACKENDS)
+def test_a_flipped_bit_is_found_wherever_it_is(
+    sources: dict[str, Path], source: str, to: str, tmp_path: Path
+) -> None:
+    for key, values in SOME_OF.items():
+        damaged = tmp_path / "source"
+        shutil.copytree(sources[source], damaged)
+        flip_a_bit_of(damaged, values)
+        with pytest.raises(CorruptCheckpointError, match="bits were flipped") as raised:
+            convert(damaged, tmp_path / "out", to, options=ROOMY)
+        (finding,) = raised.value.findings
+        assert finding.key == key
+        assert str(damaged) in str(finding.path)
+        assert "--no-verify" in str(finding)
+        assert [path.name for path in tmp_path.iterdir()] == ["source"]
+        # Where the damaged tensor is not read, nobody minds.
+        done = convert(
+            damaged, tmp_path / "out", to, rules=Rules.parse(exclude=[f"^{key}$"]), options=ROOMY
+        )
+        assert done.verified_bytes == NUM_BYTES - FULL[key].nbytes
+        shutil.rmtree(damaged)
+        out = tmp_path / "out"
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+
+
+@pytest.mark.parametrize("source", BACKENDS)
+def test_without_verification_it_is_converted_as_it_is(
+    sources: dict[str, Path], source: str, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "source"
+    shutil.copytree(sources[source], damaged)
+    flip_a_bit_of(damaged, SOME_OF["even"])
+    options = ConvertOptions(memory_bytes=8 * 2**30, verify=False)
+    done = convert(damaged, tmp_path / "out", options=options)
+    assert (done.verified_bytes, done.not_verified) == (0, "verification was turned off")
+    verify_checkpoint(tmp_path / "out")
+    loaded = load_plain_tensors(tmp_path / "out")
+    assert (loaded["even"] != FULL["even"]).sum() == 1
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("source", BACKENDS)
+def test_what_is_sound_is_compared_to_the_last_byte(
+    sources: dict[str, Path], source: str, to: str, tmp_path: Path
+) -> None:
+    done = convert(sources[source], tmp_path / "out", to, options=ROOMY)
+    assert (done.verified_bytes, done.not_verified) == (NUM_BYTES, None)
+
+
+@pytest.mark.parametrize("source", BACKENDS)
+@pytest.mark.parametrize("reshard", [[], ["axis=0,parts=3"], ["axis=1,parts=5"]])
+def test_parts_that_are_larger_than_what_is_read_at_a_time(
+    sources: dict[str, Path],
+    source: str,
+    reshard: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def little(*_: object) -> Spending:
+        return Spending(threads=3, box_bytes=1000, buffer_bytes=2000)
+
+    # By its name in the package it is the function.
+    monkeypatch.setattr(import_module("dist_checkpointing.conversion.convert"), "spend", little)
+    rules = Rules.parse(reshard=reshard)
+    for to in ("zarr", "safetensors"):
+        if to == "safetensors" and reshard:
+            continue
+        done = convert(sources[source], tmp_path / to, to, rules=rules, options=ROOMY)
+        assert done.verified_bytes == NUM_BYTES
+        damaged = tmp_path / f"damaged-{to}"
+        shutil.copytree(sources[source], damaged)
+        flip_a_bit_of(damaged, FULL["across"][23, 44:])
+        with pytest.raises(CorruptCheckpointError, match="'across'"):
+            convert(damaged, tmp_path / "out", to, rules=rules, options=ROOMY)
+        assert not (tmp_path / "out").exists()
+
+
+def test_compressed_chunks_are_compared_as_they_are_decoded(tmp_path: Path) -> None:
+    leaves = {
+        key: ShardedTensor.from_rank_offsets(key, full.repeat(50, 1)) for key, full in FULL.items()
+    }
+    save(dict(leaves), tmp_path / "source", Zarr3SaveShardedStrategy(codec="zstd"))
+    done = convert(tmp_path / "source", tmp_path / "out", options=ROOMY)
+    assert done.verified_bytes == 50 * NUM_BYTES
+
+
+def test_checksums_that_are_lost_let_nothing_pass(sources: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(sources["zarr-2"], source)
+    min((source / CHECKSUMS_NAME).iterdir()).unlink()
+    with pytest.raises(CorruptCheckpointError, match="no checksums for all of it"):
+        convert(source, tmp_path / "out", options=ROOMY)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "safetensors", "torch"])
+def test_a_source_without_checksums_is_said(
+    sources: dict[str, Path], kind: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    if kind == "checkpoint":
+        shutil.copytree(sources["zarr-2"], source)
+        shutil.rmtree(source / CHECKSUMS_NAME)
+    else:
+        convert(sources["zarr-2"], source, kind, options=ROOMY)
+    done = convert(source, tmp_path / "out", "tensorstore", options=ROOMY)
+    assert (done.verified_bytes, done.not_verified) == (0, "the source keeps no checksums")
+    assert Checkpoint.open(tmp_path / "out").keys() == FULL.keys()
+
+
+def test_the_command_says_what_was_verified(sources: dict[str, Path], tmp_path: Path) -> None:
+    def run(*arguments: object) -> str:
+        result = CliRunner().invoke(app, ["convert", *map(str, arguments)], catch_exceptions=False)
+        assert result.exit_code == 0
+        return result.output
+
+    source = sources["tensorstore"]
+    plain = run(source, tmp_path / "a", "--to", "torch")
+    assert f"  verified: {bytes_text(NUM_BYTES)} of tensors by the checksums" in plain
+    assert "not verified" not in plain
+    off = run(source, tmp_path / "b", "--to", "torch", "--no-verify")
+    assert "  not verified: verification was turned off\n" in off
+    none = run(tmp_path / "a", tmp_path / "c", "--to", "zarr")
+    assert "  not verified: the source keeps no checksums\n" in none
+
+
+def test_the_command_names_the_damage(
+    sources: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damaged = tmp_path / "source"
+    shutil.copytree(sources["tensorstore"], damaged)
+    flip_a_bit_of(damaged, SOME_OF["uneven"])
+    arguments = ["dckpt", "convert", str(damaged), str(tmp_path / "out"), "--to", "zarr"]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the source is not what was saved: 'uneven': checksum differs")
+    assert "--no-verify" in error
+
+
+# Any parts, read in any boxes, in any order, from several threads.
+
+
+@st.composite
+def cuts(draw: st.DrawFn, extent: int) -> list[int]:
+    inner = draw(st.sets(st.integers(1, max(1, extent - 1)), max_size=4))
+    return [0, *sorted(cut for cut in inner if cut < extent), extent]
+
+
+@st.composite
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    axes = [list(itertools.pairwise(draw(cuts(extent)))) for extent in shape]
+    return [
+        Box(tuple(a for a, _ in row), tuple(b - a for a, b in row))
+        for row in itertools.product(*axes)
+    ]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[Box, Any]], list[Box]]:
+    shape = tuple(draw(st.lists(st.integers(1, 7), max_size=3)))
+    parts: list[tuple[Box, Any]] = []
+    for box in draw(tilings(shape)):
+        size = box.num_elements
+        if draw(st.booleans()):
+            parts += [(box, flat) for flat in itertools.pairwise(draw(cuts(size)))]
+        else:
+            parts.append((box, None))
+    return shape, parts, draw(st.permutations(draw(tilings(shape))))
+
+
+@given(cases(), st.integers(0, 10**6), st.booleans(), st.integers(1, 64))
+@settings(deadline=None)
+def test_any_parts_are_found_in_whatever_is_read(
+    case: tuple[tuple[int, ...], list[tuple[Box, Any]], list[Box]],
+    place: int,
+    damaged: bool,
+    most_bytes: int,
+) -> None:
+    shape, pieces, reads = case
+    full = torch.arange(1, 1 + Box.whole(shape).num_elements, dtype=torch.int32).reshape(shape)
+    parts = []
+    for box, flat in pieces:
+        values = full[box.slices()].reshape(-1)
+        values = values if flat is None else values[slice(*flat)]
+        parts.append(StoredPart("w", box, flat, checksum(values.contiguous().numpy()), 0))
+    stored = full.clone()
+    if damaged:
+        stored.reshape(-1)[place % full.numel()] += 1
+
+    def read(wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        return [stored[box.slices()].contiguous() for _, box in wanted]
+
+    tensor = StoredTensor("w", from_name("int32"), shape, shape)
+    checks = PartChecks({"w": parts}, {"w": tensor})
+    checks.most_bytes = max(4, most_bytes)
+
+    def compare(box: Box) -> int:
+        try:
+            checks.compare([("w", box)], read([("w", box)]), read, lambda part: str(part.box))
+        except CorruptCheckpointError as error:
+            return len(error.findings)
+        return 0
+
+    with ThreadPoolExecutor(3) as pool:
+        found = sum(pool.map(compare, reads))
+    assert found == int(damaged)
+    assert checks.num_bytes == full.nbytes
