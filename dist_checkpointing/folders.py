@@ -13,6 +13,8 @@ from dist_checkpointing.errors import CheckpointingException, Finding, Unsupport
 # pathlib makes one slash of the two.
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 
+_MOST_NAMED: Final = 16
+
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URL, such as ``s3://bucket/x``, also once pathlib has shortened it."""
@@ -60,7 +62,7 @@ def check_one_folder(names: Sequence[str]) -> None:
         Finding(
             "this is the folder on some ranks only",
             path=name,
-            ranks=tuple(of_name),
+            ranks=tuple(of_name[:_MOST_NAMED]),
             remedy="Give every rank the same path; broadcast a name that holds the time or date.",
         )
         for name, of_name in ranks.items()
