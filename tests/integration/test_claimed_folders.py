@@ -166,7 +166,15 @@ def test_no_library_below_needs_a_lock_of_the_file_system(tmp_path: Path, backen
     """TensorStore locks files by itself, which Lustre without ``flock`` refuses as well."""
     (tmp_path / "refusing.c").write_text(_REFUSING)
     library = tmp_path / "refusing.so"
-    build = ["cc", "-shared", "-fPIC", "-o", library, tmp_path / "refusing.c", "-ldl"]
+    build: list[str | Path] = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-o",
+        library,
+        tmp_path / "refusing.c",
+        "-ldl",
+    ]
     subprocess.run(build, check=True, timeout=60)
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, tmp_path / "c", backend],
