@@ -39,6 +39,7 @@ from dist_checkpointing.leftovers import (
     number_of_save,
     refuse_foreign,
 )
+from dist_checkpointing.own_files import OWN_FOLDER, make_own_folder
 
 __all__ = [
     "ATTEMPT_NAME",
@@ -60,7 +61,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 COMMON_STATE_FNAME = "common.pt"
-_OWN_FOLDER = ".dckpt"
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -85,7 +85,7 @@ def _is_plain_dcp(folder: Path) -> bool:
 
     A save of ours or Megatron's that did not is none: they commit by a later file.
     """
-    others = (CONFIG_FNAME, COMMON_STATE_FNAME, _OWN_FOLDER)
+    others = (CONFIG_FNAME, COMMON_STATE_FNAME, OWN_FOLDER)
     return store.is_file(folder / DCP_METADATA_NAME) and not any(
         store.is_there(folder / name) for name in others
     )
@@ -204,7 +204,7 @@ class Attempt:
         try:
             # Another save may have ended between the first look and the lock.
             _refuse_committed(folder, overwrite=overwrite)
-            store.make_own_folder(folder)
+            make_own_folder(folder)
             left = leftovers(folder)
             refuse_foreign(folder, names, left)
             attempt = cls(folder, lock, names, durability)
@@ -226,7 +226,7 @@ class Attempt:
     def _record(self) -> None:
         content = {"attempt": self.id, "creates": self._creates}
         data = json.dumps(content, separators=(",", ":")).encode()
-        store.make_own_folder(self._folder)
+        make_own_folder(self._folder)
         # As a whole: names that are lost would be files that nobody deletes.
         store.write_atomic(self._folder / ATTEMPT_NAME, data, store.Durability.PAGE_CACHE)
 
@@ -234,7 +234,7 @@ class Attempt:
         """Make the record of what is about to be created durable, before anything is."""
         if self._durability is store.Durability.FSYNC:
             store.fsync_file(self._folder / ATTEMPT_NAME)
-            store.fsync_folder(self._folder / ".dckpt")
+            store.fsync_folder(self._folder / OWN_FOLDER)
             store.fsync_folder(self._folder)
 
     def commit(self, config: CheckpointingConfig) -> None:

@@ -15,6 +15,7 @@ import xxhash
 from dist_checkpointing import store
 from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
 from dist_checkpointing.folder_lock import LOCK_NAME
+from dist_checkpointing.own_files import read_own, read_own_start
 from dist_checkpointing.removal import REMOVAL_NAME
 
 ATTEMPT_NAME = ".dckpt/attempt.json"
@@ -27,7 +28,7 @@ _ATTEMPT_START_BYTES = len('{"attempt":"0123456789abcdef0123456789abcdef"')
 
 def _noted(folder: Path) -> tuple[str | None, frozenset[str]]:
     """Name of the last attempt in a folder, and what it was about to create."""
-    data = store.read_own(folder / ATTEMPT_NAME, _MAX_ATTEMPT_BYTES)
+    data = read_own(folder / ATTEMPT_NAME, _MAX_ATTEMPT_BYTES)
     try:
         content = store.parse_json(data or b"")
         attempt, names = content["attempt"], content["creates"]
@@ -60,7 +61,7 @@ def attempt_of(folder: Path) -> str | None:
 
 def number_of_save(checkpoint_dir: str | os.PathLike[str]) -> int:
     """A number that tells the saves into one folder apart; 0 if this library made none there."""
-    start = store.read_own_start(Path(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
+    start = read_own_start(Path(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
     return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
 
 

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from dist_checkpointing import store
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.own_files import make_own_folder, read_own
 
 REMOVAL_NAME = ".dckpt/removal.json"
 _MAX_BYTES = 1 << 30
@@ -44,7 +45,7 @@ def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
     Raises:
         CheckpointExistsError: if there can be no note, because its folder is a link.
     """
-    store.make_own_folder(folder)
+    make_own_folder(folder)
     content = {key: list(names) for key, names in folders.items()}
     store.write_atomic(folder / REMOVAL_NAME, json.dumps(content).encode())
 
@@ -56,7 +57,7 @@ def noted_removal(folder: Path) -> dict[str, tuple[str, ...]]:
         CorruptCheckpointError: if it cannot be read, or names what is outside of the checkpoint.
     """
     path = folder / REMOVAL_NAME
-    data = store.read_own(path, _MAX_BYTES)
+    data = read_own(path, _MAX_BYTES)
     if data is None:
         return {}
     try:

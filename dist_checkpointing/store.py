@@ -14,26 +14,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import quote
 
 from dist_checkpointing.errors import (
-    CheckpointExistsError,
     CheckpointingException,
     CorruptCheckpointError,
     Finding,
     InvalidShardingError,
 )
 
-_ABSENT = (errno.ENOENT, errno.ENOTDIR)
+NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+"""Errors that say that there is nothing of that name, or a link; any other one says nothing."""
 _MAX_NAME_BYTES = 200
 _MAX_COMPONENT_BYTES = 255
 _PLAIN_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{,{_MAX_NAME_BYTES - 1}}}")
-_TEMPORARY_NAME = re.compile(r"(.+)\.(?:[0-9a-f]{8}\.tmp|__lock)")
+_TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__lock)")
 """Of ``write_atomic``, and of TensorStore's driver for files."""
 _TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
-_OWN_FOLDER = ".dckpt"
-_OWN_NAMES = frozenset({_OWN_FOLDER, ".dckpt.lock"})
+_OWN_NAMES = frozenset({".dckpt", ".dckpt.lock"})
 
 
 def disk_name(key: str) -> str:
@@ -77,11 +76,16 @@ def check_raw_key(key: str) -> None:
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """The content of a file that must not be larger than ``max_bytes``."""
-    _check_size(path.stat().st_size, path, max_bytes)
+    check_size(path.stat().st_size, path, max_bytes)
     return path.read_bytes()
 
 
-def _check_size(size: int, path: Path, max_bytes: int) -> None:
+def check_size(size: int, path: Path, max_bytes: int) -> None:
+    """Refuse a file that is too large to be what it should be.
+
+    Raises:
+        CorruptCheckpointError: naming it.
+    """
     if size > max_bytes:
         finding = Finding(
             "file is far too large",
@@ -90,63 +94,6 @@ def _check_size(size: int, path: Path, max_bytes: int) -> None:
             path=str(path),
         )
         raise CorruptCheckpointError("refused to read a file", [finding])
-
-
-def read_own(path: Path, max_bytes: int) -> bytes | None:
-    """The content of a file that only we write; None if there is none, or something else.
-
-    A link of that name is not followed.
-
-    Raises:
-        CorruptCheckpointError: if it is larger than ``max_bytes``.
-        OSError: if the file system fails.
-    """
-    file = _opened_own(path)
-    if file is None:
-        return None
-    with file:
-        _check_size(os.fstat(file.fileno()).st_size, path, max_bytes)
-        return file.read()
-
-
-def read_own_start(path: Path, num_bytes: int) -> bytes | None:
-    """As ``read_own``, the first bytes of a file of any size."""
-    file = _opened_own(path)
-    if file is None:
-        return None
-    with file:
-        return file.read(num_bytes)
-
-
-def _opened_own(path: Path) -> IO[bytes] | None:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (*_ABSENT, errno.ELOOP):
-            return None
-        raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    return None
-
-
-def make_own_folder(folder: Path) -> None:
-    """Make the folder of a checkpoint's own files.
-
-    Raises:
-        CheckpointExistsError: if a link or a file has its name.
-    """
-    path = folder / _OWN_FOLDER
-    with suppress(FileExistsError):
-        path.mkdir()
-    if not stat.S_ISDIR(path.lstat().st_mode):
-        finding = Finding(
-            "is no folder, and no save of ours made it",
-            path=str(path),
-            remedy="Find out what it is, and delete it.",
-        )
-        raise CheckpointExistsError(f"{folder} is not empty", [finding])
 
 
 def is_there(path: Path) -> bool:
@@ -182,7 +129,7 @@ def _mode(path: Path, *, follows: bool) -> int | None:
     try:
         return path.stat(follow_symlinks=follows).st_mode
     except OSError as error:
-        if error.errno in (*_ABSENT, errno.ELOOP):
+        if error.errno in NOT_THERE:
             return None
         raise
 
@@ -350,7 +297,7 @@ def _descended(parts: Sequence[str], root: Path) -> Iterator[list[int]]:
             for part in parts:
                 folders.append(os.open(part, options | os.O_NOFOLLOW, dir_fd=folders[-1]))
         except OSError as error:
-            if error.errno not in (*_ABSENT, errno.ELOOP):
+            if error.errno not in NOT_THERE:
                 raise
         yield folders
     finally:

@@ -6,6 +6,9 @@ import errno
 import fcntl
 import json
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +118,76 @@ def test_a_save_and_a_removal_keep_each_other_out(
             with pytest.raises(CheckpointExistsError, match=f"process {os.getpid()} on host"):
                 call()
     assert_holds(tmp_path, 1)
+
+
+_REFUSING = """
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <dlfcn.h>
+
+static int refused(int operation) {
+    return operation == F_OFD_SETLK || operation == F_OFD_SETLKW || operation == F_SETLK
+        || operation == F_SETLKW;
+}
+
+int flock(int file, int operation) { (void)file; (void)operation; errno = ENOSYS; return -1; }
+
+#define DEFINE(name)                                                    \
+    int name(int file, int operation, ...) {                            \
+        va_list arguments;                                              \
+        va_start(arguments, operation);                                 \
+        void *argument = va_arg(arguments, void *);                     \
+        va_end(arguments);                                              \
+        if (refused(operation)) { errno = ENOSYS; return -1; }          \
+        int (*real)(int, int, ...) = dlsym(RTLD_NEXT, #name);           \
+        return real(file, operation, argument);                         \
+    }
+DEFINE(fcntl)
+DEFINE(fcntl64)
+"""
+_SCRIPT = """
+import sys, torch
+from dist_checkpointing import ShardedTensor, load_plain_tensors, remove_sharded_tensors, save
+state = {k: ShardedTensor.from_rank_offsets(k, torch.ones(1000, 300)) for k in ("w", "optimizer")}
+folder, backend = sys.argv[1:]
+for step in range(2):
+    save(state | {"step": step}, folder, backend, overwrite=step > 0)
+remove_sharded_tensors(folder, "optimizer")
+print(sorted(load_plain_tensors(folder)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_no_library_below_needs_a_lock_of_the_file_system(tmp_path: Path, backend: str) -> None:
+    """TensorStore locks files by itself, which Lustre without ``flock`` refuses as well."""
+    (tmp_path / "refusing.c").write_text(_REFUSING)
+    library = tmp_path / "refusing.so"
+    build: list[str | Path] = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-o",
+        library,
+        tmp_path / "refusing.c",
+        "-ldl",
+    ]
+    subprocess.run(build, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, tmp_path / "c", backend],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ
+        | {"LD_PRELOAD": str(library), "PYTHONPATH": str(Path(commit.__file__).parents[1])},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "['step', 'w']"
+    assert done.stderr.count("no flock") == 1
 
 
 def test_a_checkpoint_that_is_committed_while_a_save_waits_for_its_turn_stays(
@@ -232,6 +305,7 @@ def test_temporary_files_of_a_killed_removal_go_with_the_next_change(
         left = [folder / f"{name}.0123abcd.tmp" for name in names]
         if backend[0] == "tensorstore":
             left.append(folder / "manifest.ocdbt.__lock")
+            left.append(folder / "manifest.ocdbt_0123456789abcdef.__lock")
         for path in left:
             path.write_bytes(b"half")
         return left

@@ -32,6 +32,9 @@ whereas deleting keys from a database frees nothing."""
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+)")
 
+_NO_LOCKS = {"file_io_locking": {"mode": "none"}}
+"""A database has one writer, under the lock of the folder; some file systems have no other lock."""
+
 CONFIG = {"max_inline_value_bytes": 1024}
 """Of a new database: ``zarr.json`` lies in the tree, so there are half as many values to write."""
 
@@ -94,6 +97,7 @@ def make_context(options: StorageOptions, folder: Path) -> Any:
         "data_copy_concurrency": {"limit": options.threads},
         # One fsync pass before the commit costs far less than one at each write.
         "file_io_sync": False,
+        **_NO_LOCKS,
         # Everything is read once, straight to its destination.
         "cache_pool": {"total_bytes_limit": 0},
     }
@@ -149,7 +153,7 @@ def merge(checkpoint_dir: Path, parts: Sequence[tuple[str, Contents]], context: 
 
 def change(checkpoint_dir: Path, dead: Iterable[str], written: Mapping[str, bytes]) -> None:
     """Delete keys and write others, in one transaction."""
-    target = open_store(checkpoint_dir, ts.Context())
+    target = open_store(checkpoint_dir, ts.Context(_NO_LOCKS))
     with ts.Transaction() as transaction:
         store = target.with_transaction(transaction)
         pending = [store.write(key, None) for key in dead]

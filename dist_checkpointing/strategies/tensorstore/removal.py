@@ -56,6 +56,8 @@ def drop_all_but(root: Path, kept: Index) -> None:
         CorruptCheckpointError: if the database then does not hold what it should; nothing that it
             held has been deleted.
     """
+    for path in (root / database.NODES_NAME).glob("*.__lock"):
+        store.remove(path, root)  # of a removal that was killed while it wrote
     before = survey(root)
     if not before.values:
         return
