@@ -127,7 +127,8 @@ def _array_of_nothing() -> bytes:
     """2**60 elements of zero bytes each."""
     made = _call(
         "numpy.core.multiarray._reconstruct",
-        _name("numpy.ndarray"), _tuple(_number(0)), _call("_codecs.encode", _text("b"), _text("latin1")),
+        _name("numpy.ndarray"), _tuple(_number(0)),
+        _call("_codecs.encode", _text("b"), _text("latin1")),
     )  # fmt: skip
     dtype = _call("numpy.dtype", _text("V0"), b"\x89", b"\x88")
     state = _tuple(
@@ -143,11 +144,19 @@ def _array_with_fields_outside() -> bytes:
     double = _call("numpy.dtype", _text("f8"), b"\x89", b"\x88")
     fields = b"}" + _text("a") + _tuple(double, _number(1 << 30)) + b"s"
     state = _tuple(
-        _number(3), _text("|"), b"N", _tuple(_text("a")), fields, _number(8), _number(1), _number(16)
+        _number(3),
+        _text("|"),
+        b"N",
+        _tuple(_text("a")),
+        fields,
+        _number(8),
+        _number(1),
+        _number(16),
     )
     made = _call(
         "numpy.core.multiarray._reconstruct",
-        _name("numpy.ndarray"), _tuple(_number(0)), _call("_codecs.encode", _text("b"), _text("latin1")),
+        _name("numpy.ndarray"), _tuple(_number(0)),
+        _call("_codecs.encode", _text("b"), _text("latin1")),
     )  # fmt: skip
     content = _call("_codecs.encode", _text("12345678"), _text("latin1"))
     array_state = _tuple(_number(1), _tuple(_number(1)), void + state + b"b", b"\x89", content)
