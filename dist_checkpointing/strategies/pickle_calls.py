@@ -64,7 +64,8 @@ def check_state(target: Node, state: Any) -> None:
         elif kind == "list":
             raise BadPickle(f"a list as the state of a {target.name}")
     elif target.name.endswith(".multiarray._reconstruct"):
-        count = math.prod(_ints(target.name, items[1])) if len(items) > 1 else 0
+        shape = _ints(target.name, items[1]) if len(items) > 1 else ()
+        count = math.prod(shape)
         if not items or count > max(_LEAST_ARRAY_ELEMENTS, _BYTES_PER_NODE * state.size):
             raise BadPickle(f"an array of {count} elements has no data for them")
 
