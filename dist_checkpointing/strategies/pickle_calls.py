@@ -57,7 +57,7 @@ def check_state(target: Node, state: Any) -> None:
         BadPickle: if no pickler writes such a state.
     """
     kind = state.kind if isinstance(state, Node) else ""
-    items = (state.items or ()) if kind == "tuple" else ()
+    items: Sequence[Any] = (state.items or ()) if kind == "tuple" else ()
     if target.name.startswith("torch."):
         if items and isinstance(items[0], Node) and items[0].kind == "storage":
             _view(target.name, items)  # of a tensor, in old files

@@ -86,9 +86,12 @@ def refusals(outcomes: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", ["zarr 2"])
-@pytest.mark.parametrize("file", ["common.pt", "object/shard_0_1.pt"])
-def test_no_pickle_of_common_state_or_objects_hangs_or_kills(victim: Victim, file: str) -> None:
-    for name, content in hostile_pickles.torch_files().items():
+@pytest.mark.parametrize(("file", "step"), [("common.pt", 1), ("object/shard_0_1.pt", 3)])
+def test_no_pickle_of_common_state_or_objects_hangs_or_kills(
+    victim: Victim, file: str, step: int
+) -> None:
+    # The same code reads both: of the second every third will do.
+    for name, content in list(hostile_pickles.torch_files().items())[::step]:
         found = refusals(victim.outcomes(file, content))
         assert found, name
         assert all(
@@ -109,7 +112,7 @@ def test_no_pickle_of_dcp_metadata_hangs_or_kills(victim: Victim) -> None:
 
 @pytest.mark.parametrize("backend", ["zarr 2"])
 def test_dckpt_verify_names_the_file_of_a_hostile_pickle(victim: Victim) -> None:
-    for name, content in hostile_pickles.torch_files().items():
+    for name, content in list(hostile_pickles.torch_files().items())[::7]:
         (victim.folder / "common.pt").write_bytes(content)
         code, text = victim.verified()
         if "fields outside" in name:
@@ -122,7 +125,7 @@ def test_dckpt_verify_names_the_file_of_a_hostile_pickle(victim: Victim) -> None
 def test_torch_files_to_convert_are_looked_through_as_well(
     child: LimitedChild, tmp_path: Path
 ) -> None:
-    for name, content in hostile_pickles.torch_files().items():
+    for name, content in list(hostile_pickles.torch_files().items())[::3]:
         path = tmp_path / "x.pt"
         path.write_bytes(content)
         outcomes = child.outcomes({"do": "torch file", "path": str(path)})

@@ -7,6 +7,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final
 
 _START: Final = b"\x80\x02"
@@ -227,10 +228,11 @@ PICKLES: Final[dict[str, bytes]] = {
 """Name -> ``data.pkl`` of a file of ``torch.save``."""
 
 
+@lru_cache
 def torch_files() -> dict[str, bytes]:
     """Name -> content of a file that ``torch.load`` takes for one of its own."""
     files = {name: archive(content, storages=(b"\0" * 16,)) for name, content in PICKLES.items()}
-    zeros = _dict_of(_text("\0" * (1 << 28)))
+    zeros = _dict_of(_text("\0" * (1 << 27)))
     files["a bomb in a zip"] = archive(zeros, method=zipfile.ZIP_DEFLATED)
     files["two data.pkl"] = _with_two_pickles()
     files |= {f"{name}, legacy": legacy(content) for name, content in PICKLES.items()}

@@ -59,7 +59,7 @@ PLAIN: dict[str, Any] = {
     "text": "ü" * 10_000,
 }
 
-ARRAYS = [
+ARRAYS: list[Any] = [
     np.zeros((3, 4), dtype="f4"),
     np.zeros(0),
     np.zeros((), dtype="i8"),
