@@ -117,7 +117,7 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
-        return int(np.prod(self.global_shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.global_shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)

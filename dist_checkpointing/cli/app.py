@@ -19,6 +19,17 @@ EXIT_BAD_INPUT: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 
+_ANSWERED: Final = (
+    CheckpointingException,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    ValueError,
+)
+"""What ends the program with one line instead of a traceback."""
+
+
 class _Program(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; what ends it from outside is answered here, before typer does it."""
@@ -27,6 +38,9 @@ class _Program(TyperGroup):
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
+        except EOFError as error:
+            # typer takes it for the end of the input, and says nothing but "Aborted".
+            raise OSError(f"a file ended early: {error}") from error
         except KeyboardInterrupt as error:
             fail(": ".join(["interrupted", *map(str, error.args)]))
             sys.exit(EXIT_INTERRUPTED)
@@ -90,7 +104,7 @@ def main() -> None:
     try:
         # Wherever it stands, also behind the command.
         app([argument for argument in sys.argv[1:] if argument != "--debug"])
-    except (CheckpointingException, LookupError, ValueError, OSError) as error:
+    except _ANSWERED as error:
         if debug:
             raise
         fail(_text(error))
@@ -103,6 +117,8 @@ def _text(error: Exception) -> str:
         return f"{error.message.rstrip('.:')}: {error.findings[0]}"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.strerror}: {error.filename}"
+    if isinstance(error, MemoryError | RecursionError):
+        return f"{type(error).__name__}: {error}"
     # The text of a KeyError is the repr of its message.
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 

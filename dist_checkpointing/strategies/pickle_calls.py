@@ -57,14 +57,15 @@ def check_state(target: Node, state: Any) -> None:
         BadPickle: if no pickler writes such a state.
     """
     kind = state.kind if isinstance(state, Node) else ""
-    items = (state.items or ()) if kind == "tuple" else ()
+    items: Sequence[Any] = (state.items or ()) if kind == "tuple" else ()
     if target.name.startswith("torch."):
         if items and isinstance(items[0], Node) and items[0].kind == "storage":
             _view(target.name, items)  # of a tensor, in old files
         elif kind == "list":
             raise BadPickle(f"a list as the state of a {target.name}")
     elif target.name.endswith(".multiarray._reconstruct"):
-        count = math.prod(_ints(target.name, items[1])) if len(items) > 1 else 0
+        shape = _ints(target.name, items[1]) if len(items) > 1 else ()
+        count = math.prod(shape)
         if not items or count > max(_LEAST_ARRAY_ELEMENTS, _BYTES_PER_NODE * state.size):
             raise BadPickle(f"an array of {count} elements has no data for them")
 

@@ -349,9 +349,11 @@ class _Walk:
             raise BadPickle("it calls what is no class or function")
         if type(args) is not Node or args.kind != "tuple" or args.items is None:
             raise BadPickle(f"it calls {called.name} without arguments")
-        node = Node("call", called.name, args.items)
-        self._hold(node, [args, *extra])
-        self._spend(node.size)
+        node = Node("call", called.name, args.items, args.size + 1)
+        node.depth = args.depth + 1
+        if extra or args.size > 1:
+            self._hold(node, extra)
+            self._spend(node.size)
         self._checks.call(called.name, args.items)
         stack.append(node)
 
@@ -362,7 +364,7 @@ class _Walk:
             raise BadPickle("it sets the state of what is no object")
         if target.is_used:
             raise BadPickle("it holds an object that holds itself")
-        self._hold(target, [state])
+        self._hold(target, (state,))
         self._checks.state(target, state)
 
     def _global(self, module: bytes, name: bytes) -> Node:

@@ -197,7 +197,8 @@ def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: boo
         if not trusted:
             check_torch_file(Path(source) if isinstance(source, str) else source.getvalue())
         # Sparse tensors whose indices lie outside of them end the process when they are used.
-        with _safe_globals_allowed(), torch.sparse.check_sparse_tensor_invariants():
+        checks: Any = torch.sparse.check_sparse_tensor_invariants
+        with _safe_globals_allowed(), checks():
             value = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=maps_file)
     except BadRecord as error:
         raise _unreadable(str(error), where) from error

@@ -50,6 +50,8 @@ def test_one_finding_is_told_in_one_line(dckpt: Run, tmp_path: Path) -> None:
         (FileNotFoundError(2, "No such file", "t.json"), "error: No such file: t.json\n"),
         (KeyError("no 'w'"), "error: no 'w'\n"),
         (ValueError("bad"), "error: bad\n"),
+        (MemoryError("too much"), "error: MemoryError: too much\n"),
+        (RecursionError("too deep"), "error: RecursionError: too deep\n"),
     ],
 )
 def test_errors_of_every_kind(
@@ -68,6 +70,18 @@ def test_errors_of_every_kind(
 def test_the_version_is_told(dckpt: Run) -> None:
     finished = dckpt("--version")
     assert (finished.code, finished.out) == (0, f"dckpt {__version__}\n")
+
+
+def test_a_file_that_ends_early_is_named_and_not_just_aborted(
+    dckpt: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise EOFError("no data left in file")
+
+    monkeypatch.setattr(Checkpoint, "open", fails)
+    finished = dckpt("verify", GOLDEN)
+    expected = "error: a file ended early: no data left in file\n"
+    assert (finished.code, finished.err) == (EXIT_BAD_INPUT, expected)
 
 
 @pytest.mark.parametrize("arguments", [["lss"], ["ls"], ["plan", GOLDEN, "--tp", "x"]])

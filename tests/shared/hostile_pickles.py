@@ -7,6 +7,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final
 
 _START: Final = b"\x80\x02"
@@ -127,7 +128,8 @@ def _array_of_nothing() -> bytes:
     """2**60 elements of zero bytes each."""
     made = _call(
         "numpy.core.multiarray._reconstruct",
-        _name("numpy.ndarray"), _tuple(_number(0)), _call("_codecs.encode", _text("b"), _text("latin1")),
+        _name("numpy.ndarray"), _tuple(_number(0)),
+        _call("_codecs.encode", _text("b"), _text("latin1")),
     )  # fmt: skip
     dtype = _call("numpy.dtype", _text("V0"), b"\x89", b"\x88")
     state = _tuple(
@@ -154,7 +156,8 @@ def _array_with_fields_outside() -> bytes:
     )
     made = _call(
         "numpy.core.multiarray._reconstruct",
-        _name("numpy.ndarray"), _tuple(_number(0)), _call("_codecs.encode", _text("b"), _text("latin1")),
+        _name("numpy.ndarray"), _tuple(_number(0)),
+        _call("_codecs.encode", _text("b"), _text("latin1")),
     )  # fmt: skip
     content = _call("_codecs.encode", _text("12345678"), _text("latin1"))
     array_state = _tuple(_number(1), _tuple(_number(1)), void + state + b"b", b"\x89", content)
@@ -225,10 +228,11 @@ PICKLES: Final[dict[str, bytes]] = {
 """Name -> ``data.pkl`` of a file of ``torch.save``."""
 
 
+@lru_cache
 def torch_files() -> dict[str, bytes]:
     """Name -> content of a file that ``torch.load`` takes for one of its own."""
     files = {name: archive(content, storages=(b"\0" * 16,)) for name, content in PICKLES.items()}
-    zeros = _dict_of(_text("\0" * (1 << 28)))
+    zeros = _dict_of(_text("\0" * (1 << 27)))
     files["a bomb in a zip"] = archive(zeros, method=zipfile.ZIP_DEFLATED)
     files["two data.pkl"] = _with_two_pickles()
     files |= {f"{name}, legacy": legacy(content) for name, content in PICKLES.items()}

@@ -175,7 +175,10 @@ def _program(arguments: list[str]) -> list[str]:
 def _safetensors(path: Path) -> list[str]:
     from dist_checkpointing.conversion.safetensors_format import read_header
 
-    return [_outcome(lambda: read_header(path) and None)]
+    def read() -> None:
+        read_header(path)
+
+    return [_outcome(read)]
 
 
 def _torch_file(path: Path) -> list[str]:

@@ -12,11 +12,8 @@ import pytest
 import torch
 
 from dist_checkpointing import dtypes
-from dist_checkpointing.strategies.torch_dist.record_search import (
-    BadRecord,
-    FoundTensor,
-    find_tensor,
-)
+from dist_checkpointing.strategies.torch_archive import BadRecord
+from dist_checkpointing.strategies.torch_dist.record_search import FoundTensor, find_tensor
 from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format
 from dist_checkpointing.testing.conformance.shards import assert_same_bits, random_bits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,18 +15,9 @@ from dist_checkpointing import dtypes
 from dist_checkpointing.dtypes import DType
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.geometry import Box, Ints, Window
+from dist_checkpointing.strategies.zarr.unpacking import Codec, unpacked
 
 Array = npt.NDArray[Any]
-
-
-class Codec(Protocol):
-    """Turns the bytes of a chunk into others and back."""
-
-    def encode(self, data: Any) -> Any:
-        """Shorter bytes for a C-contiguous array."""
-
-    def decode(self, data: Any) -> Any:
-        """The bytes of the array."""
 
 
 def chunk_array(data: torch.Tensor, chunk_shape: Ints) -> Array:
@@ -111,11 +102,11 @@ def read_decoded(path: Path, codec: Codec, dtype: DType, num_elements: int, key:
         encoded = path.read_bytes()
     except FileNotFoundError as error:
         raise corrupt("a chunk is missing") from error
+    expected = num_elements * dtype.itemsize
     try:
-        raw = np.frombuffer(codec.decode(encoded), dtype=np.uint8)
+        raw = np.frombuffer(unpacked(codec, encoded, expected), dtype=np.uint8)
     except (RuntimeError, ValueError, OSError, EOFError) as error:
         raise corrupt(f"a chunk cannot be decoded: {error}") from error
-    expected = num_elements * dtype.itemsize
     if raw.nbytes != expected:
         raise corrupt(
             "a decoded chunk has the wrong size", expected=f"{expected} bytes", found=raw.nbytes

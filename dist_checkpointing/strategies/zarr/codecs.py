@@ -8,13 +8,15 @@ from typing import Any
 import numcodecs
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
-from dist_checkpointing.strategies.zarr.chunk_files import Codec
+from dist_checkpointing.strategies.zarr.unpacking import Codec
 
 _BLOSC_HEADER_BYTES = 16
 
 
 class _CheckedBlosc:
     """Blosc believes its header and reads past the end of a shortened chunk: check it first."""
+
+    codec_id = "blosc"
 
     def __init__(self) -> None:
         self._codec = numcodecs.Blosc(cname="zstd", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from dist_checkpointing import dtypes, store
@@ -36,7 +36,8 @@ from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.storage import ChunkPlace, StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.raw_chunks import ChunkRead, Extent, fill, read_chunks
 from dist_checkpointing.strategies.threads import in_threads
-from dist_checkpointing.strategies.zarr.chunk_files import Codec, read_decoded
+from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
+from dist_checkpointing.strategies.zarr.unpacking import Codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +199,7 @@ def stored_elements(tensor: StoredTensor, chunk: MetadataIndex) -> int:
     """Number of elements in the file of a chunk (full size, also at the edge) or piece."""
     if tensor.pieces is None:
         assert tensor.chunk_shape is not None
-        return int(np.prod(tensor.chunk_shape, dtype=np.int64))
+        return math.prod(tensor.chunk_shape)
     row = chunk.index
     start, stop = tensor.pieces.flat[row].tolist()
-    return int(tensor.pieces.shapes[row].prod()) if start < 0 else stop - start
+    return math.prod(tensor.pieces.shapes[row].tolist()) if start < 0 else stop - start

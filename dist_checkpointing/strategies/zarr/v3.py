@@ -36,13 +36,14 @@ from dist_checkpointing.removal import (
 )
 from dist_checkpointing.storage import WriteResult
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
-from dist_checkpointing.strategies.zarr.chunk_files import Codec, chunk_array, write_chunk
+from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk
 from dist_checkpointing.strategies.zarr.codecs import codec_json, make_codec
 from dist_checkpointing.strategies.zarr.folders import (
     FileContent,
     ZarrFolderReader,
     ZarrFolderWriter,
 )
+from dist_checkpointing.strategies.zarr.unpacking import Codec
 from dist_checkpointing.strategies.zarr_v3_nodes import (
     METADATA_NAME,
     Node,

@@ -1,0 +1,211 @@
+"""Any file of a checkpoint with any bytes changed: the same state, or a documented error."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hostile_state
+from dist_checkpointing import CheckpointManager, save
+from dist_checkpointing.conversion.safetensors_format import header_bytes
+from dist_checkpointing.element_types import from_name
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from limited_child import LimitedChild
+
+BACKENDS: Final[dict[str, Any]] = {
+    "zarr 1": ("zarr", 1),
+    "zarr 2": ("zarr", 2),
+    "zarr 2 zstd": Zarr3SaveShardedStrategy(codec="zstd"),
+    "tensorstore": ("tensorstore", 1),
+    "torch_dist": ("torch_dist", 1),
+}
+KINDS: Final = {
+    "config": ("metadata.json",),
+    "attempt": (".dckpt/attempt.json",),
+    "common state": ("common.pt",),
+    "object": ("object/shard_0_1.pt",),
+    "index": (".dckpt/index.json",),
+    "zarr 2 array": ("grid/.zarray", "uneven/.zarray"),
+    "zarr 3 nodes": ("zarr.json",),
+    "chunk": ("grid/*0.0", "uneven/piece.0/c.0", "data/*/*/d/*", "*.distcp"),
+    "database": ("manifest.ocdbt", "d/*"),
+    "DCP metadata": (".metadata",),
+}
+"""What is read, and where it lies in a checkpoint of any backend."""
+
+EXAMPLES: Final = settings(
+    max_examples=60,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+WORDS: Final = tuple(
+    str(word).encode()
+    for word in (
+        0, -1, 1 << 30, 1 << 40, (1 << 62) - 1, 1 << 63, 10**30, "1e5", "1e400", "NaN", "true",
+        "null", '"x"', "[]", "{}", '""', "[" * 2000,
+    )
+)  # fmt: skip
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> Callable[[bytes], bytes]:
+    """A few changes to any bytes: bits, bytes, cuts, repeats, and numbers in text."""
+    steps = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(("bit", "byte", "cut", "drop", "insert", "repeat", "number")),
+                st.floats(0, 1, exclude_max=True),
+                st.binary(min_size=1, max_size=9),
+                st.sampled_from(WORDS),
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+
+    def apply(data: bytes) -> bytes:
+        for kind, where, given_bytes, word in steps:
+            data = _changed(data, kind, int(where * len(data)), given_bytes, word)
+        return data
+
+    return apply
+
+
+def _changed(data: bytes, kind: str, at: int, given_bytes: bytes, word: bytes) -> bytes:  # noqa: PLR0911 - one a kind
+    if not data:
+        return data
+    head, tail = data[:at], data[at:]
+    match kind:
+        case "bit":
+            return head + bytes([tail[0] ^ 1 << given_bytes[0] % 8]) + tail[1:]
+        case "byte":
+            return head + given_bytes[:1] + tail[1:]
+        case "cut":
+            return head
+        case "drop":
+            return head + tail[given_bytes[0] % 16 :]
+        case "insert":
+            return head + given_bytes + tail
+        case "repeat":
+            return head + tail[: given_bytes[0]] + tail
+        case _:
+            number = re.compile(rb"\d+").search(data, at)
+            return data if number is None else data[: number.start()] + word + data[number.end() :]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One good checkpoint of each backend."""
+    parent = tmp_path_factory.mktemp("originals")
+    for name, strategy in BACKENDS.items():
+        save(hostile_state.state(), parent / name, strategy)
+    return parent
+
+
+@pytest.fixture(scope="module")
+def child(originals: Path) -> Iterator[LimitedChild]:
+    warm_up = [{"do": "checkpoint", "path": str(originals / name)} for name in BACKENDS]
+    with LimitedChild(warm_up) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def copies(originals: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same once more, to break and mend."""
+    return Path(shutil.copytree(originals, tmp_path_factory.mktemp("copies") / "c"))
+
+
+def places(parent: Path, patterns: tuple[str, ...]) -> list[tuple[Path, Path]]:
+    """``(checkpoint, file in it)`` of one kind of file, in all backends."""
+    return [
+        (parent / name, path)
+        for name in BACKENDS
+        for pattern in patterns
+        for path in sorted((parent / name).glob(pattern))
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_is_read_as_it_was_or_refused(kind: str, copies: Path, child: LimitedChild) -> None:
+    files = places(copies, KINDS[kind])
+    assert files
+
+    @EXAMPLES
+    @given(st.integers(0, len(files) - 1), changes())
+    def check(number: int, change: Callable[[bytes], bytes]) -> None:
+        checkpoint, path = files[number]
+        before = path.read_bytes()
+        path.write_bytes(change(before))
+        try:
+            outcomes = child.outcomes({"do": "checkpoint", "path": str(checkpoint)})
+        finally:
+            path.write_bytes(before)
+        wrong = [text for text in outcomes if text.startswith(("raw", "the process"))]
+        assert not wrong, (path, wrong)
+        if kind in ("index", "DCP metadata"):
+            # Both have a checksum or are held against the data: nothing else is read in silence.
+            assert "different" not in outcomes, (path, outcomes)
+
+    check()
+
+
+@EXAMPLES
+@given(changes())
+def test_a_safetensors_header_is_read_or_refused(
+    child: LimitedChild, tmp_path_factory: pytest.TempPathFactory, change: Callable[[bytes], bytes]
+) -> None:
+    head, _ = header_bytes(
+        [("a", from_name("float32"), (3, 4)), ("b", from_name("bool"), ())], {"made by": "us"}
+    )
+    path = tmp_path_factory.getbasetemp() / "x.safetensors"
+    path.write_bytes(change(head + bytes(49)))
+    outcomes = child.outcomes({"do": "safetensors", "path": str(path)})
+    assert outcomes[0].partition(":")[0] in (
+        "equal", "CorruptCheckpointError", "UnsupportedFormatError",
+    ), outcomes  # fmt: skip
+
+
+@EXAMPLES
+@given(changes(), st.booleans())
+def test_a_torch_file_is_read_or_refused(
+    child: LimitedChild,
+    tmp_path_factory: pytest.TempPathFactory,
+    change: Callable[[bytes], bytes],
+    is_new: bool,
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "x.pt"
+    state = {"w": torch.arange(6.0), "same": [torch.zeros(2, 3)], "step": 7}
+    torch.save(state, path, _use_new_zipfile_serialization=is_new)
+    path.write_bytes(change(path.read_bytes()))
+    outcomes = child.outcomes({"do": "torch file", "path": str(path)})
+    assert not outcomes[0].startswith(("raw", "the process")), outcomes
+
+
+def test_the_record_of_a_run_is_read_or_refused(tmp_path: Path, child: LimitedChild) -> None:
+    with CheckpointManager(tmp_path, ("zarr", 2)) as manager:
+        for step in (1, 2):
+            manager.save(step, hostile_state.state())
+        manager.verify(1)
+    path = tmp_path / "manager.json"
+    before = path.read_bytes()
+    json.loads(before)
+
+    @EXAMPLES
+    @given(changes())
+    def check(change: Callable[[bytes], bytes]) -> None:
+        path.write_bytes(change(before))
+        outcomes = child.outcomes({"do": "manager", "path": str(tmp_path)})
+        assert not outcomes[0].startswith(("raw", "the process")), outcomes
+
+    check()

@@ -1,0 +1,296 @@
+"""Files that are made to hang, to fill the memory or to end the process are refused, by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+import hostile_pickles
+import hostile_state
+from dist_checkpointing import load, save
+from dist_checkpointing.index import INDEX_NAME
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies.zarr.codecs import make_codec
+from limited_child import LimitedChild
+
+BACKENDS: Final = {
+    "zarr 1": ("zarr", 1),
+    "zarr 2": ("zarr", 2),
+    "tensorstore": ("tensorstore", 1),
+    "torch_dist": ("torch_dist", 1),
+}
+BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One good checkpoint of each backend."""
+    parent = tmp_path_factory.mktemp("originals")
+    for name, strategy in BACKENDS.items():
+        save(hostile_state.state(), parent / name, strategy)
+    return parent
+
+
+@pytest.fixture(scope="module")
+def child(originals: Path) -> Iterator[LimitedChild]:
+    warm_up = [{"do": "checkpoint", "path": str(originals / name)} for name in BACKENDS]
+    with LimitedChild(warm_up) as started:
+        yield started
+
+
+class Victim:
+    """A copy of a checkpoint whose files are replaced one at a time."""
+
+    def __init__(self, original: Path, folder: Path, child: LimitedChild) -> None:
+        self.folder = Path(shutil.copytree(original, folder))
+        self._child = child
+
+    def outcomes(self, name: str, content: bytes) -> list[str]:
+        """What loading, reading and examining it ends with when one file holds this."""
+        path = self.folder / name
+        before = path.read_bytes()
+        path.write_bytes(content)
+        try:
+            return self._child.outcomes({"do": "checkpoint", "path": str(self.folder)})
+        finally:
+            path.write_bytes(before)
+
+    def verified(self) -> tuple[str, str]:
+        """Exit code and output of ``dckpt verify``."""
+        request = {"do": "dckpt", "arguments": ["verify", str(self.folder)]}
+        code, text = self._child.outcomes(request)
+        return code, text
+
+
+@pytest.fixture
+def victim(originals: Path, backend: str, tmp_path: Path, child: LimitedChild) -> Victim:
+    return Victim(originals / backend, tmp_path / "c", child)
+
+
+def refusals(outcomes: list[str]) -> list[str]:
+    """The steps that did not end well; all of them with a documented error."""
+    assert not any(text.startswith(("raw", "the process")) for text in outcomes), outcomes
+    return [text for text in outcomes if text not in ("equal", "different")]
+
+
+# Pickles.
+
+
+@pytest.mark.parametrize("backend", ["zarr 2"])
+@pytest.mark.parametrize(("file", "step"), [("common.pt", 1), ("object/shard_0_1.pt", 3)])
+def test_no_pickle_of_common_state_or_objects_hangs_or_kills(
+    victim: Victim, file: str, step: int
+) -> None:
+    # The same code reads both: of the second every third will do.
+    for name, content in list(hostile_pickles.torch_files().items())[::step]:
+        found = refusals(victim.outcomes(file, content))
+        assert found, name
+        assert all(
+            text.startswith(("CorruptCheckpointError", "UnsupportedFormatError"))
+            and str(victim.folder / file) in text
+            for text in found
+        ), (name, found)
+
+
+@pytest.mark.parametrize("backend", ["torch_dist"])
+def test_no_pickle_of_dcp_metadata_hangs_or_kills(victim: Victim) -> None:
+    for name, content in hostile_pickles.DCP_PICKLES.items():
+        found = refusals(victim.outcomes(".metadata", content))
+        assert found, name
+        assert all(text.startswith("CorruptCheckpointError") for text in found), (name, found)
+        assert all(str(victim.folder / ".metadata") in text for text in found), (name, found)
+
+
+@pytest.mark.parametrize("backend", ["zarr 2"])
+def test_dckpt_verify_names_the_file_of_a_hostile_pickle(victim: Victim) -> None:
+    for name, content in list(hostile_pickles.torch_files().items())[::7]:
+        (victim.folder / "common.pt").write_bytes(content)
+        code, text = victim.verified()
+        if "fields outside" in name:
+            continue  # not read, and said to be so
+        assert code == "1", (name, code, text)
+        assert "common.pt" in text, (name, text)
+        assert "1 finding" in text, (name, text)
+
+
+def test_torch_files_to_convert_are_looked_through_as_well(
+    child: LimitedChild, tmp_path: Path
+) -> None:
+    for name, content in list(hostile_pickles.torch_files().items())[::3]:
+        path = tmp_path / "x.pt"
+        path.write_bytes(content)
+        outcomes = child.outcomes({"do": "torch file", "path": str(path)})
+        assert refusals(outcomes), name
+
+
+# Tables.
+
+HUGE: Final = (1 << 30, 1 << 40, (1 << 62) - 1, 1 << 63, 1 << 70)
+
+
+def with_checksum(content: dict[str, Any]) -> bytes:
+    body = json.dumps(content, separators=(",", ":")).encode()
+    return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
+
+
+def index_of(folder: Path, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The index, changed, with a checksum that fits."""
+    content = json.loads((folder / INDEX_NAME).read_bytes())
+    del content["checksum"]
+    change(content)
+    return with_checksum(content)
+
+
+def require_key(outcomes: list[str], key: str, file: str) -> None:
+    found = refusals(outcomes)
+    corrupt = [text for text in found if text.startswith("CorruptCheckpointError")]
+    assert corrupt, outcomes
+    assert any(f"'{key}'" in text and file in text for text in corrupt), outcomes
+
+
+@pytest.mark.parametrize("backend", ["zarr 2", "tensorstore"])
+@pytest.mark.parametrize("extent", HUGE)
+def test_an_index_cannot_ask_for_more_than_there_is(victim: Victim, extent: int) -> None:
+    def objects(content: dict[str, Any]) -> None:
+        content["objects"] = {"rng": [extent]}
+
+    def shape(content: dict[str, Any]) -> None:
+        row = content["keys"].index("grid")
+        content["global_shapes"][row][0] = extent
+
+    def shape_and_chunk(content: dict[str, Any]) -> None:
+        row = content["keys"].index("grid")
+        content["global_shapes"][row][0] = content["chunk_shapes"][row][0] = extent
+
+    def piece(content: dict[str, Any]) -> None:
+        content["global_shapes"][content["keys"].index("uneven")][0] = extent
+        content["pieces"]["uneven"]["shapes"][0][0] = extent
+
+    for change, key in ((objects, "rng"), (shape, "grid"), (shape_and_chunk, "grid")):
+        outcomes = victim.outcomes(INDEX_NAME, index_of(victim.folder, change))
+        require_key(outcomes, key, "index.json")
+    assert refusals(victim.outcomes(INDEX_NAME, index_of(victim.folder, piece)))
+
+
+@pytest.mark.parametrize("backend", ["zarr 1"])
+@pytest.mark.parametrize("extent", HUGE)
+def test_a_zarray_cannot_ask_for_more_than_there_is(victim: Victim, extent: int) -> None:
+    file = "grid/.zarray"
+    content = json.loads((victim.folder / file).read_bytes())
+    for shape, chunks in (
+        ([extent, 40], [1, 40]),
+        ([extent], [extent]),
+        ([4, extent], [4, extent]),
+        ([4, 40, *[17] * 20], [1] * 22),
+        ([4, 40], [extent, extent]),
+    ):
+        changed = json.dumps(content | {"shape": shape, "chunks": chunks}).encode()
+        # A chunk that is too large for its file may be found there.
+        require_key(victim.outcomes(file, changed), "grid", "grid/")
+
+
+@pytest.mark.parametrize("backend", ["zarr 2"])
+@pytest.mark.parametrize("extent", HUGE)
+def test_consolidated_metadata_cannot_ask_for_more_than_there_is(
+    victim: Victim, extent: int
+) -> None:
+    (victim.folder / INDEX_NAME).unlink()
+    content = json.loads((victim.folder / "zarr.json").read_bytes())
+    content["consolidated_metadata"]["metadata"]["grid"]["shape"][0] = extent
+    outcomes = victim.outcomes("zarr.json", json.dumps(content).encode())
+    require_key(outcomes, "grid", "zarr.json")
+
+
+@pytest.mark.parametrize("backend", ["zarr 1", "zarr 2"])
+def test_the_name_of_an_object_cannot_ask_for_more_cells_than_there_are(
+    victim: Victim,
+) -> None:
+    for name in ("shard_0_30000000.pt", f"shard_0_{1 << 70}.pt", "shard_0.0_65536.65536.pt"):
+        path = victim.folder / "rng" / name
+        path.parent.mkdir(exist_ok=True)
+        shutil.copy(victim.folder / "object" / "shard_0_1.pt", path)
+        found = refusals(victim.outcomes("common.pt", (victim.folder / "common.pt").read_bytes()))
+        assert any("CorruptCheckpointError" in text for text in found) or not found
+        code, text = victim.verified()
+        assert code == "1", text
+        assert "'rng'" in text
+        path.unlink()
+
+
+@pytest.mark.parametrize("backend", ["zarr 1"])
+def test_dckpt_verify_names_what_is_too_large(victim: Victim) -> None:
+    path = victim.folder / "grid" / ".zarray"
+    content = json.loads(path.read_bytes())
+    path.write_text(json.dumps(content | {"shape": [1 << 30, 1], "chunks": [1, 1]}))
+    code, text = victim.verified()
+    assert code == "1", text
+    assert "'grid': it would not fit" in text
+    assert "Aborted" not in text
+
+
+@pytest.mark.parametrize("extent", HUGE)
+def test_a_safetensors_header_cannot_ask_for_more_than_there_is(
+    child: LimitedChild, tmp_path: Path, extent: int
+) -> None:
+    path = tmp_path / "x.safetensors"
+    for shape, offsets in (([extent], [0, 4]), ([1], [0, extent]), ([extent, 0], [0, 0])):
+        row = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+        header = json.dumps({"x": row}).encode()
+        path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+        outcomes = child.outcomes({"do": "safetensors", "path": str(path)})
+        assert refusals(outcomes)[0].startswith("CorruptCheckpointError")
+    path.write_bytes(struct.pack("<Q", extent & ((1 << 63) - 1) | 1 << 62) + b"{}")
+    assert refusals(child.outcomes({"do": "safetensors", "path": str(path)}))
+
+
+# Chunks.
+
+
+@pytest.mark.parametrize("codec", ["zstd", "gzip", "blosc"])
+def test_a_chunk_never_unpacks_to_more_than_it_is(
+    child: LimitedChild, tmp_path: Path, codec: str
+) -> None:
+    save(hostile_state.state(), tmp_path / "c", Zarr3SaveShardedStrategy(codec=codec))
+    encoder = make_codec(codec)
+    assert encoder is not None
+    bomb = bytes(encoder.encode(np.zeros(400 << 20, dtype=np.uint8)))
+    assert len(bomb) < 20 << 20
+    (tmp_path / "c" / "grid" / "c.0.0").write_bytes(bomb)
+    outcomes = child.outcomes({"do": "checkpoint", "path": str(tmp_path / "c")})
+    found = refusals(outcomes)
+    assert found
+    assert all("'grid'" in text and "c.0.0" in text for text in found), found
+
+
+# What is large and honest.
+
+
+def test_a_large_common_state_is_read(tmp_path: Path) -> None:
+    shared = {"betas": (0.9, 0.95), "eps": 1e-8}
+    state = {
+        "history": [float(i) for i in range(100_000)],
+        "by name": {f"parameter.{i}": i for i in range(50_000)},
+        "groups": [shared] * 2_000,
+        "deep": _nested(60),
+        "rng": torch.get_rng_state(),
+    }
+    save(state, tmp_path / "c")
+    loaded = load({}, tmp_path / "c")
+    assert torch.equal(loaded.pop("rng"), state.pop("rng"))
+    assert loaded == state
+
+
+def _nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"below": [value]}
+    return value
