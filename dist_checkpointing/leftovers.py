@@ -67,7 +67,7 @@ def number_of_save(checkpoint_dir: str | os.PathLike[str]) -> int:
 
 def is_in_attempt(folder: Path, attempt: str) -> bool:
     """Whether the last save that began in a folder is this one."""
-    start = store.read_own_start(folder / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
+    start = read_own_start(folder / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
     return start == f'{{"attempt":"{attempt}"'.encode()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from dist_checkpointing import dtypes
 from dist_checkpointing.checkpoint import Checkpoint
-from dist_checkpointing.checksums import StoredPart
+from dist_checkpointing.checksums import StoredPart, checksum_files, joined, read_table
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.conversion.verification import PartChecks, checks_of
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
@@ -21,9 +21,11 @@ from dist_checkpointing.geometry import Box, Ints, Window
 from dist_checkpointing.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.options import ReadMode, StorageOptions
+from dist_checkpointing.seal import Seal, check_config, check_files, read_seal
 from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.raw_chunks import read_window
+from dist_checkpointing.strategies.verification import damage_of_objects
 from dist_checkpointing.tree import DictKey
 from dist_checkpointing.tree import Path as TreePath
 
@@ -135,7 +137,24 @@ class CheckpointSource(Source):
         return strategy, reader, reader.read_metadata()
 
     def checksums(self, keys: Collection[str]) -> PartChecks | None:
+        seal = read_seal(self.path)
+        if seal is not None and not seal.is_open:
+            findings = self._damaged_files(seal)
+            if findings:
+                raise CorruptCheckpointError("the source is not what was saved", findings)
         return checks_of(self.path, self.index, keys)
+
+    def _damaged_files(self, seal: Seal) -> list[Finding]:
+        """What is wrong with common state, objects, and all that describes the tensors."""
+        names = [file.name for file in seal.files.values() if file.digest is not None]
+        findings = [*check_config(seal, self.path), *check_files(seal, self.path, names)]
+        if findings or self._planned is None or not self._planned[2].objects:
+            return findings
+        _, reader, index = self._planned
+        reader.set_up_storage_reader(index, rank=0, world_size=1)
+        tables = [read_table(path) for path in checksum_files(self.path)]
+        cells = [(key, cell) for key, handle in self._checkpoint.objects.items() for cell in handle]
+        return damage_of_objects(cells, joined(tables).objects, reader)
 
     def verify_with(self, checks: PartChecks) -> None:
         self._checks = checks

@@ -34,6 +34,7 @@ from dist_checkpointing.conversion.verification import PartChecks
 from dist_checkpointing.element_types import from_name
 from dist_checkpointing.geometry import Box
 from dist_checkpointing.index import StoredTensor
+from dist_checkpointing.options import Checksum, StorageOptions
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 
@@ -197,7 +198,24 @@ def test_checksums_that_are_lost_let_nothing_pass(sources: dict[str, Path], tmp_
     source = tmp_path / "source"
     shutil.copytree(sources["zarr-2"], source)
     min((source / CHECKSUMS_NAME).iterdir()).unlink()
-    with pytest.raises(CorruptCheckpointError, match="no checksums for all of it"):
+    with pytest.raises(CorruptCheckpointError, match="file is missing"):
+        convert(source, tmp_path / "out", options=ROOMY)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", sorted(BACKENDS))
+def test_damaged_common_state_does_not_travel_along(
+    sources: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(sources[name], source)
+    path = source / "common.pt"
+    content = path.read_bytes()
+    # The step becomes another one.
+    changed = content.replace(b"stepq\x01K\x04", b"stepq\x01K\x05")
+    assert changed != content
+    path.write_bytes(changed)
+    with pytest.raises(CorruptCheckpointError, match=r"common\.pt"):
         convert(source, tmp_path / "out", options=ROOMY)
     assert not (tmp_path / "out").exists()
 
@@ -208,8 +226,9 @@ def test_a_source_without_checksums_is_said(
 ) -> None:
     source = tmp_path / "source"
     if kind == "checkpoint":
-        shutil.copytree(sources["zarr-2"], source)
-        shutil.rmtree(source / CHECKSUMS_NAME)
+        options = StorageOptions(checksum=Checksum.NONE)
+        strategy = Zarr3SaveShardedStrategy(options=options)
+        run_ranks(2, lambda comm: save(state(comm.rank), source, strategy, comm=comm))
     else:
         convert(sources["zarr-2"], source, kind, options=ROOMY)
     done = convert(source, tmp_path / "out", "tensorstore", options=ROOMY)

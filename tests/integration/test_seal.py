@@ -18,6 +18,7 @@ from dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     UnsupportedFormatError,
+    begun_save,
     load,
     remove_sharded_tensors,
     save,
@@ -344,21 +345,33 @@ def states_of_ranks() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_ranks_that_stand_in_different_folders(tmp_path: Path, name: str) -> None:
+def test_a_rank_that_does_not_see_the_claimed_folder(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     states = list(states_of_ranks())
-
-    def save_rank(comm: Comm) -> None:
-        # The same name on node-local disks.
-        folder = tmp_path / f"node{comm.rank}" / "c"
-        save(states[comm.rank], folder, STRATEGIES[name], comm=comm)
-
-    with pytest.raises(CheckpointingException) as raised:
-        run_ranks(2, save_rank)
+    # As on a node-local disk: the same name, and another folder.
+    monkeypatch.setattr(begun_save, "is_in_attempt", lambda *_: False)
+    with pytest.raises(CheckpointingException, match="not save into one folder") as raised:
+        run_ranks(
+            2, lambda comm: save(states[comm.rank], tmp_path / "c", STRATEGIES[name], comm=comm)
+        )
     (finding,) = raised.value.findings
     assert finding.ranks == (1,)
-    assert "node0" in str(finding.expected)
-    assert "node1" in str(finding.found)
-    assert not (tmp_path / "node0" / "c" / "metadata.json").exists()
+    assert not (tmp_path / "c" / "metadata.json").exists()
+
+
+def test_a_folder_that_is_seen_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = list(states_of_ranks())
+    looks = iter(range(100))
+    real = begun_save.is_in_attempt
+    monkeypatch.setattr(
+        begun_save, "is_in_attempt", lambda *arguments: next(looks) > 3 and real(*arguments)
+    )
+    run_ranks(2, lambda comm: save(states[comm.rank], tmp_path / "c", comm=comm))
+    verify_checkpoint(tmp_path / "c")
+    assert next(looks) == 5
 
 
 @pytest.mark.usefixtures("quickly")

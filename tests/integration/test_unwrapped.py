@@ -348,5 +348,5 @@ def test_numpy_data_is_told_what_it_is() -> None:
     for make in makers:
         with pytest.raises(InvalidShardingError) as raised:
             make()
-        assert "expected torch.Tensor; found numpy.ndarray" in str(raised.value)
-        assert "torch.from_numpy" in str(raised.value)
+        assert "data must be a torch tensor; found numpy.ndarray" in str(raised.value)
+        assert "torch.as_tensor" in str(raised.value)
