@@ -253,16 +253,27 @@ def _sizes(folder: Path, created: Collection[str] | None) -> dict[str, int]:
 
 
 def files_below(path: Path, root: Path) -> Iterator[tuple[str, int]]:
-    """Name relative to ``root``, and size, of every file below a folder."""
+    """Name relative to ``root``, and size, of every regular file below a folder.
+
+    Links are not followed, and are not part of a checkpoint.
+    """
+    for name, size in _entries_below(path, root):
+        if size is not None:
+            yield name, size
+
+
+def _entries_below(path: Path, root: Path) -> Iterator[tuple[str, int | None]]:
+    """All that is not a folder: name relative to ``root``, and size of regular files."""
     pending = [str(path)]
     while pending:
         with os.scandir(pending.pop()) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)
-                else:
-                    size = entry.stat(follow_symlinks=False).st_size
-                    yield os.path.relpath(entry.path, root), size
+                    continue
+                is_file = entry.is_file(follow_symlinks=False)
+                size = entry.stat(follow_symlinks=False).st_size if is_file else None
+                yield os.path.relpath(entry.path, root), size
 
 
 def check_files(seal: Seal, folder: Path, names: Iterable[str]) -> list[Finding]:
@@ -313,7 +324,7 @@ def unnamed_files(seal: Seal, folder: Path) -> tuple[list[str], list[str]]:
     created = leftovers(folder)
     inside: list[str] = []
     beside: list[str] = []
-    for name, _ in files_below(folder, folder):
+    for name, _ in _entries_below(folder, folder):
         if name in seal.files or name == ATTEMPT_NAME or _is_unsealed(name):
             continue
         ours = name.startswith(".dckpt/") or any(parent in created for parent in _and_parents(name))
