@@ -183,13 +183,17 @@ class AsyncSaver:
         detector: ChangeDetector | None,
         on_committed: Callable[[], None] | None,
     ) -> None:
-        comm = self._own_comm
+        # Nothing below refers to the saver, which may be dropped while this goes on.
+        own_comm, retries = self._own_comm, self._retries
         name = f"async-save-{pending.folder.name}"
 
         def complete(comm: Comm) -> None:
             try:
                 try:
-                    self._complete(staged, comm)
+                    if own_comm is None:
+                        staged.complete(comm)
+                    else:
+                        _write_and_complete(staged, own_comm, retries)
                 finally:
                     staged.close()
                 if on_committed is not None:
@@ -206,37 +210,15 @@ class AsyncSaver:
             staged.write_own()
 
         def write_all() -> None:
-            assert comm is not None
+            assert own_comm is not None
             _capture_behind(staged, pending, detector)
-            complete(comm)
+            complete(own_comm)
 
-        if comm is None:
+        if own_comm is None:
             pending.await_completion(complete)
             pending.outcome = run_in_background(write_alone, name)
         else:
             pending.outcome = run_in_background(write_all, name)
-
-    def _complete(self, staged: StagedSave, comm: Comm) -> None:
-        if comm is not self._own_comm:
-            staged.complete(comm)
-            return
-        for tries_left in range(self._retries, -1, -1):
-            try:
-                # Both again for every try: the folder was cleared away.
-                if tries_left < self._retries:
-                    staged.start_over(comm)
-                else:
-                    staged.begun.secure(comm)
-                staged.write_own()
-                staged.complete(comm)
-            except CheckpointingException as error:
-                staged.begun.give_up(error)
-                somebody_is_gone = isinstance(error, RankFailedError) and error.silent_ranks
-                if not tries_left or somebody_is_gone:
-                    raise
-                logger.warning("writing once more (%d tries left): %s", tries_left, error)
-            else:
-                return
 
     def _settle_last(self) -> None:
         """Wait for the last save, and raise on all ranks what failed and nobody has seen."""
@@ -312,6 +294,27 @@ class AsyncSaver:
         # In an error of this rank alone the others will not come: what is under way ends by itself.
         if kind is None:
             self.close()
+
+
+def _write_and_complete(staged: StagedSave, comm: Comm, retries: int) -> None:
+    """Write, finish and commit; all of it once more for every retry that is left. Collective."""
+    for tries_left in range(retries, -1, -1):
+        try:
+            # Both again for every try: the folder was cleared away.
+            if tries_left < retries:
+                staged.start_over(comm)
+            else:
+                staged.begun.secure(comm)
+            staged.write_own()
+            staged.complete(comm)
+        except CheckpointingException as error:
+            staged.begun.give_up(error)
+            somebody_is_gone = isinstance(error, RankFailedError) and error.silent_ranks
+            if not tries_left or somebody_is_gone:
+                raise
+            logger.warning("writing once more (%d tries left): %s", tries_left, error)
+        else:
+            return
 
 
 def _capture_behind(

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from dist_checkpointing.comm.group_endings import end_group, forget_keys
 from dist_checkpointing.comm.protocol import Comm, Failure, SingleProcess, absent_rank
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 
@@ -37,7 +38,8 @@ class TorchComm(Comm):
     all-reduce as long as nobody failed. What failed is told through the key-value store of
     torch.distributed, one key a rank, because a collective cannot tell which rank it is waiting
     for: one that does not show up within ``timeout_seconds`` is named on all others. Creating a
-    TorchComm is collective over the group.
+    TorchComm is collective over the group. One that nobody refers to any more takes its keys out of
+    the store; a duplicate also ends its group.
     """
 
     def __init__(
@@ -64,9 +66,14 @@ class TorchComm(Comm):
         # torch has no public way to the store that every process group has already joined.
         # One connection a comm: a thread that waits for a key keeps it from all others.
         default_store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-        self._store = dist.distributed_c10d.PrefixStore(
-            f"dist_checkpointing/{name}", default_store.clone()
+        connection = default_store.clone()
+        prefix = f"dist_checkpointing/{name}"
+        self._store = dist.distributed_c10d.PrefixStore(prefix, connection)
+        self._forget = weakref.finalize(
+            self, forget_keys, connection, [f"{prefix}/at/{self.rank}"], os.getpid()
         )
+        self._forget.atexit = False
+        self._end: weakref.finalize[..., Any] | None = None
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -138,16 +145,18 @@ class TorchComm(Comm):
             # Ranks outside the group do not take part in what it does.
             use_local_synchronization=is_part,
         )
-        return TorchComm(group, self.timeout_seconds)
+        comm = TorchComm(group, self.timeout_seconds)
+        # torch itself keeps a group until it is destroyed.
+        comm._end = weakref.finalize(comm, end_group, group, os.getpid())
+        comm._end.atexit = False
+        return comm
 
     def close(self) -> None:
-        if not dist.is_initialized():
-            return
-        try:
-            dist.destroy_process_group(self._group)
-        except ValueError as error:
-            # With the world that it belonged to, it has gone already.
-            logger.debug("nothing to close: %s", error)
+        self._forget()
+        if self._end is None:
+            end_group(self._group, os.getpid())
+        else:
+            self._end()
 
     def _through_store(self, value: T) -> list[T]:
         """What all ranks bring, without the group: slow, and only after a rank was too late."""

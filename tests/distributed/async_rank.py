@@ -8,6 +8,7 @@ tenths of a second after that; negative for never.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dist_checkpointing import (
+    AsyncSaver,
     CheckpointingException,
     CheckpointManager,
     Retention,
@@ -142,6 +144,29 @@ def with_kept_savers(root: Path, rank: int, world_size: int) -> dict[str, Any]:
     return {"groups": groups}
 
 
+def with_dropped_savers(root: Path, rank: int, world_size: int, steps: int) -> dict[str, Any]:
+    """A saver for each save, dropped by some ranks while it is under way, by others later."""
+    toy = Toy(rank, world_size)
+    store: Any = dist.distributed_c10d._get_default_store()
+    left = []
+    for step in range(1, 1 + steps):
+        toy.advance()
+        saver = AsyncSaver()
+        handle = saver.save(toy.state(), root / f"step-{step:08d}")
+        if (rank + step) % 2:
+            handle.result()
+        del saver
+        handle.result()
+        for thread in threading.enumerate():
+            if thread.name.startswith("async-save"):
+                thread.join()
+        gc.collect()
+        dist.barrier()
+        left.append((store.num_keys(), len(dist.distributed_c10d._world.pg_map)))
+        dist.barrier()
+    return {"left": left}
+
+
 def main() -> None:
     scenario, root_text, rank_text, size_text, port, steps, kill_at = sys.argv[1:]
     root, rank = Path(root_text), int(rank_text)
@@ -177,6 +202,11 @@ def main() -> None:
         report = with_kept_savers(root, rank, int(size_text))
         (root.parent / f"report-{rank}.json").write_text(json.dumps(report))
         return  # what is kept goes by itself
+    if scenario == "dropped":
+        report = with_dropped_savers(root, rank, int(size_text), int(steps))
+        (root.parent / f"report-{rank}.json").write_text(json.dumps(report))
+        dist.destroy_process_group()
+        return
     if scenario == "exit":
         # The last lines of a script that waits for nothing.
         toy = Toy(rank, int(size_text))

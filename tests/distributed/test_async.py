@@ -123,6 +123,17 @@ def test_async_save_makes_one_group_for_a_set_of_ranks(tmp_path: Path) -> None:
         assert load_plain_tensors(tmp_path / f"pair-{step}")["w"].tolist() == [step] * 4
 
 
+def test_dropped_savers_leave_nothing_to_the_other_ranks(tmp_path: Path) -> None:
+    """Each rank drops its own when it likes; nobody else's save is cut off by that."""
+    codes, reports, outputs = run("dropped", tmp_path / "run", 3)
+    assert codes == [0] * 3, outputs
+    for report in reports:
+        assert report is not None
+        # The first also made the channel that stays.
+        assert len({tuple(left) for left in report["left"]}) == 1
+    assert assert_all_committed_are_right(tmp_path / "run") == [*range(1, 1 + STEPS)]
+
+
 @pytest.mark.parametrize("scenario", ["exit", "raise", "interrupt"])
 def test_the_end_of_the_interpreter_waits_for_the_save(tmp_path: Path, scenario: str) -> None:
     """No hang and no half commit; the training's own error is what the process ends with."""

@@ -17,6 +17,7 @@ from typing import Any
 import tensorstore as ts
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.heap import give_back_freed
 from dist_checkpointing.optimizer_keys import is_of_optimizer
 from dist_checkpointing.options import StorageOptions
 
@@ -37,6 +38,10 @@ _NO_LOCKS = {"file_io_locking": {"mode": "none"}}
 
 CONFIG = {"max_inline_value_bytes": 1024}
 """Of a new database: ``zarr.json`` lies in the tree, so there are half as many values to write."""
+
+
+MANY_KEYS = 4096
+"""From here on what TensorStore has freed after a step is worth giving back to the system."""
 
 
 def section_of(key: str) -> str:
@@ -149,6 +154,8 @@ def merge(checkpoint_dir: Path, parts: Sequence[tuple[str, Contents]], context: 
             path=str(checkpoint_dir / MANIFEST_NAME),
         )
         raise CorruptCheckpointError("merging failed", [finding])
+    if found.num_keys >= MANY_KEYS:
+        give_back_freed()
 
 
 def change(checkpoint_dir: Path, dead: Iterable[str], written: Mapping[str, bytes]) -> None:

@@ -16,6 +16,7 @@ import torch
 from dist_checkpointing import dtypes, store
 from dist_checkpointing.checksums import CHECKSUMS_NAME, checksum, checksum_of_bytes
 from dist_checkpointing.collector import paused_collector
+from dist_checkpointing.heap import give_back_freed
 from dist_checkpointing.index import INDEX_NAME, Index, StoredTensor, write_index
 from dist_checkpointing.options import Checksum, Durability, StorageOptions
 from dist_checkpointing.planning import (
@@ -34,6 +35,9 @@ _MOST_LANES = 2
 _MIN_LANE_BYTES = 64 * 2**20
 _SMALL_BYTES = 2**20
 """Below this a copy of the bytes costs less than opening an array for them."""
+
+_KEY_BYTES = 2048
+"""About what TensorStore needs for a key, beside its value, until it is committed."""
 
 Task = tuple[int, WriteItem]
 """Position in the plan, and what stands there."""
@@ -83,7 +87,7 @@ class _Lane:
         self._target = self._store.with_transaction(self._transaction)
         self._writes: list[Any] = []
         self._arrays.clear()
-        self._copied = self._referenced = 0
+        self._copied = self._referenced = self._keys = 0
 
     def put(self, key: str, value: bytes) -> None:
         """Store bytes."""
@@ -124,10 +128,12 @@ class _Lane:
         self._count(array.nbytes, copied=copied or not whole)
 
     def _count(self, num_bytes: int, *, copied: bool) -> None:
+        self._keys += 1
         if copied:
             self._copied += num_bytes
         else:
             self._referenced += num_bytes
+        self._copied += _KEY_BYTES
         if self._copied >= self._most_copied or self._referenced >= self._most_referenced:
             self.commit()
 
@@ -137,7 +143,10 @@ class _Lane:
             for write in self._writes:
                 write.result()
             self._transaction.commit_sync()
+            is_large = self._keys >= database.MANY_KEYS
             self._begin()
+            if is_large:
+                give_back_freed()
 
 
 class TensorStoreWriter(StorageWriter):
