@@ -206,8 +206,8 @@ def begin(request: SaveRequest, comm: Comm, meter: Meter) -> BegunSave:
     Raises:
         CheckpointingException: see ``save``.
     """
-    with meter.phase("planning"), paused_collector():
-        with comm.agreed("preparing the save"):
+    with meter.phase("planning"):
+        with comm.agreed("preparing the save"), paused_collector():
             work = _prepare(request)
         if request.validate:
             compare_common_state(work.common, request.preprocess, comm)
@@ -291,10 +291,13 @@ def _check_data(parts: Partition) -> None:
 
 def _check_leaves(leaves: Leaves, comm: Comm) -> ShardTable:
     """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
-    tables = comm.exchange(
-        "describing the shards", lambda: describe(list(leaves.values()), comm.rank)
-    )
-    with comm.agreed("checking the shards"):
+
+    @paused_collector()
+    def describe_own() -> ShardTable:
+        return describe(list(leaves.values()), comm.rank)
+
+    tables = comm.exchange("describing the shards", describe_own)
+    with comm.agreed("checking the shards"), paused_collector():
         catalog = concatenate(tables)
         check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
     return catalog

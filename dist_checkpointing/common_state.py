@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import CommonStateDict
 from dist_checkpointing.tree import flatten, path_text
@@ -26,7 +27,7 @@ def compare_common_state(
     """Log, on every rank that differs, how its common state differs from rank 0's."""
     if comm.world_size == 1:
         return
-    with comm.agreed("comparing the common state"):
+    with comm.agreed("comparing the common state"), paused_collector():
         seen = common if preprocess is None else preprocess(dict(common))
         leaves, _ = flatten(seen)
         digests = {path_text(path): _digest(leaf) for path, leaf in leaves.items()}

@@ -100,17 +100,19 @@ def plan_save(
     description, number = None, None
     if cache is not None and planner.settings is not None:
         description = (type(planner), planner.settings, layout, comm.rank, comm.world_size)
-        rows = _described(itertools.chain(leaves.values(), others))
-        description = (*description, len(leaves), *rows)
+        with paused_collector():
+            rows = _described(itertools.chain(leaves.values(), others))
+            description = (*description, len(leaves), *rows)
         number = cache.number_of(description)
     if comm.all_same(number):
         assert cache is not None
-        with comm.agreed("planning the save"):
+        with comm.agreed("planning the save"), paused_collector():
             planner.configure_planner(
                 leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
             )
         return cache.plan_for(planner)
 
+    @paused_collector()
     def local_plan() -> tuple[SavePlan | None, bytes, bytes]:
         planner.configure_planner(
             leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
@@ -123,7 +125,7 @@ def plan_save(
         return rest, pack(plan.table), pack(describe(others, comm.rank))
 
     exchanged = comm.exchange("planning the save", local_plan)
-    with paused_collector(), comm.agreed("planning the save"):
+    with comm.agreed("planning the save"), paused_collector():
         # Who brought a plan is who holds its shards, whatever a user's planner put there.
         plans_of_ranks, packed, packed_others = zip(*exchanged, strict=True)
         local_plans = LocalPlans(

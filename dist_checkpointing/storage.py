@@ -265,7 +265,7 @@ def read(
 
     All that is missing is found before the first byte is read.
     """
-    with paused_collector(), comm.agreed("planning the load"):
+    with comm.agreed("planning the load"), paused_collector():
         planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
         plan = planner.build_local_plan()
     if type(planner).build_global_plan is not LoadPlanner.build_global_plan:

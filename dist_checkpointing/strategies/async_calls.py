@@ -148,7 +148,7 @@ class AsyncCallsQueue:
                 break
             if not is_through:
                 break
-            with comm.agreed(f"asynchronous call {index}"):
+            with comm.agreed("ending an asynchronous call"):
                 error = call.outcome.exception()
                 self._calls.popleft()
                 if error is not None:
