@@ -19,7 +19,6 @@ T = TypeVar("T")
 _FLAG: Final = "broken"
 _SHORT_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.01
-_HEARD_SECONDS: Final = 5.0
 _RANKS_A_SECOND: Final = 256
 
 
@@ -135,8 +134,14 @@ class Board:
             if self._rank == 0:
                 time.sleep(_POLL_SECONDS)
 
-    def hear(self, number: int, verdict: Verdict) -> None:
-        """Note that this rank knows a verdict and all that it needs of it."""
+    def hear(self, number: int, verdict: Verdict, timeout_seconds: float) -> None:
+        """Note that this rank knows a verdict and all that it needs of it.
+
+        Args:
+            number: of the step.
+            verdict: on it.
+            timeout_seconds: how long rank 0 waits for the others to know it.
+        """
         self._heard = number
         self._verdicts.append(number)
         if self._rank:
@@ -144,7 +149,7 @@ class Board:
         else:
             # If rank 0 holds the store, it must not end before all have read the verdict.
             keys = [f"{number}/heard/{rank}" for rank in verdict.present if rank]
-            self._await(keys, _HEARD_SECONDS)
+            self._await(keys, timeout_seconds)
         if not verdict.absent:
             self._forget_before(number)
 

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CLEARING_SECONDS: Final = 5.0
+_HEARING_SECONDS: Final = 5.0
 _SHORTEST_PATIENCE_SECONDS: Final = 5.0
 _LONGEST_PATIENCE_SECONDS: Final = 30.0
 
@@ -222,10 +223,12 @@ class Steps:
             is_whole = not (verdict.absent or verdict.is_lost or verdict.calls)
             if has_payload and is_whole and number == step.number:
                 payloads = [self._board.brought(number, rank) for rank in sources]
-            self._board.hear(number, verdict)
+            # A rank that is frozen inside hears nothing, and the others are at the next step.
+            hearing = patience / 2 if self.is_broken else _HEARING_SECONDS
+            self._board.hear(number, verdict, hearing)
             return Settled(number, verdict, payloads)
 
-        # The others speak up to two patiences after the deadline, and are heard one after it.
+        # The others speak up to two patiences after the deadline; then what they said is read.
         longest = deadline - time.monotonic() + 4 * patience
         found = self._asked(settled, longest, step.label)
         verdict = found.verdict

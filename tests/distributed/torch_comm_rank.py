@@ -296,6 +296,7 @@ def different_calls(rank: int) -> Report:
 
 
 def absent_from_the_first_call(rank: int) -> Report:
+    dist.barrier()  # all have joined the world
     os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = "2.5"
     report: Report = {}
     if rank != 1:

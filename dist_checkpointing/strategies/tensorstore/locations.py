@@ -18,6 +18,7 @@ import tensorstore as ts
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.strategies.raw_chunks import Extent
 from dist_checkpointing.strategies.tensorstore.database import MANIFEST_NAME
+from dist_checkpointing.strategies.tensorstore.forks import require_threads
 
 _MAX_HEIGHT = 64
 
@@ -78,6 +79,7 @@ class _Walk:
     """
 
     def __init__(self, checkpoint_dir: Path, *, with_neighbours: bool) -> None:
+        require_threads()
         self._folder = checkpoint_dir
         self._with_neighbours = with_neighbours
         self._base = ts.KvStore.open({"driver": "file", "path": f"{checkpoint_dir}/"}).result()
