@@ -93,7 +93,10 @@ class PendingSave:
 
     def untold_error(self) -> BaseException | None:
         """An error that nobody has seen yet; waits for the outcome."""
-        error = self.outcome.exception()
+        self.owner.require()
+        self.outcome.exception()  # only to wait
+        with self._settling:  # another thread may be at it
+            error = self.outcome.exception()
         return None if self._is_told else error
 
 
