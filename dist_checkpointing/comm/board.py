@@ -104,6 +104,8 @@ class Board:
             has_payload: see ``conclude``.
         """
         number = step.number
+        # From now on nobody waits in a collective for longer than a look at the flag.
+        back_by = min(deadline, time.monotonic()) + patience
         # Rank 0 speaks first. It may be gone, or have left a step that others did not end.
         own_turn = 0.0 if self._rank == 0 else patience
         interval = _POLL_SECONDS
@@ -118,14 +120,14 @@ class Board:
                 if last.absent or last.is_lost:
                     return number - 1, last
             now = time.monotonic()
-            if now >= min(next_look, deadline + own_turn):
+            if now >= min(next_look, back_by + own_turn):
                 found = conclude(
                     self._records(),
                     step,
                     self._world_size,
                     has_payload=has_payload,
                     is_late=now > deadline + own_turn,
-                    is_too_late=now > deadline + own_turn + patience,
+                    is_too_late=now > back_by + own_turn,
                 )
                 if found is not None:
                     self._store.compare_set(f"{number}/verdict", "", _text(found))

@@ -98,7 +98,7 @@ def conclude(
         world_size: number of ranks.
         has_payload: whether the step hands over more than its records say.
         is_late: whether the time to come is over.
-        is_too_late: whether ranks that were inside have also had time to come back.
+        is_too_late: whether those that were inside have had time to come back.
     """
     number = step.number
     came = {rank: record for rank, record in records.items() if record.number >= number}
@@ -110,7 +110,7 @@ def conclude(
     inside: set[int] = set()
     if has_payload or len(labels) > 1 or has_tensors:
         inside = {rank for rank, record in here.items() if record.state is State.INSIDE}
-    if missing and not (is_too_late if has_tensors else is_late):
+    if missing and not (is_late and (is_too_late or not has_tensors)):
         return None
     if inside and not is_too_late:
         return None
