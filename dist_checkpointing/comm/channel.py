@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  
 _LOOK_SECONDS: Final = 1.0
 _LENGTH_BYTES: Final = 8
 _SMALL_BYTES: Final = 2**16
+_MODULUS: Final = 2**64
 
 _recent: deque[Any] = deque(maxlen=16)
 """The last small collectives of this process. A thread of gloo says that one is done a moment
@@ -57,11 +58,18 @@ class Channel:
         self._is_flagged = is_flagged
         self._rank, self._world_size = group.rank(), group.size()
 
+    def total(self, number: int, deadline: float) -> int:
+        """The sum of a number over all ranks, modulo 2**64."""
+        return self._reduced([_signed(number)], dist.ReduceOp.SUM, deadline)[0] % _MODULUS
+
     def maxima(self, numbers: Sequence[int], deadline: float) -> list[int]:
         """The highest of each number over all ranks."""
+        return self._reduced(numbers, dist.ReduceOp.MAX, deadline)
+
+    def _reduced(self, numbers: Sequence[int], operation: Any, deadline: float) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]  # a stub of torch's
+        options.reduceOp = operation
         options.timeout = _left(deadline)
         self._end(lambda: self._group.allreduce([tensor], options), deadline, tensor.nbytes)
         found: list[int] = tensor.tolist()
@@ -146,6 +154,11 @@ class Channel:
                 raise ContactLostError("it took too long")
             if self._is_flagged():
                 raise ContactLostError("another rank has lost contact")
+
+
+def _signed(number: int) -> int:
+    """The 64 bits of a number as those of a signed one."""
+    return (number + _MODULUS // 2) % _MODULUS - _MODULUS // 2
 
 
 def _left(deadline: float) -> timedelta:

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NO_NUMBER: Final = 2**62
+_MOST_BYTES: Final = 2**40
 
 _kept: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dict[str, Any]]] = (
     weakref.WeakKeyDictionary()
@@ -32,13 +33,14 @@ _kept: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dict[str, Any]]] = (
 class TorchComm(Comm):
     """The ranks of a torch.distributed process group.
 
-    Everything travels over ``group``, which must be a CPU (gloo) group. Every step begins with one
-    small all-reduce, in which all ranks find out whether they make the same call; an agreement is
-    no more than that as long as nobody failed. What failed is told through the key-value store of
-    torch.distributed, where each rank notes the step it enters, because a collective cannot tell
-    which rank it is waiting for: one that does not show up within ``timeout_seconds``, or does not
-    come back, is named on all others. Once a collective has failed, the ranks talk through the
-    store alone. Creating a TorchComm is collective over the group.
+    Everything travels over ``group``, which must be a CPU (gloo) group. Every step begins with an
+    all-reduce of one number, in which all ranks find out whether they make the same call; an
+    agreement is no more than that as long as nobody failed. What failed is told through the
+    key-value store of torch.distributed, where each rank notes the step it enters, because a
+    collective cannot tell which rank it is waiting for: one that does not show up within
+    ``timeout_seconds``, or does not come back, is named on all others. Once a collective has
+    failed, the ranks talk through the store alone. Creating a TorchComm is collective over the
+    group.
 
     Args:
         group: the ranks.
@@ -79,12 +81,15 @@ class TorchComm(Comm):
 
     def all_gather(self, value: T) -> list[T]:
         payload = pickle.dumps(value)
+        room: int | None = _room_for(len(payload))
         with self._steps.turn(GATHER) as (step, deadline):
-            highest = self._steps.meet(step, (len(payload), 0), deadline)
+            if self._steps.surplus(step, deadline, content=str(room)) != 0:
+                highest = self._steps.meet(step, (len(payload), 0), deadline)
+                room = None if highest is None else highest[0]
             payloads = None
-            if highest is not None:
+            if room is not None:
                 payloads = self._steps.transferred(
-                    step, lambda: self._steps.channel.gather(payload, highest[0], deadline)
+                    step, lambda: self._steps.channel.gather(payload, room, deadline)
                 )
             if payloads is None:
                 payloads = self._steps.settle(step, deadline, payload).payloads
@@ -93,11 +98,14 @@ class TorchComm(Comm):
     def broadcast(self, value: T) -> T:
         payload = pickle.dumps(value) if self.rank == 0 else b""
         with self._steps.turn(BROADCAST) as (step, deadline):
-            highest = self._steps.meet(step, (len(payload), 0), deadline)
+            length = self._steps.surplus(step, deadline, extra=len(payload))
+            if length is None or length > _MOST_BYTES:
+                highest = self._steps.meet(step, (len(payload), 0), deadline)
+                length = None if highest is None else highest[0]
             packed = None
-            if highest is not None:
+            if length is not None:
                 packed = self._steps.transferred(
-                    step, lambda: self._steps.channel.broadcast(payload, highest[0], deadline)
+                    step, lambda: self._steps.channel.broadcast(payload, length, deadline)
                 )
             if packed is None:
                 packed = self._steps.settle(step, deadline, payload).payloads[0]
@@ -108,6 +116,8 @@ class TorchComm(Comm):
         # Equal numbers have equal maxima of themselves and of their negatives; None has none.
         extremes = (_NO_NUMBER, _NO_NUMBER) if number is None else (number, -number)
         with self._steps.turn(COMPARISON, number) as (step, deadline):
+            if self._steps.surplus(step, deadline, content=str(number)) == 0:
+                return number is not None
             found = self._steps.meet(step, extremes, deadline)
             if found is not None:
                 return bool(found[0] == -found[1])
@@ -170,9 +180,15 @@ class TorchComm(Comm):
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
         with self._steps.turn(agreement(step), failure) as (record, deadline):
-            highest = self._steps.meet(record, (int(failure is not None), 0), deadline)
-            if highest is not None and not highest[0]:
+            if self._steps.surplus(record, deadline, extra=int(failure is not None)) == 0:
                 return {}
+            self._steps.meet(record, (0, 0), deadline)
             verdict = self._steps.settle(record, deadline).verdict
         failures = {rank: absent_rank(rank, step, self.timeout_seconds) for rank in verdict.absent}
         return failures | {rank: f for rank, f in verdict.values.items() if f is not None}
+
+
+def _room_for(num_bytes: int) -> int:
+    """The same for most ranks, which describe about as much, and at most an eighth more."""
+    step = 1 << max(6, num_bytes.bit_length() - 4)
+    return -(-num_bytes // step) * step

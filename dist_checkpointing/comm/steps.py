@@ -157,6 +157,32 @@ class Steps:
         finally:
             self._busy.release()
 
+    def surplus(
+        self, step: Record, deadline: float, *, content: str = "", extra: int = 0
+    ) -> int | None:
+        """The sum of what all ranks add, if they are at the same step; None if it cannot be told.
+
+        One all-reduce of one number, which costs half as much as one of four: a digest that all
+        ranks share if they are at the same step, and what they add. If they are not, or ``content``
+        differs, the result is as good as a random number of 64 bits, on every rank. So all ranks
+        see that it is not what it should be, and must go on to ``meet``.
+
+        Args:
+            step: the step.
+            deadline: on the monotonic clock.
+            content: what else should be the same.
+            extra: what this rank adds.
+        """
+        if self.is_broken:
+            return None
+        expected = xxhash.xxh3_64_intdigest(f"{step.label}: {content}".encode())
+        try:
+            total = self.channel.total(expected + extra, deadline)
+        except ContactLostError as error:
+            self._lose_group(step.label, error)
+            return None
+        return (total - self._world_size * expected) % 2**64
+
     def meet(
         self, step: Record, numbers: tuple[int, int], deadline: float
     ) -> tuple[int, int] | None:

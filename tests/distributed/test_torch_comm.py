@@ -58,6 +58,7 @@ def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
     for rank, report in enumerate(reports):
         assert (report["rank"], report["world_size"]) == (rank, 3)
         assert report["all_gather"] == [[[turn, r] for r in range(3)] for turn in range(3)]
+        assert report["uneven"] == [100, 1001, 10002]
         assert report["broadcast"] == 7
         assert report["exchange"] == [0, 1, 4]
         assert report["from_rank0"] == "from 0"

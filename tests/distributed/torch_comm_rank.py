@@ -83,6 +83,7 @@ def healthy(rank: int) -> Report:
     comm = make_comm()
     report: Report = {"rank": comm.rank, "world_size": comm.world_size}
     report["all_gather"] = [comm.all_gather((turn, rank)) for turn in range(3)]
+    report["uneven"] = [len(v) for v in comm.all_gather("x" * (10**rank * 100 + rank))]
     report["broadcast"] = comm.broadcast(rank + 7)
     report["exchange"] = comm.exchange("describe", lambda: rank**2)
     numbers = [7, rank, None, None if rank else 7, 0, 2**62 - 1]
@@ -273,8 +274,8 @@ def stop_before(channel: Any, name: str) -> None:
 
 
 FROZEN_IN: dict[str, tuple[str, Callable[[TorchComm], object]]] = {
-    "start": ("maxima", lambda comm: comm.agree("start", None)),
-    "number": ("maxima", lambda comm: comm.all_same(7)),
+    "start": ("total", lambda comm: comm.agree("start", None)),
+    "number": ("total", lambda comm: comm.all_same(7)),
     "gather": ("gather", lambda comm: comm.all_gather("x" * 100_000)),
     "broadcast": ("broadcast", lambda comm: comm.broadcast("x" * 100_000)),
     "tensor": ("broadcast_tensor", lambda comm: comm.broadcast_tensor(torch.ones(9), 0)),
