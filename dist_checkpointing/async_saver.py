@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from functools import wraps
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, cast
 
-from dist_checkpointing.background import run_in_background
+from dist_checkpointing.background import Ownership, run_in_background
 from dist_checkpointing.begun_save import SaveRequest, begin
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
@@ -32,10 +34,26 @@ WhenBusy = Literal["wait", "raise"]
 Worker = Literal["thread", "process"]
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_turn(method: Method) -> Method:
+    """Let one thread at a time in, of the process that made the saver."""
+
+    @wraps(method)
+    def taken(self: AsyncSaver, *args: Any, **kwargs: Any) -> Any:
+        self._owner.require()
+        with self._turns:
+            return method(self, *args, **kwargs)
+
+    return cast("Method", taken)
+
+
 class AsyncSaver:
     """What asynchronous saves of one training run share: buffers, plans, and ranks' own channel.
 
-    One save is under way at a time. Two savers do not interfere.
+    One save is under way at a time. Two savers do not interfere. Threads of one process take turns
+    with a saver, and must do so in the same order on all ranks; a forked process is refused.
 
     Args:
         comm: the ranks that save together; by default all of torch.distributed, or this process.
@@ -87,7 +105,10 @@ class AsyncSaver:
         self._plan_cache = PlanCache() if plan_cache is None else plan_cache
         self._last: PendingSave | None = None
         self._is_closed = False
+        self._owner = Ownership("the saver")
+        self._turns = threading.RLock()
 
+    @_in_turn
     def save(
         self,
         sharded_state_dict: ShardedStateDict,
@@ -235,6 +256,7 @@ class AsyncSaver:
                 raise CheckpointingException("two asynchronous saves at once", [finding])
         self.wait()
 
+    @_in_turn
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Wait for the save under way, if there is one. Collective.
 
@@ -262,6 +284,12 @@ class AsyncSaver:
             if error is not None:
                 raise error
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that made it, and not one forked from that."""
+        return self._owner.is_here
+
+    @_in_turn
     def close(self) -> None:
         """Wait, end the worker process, and give the ranks' own channel back. Collective."""
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from os import PathLike
 from typing import Any, Final, Literal
@@ -50,7 +51,8 @@ def async_save(
         common_strategy: see ``save``.
         saver: has buffers, plans and the ranks' own channel; by default one with the default
             options, which this process makes on the first call for a set of ranks and keeps until
-            it ends. A save waits for the one before it with the same saver.
+            it ends. A save waits for the one before it with the same saver. Threads take turns, in
+            the same order on all ranks.
         step: what the save is for; all ranks must name the same.
         capture: ``"copy"`` copies everything before it returns: the state may be changed at once.
             ``"background"`` returns before the copy is made: nothing of the state may change
@@ -94,11 +96,14 @@ def async_save(
 
 def _saver_for(comm: Comm) -> AsyncSaver:
     """The saver that is kept for these ranks."""
-    saver: AsyncSaver | None = comm.kept.get(_KEPT_AS)
-    if saver is None:
-        saver = comm.kept[_KEPT_AS] = AsyncSaver(comm=comm)
-        _kept[saver] = os.getpid()
-    saver.talk_over(comm)
+    # One lock a process and rank: ranks may be threads, and making a saver is collective.
+    lock = comm.kept.setdefault(f"{_KEPT_AS}: lock of {os.getpid()}", threading.Lock())
+    with lock:
+        saver: AsyncSaver | None = comm.kept.get(_KEPT_AS)
+        if saver is None or not saver.is_here:
+            saver = comm.kept[_KEPT_AS] = AsyncSaver(comm=comm)
+            _kept[saver] = os.getpid()
+        saver.talk_over(comm)
     return saver
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, thread
 from typing import Final, TypeVar
+
+from dist_checkpointing.errors import CheckpointingException, Finding
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +18,40 @@ T = TypeVar("T")
 
 EXIT_PATIENCE_SECONDS: Final = 300.0
 """How long the end of the interpreter waits for what is still running."""
+
+
+class Ownership:
+    """That something belongs to this process: what is under way here ends in no forked one.
+
+    Args:
+        what: it is, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._process = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that it belongs to."""
+        return self._process == os.getpid()
+
+    def require(self) -> None:
+        """Refuse to go on in a forked process, which would wait for ever.
+
+        Raises:
+            CheckpointingException: there.
+        """
+        if self.is_here:
+            return
+        finding = Finding(
+            "its threads run in the process from which this one was forked",
+            expected=f"process {self._process}",
+            found=f"process {os.getpid()}",
+            remedy="Use it there, and make another one here.",
+        )
+        raise CheckpointingException(f"{self._what} belongs to another process", [finding])
+
 
 _running: set[threading.Thread] = set()
 

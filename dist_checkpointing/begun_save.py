@@ -276,8 +276,8 @@ def begin(request: SaveRequest, comm: Comm, meter: Meter) -> BegunSave:
     Raises:
         CheckpointingException: see ``save``.
     """
-    with meter.phase("planning"), paused_collector():
-        with comm.agreed("preparing the save"):
+    with meter.phase("planning"):
+        with comm.agreed("preparing the save"), paused_collector():
             work = _prepare(request, comm.rank)
         if request.validate:
             compare_common_state(work.common, request.preprocess, comm)
@@ -399,11 +399,13 @@ def _check_data(parts: Partition) -> None:
 
 def _check_leaves(leaves: Leaves, folder: Path, comm: Comm) -> ShardTable:
     """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
-    exchanged = comm.exchange(
-        "describing the shards",
-        lambda: (describe(list(leaves.values()), comm.rank), str(folder)),
-    )
-    with comm.agreed("checking the shards"):
+
+    @paused_collector()
+    def describe_own() -> tuple[ShardTable, str]:
+        return describe(list(leaves.values()), comm.rank), str(folder)
+
+    exchanged = comm.exchange("describing the shards", describe_own)
+    with comm.agreed("checking the shards"), paused_collector():
         tables, folders = zip(*exchanged, strict=True)
         check_one_folder(folders)
         catalog = concatenate(tables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ def paused_collector() -> Iterator[None]:
 
     A plan of thousands of items would start full collections, which find nothing and, in a process
     that has a model, cost more than the plan. Reference counting goes on, so memory is freed as
-    ever. Only for what takes well under a second.
+    ever. Only for computing of our own, which takes well under a second, and never around a wait
+    for other ranks: the training's garbage would pile up meanwhile.
     """
     global _holders  # noqa: PLW0603 - the collector is one a process, and ranks may be threads
     with _lock:
@@ -30,6 +32,18 @@ def paused_collector() -> Iterator[None]:
     finally:
         if own:
             with _lock:
-                _holders -= 1
+                _holders = max(0, _holders - 1)  # 0 already in a process forked in the body
                 if _holders == 0:
                     gc.enable()
+
+
+def _resume_in_child() -> None:
+    """The threads that hold the collector back are not in a forked process."""
+    global _lock, _holders  # noqa: PLW0603 - as above
+    _lock = threading.Lock()
+    if _holders:
+        _holders = 0
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_resume_in_child)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 
+from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.mapping import CommonStateDict
@@ -52,7 +53,7 @@ def compare_common_state(
     """
     if comm.world_size == 1:
         return
-    with comm.agreed("comparing the common state"):
+    with comm.agreed("comparing the common state"), paused_collector():
         seen = common if preprocess is None else preprocess(dict(common))
         leaves, _ = flatten(seen)
         own = {path_text(path): _described(leaf) for path, leaf in leaves.items()}

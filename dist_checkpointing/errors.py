@@ -56,7 +56,13 @@ class CheckpointingException(Exception):
     Args:
         message: what failed, as one sentence.
         findings: every single thing that is wrong; printed below the message.
+
+    Attributes:
+        names_global_ranks: whether the ranks in it are numbers in the world already, and not in the
+            group in which it was raised.
     """
+
+    names_global_ranks: bool = False
 
     def __init__(self, message: str = "", findings: Iterable[Finding] = ()) -> None:
         self.message = message

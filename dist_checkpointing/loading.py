@@ -218,14 +218,14 @@ def load(
             lambda: {leaf.key for leaf in _stored_objects(found, checkpoint_dir)},
         )
         missing, unexpected = handle_strictly(parts, {*stored} | objects, flag, comm)
-    with paused_collector(), comm.agreed("comparing template and checkpoint"):
+    with comm.agreed("comparing template and checkpoint"), paused_collector():
         wanted = {p: t for p, t in parts.tensors.items() if t.key not in unexpected}
         own_planner = getattr(found.sharded, "planner", None) is not None
         compare(wanted, stored, cast, planner_knows_keys=own_planner)
         check_filled(parts, common, flag)
         wanted_objects = {p: o for p, o in parts.objects.items() if o.key not in unexpected}
     # Only now that all ranks agree may a tensor be touched.
-    with paused_collector(), comm.agreed("allocating memory"):
+    with comm.agreed("allocating memory"), paused_collector():
         leaves = _with_memory(wanted, stored, reader, index)
     if verify:
         _verify(wanted, wanted_objects, found, checkpoint_dir, index, reader, meter, comm)
@@ -241,7 +241,7 @@ def load(
             reader.report = meter.add
             meter.expect(sum(_num_bytes(leaf) for leaf in leaves.values()))
         loaded |= _read(leaves, found.sharded, reader, index, parts, checkpoint_dir, comm)
-    with paused_collector(), comm.agreed("rebuilding the state dict"):
+    with comm.agreed("rebuilding the state dict"), paused_collector():
         _require_one_save(number_of_save(checkpoint_dir) == save_number, checkpoint_dir)
         state_dict: StateDict = parts.rebuild(common, loaded)
     meter.log()

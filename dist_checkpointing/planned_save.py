@@ -105,20 +105,22 @@ def plan_save(
     description, number = None, None
     if cache is not None and planner.settings is not None:
         description = (type(planner), planner.settings, layout, comm.rank, comm.world_size)
-        rows = _described(itertools.chain(leaves.values(), others))
-        description = (*description, len(leaves), *rows)
+        with paused_collector():
+            rows = _described(itertools.chain(leaves.values(), others))
+            description = (*description, len(leaves), *rows)
         number = cache.number_of(description)
     place = "" if folder is None else str(folder.absolute())
     # Ranks that name different folders bring different numbers, and then exchange the names.
     named = None if number is None else number ^ (xxhash.xxh3_64_intdigest(place.encode()) >> 2)
     if comm.all_same(named):
         assert cache is not None
-        with comm.agreed("planning the save"):
+        with comm.agreed("planning the save"), paused_collector():
             planner.configure_planner(
                 leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
             )
         return cache.plan_for(planner)
 
+    @paused_collector()
     def local_plan() -> tuple[SavePlan | None, bytes, bytes, str]:
         planner.configure_planner(
             leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
@@ -131,7 +133,7 @@ def plan_save(
         return rest, pack(plan.table), pack(describe(others, comm.rank)), place
 
     exchanged = comm.exchange("planning the save", local_plan)
-    with paused_collector(), comm.agreed("planning the save"):
+    with comm.agreed("planning the save"), paused_collector():
         # Who brought a plan is who holds its shards, whatever a user's planner put there.
         plans_of_ranks, packed, packed_others, places = zip(*exchanged, strict=True)
         check_one_folder(places)

@@ -424,7 +424,7 @@ def read(
 
     All that is missing is found before the first byte is read.
     """
-    with paused_collector(), comm.agreed("planning the load"):
+    with comm.agreed("planning the load"), paused_collector():
         crowded = {
             leaf.key: claim_of(index[leaf.key])
             for leaf in leaves.values()

@@ -7,7 +7,8 @@ it, so a reader finds every such point by searching for these four names.
 
 from __future__ import annotations
 
-from dist_checkpointing.comm.process_group import TorchComm, default_comm, group_comm
+from dist_checkpointing.comm.defaults import default_comm, group_comm
+from dist_checkpointing.comm.process_group import TorchComm
 from dist_checkpointing.comm.protocol import Comm, SingleProcess
 from dist_checkpointing.comm.threads import ThreadComm
 

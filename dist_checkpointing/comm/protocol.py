@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
@@ -48,34 +48,98 @@ class Failure:
 
 
 def merge_failures(
-    step: str, failures: Mapping[int, Failure], world_size: int
+    step: str,
+    failures: Mapping[int, Failure],
+    world_size: int,
+    global_ranks: Sequence[int] | None = None,
 ) -> CheckpointingException:
-    """The one error that all ranks raise for these failures."""
+    """The one error that all ranks raise for these failures.
+
+    Args:
+        step: what was being done.
+        failures: by rank of the group.
+        world_size: of the group.
+        global_ranks: see ``Comm.global_ranks``.
+    """
     errors = {rank: failure.error for rank, failure in sorted(failures.items())}
     classes = {type(error) for error in errors.values()}
     first = next(iter(errors.values()))
     if first is not None and len(classes) == 1 and not isinstance(first, RankFailedError):
-        if world_size == 1:
+        if world_size == 1 and global_ranks is None:
             return first
         findings = []
         for rank, error in errors.items():
             assert error is not None
+            own = (_global(rank, global_ranks),)
             if not error.findings or error.message != first.message:
-                findings.append(Finding(error.message, ranks=(rank,)))
-            findings += [f if f.ranks else replace(f, ranks=(rank,)) for f in error.findings]
-        return type(first)(first.message, merge_findings(findings))
+                findings.append(Finding(error.message, ranks=own))
+            findings += [
+                f if f.ranks else replace(f, ranks=own) for f in _findings(error, global_ranks)
+            ]
+        merged = type(first)(first.message, merge_findings(findings))
+        return _marked(merged, global_ranks)
     findings = []
     for rank, failure in sorted(failures.items()):
         if isinstance(failure.error, RankFailedError):
-            findings += list(failure.error.findings)
+            findings += _findings(failure.error, global_ranks)
         else:
-            findings.append(Finding(problem=failure.summary, ranks=(rank,)))
-    ranks = ", ".join(map(str, sorted(failures)))
-    return RankFailedError(
-        f"{step} failed on rank {ranks} of {world_size}",
+            findings.append(Finding(failure.summary, ranks=(_global(rank, global_ranks),)))
+    ranks = ", ".join(str(_global(rank, global_ranks)) for rank in sorted(failures))
+    whole = str(world_size)
+    if global_ranks is not None and [*global_ranks] != [*range(world_size)]:
+        whole = f"the {world_size} of its group"
+    merged = RankFailedError(
+        f"{step} failed on rank {ranks} of {whole}",
         merge_findings(findings),
-        {rank: failure.traceback for rank, failure in failures.items() if failure.traceback},
+        {
+            _global(rank, global_ranks): failure.traceback
+            for rank, failure in failures.items()
+            if failure.traceback
+        },
     )
+    return _marked(merged, global_ranks)
+
+
+def different_calls(
+    calls: Mapping[int, str], global_ranks: Sequence[int] | None = None
+) -> CheckpointingException:
+    """The error of all ranks when they do not make the same call.
+
+    Args:
+        calls: what each rank calls, by rank of the group.
+        global_ranks: see ``Comm.global_ranks``.
+    """
+    remedy = "Every rank must make the same calls, in the same order."
+    findings = [
+        Finding(call, ranks=(_global(rank, global_ranks),), remedy=remedy)
+        for rank, call in sorted(calls.items())
+    ]
+    error = CheckpointingException("ranks call different functions", merge_findings(findings))
+    return _marked(error, global_ranks)
+
+
+def _global(rank: int, global_ranks: Sequence[int] | None) -> int:
+    is_known = global_ranks is not None and 0 <= rank < len(global_ranks)
+    return global_ranks[rank] if is_known and global_ranks is not None else rank
+
+
+def _findings(
+    error: CheckpointingException, global_ranks: Sequence[int] | None
+) -> tuple[Finding, ...]:
+    """What an error says, with global ranks."""
+    if global_ranks is None or error.names_global_ranks:
+        return error.findings
+    return tuple(
+        replace(f, ranks=tuple(sorted(_global(rank, global_ranks) for rank in f.ranks)))
+        for f in error.findings
+    )
+
+
+def _marked(
+    error: CheckpointingException, global_ranks: Sequence[int] | None
+) -> CheckpointingException:
+    error.names_global_ranks = global_ranks is not None
+    return error
 
 
 class Comm(ABC):
@@ -83,6 +147,8 @@ class Comm(ABC):
 
     rank: int
     world_size: int
+    global_ranks: Sequence[int] | None = None
+    """The number of each rank in the world, for errors; None if they have no other number."""
 
     @property
     @abstractmethod
@@ -148,7 +214,7 @@ class Comm(ABC):
         """
         failures = self._all_failures(step, None if error is None else Failure.of(error))
         if failures:
-            merged = merge_failures(step, failures, self.world_size)
+            merged = merge_failures(step, failures, self.world_size, self.global_ranks)
             if merged is error:
                 raise merged
             raise merged from error

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from dist_checkpointing.comm.protocol import Comm, Failure, absent_rank, merge_failures
+from dist_checkpointing.comm.call_sites import described
+from dist_checkpointing.comm.protocol import (
+    Comm,
+    Failure,
+    absent_rank,
+    different_calls,
+    merge_failures,
+)
+from dist_checkpointing.comm.records import BROADCAST, COMPARISON, GATHER, agreement
 
 T = TypeVar("T")
 
@@ -15,6 +23,11 @@ class ThreadComm(Comm):
     """One rank of many that live as threads in this process; see ``testing.run_ranks``.
 
     Values are handed over by reference: treat what you receive as read-only.
+
+    Args:
+        meeting: where the ranks meet.
+        rank: of this thread.
+        global_ranks: the number of each rank in the world, if this is a part of it.
     """
 
     class Meeting:
@@ -73,8 +86,14 @@ class ThreadComm(Comm):
                     self._changed.notify_all()
                 return [], self._given_up
 
-    def __init__(self, meeting: ThreadComm.Meeting, rank: int) -> None:
+    def __init__(
+        self,
+        meeting: ThreadComm.Meeting,
+        rank: int,
+        global_ranks: Sequence[int] | None = None,
+    ) -> None:
         self.rank = rank
+        self.global_ranks = global_ranks
         self.world_size = meeting.world_size
         self._meeting = meeting
 
@@ -83,14 +102,15 @@ class ThreadComm(Comm):
         return self._meeting.kept[self.rank]
 
     def all_gather(self, value: T) -> list[T]:
-        values: list[T] = self._meet("exchange", value)
+        values: list[T] = self._meet(GATHER, value)
         return values
 
     def broadcast(self, value: T) -> T:
-        return self.all_gather(value)[0]
+        result: T = self._meet(BROADCAST, value)[0]
+        return result
 
     def all_same(self, number: int | None) -> bool:
-        return set(self.all_gather(number)) == {number} - {None}
+        return set(self._meet(COMPARISON, number)) == {number} - {None}
 
     def duplicate(self) -> ThreadComm:
         own = None
@@ -99,16 +119,24 @@ class ThreadComm(Comm):
         meeting = self.broadcast(own)
         assert meeting is not None
         self._meeting.duplicates.append(meeting)
-        return ThreadComm(meeting, self.rank)
+        return ThreadComm(meeting, self.rank, self.global_ranks)
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
-        outcomes: list[Failure | None] = self._meet(step, failure)
+        outcomes: list[Failure | None] = self._meet(agreement(step), failure)
         return {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
 
-    def _meet(self, step: str, value: Any) -> list[Any]:
+    def _meet(self, label: str, value: Any) -> list[Any]:
+        met = self._met(label, (label, value))
+        if len({label for label, _ in met}) > 1:
+            failure = value.summary if isinstance(value, Failure) else None
+            calls = self._met(label, described(label, failure))
+            raise different_calls(dict(enumerate(calls)), self.global_ranks)
+        return [value for _, value in met]
+
+    def _met(self, label: str, value: Any) -> list[Any]:
         values, absent = self._meeting.meet(self.rank, value)
         if absent:
-            seconds = self._meeting.timeout_seconds
+            step, seconds = label.strip("'"), self._meeting.timeout_seconds
             failures = {rank: absent_rank(rank, step, seconds) for rank in sorted(absent)}
-            raise merge_failures(step, failures, self.world_size)
+            raise merge_failures(step, failures, self.world_size, self.global_ranks)
         return values

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dist_checkpointing.background import run_in_background
+from dist_checkpointing.background import Ownership, run_in_background
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException, Finding
 
@@ -93,7 +94,8 @@ class AsyncCallsQueue:
     The bulk of a request runs in a thread. Everything that concerns other ranks happens in
     ``maybe_finalize_async_calls``, on the caller's thread, so it cannot get into the way of the
     training's own collectives; in return a checkpoint is committed only when that is called.
-    Queues know nothing of each other.
+    Queues know nothing of each other. Threads of one process take turns with a queue, and must do
+    so in the same order on all ranks; a forked process is refused.
 
     Args:
         persistent: known from Megatron, where it chooses a kind of process; here nothing is forked.
@@ -105,25 +107,29 @@ class AsyncCallsQueue:
         self._comm = comm
         self._calls: deque[_Call] = deque()
         self._next = 0
+        self._owner = Ownership("the queue of asynchronous calls")
+        self._turns = threading.RLock()
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Begin with a request as soon as those before it are through; its number, from 0.
 
         It is staged, if that is left to do, before this returns.
         """
-        # An older AsyncRequest may have fewer fields.
-        request = AsyncRequest(*async_request).staged().freeze()._replace(call_idx=self._next)
-        before = self._calls[-1].outcome if self._calls else None
+        self._owner.require()
+        with self._turns:
+            # An older AsyncRequest may have fewer fields.
+            request = AsyncRequest(*async_request).staged().freeze()._replace(call_idx=self._next)
+            before = self._calls[-1].outcome if self._calls else None
 
-        def work() -> None:
-            if before is not None:
-                before.exception()  # only to wait: its own error is told when it is finalized
-            request.execute()
+            def work() -> None:
+                if before is not None:
+                    before.exception()  # only to wait: its own error is told when it is finalized
+                request.execute()
 
-        outcome = run_in_background(work, f"async-save-{self._next}")
-        self._calls.append(_Call(request, outcome))
-        self._next += 1
-        return request.call_idx
+            outcome = run_in_background(work, f"async-save-{self._next}")
+            self._calls.append(_Call(request, outcome))
+            self._next += 1
+            return request.call_idx
 
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
@@ -138,27 +144,31 @@ class AsyncCallsQueue:
             CheckpointingException: if a call failed on any rank, on all of them. That call is done
                 with; the next one can be finalized by calling again.
         """
-        comm = default_comm() if self._comm is None else self._comm
-        finalized = []
-        while self._calls:
-            call = self._calls[0]
-            index = call.request.call_idx
-            is_through = blocking or call.outcome.done()
-            if not no_dist and not comm.all_same(int(is_through)):
-                break
-            if not is_through:
-                break
-            with comm.agreed(f"asynchronous call {index}"):
-                error = call.outcome.exception()
-                self._calls.popleft()
-                if error is not None:
-                    raise error
-            if not comm.all_same(index):
-                finding = Finding("ranks finalize different calls", found=index, ranks=(comm.rank,))
-                raise CheckpointingException("Unmatched async calls", [finding])
-            call.request.finalize(comm)
-            finalized.append(index)
-        return finalized
+        self._owner.require()
+        with self._turns:
+            comm = default_comm() if self._comm is None else self._comm
+            finalized = []
+            while self._calls:
+                call = self._calls[0]
+                index = call.request.call_idx
+                is_through = blocking or call.outcome.done()
+                if not no_dist and not comm.all_same(int(is_through)):
+                    break
+                if not is_through:
+                    break
+                with comm.agreed("ending an asynchronous call"):
+                    error = call.outcome.exception()
+                    self._calls.popleft()
+                    if error is not None:
+                        raise error
+                if not comm.all_same(index):
+                    finding = Finding(
+                        "ranks finalize different calls", found=index, ranks=(comm.rank,)
+                    )
+                    raise CheckpointingException("Unmatched async calls", [finding])
+                call.request.finalize(comm)
+                finalized.append(index)
+            return finalized
 
     def get_num_unfinalized_calls(self) -> int:
         """Number of calls that are scheduled and not finalized."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ DEAD = None
 SCRIPT = Path(__file__).parent / "torch_comm_rank.py"
 
 
-def run(scenario: str, place: str) -> list[Any]:
+def run(scenario: str, place: str, *, timeout_seconds: float = 90) -> list[Any]:
     """The report of each rank, or DEAD for one that died as it was told to."""
     commands = [[SCRIPT, scenario, rank, WORLD_SIZE, place] for rank in range(WORLD_SIZE)]
     reports: list[Any] = []
     with processes(commands, stderr=subprocess.PIPE) as started:
         for process in started:
-            out, err = process.communicate(timeout=90)
-            assert process.returncode in (0, 3), err
+            out, err = process.communicate(timeout=timeout_seconds)
+            assert process.returncode in (0, 3, -signal.SIGKILL), err
             reports.append(json.loads(out.splitlines()[-1]) if process.returncode == 0 else DEAD)
     return reports
 
@@ -57,6 +58,7 @@ def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
     for rank, report in enumerate(reports):
         assert (report["rank"], report["world_size"]) == (rank, 3)
         assert report["all_gather"] == [[[turn, r] for r in range(3)] for turn in range(3)]
+        assert report["uneven"] == [100, 1001, 10002]
         assert report["broadcast"] == 7
         assert report["exchange"] == [0, 1, 4]
         assert report["from_rank0"] == "from 0"
@@ -92,7 +94,9 @@ def test_a_group_whose_ranks_have_other_numbers_in_the_world(place: str) -> None
     assert [report["rank"] for report in reports[1:]] == [0, 1]
     assert [report["ranks"] for report in reports[1:]] == [[1, 2]] * 2
     assert [report["broadcast"] for report in reports[1:]] == [1, 1]
-    assert same_error(reports[1:])["ranks"] == [1]
+    error = same_error(reports[1:])
+    assert error["ranks"] == [2]
+    assert "rank 2" in error["text"]
 
 
 def test_the_default_comm_lives_as_long_as_the_world(place: str) -> None:
@@ -131,11 +135,70 @@ def test_the_last_agreement_of_a_program_holds_for_all(
     assert [report["error"]["class"] for report in reports] == [None] * 3, reports
 
 
-def test_a_rank_that_dies_before_a_collective_is_an_error_of_ours(place: str) -> None:
-    reports = run("dead_in_a_collective", place)
-    for report in reports[:2]:
-        assert report["error"]["class"] == "RankFailedError"
-        assert "contact" in report["error"]["text"]
+def test_a_rank_that_dies_before_a_collective_is_named(place: str) -> None:
+    error = same_error(run("dead_in_a_collective", place))
+    assert error["class"] == "RankFailedError"
+    assert error["ranks"] == [2]
+
+
+@pytest.mark.timeout(240)
+def test_a_rank_that_is_frozen_inside_a_step_is_named_on_all(place: str) -> None:
+    reports = run("frozen", place, timeout_seconds=200)
+    for phase in ("start", "number", "gather", "broadcast", "tensor"):
+        error = same_error(reports, phase)
+        assert error["class"] == "RankFailedError", error
+        assert error["ranks"] == [2], error
+        assert "within 2 s" in error["text"], error
+
+
+def test_a_frozen_rank_0_that_holds_the_store_is_named(tmp_path: Path) -> None:
+    reports = run("frozen_host", str(tmp_path / "store.port"))
+    assert reports[0] is DEAD
+    for name in ("error", "again"):
+        error = same_error(reports, name)
+        assert error["class"] == "RankFailedError"
+        assert error["ranks"] == [0]
+
+
+def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
+    reports = run("different_calls", str(tmp_path / "store"))
+    for number, words in enumerate(
+        [("save (", "load (", "torch_comm_rank.py:"), ("'commit'", "all_gather ("), ("all_same (",)]
+    ):
+        errors = [report["errors"][number] for report in reports]
+        assert {error["text"] for error in errors} == {errors[0]["text"]}
+        assert errors[0]["class"] == "CheckpointingException"
+        assert "ranks call different functions" in errors[0]["text"]
+        assert "; ranks 0, 2" in errors[0]["text"]
+        assert "; rank 1." in errors[0]["text"]
+        for word in words:
+            assert word in errors[0]["text"]
+    assert [report["after"] for report in reports] == [[0, 1, 2]] * 3
+    assert not any(report["committed"] for report in reports)
+
+
+def test_a_rank_that_never_calls_is_named_in_the_time_that_the_environment_says(place: str) -> None:
+    reports = run("absent_from_the_first_call", place)
+    error = same_error([reports[0], DEAD, reports[2]])
+    assert error["class"] == "RankFailedError"
+    assert error["ranks"] == [1]
+    assert "within 2.5 s" in error["text"]
+
+
+def test_timeouts_threads_and_forks(tmp_path: Path) -> None:
+    for rank, report in enumerate(run("chosen_timeouts+two_threads+forked", str(tmp_path / "s"))):
+        chosen = {"variable": 33.5, "argument": 44, "kept": 44, "duplicate": 44, "group": 44}
+        assert report["chosen_timeouts"] == chosen
+        threads = report["two_threads"]
+        assert threads["gathered"] == [0, 1, 2]
+        if rank == 0:
+            assert "two threads" in threads["refused"]["text"]
+        made, used, alone = report["forked"]["child"]
+        assert made["class"] == used["class"] == "CheckpointingException"
+        assert "spawn" in made["text"]
+        assert "spawn" in used["text"]
+        assert alone["class"] is None
+        assert report["forked"]["after"] == [0, 1, 2]
 
 
 def test_an_interrupt_is_not_swallowed(place: str) -> None:

@@ -1,6 +1,6 @@
 """One rank of tests/distributed/test_torch_comm.py: runs a scenario, prints what it saw as JSON.
 
-Usage: torch_comm_rank.py SCENARIO RANK WORLD_SIZE STORE
+Usage: torch_comm_rank.py SCENARIO[+SCENARIO...] RANK WORLD_SIZE STORE
 STORE is the port of a store that the test holds, or a file to use as the store, or a file "*.port"
 into which rank 0 writes the port of a store that it makes itself.
 """
@@ -10,13 +10,16 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # public, but not in its stubs
     FileStore,
@@ -25,7 +28,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
-from dist_checkpointing.comm import SingleProcess, TorchComm, default_comm
+from dist_checkpointing import load, save
+from dist_checkpointing.comm import SingleProcess, TorchComm, default_comm, group_comm, steps
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -79,6 +83,7 @@ def healthy(rank: int) -> Report:
     comm = make_comm()
     report: Report = {"rank": comm.rank, "world_size": comm.world_size}
     report["all_gather"] = [comm.all_gather((turn, rank)) for turn in range(3)]
+    report["uneven"] = [len(v) for v in comm.all_gather("x" * (10**rank * 100 + rank))]
     report["broadcast"] = comm.broadcast(rank + 7)
     report["exchange"] = comm.exchange("describe", lambda: rank**2)
     numbers = [7, rank, None, None if rank else 7, 0, 2**62 - 1]
@@ -202,13 +207,151 @@ def late(rank: int) -> Report:
 
 def late_for_a_number(rank: int) -> Report:
     comm = make_comm()
+    board = comm._steps._board
     comm.agree("start", None)
+    if rank == 0:
+        # It has time left when rank 1 gives up.
+        while not board._await(["at/1"], 0.0) or board._read("at/1").number < 2:
+            time.sleep(0.02)
+        time.sleep(WAIT_SECONDS / 2)
     if rank == 2:
-        # The others have given up their collective, and ask who is there.
-        while any(comm._read(f"at/{other}")[0] < 2 for other in (0, 1)):
+        while not board._await(["broken"], 0.0):
             time.sleep(0.02)
     numbers = (7, rank, None, 7)
     return {"all_same": [caught(lambda n=number: comm.all_same(n)) for number in numbers]}  # type: ignore[misc]
+
+
+def frozen(rank: int) -> Report:
+    """Rank 2 is stopped inside one step after another, and goes on when the others have failed."""
+    steps._SHORTEST_PATIENCE_SECONDS = 2.0  # type: ignore[misc]
+    comms = {phase: make_comm() for phase in FROZEN_IN}
+    pids = comms["start"].all_gather(os.getpid())
+    report: Report = {}
+    for phase, (place, action) in FROZEN_IN.items():
+        comm = comms[phase]
+        if rank == 2:
+            stop_before(comm._steps.channel, place)
+
+        def two_steps(comm: TorchComm = comm, action: Callable[..., object] = action) -> None:
+            action(comm)
+            comm.agree("next", None)
+
+        begin = time.monotonic()
+        report[phase] = caught(two_steps)
+        report[phase]["seconds"] = time.monotonic() - begin
+        if rank == 0:
+            os.kill(pids[2], signal.SIGCONT)
+    return report
+
+
+def frozen_host(rank: int) -> Report:
+    """Rank 0, which holds the store, is stopped."""
+    steps._SHORTEST_PATIENCE_SECONDS = 2.0  # type: ignore[misc]
+    comm = make_comm()
+    pids = comm.all_gather(os.getpid())
+    if rank == 0:
+        stop_before(comm._steps.channel, "gather")
+    report = {"error": caught(lambda: comm.all_gather(rank))}
+    report["again"] = caught(lambda: comm.all_gather(rank))
+    Path(sys.argv[4]).with_suffix(f".{rank}").touch()
+    while not Path(sys.argv[4]).with_suffix(f".{3 - rank}").exists():
+        time.sleep(0.02)
+    if rank == 1:
+        os.kill(pids[0], signal.SIGKILL)
+    return report
+
+
+def stop_before(channel: Any, name: str) -> None:
+    """Stop this process when it is about to hand something over."""
+    original = getattr(channel, name)
+
+    def stop(*arguments: Any) -> Any:
+        setattr(channel, name, original)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return original(*arguments)
+
+    setattr(channel, name, stop)
+
+
+FROZEN_IN: dict[str, tuple[str, Callable[[TorchComm], object]]] = {
+    "start": ("total", lambda comm: comm.agree("start", None)),
+    "number": ("total", lambda comm: comm.all_same(7)),
+    "gather": ("gather", lambda comm: comm.all_gather("x" * 100_000)),
+    "broadcast": ("broadcast", lambda comm: comm.broadcast("x" * 100_000)),
+    "tensor": ("broadcast_tensor", lambda comm: comm.broadcast_tensor(torch.ones(9), 0)),
+}
+
+
+def different_calls(rank: int) -> Report:
+    comm = make_comm()
+    folder = Path(sys.argv[4]).with_suffix(".checkpoint")
+    calls: list[list[Callable[[], object]]] = [
+        [lambda: save({"a": 1}, folder, comm=comm), lambda: load({"a": 1}, folder, comm=comm)],
+        [lambda: comm.agree("commit", None), lambda: comm.all_gather("x" * 1_000_000)],
+        [lambda: comm.all_same(1), lambda: comm.broadcast("x")],
+    ]
+    report: Report = {"errors": [caught(pair[rank == 1]) for pair in calls]}
+    report["after"] = comm.all_gather(rank)
+    report["committed"] = (folder / "metadata.json").exists()
+    return report
+
+
+def absent_from_the_first_call(rank: int) -> Report:
+    dist.barrier()  # all have joined the world
+    os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = "2.5"
+    report: Report = {}
+    if rank != 1:
+        report["error"] = caught(default_comm)
+    return report
+
+
+def chosen_timeouts(_rank: int) -> Report:
+    os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = "33.5"
+    report: Report = {"variable": default_comm().timeout_seconds}  # type: ignore[attr-defined]
+    report["argument"] = default_comm(timeout_seconds=44).timeout_seconds  # type: ignore[attr-defined]
+    report["kept"] = default_comm().timeout_seconds  # type: ignore[attr-defined]
+    report["duplicate"] = default_comm().duplicate().timeout_seconds  # type: ignore[attr-defined]
+    report["group"] = group_comm(make_group(), default_comm()).timeout_seconds  # type: ignore[attr-defined]
+    return report
+
+
+def two_threads(rank: int) -> Report:
+    comm = make_comm()
+    other: list[Report] = []
+    waiter = threading.Thread(target=lambda: other.append(caught(lambda: comm.all_gather(rank))))
+    if rank == 0:
+        waiter.start()
+        while not comm._steps._busy.locked():
+            time.sleep(0.01)
+    report = {"refused": caught(lambda: comm.agree("x", None)) if rank == 0 else None}
+    if rank == 0:
+        make_other_ranks_come(rank)
+        waiter.join()
+        return report | {"gathered": other[0]["value"]}
+    make_other_ranks_come(rank)
+    return report | {"gathered": comm.all_gather(rank)}
+
+
+def make_other_ranks_come(rank: int) -> None:
+    flag = Path(sys.argv[4]).with_suffix(".come")
+    if rank == 0:
+        flag.touch()
+    while not flag.exists():
+        time.sleep(0.01)
+
+
+def forked(rank: int) -> Report:
+    comm = default_comm()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        actions = (default_comm, lambda: comm.agree("x", None), lambda: SingleProcess().kept)
+        os.write(writer, json.dumps([caught(action) for action in actions]).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    report: Report = {"child": json.loads(os.read(reader, 100_000))}
+    report["after"] = comm.all_gather(rank)
+    return report
 
 
 def unpicklable(rank: int) -> Report:
@@ -233,6 +376,13 @@ SCENARIOS: dict[str, Callable[[int], Report]] = {
         interrupted,
         late,
         late_for_a_number,
+        frozen,
+        frozen_host,
+        different_calls,
+        absent_from_the_first_call,
+        chosen_timeouts,
+        two_threads,
+        forked,
         unpicklable,
     )
 }
@@ -272,6 +422,8 @@ def start(name: str) -> None:
 
 if __name__ == "__main__":
     start("first")
-    print(json.dumps(SCENARIOS[sys.argv[1]](int(sys.argv[2]))), flush=True)  # noqa: T201
+    names, number = sys.argv[1].split("+"), int(sys.argv[2])
+    reports = {name: SCENARIOS[name](number) for name in names}
+    print(json.dumps(reports if len(names) > 1 else reports[names[0]]), flush=True)  # noqa: T201
     # Tearing down a group with a dead member would wait for it.
     os._exit(0)

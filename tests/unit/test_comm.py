@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
+import queue
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dist_checkpointing import AsyncSaver, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm, default_comm
+from dist_checkpointing.comm.timeouts import default_timeout_seconds
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -421,6 +427,160 @@ def test_a_last_step_is_not_spoilt_by_a_rank_that_fails_right_after_it() -> None
     for _ in range(40):
         results = outcomes(16, body)
         assert results[1:] == [list(range(16))] * 15
+
+
+def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
+    def body(comm: Comm) -> None:
+        if comm.rank == 1:
+            load({"a": 1}, tmp_path, comm=comm)
+        else:
+            save({"a": 1}, tmp_path, comm=comm)
+
+    error = the_one_error(3, body)
+    assert type(error) is CheckpointingException
+    assert error.message == "ranks call different functions"
+    assert [finding.ranks for finding in error.findings] == [(0, 2), (1,)]
+    saving, loading = (finding.problem for finding in error.findings)
+    assert "calls save (" in saving
+    assert "'preparing the save'" in saving
+    assert "calls load (" in loading
+    assert f"{__file__}:" in loading
+
+
+def test_a_rank_that_failed_says_so_when_the_others_call_something_else() -> None:
+    def body(comm: Comm) -> None:
+        if comm.rank:
+            comm.all_same(1)
+        else:
+            bring({0: OSError("disk full")})(comm)
+
+    assert "which failed: OSError: disk full" in str(the_one_error(2, body))
+
+
+@pytest.mark.parametrize(
+    ("calls", "words"),
+    [
+        ((lambda c: c.all_gather(1), lambda c: c.broadcast(1)), ("gathering", "broadcasting")),
+        ((lambda c: c.all_same(1), lambda c: c.agree("x", None)), ("comparing", "'x'")),
+    ],
+)
+def test_steps_without_a_name_are_told_apart(calls: Any, words: tuple[str, str]) -> None:
+    text = str(the_one_error(2, lambda comm: calls[comm.rank](comm)))
+    assert all(word in text for word in words)
+
+
+def in_a_group(errors: dict[int, Exception], global_ranks: list[int]) -> list[Any]:
+    """What ranks of a group raise, by their numbers in the group."""
+    meeting = ThreadComm.Meeting(len(global_ranks), 30.0)
+
+    def body(comm: Comm) -> Any:
+        member = ThreadComm(meeting, comm.rank, global_ranks)
+        try:
+            with member.agreed("outer"):  # agreements within agreements translate once
+                bring(errors)(member)
+        except CheckpointingException as error:
+            return pickle.loads(pickle.dumps(error))
+        return None
+
+    return run_ranks(len(global_ranks), body)
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), StateMismatchError("m", [Finding("p")])])
+def test_errors_of_a_group_name_global_ranks(error: Exception) -> None:
+    raised = in_a_group({1: error}, [4, 7, 9])
+    assert len({str(each) for each in raised}) == 1
+    for each in raised:
+        assert [finding.ranks for finding in each.findings] == [(7,)]
+        assert each.names_global_ranks
+
+
+def test_findings_of_a_group_that_name_ranks_are_translated_once() -> None:
+    raised = in_a_group({0: StateMismatchError("m", [Finding("p", ranks=(0, 2))])}, [1, 2, 0])
+    assert [finding.ranks for finding in raised[0].findings] == [(0, 1)]
+
+
+def test_a_group_that_is_one_rank_names_it_too() -> None:
+    (raised,) = in_a_group({0: StateMismatchError("m", [Finding("p", ranks=(0,))])}, [6])
+    assert [finding.ranks for finding in raised.findings] == [(6,)]
+
+
+def test_tracebacks_and_absent_ranks_of_a_group_have_global_numbers() -> None:
+    raised = in_a_group({1: OSError("disk")}, [4, 7])
+    assert raised[0].ranks == (7,)
+    assert raised[0].silent_ranks == ()
+    assert "rank 7 of the 2 of its group" in str(raised[0])
+    meeting = ThreadComm.Meeting(2, 0.2)
+    with pytest.raises(RankFailedError) as caught:
+        ThreadComm(meeting, 0, [4, 7]).all_gather(1)
+    assert caught.value.ranks == (7,)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "0", "inf", "nan"])
+def test_a_timeout_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST_CHECKPOINTING_TIMEOUT_SECONDS", text)
+    with pytest.raises(ValueError, match="DIST_CHECKPOINTING_TIMEOUT_SECONDS"):
+        default_timeout_seconds()
+
+
+def test_the_timeout_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIST_CHECKPOINTING_TIMEOUT_SECONDS", raising=False)
+    assert default_timeout_seconds() == 1800
+    monkeypatch.setenv("DIST_CHECKPOINTING_TIMEOUT_SECONDS", "0.5")
+    assert default_timeout_seconds() == 0.5
+
+
+class Foreign(Comm):
+    """A comm as a third party would write it: only what the protocol demands."""
+
+    def __init__(self, lines: list[list[queue.Queue[Any]]], rank: int) -> None:
+        self.rank, self.world_size = rank, len(lines)
+        self._lines = lines
+        self._kept: dict[str, Any] = {}
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        return self._kept
+
+    def all_gather(self, value: Any) -> list[Any]:
+        for line in self._lines[self.rank]:
+            line.put(value)
+        return [self._lines[rank][self.rank].get(timeout=30) for rank in range(self.world_size)]
+
+    def broadcast(self, value: Any) -> Any:
+        return self.all_gather(value)[0]
+
+    def all_same(self, number: int | None) -> bool:
+        return set(self.all_gather(number)) == {number} - {None}
+
+    def duplicate(self) -> Comm:
+        own: list[list[queue.Queue[Any]]] = [
+            [queue.Queue() for _ in self._lines] for _ in self._lines
+        ]
+        return Foreign(self.broadcast(own), self.rank)
+
+    def _all_failures(self, step: str, failure: Any) -> Any:
+        del step
+        return {r: f for r, f in enumerate(self.all_gather(failure)) if f is not None}
+
+
+def test_a_comm_of_a_third_party_needs_no_more_than_the_protocol(tmp_path: Path) -> None:
+    lines: list[list[queue.Queue[Any]]] = [[queue.Queue() for _ in range(2)] for _ in range(2)]
+
+    def body(thread: Comm) -> Any:
+        comm = Foreign(lines, thread.rank)
+        part = (0, comm.rank, 2)
+        data = torch.full((2,), comm.rank)
+        state = {"w": ShardedTensor.from_rank_offsets("w", data, part)}
+        save(state, tmp_path / "1", comm=comm)
+        with AsyncSaver(comm=comm) as saver:
+            saver.save(state, tmp_path / "2").result(30)
+        data.zero_()
+        load(state, tmp_path / "2", comm=comm)
+        with pytest.raises(RankFailedError) as caught:
+            bring({1: OSError("disk")})(comm)
+        return data.tolist(), caught.value.ranks
+
+    assert run_ranks(2, body) == [([0, 0], (1,)), ([1, 1], (1,))]
 
 
 class TestRunRanks:

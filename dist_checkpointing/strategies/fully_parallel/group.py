@@ -59,7 +59,7 @@ class ParallelizationGroup:
 
 def _renumbered(error: CheckpointingException, members: Sequence[int]) -> CheckpointingException:
     """The error of a group with the numbers that its ranks have elsewhere."""
-    if members == [*range(len(members))]:
+    if error.names_global_ranks or members == [*range(len(members))]:
         return error
     if len(set(members)) < len(members):  # they know nothing of each other elsewhere
         return error

@@ -20,6 +20,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.heap import give_back_freed
 from dist_checkpointing.optimizer_keys import is_of_optimizer
 from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.strategies.tensorstore.forks import require_threads
 
 MANIFEST_NAME = "manifest.ocdbt"
 NODES_NAME = "d"
@@ -97,6 +98,7 @@ def spec(folder: Path, path: str = "", **settings: Any) -> dict[str, Any]:
 
 def make_context(options: StorageOptions, folder: Path) -> Any:
     """The thread pools and caches of one reader or writer."""
+    require_threads()
     context: dict[str, Any] = {
         "file_io_concurrency": {"limit": max(64, options.threads)},
         "data_copy_concurrency": {"limit": options.threads},
@@ -113,11 +115,13 @@ def make_context(options: StorageOptions, folder: Path) -> Any:
 
 def open_store(folder: Path, context: Any, **settings: Any) -> Any:
     """The database in ``folder``."""
+    require_threads()
     return ts.KvStore.open(spec(folder, **settings), context=context).result()
 
 
 def contents(folder: Path) -> Contents:
     """What the newest version of the database in ``folder`` holds, from its manifest alone."""
+    require_threads()
     base = ts.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
     manifest = ts.ocdbt.dump(base).result()
     statistics = manifest["versions"][-1]["root"]["statistics"]

@@ -19,6 +19,7 @@ import tensorstore as ts
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.strategies.raw_chunks import Extent
 from dist_checkpointing.strategies.tensorstore.database import MANIFEST_NAME, raise_io_error
+from dist_checkpointing.strategies.tensorstore.forks import require_threads
 from dist_checkpointing.strategies.zarr_v3_nodes import METADATA_NAME
 
 _MAX_HEIGHT = 64
@@ -142,6 +143,7 @@ class _Walk:
     """
 
     def __init__(self, checkpoint_dir: Path, *, keeps_nodes: bool) -> None:
+        require_threads()
         self._folder = checkpoint_dir
         self._kept: dict[str | None, Any] | None = {} if keeps_nodes else None
         self._known: dict[str, str] = {}

@@ -30,6 +30,7 @@ from dist_checkpointing.seal import SealedFile, files_below
 from dist_checkpointing.storage import StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import database, keys
+from dist_checkpointing.strategies.tensorstore.forks import require_threads
 
 _MOST_LANES = 2
 _MIN_LANE_BYTES = 64 * 2**20
@@ -153,6 +154,10 @@ class TensorStoreWriter(StorageWriter):
     """Writes zarr v3 arrays and objects into OCDBT databases; rank 0 merges them."""
 
     gathers_results: ClassVar[bool] = True
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        super().__init__(checkpoint_dir)
+        require_threads()
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del index, world_size

@@ -1,0 +1,170 @@
+"""Collectives of a process group, each with a deadline of ours."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # not in its stubs
+    AllgatherOptions,
+)
+
+_LOOK_SECONDS: Final = 1.0
+_LENGTH_BYTES: Final = 8
+_SMALL_BYTES: Final = 2**16
+_MODULUS: Final = 2**64
+
+_recent: deque[Any] = deque(maxlen=16)
+"""The last small collectives of this process. A thread of gloo says that one is done a moment
+before it lets go of it. Should it be the last to let go of a tensor while the interpreter ends, the
+process would abort; while these are kept, it never is the last."""
+
+
+@atexit.register
+def _keep_recent_for_ever() -> None:
+    for work in _recent:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+
+
+class ContactLostError(Exception):
+    """A collective did not end: a rank is gone, or did not come in time."""
+
+
+class Channel:
+    """What ranks send each other over a process group.
+
+    Args:
+        group: with a CPU (gloo) backend.
+        tensor_group: carries tensors.
+        is_flagged: whether another rank has given up; asked about once a second.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tensor_group: dist.ProcessGroup,
+        is_flagged: Callable[[], bool],
+    ) -> None:
+        self._group = group
+        self._tensor_group = tensor_group
+        self._is_flagged = is_flagged
+        self._rank, self._world_size = group.rank(), group.size()
+
+    def total(self, number: int, deadline: float) -> int:
+        """The sum of a number over all ranks, modulo 2**64."""
+        return self._reduced([_signed(number)], dist.ReduceOp.SUM, deadline)[0] % _MODULUS
+
+    def maxima(self, numbers: Sequence[int], deadline: float) -> list[int]:
+        """The highest of each number over all ranks."""
+        return self._reduced(numbers, dist.ReduceOp.MAX, deadline)
+
+    def _reduced(self, numbers: Sequence[int], operation: Any, deadline: float) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        options.timeout = _left(deadline)
+        self._end(lambda: self._group.allreduce([tensor], options), deadline, tensor.nbytes)
+        found: list[int] = tensor.tolist()
+        return found
+
+    def gather(self, payload: bytes, longest: int, deadline: float) -> list[bytes]:
+        """The payload of every rank.
+
+        Args:
+            payload: of this rank.
+            longest: number of bytes of the longest payload.
+            deadline: on the monotonic clock.
+        """
+        own = torch.zeros(_LENGTH_BYTES + longest, dtype=torch.uint8)
+        data = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
+        own.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = torch.empty(self._world_size, len(own), dtype=torch.uint8)
+        self._gather_into(self._group, list(rows.unbind()), own, deadline)
+        return [_without_length(row) for row in rows.numpy()]
+
+    def broadcast(self, payload: bytes, length: int, deadline: float) -> bytes:
+        """The payload of rank 0, of so many bytes."""
+        tensor = torch.empty(length, dtype=torch.uint8)
+        if self._rank == 0:
+            tensor.numpy()[:] = np.frombuffer(payload, np.uint8)
+        self._broadcast(self._group, tensor, 0, deadline)
+        return tensor.numpy().tobytes()
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int, deadline: float) -> None:
+        """Fill ``tensor`` with that of rank ``source``."""
+        self._broadcast(self._tensor_group, tensor, source, deadline)
+
+    def gather_tensor(self, tensor: torch.Tensor, deadline: float) -> list[torch.Tensor]:
+        """``tensor`` of every rank."""
+        tensors = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        self._gather_into(self._tensor_group, tensors, tensor, deadline)
+        return tensors
+
+    def _broadcast(
+        self, group: dist.ProcessGroup, tensor: torch.Tensor, source: int, deadline: float
+    ) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        options.rootTensor = 0
+        options.timeout = _left(deadline)
+        self._end(lambda: group.broadcast([tensor], options), deadline, tensor.nbytes)
+
+    def _gather_into(
+        self,
+        group: dist.ProcessGroup,
+        tensors: list[torch.Tensor],
+        own: torch.Tensor,
+        deadline: float,
+    ) -> None:
+        options = AllgatherOptions()
+        options.timeout = _left(deadline)
+        num_bytes = (len(tensors) + 1) * own.nbytes
+        self._end(lambda: group.allgather([tensors], [own], options), deadline, num_bytes)
+
+    def _end(self, start: Callable[[], Any], deadline: float, num_bytes: int) -> None:
+        work = None
+        try:
+            work = start()
+            if num_bytes <= _SMALL_BYTES:
+                _recent.append(work)
+            self._wait(work, deadline)
+        except RuntimeError as error:
+            raise ContactLostError(str(error)) from error
+
+    def _wait(self, work: Any, deadline: float) -> None:
+        """Wait for a collective, unless it has become clear that it will not end."""
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                work.wait(timedelta(seconds=min(_LOOK_SECONDS, max(left, 0.001))))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            else:
+                return
+            if left <= 0:
+                raise ContactLostError("it took too long")
+            if self._is_flagged():
+                raise ContactLostError("another rank has lost contact")
+
+
+def _signed(number: int) -> int:
+    """The 64 bits of a number as those of a signed one."""
+    return (number + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+
+
+def _without_length(row: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
+    length = int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little")
+    return row[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()

@@ -1,0 +1,148 @@
+"""Which ranks talk together where nobody says: the world, or the members of a process group."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from dist_checkpointing.comm.process_group import TorchComm
+from dist_checkpointing.comm.protocol import Comm, SingleProcess, absent_rank, merge_failures
+from dist_checkpointing.comm.steps import forked_error
+from dist_checkpointing.comm.timeouts import default_timeout_seconds
+from dist_checkpointing.errors import CheckpointingException, Finding
+
+_comms: weakref.WeakKeyDictionary[Any, TorchComm] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_inherited: weakref.WeakSet[Any] = weakref.WeakSet()
+_worlds = itertools.count()
+
+
+def default_comm(timeout_seconds: float | None = None) -> Comm:
+    """The comm of this process: the world of torch.distributed if it is initialised, else alone.
+
+    The CPU group it needs is made on first use (a collective call) and kept as long as the world.
+
+    Args:
+        timeout_seconds: how long its steps wait for the slowest rank, from now on, in this and
+            every later call that uses it; the same on all ranks. By default what the environment
+            variable DIST_CHECKPOINTING_TIMEOUT_SECONDS said on first use, or half an hour.
+
+    Raises:
+        CheckpointingException: in a process that was forked from a rank. Also if there is no
+            process group, but the process was started as one of several: each of them would save,
+            or load, as if it were alone.
+        RankFailedError: on first use, if a rank does not come.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        _require_alone()
+        return SingleProcess()
+    world = dist.group.WORLD
+    if world in _inherited:
+        raise forked_error(os.getppid())
+    comm = _comms.get(world)
+    if comm is None:
+        seconds = default_timeout_seconds() if timeout_seconds is None else timeout_seconds
+        with _arrivals_noted(seconds):
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        comm = _comms[world] = TorchComm(group, seconds)
+    elif timeout_seconds is not None:
+        comm.timeout_seconds = timeout_seconds
+    return comm
+
+
+def _require_alone() -> None:
+    """Refuse to take one of several processes, such as torchrun starts, for the only one."""
+    count = os.environ.get("WORLD_SIZE", "").strip()
+    if not count.isdecimal() or int(count) < 2:
+        return
+    rank = os.environ.get("RANK", "").strip()
+    finding = Finding(
+        "torch.distributed has no process group, so this process knows no other ranks",
+        expected=f"one of the {count} that WORLD_SIZE names",
+        ranks=(int(rank),) if rank.isdecimal() else (),
+        remedy="Call torch.distributed.init_process_group first, and save before "
+        "destroy_process_group. If this process is meant to work alone, pass "
+        "comm=dist_checkpointing.comm.SingleProcess().",
+    )
+    raise CheckpointingException("the processes are not connected to each other", [finding])
+
+
+def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
+    """The comm of a group of ranks; None is ``everybody``, and a rank outside its group is alone.
+
+    Collective over ``everybody``, each rank with its own group. One without a CPU backend (NCCL)
+    gets a gloo group beside it, on first use, which is kept as long as the group itself. It waits
+    for its ranks as long as ``everybody`` does.
+
+    Raises:
+        CheckpointingException: if such a group must be made, and not all processes are here.
+    """
+    mine = None
+    if isinstance(group, dist.ProcessGroup) and group not in _beside and not _has_cpu(group):
+        mine = tuple(dist.get_process_group_ranks(group))
+    # Every process has to take part in the making of every group, in the same order. (torch also
+    # lets the members alone make one, but hangs if they have been in different numbers of groups.)
+    wanted = sorted({ranks for ranks in everybody.all_gather(mine) if ranks is not None})
+    if wanted and everybody.world_size < dist.get_world_size():
+        finding = Finding(
+            "a process group that cannot carry tensors on the CPU",
+            found=wanted,
+            remedy="Pass one with a gloo backend too, such as 'cpu:gloo,cuda:nccl'.",
+        )
+        raise CheckpointingException("ranks cannot talk in their groups", [finding])
+    seconds = everybody.timeout_seconds if isinstance(everybody, TorchComm) else None
+    if seconds is None:
+        seconds = default_timeout_seconds()
+    for ranks in wanted:
+        timeout = timedelta(seconds=seconds)
+        made = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        if ranks == mine:
+            _beside[group] = made
+    if group is None:
+        return everybody
+    if isinstance(group, Comm):
+        return group
+    if dist.get_rank(group) < 0:
+        return SingleProcess()
+    if group in _beside:
+        return TorchComm(_beside[group], seconds, tensor_group=group)
+    return TorchComm(group, seconds)
+
+
+def _has_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether tensors on the CPU may travel over a group, such as "cpu:gloo,cuda:nccl"."""
+    return "cpu:" in dist.get_backend_config(group)
+
+
+@contextmanager
+def _arrivals_noted(timeout_seconds: float) -> Iterator[None]:
+    """Let the error name the ranks that did not come to what torch does in the body."""
+    store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way
+    number = next(_worlds)
+    world_size = dist.get_world_size()
+    keys = [f"dist_checkpointing/worlds/{number}/{rank}" for rank in range(world_size)]
+    store.set(keys[dist.get_rank()], "1")
+    try:
+        yield
+    except RuntimeError as error:
+        step = "making a channel for all ranks"
+        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not absent:
+            raise
+        failures = {rank: absent_rank(rank, step, timeout_seconds) for rank in absent}
+        raise merge_failures(step, failures, world_size, range(world_size)) from error
+
+
+def _note_inherited_world() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _inherited.add(dist.group.WORLD)
+
+
+os.register_at_fork(after_in_child=_note_inherited_world)

@@ -1,0 +1,337 @@
+"""Steps that all ranks take together, in the same order, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch.distributed as dist
+import xxhash
+
+from dist_checkpointing.comm.board import Board, StoreSilentError
+from dist_checkpointing.comm.call_sites import described
+from dist_checkpointing.comm.channel import Channel, ContactLostError
+from dist_checkpointing.comm.protocol import Failure, absent_rank, different_calls, merge_failures
+from dist_checkpointing.comm.records import GATHER, TENSORS, Record, State, Verdict, is_agreement
+from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CLEARING_SECONDS: Final = 5.0
+_HEARING_SECONDS: Final = 5.0
+_SHORTEST_PATIENCE_SECONDS: Final = 5.0
+_LONGEST_PATIENCE_SECONDS: Final = 30.0
+
+_numbers: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+class Settled(NamedTuple):
+    """A step that was ended through the store.
+
+    Attributes:
+        number: of the step.
+        verdict: on it.
+        payloads: what ranks handed over.
+    """
+
+    number: int
+    verdict: Verdict
+    payloads: list[bytes]
+
+
+class Steps:
+    """The steps of one comm. Making one is collective.
+
+    Args:
+        group: of the ranks, with a CPU (gloo) backend.
+        tensor_group: carries tensors.
+        timeout_seconds: how long this first step waits.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, tensor_group: dist.ProcessGroup, timeout_seconds: float
+    ) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.is_broken = False
+        self._rank, self._world_size = group.rank(), group.size()
+        self._global_ranks: Sequence[int] = dist.get_process_group_ranks(group)
+        self._owner = os.getpid()
+        self._busy = threading.Lock()
+        self._number = 0
+        self._last_value: Any = None
+        self._store_is_lost = False
+        # torch has no public way to the store that every process group has already joined.
+        default_store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        number = next(_numbers.setdefault(group, itertools.count()))
+        name = f"dist_checkpointing/{group.group_name}/{number}"
+        # One connection a comm: a thread that waits for a key keeps it from all others.
+        self._arrivals = dist.distributed_c10d.PrefixStore(name, default_store.clone())
+        self._board = Board(self._arrivals, self._rank, self._world_size)
+        self.channel = Channel(group, tensor_group, self._board.is_flagged)
+        own = dist.distributed_c10d.PrefixStore(self._drawn_name(), self._arrivals)
+        self._board = Board(own, self._rank, self._world_size)
+        self.channel = Channel(group, tensor_group, self._board.is_flagged)
+
+    def _drawn_name(self) -> str:
+        """A part of the store that no other comm has had, as rank 0 draws it."""
+        store, step = self._arrivals, "making a channel"
+        keys = [f"here/{rank}" for rank in range(self._world_size)]
+        store.set(keys[self._rank], "1")
+        drawn = [uuid.uuid4().int >> 66 if self._rank == 0 else 0 for _ in range(2)]
+        deadline = time.monotonic() + self.timeout_seconds
+        try:
+            first, second = self.channel.maxima(drawn, deadline)
+        except ContactLostError as error:
+
+            def absent() -> list[int]:
+                self._board.raise_flag()
+                return [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+            gone = self._asked(absent, _patience(self.timeout_seconds), step)
+            if gone:
+                raise self._absent_error(gone, step) from error
+            raise self._contact_lost(step, str(error), [self._rank]) from error
+        return f"{first:x}.{second:x}"
+
+    def clear(self) -> None:
+        """Delete what this rank has left in the store, once no rank will ask for it."""
+        try:
+            self._board.ask(self._board.clear, _CLEARING_SECONDS)
+        except (StoreSilentError, dist.DistError) as error:
+            logger.debug("keys stay in the store: %s", error)
+
+    @contextmanager
+    def turn(self, label: str, value: Any = None) -> Iterator[tuple[Record, float]]:
+        """One step of all ranks, and until when it may last: noted, and by one thread at a time."""
+        with self._own_line():
+            deadline = time.monotonic() + self.timeout_seconds
+            self._number += 1
+            record = Record(self._number, label, value, self._last_value)
+            self._answered(label, lambda: self._board.require_answer(self.timeout_seconds))
+            # Noted before the collective, which tells nobody who is missing when it fails.
+            self._note(record)
+            if self._number == 2:
+                # All ranks have been in the first step, so none is still in the making of this.
+                self._arrivals.delete_key(f"here/{self._rank}")
+            self._last_value = value
+            yield record, deadline
+
+    @contextmanager
+    def tensor_turn(self) -> Iterator[float]:
+        """Tensors follow each other fast, so nothing is noted before one of them is lost."""
+        with self._own_line():
+            deadline = time.monotonic() + self.timeout_seconds
+            try:
+                yield deadline
+            except ContactLostError as error:
+                self._lose_group(TENSORS, error)
+                self._number += 1
+                step = Record(self._number, TENSORS, None, self._last_value)
+                self._last_value = None
+                self.settle(step, deadline)
+                raise AssertionError("a tensor that did not arrive is lost") from error
+
+    @contextmanager
+    def _own_line(self) -> Iterator[None]:
+        if self._owner != os.getpid():
+            raise forked_error(self._owner)
+        if not self._busy.acquire(blocking=False):
+            finding = Finding(
+                "another thread of this process is in a step with the other ranks",
+                ranks=(self._rank,),
+                remedy="Give each thread a duplicate() of the comm, or let them take turns.",
+            )
+            raise CheckpointingException("two threads use one comm at once", [finding])
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def surplus(
+        self, step: Record, deadline: float, *, content: str = "", extra: int = 0
+    ) -> int | None:
+        """The sum of what all ranks add, if they are at the same step; None if it cannot be told.
+
+        One all-reduce of one number, which costs half as much as one of four: a digest that all
+        ranks share if they are at the same step, and what they add. If they are not, or ``content``
+        differs, the result is as good as a random number of 64 bits, on every rank. So all ranks
+        see that it is not what it should be, and must go on to ``meet``.
+
+        Args:
+            step: the step.
+            deadline: on the monotonic clock.
+            content: what else should be the same.
+            extra: what this rank adds.
+        """
+        if self.is_broken:
+            return None
+        expected = xxhash.xxh3_64_intdigest(f"{step.label}: {content}".encode())
+        try:
+            total = self.channel.total(expected + extra, deadline)
+        except ContactLostError as error:
+            self._lose_group(step.label, error)
+            return None
+        return (total - self._world_size * expected) % 2**64
+
+    def meet(
+        self, step: Record, numbers: tuple[int, int], deadline: float
+    ) -> tuple[int, int] | None:
+        """The maxima of two numbers over all ranks; None if the group cannot tell.
+
+        Raises:
+            CheckpointingException: on all ranks, if they do not make the same call.
+        """
+        if self.is_broken:
+            return None
+        signature = xxhash.xxh3_64_intdigest(step.label.encode()) >> 2
+        try:
+            first, second, highest, lowest = self.channel.maxima(
+                (*numbers, signature, -signature), deadline
+            )
+        except ContactLostError as error:
+            self._lose_group(step.label, error)
+            return None
+        if highest != -lowest:
+            self.settle(step, deadline)
+            raise AssertionError("the notes of the ranks do not tell what they call")
+        return first, second
+
+    def transferred(self, step: Record, transfer: Callable[[], T]) -> T | None:
+        """What the group hands over; None if it did not."""
+        try:
+            result = transfer()
+        except ContactLostError as error:
+            self._lose_group(step.label, error)
+            return None
+        # One rank may have what it wanted while another waits for ever.
+        self._note(_with_state(step, State.DONE))
+        return result
+
+    def _lose_group(self, label: str, error: ContactLostError) -> None:
+        logger.debug("at %s: %s", label, error)
+        self.is_broken = True
+
+    def settle(self, step: Record, deadline: float, payload: bytes | None = None) -> Settled:
+        """End a step through the store.
+
+        Args:
+            step: the step.
+            deadline: until when the others have time to come.
+            payload: what this rank hands over; None for a step in which nobody does.
+
+        Raises:
+            CheckpointingException: the same on all ranks that are here.
+        """
+        patience = _patience(self.timeout_seconds)
+        failure = step.value.summary if isinstance(step.value, Failure) else None
+        call = described(step.label, failure)
+        sources = range(self._world_size) if step.label == GATHER else range(1)
+
+        def settled() -> Settled:
+            if self.is_broken:
+                self._board.raise_flag()
+            if payload is not None and self._rank in sources:
+                self._board.bring(step.number, payload)
+            self._board.note(_with_state(step, State.OUTSIDE, call))
+            has_payload = payload is not None
+            number, verdict = self._board.verdict(step, deadline, patience, has_payload=has_payload)
+            payloads = []
+            is_whole = not (verdict.absent or verdict.is_lost or verdict.calls)
+            if has_payload and is_whole and number == step.number:
+                payloads = [self._board.brought(number, rank) for rank in sources]
+            # A rank that is frozen inside hears nothing, and the others are at the next step.
+            hearing = patience / 2 if self.is_broken else _HEARING_SECONDS
+            self._board.hear(number, verdict, hearing)
+            return Settled(number, verdict, payloads)
+
+        # The others speak up to two patiences after the deadline; then what they said is read.
+        longest = deadline - time.monotonic() + 4 * patience
+        found = self._asked(settled, longest, step.label)
+        verdict = found.verdict
+        if found.number < step.number:
+            # The others failed in a step that this rank had left: all go on from there.
+            self._number, self._last_value = found.number, None
+            self._note(Record(found.number, verdict.label, state=State.OUTSIDE))
+        if verdict.calls:
+            raise different_calls(verdict.calls, self._global_ranks)
+        # An agreement tells of absent ranks and of failures alike.
+        is_whole = found.number == step.number and not verdict.is_lost
+        if verdict.absent and not (is_whole and is_agreement(step.label)):
+            raise self._absent_error(verdict.absent, verdict.label)
+        if verdict.is_lost:
+            problem = "some ranks have what others lack"
+            raise self._contact_lost(verdict.label, problem, verdict.present)
+        return found
+
+    def _asked(self, question: Callable[[], T], timeout_seconds: float, label: str) -> T:
+        """The answer of the store, or the error that it has none."""
+        return self._answered(label, lambda: self._board.ask(question, timeout_seconds))
+
+    def _answered(self, label: str, question: Callable[[], T]) -> T:
+        problem = "the store, which rank 0 or the launcher holds, does not answer"
+        try:
+            if self._store_is_lost:
+                raise StoreSilentError
+            return question()
+        except StoreSilentError as error:
+            self._store_is_lost = True
+            raise self._store_error(label, problem) from error
+        except dist.DistError as error:
+            problem = f"lost contact with the store, which rank 0 or the launcher holds: {error}"
+            raise self._store_error(label, problem) from error
+
+    def _note(self, record: Record) -> None:
+        self._answered(record.label, lambda: self._board.note(record))
+
+    def _store_error(self, label: str, problem: str) -> CheckpointingException:
+        gone = RankFailedError("", [Finding(problem=problem, ranks=(0,))])
+        gone.names_global_ranks = True
+        return merge_failures(
+            label, {0: Failure(gone, problem, "")}, self._world_size, self._global_ranks
+        )
+
+    def _absent_error(self, absent: list[int] | tuple[int, ...], label: str) -> Exception:
+        label = label.strip("'")
+        failures = {rank: absent_rank(rank, label, self.timeout_seconds) for rank in absent}
+        return merge_failures(label, failures, self._world_size, self._global_ranks)
+
+    def _contact_lost(self, label: str, problem: str, ranks: Sequence[int]) -> RankFailedError:
+        finding = Finding(
+            problem=f"lost contact at {label}: {problem}",
+            ranks=tuple(sorted(self._global_ranks[rank] for rank in ranks)),
+            remedy="A process or the network probably failed; see the logs of all ranks.",
+        )
+        error = RankFailedError("a collective failed", [finding])
+        error.names_global_ranks = True
+        return error
+
+
+def forked_error(owner: int) -> CheckpointingException:
+    """The error of a process that was forked from a rank."""
+    finding = Finding(
+        "the ranks' connections belong to the process from which this one was forked",
+        expected=f"process {owner}",
+        found=f"process {os.getpid()}",
+        remedy="Start it with the method 'spawn', or pass comm=SingleProcess() for work that it "
+        "does alone.",
+    )
+    return CheckpointingException("a forked process is no rank", [finding])
+
+
+def _patience(timeout_seconds: float) -> float:
+    """How long ranks that wait in a collective have to hear that it will not end."""
+    return max(_SHORTEST_PATIENCE_SECONDS, min(_LONGEST_PATIENCE_SECONDS, timeout_seconds / 60))
+
+
+def _with_state(record: Record, state: State, call: str = "") -> Record:
+    return Record(record.number, record.label, record.value, record.last_value, state, call)

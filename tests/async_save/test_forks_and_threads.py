@@ -1,0 +1,242 @@
+"""Savers in forked processes, which have none of the threads, and savers that threads share."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    AsyncSaver,
+    ShardedTensor,
+    async_save,
+    load,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
+from dist_checkpointing.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+
+PATIENCE_SECONDS = 60.0
+THREADS = 6
+
+
+def state(step: int) -> dict[str, Any]:
+    data = torch.full((4, 3), float(step))
+    return {"w": ShardedTensor.from_rank_offsets("w", data), "step": step}
+
+
+def assert_holds(folder: Path, step: int) -> None:
+    found = load_plain_tensors(folder)
+    assert found["step"] == step
+    assert found["w"].unique().tolist() == [step]
+
+
+def told_in_a_child(actions: Sequence[Callable[[], object]]) -> list[str | None]:
+    """What each action raises in a forked process, as text; None for nothing."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        texts: list[str | None] = []
+        for action in actions:
+            try:
+                action()
+            except BaseException as error:  # noqa: BLE001 - which one it is, is what is tested
+                texts.append(f"{type(error).__name__}: {error}")
+            else:
+                texts.append(None)
+        os.write(writer, json.dumps(texts).encode())
+        os._exit(0)
+    os.close(writer)
+    try:
+        has_answer, _, _ = select.select([reader], [], [], PATIENCE_SECONDS)
+        assert has_answer, "the child hangs"
+        answer = os.read(reader, 1_000_000)
+        assert answer, "the child was aborted"
+        told: list[str | None] = json.loads(answer)
+        return told
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reader)
+
+
+def test_a_forked_child_is_refused_a_save_that_goes_on_in_its_parent(tmp_path: Path) -> None:
+    gate = threading.Event()
+    saver = AsyncSaver()
+
+    def wait() -> None:
+        gate.wait(PATIENCE_SECONDS)
+
+    handle = saver.save(state(1), tmp_path / "1", ("zarr", 2), on_committed=wait)
+    told = told_in_a_child(
+        [
+            handle.result,
+            handle.done,
+            handle.captured.wait,
+            lambda: saver.save(state(2), tmp_path / "2", ("zarr", 2)),
+            saver.wait,
+            saver.close,
+        ]
+    )
+    gate.set()
+    for text in told:
+        assert text is not None
+        assert text.startswith("CheckpointingException: ")
+        assert "belongs to another process" in text
+        assert f"process {os.getpid()}" in text
+    handle.result(PATIENCE_SECONDS)
+    saver.close()
+    assert_holds(tmp_path / "1", 1)
+
+
+def test_async_save_works_in_a_forked_child(tmp_path: Path) -> None:
+    async_save(state(1), tmp_path / "1", ("zarr", 2)).result(PATIENCE_SECONDS)
+
+    def save_there() -> None:
+        async_save(state(2), tmp_path / "2", ("zarr", 2)).result(PATIENCE_SECONDS)
+
+    assert told_in_a_child([save_there]) == [None]
+    async_save(state(3), tmp_path / "3", ("zarr", 2)).result(PATIENCE_SECONDS)
+    for step in (1, 2, 3):
+        assert_holds(tmp_path / str(step), step)
+
+
+def test_a_forked_child_goes_on_training_past_a_fence(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    handle = async_save(state(1), tmp_path / "1", ("zarr", 2))
+    handle.fence(optimizer)
+    assert told_in_a_child([optimizer.step]) == [None]
+    optimizer.step()
+    handle.result(PATIENCE_SECONDS)
+
+
+def test_a_forked_child_is_refused_the_queue_of_its_parent() -> None:
+    gate = threading.Event()
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(AsyncRequest(gate.wait, (50,), []))
+    told = told_in_a_child(
+        [
+            lambda: queue.maybe_finalize_async_calls(blocking=True),
+            lambda: queue.schedule_async_request(AsyncRequest(None, (), [])),
+            queue.close,
+        ]
+    )
+    gate.set()
+    for text in told:
+        assert text is not None
+        assert "belongs to another process" in text
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+
+
+def test_a_forked_child_is_told_that_tensorstore_cannot_go_on_there(tmp_path: Path) -> None:
+    save(state(1), tmp_path / "1", "tensorstore")
+    load(state(0), tmp_path / "1")
+    save(state(2), tmp_path / "2", ("zarr", 2))
+    told = told_in_a_child(
+        [
+            lambda: load(state(0), tmp_path / "1"),
+            lambda: load(state(0), tmp_path / "2", "tensorstore"),
+            lambda: save(state(3), tmp_path / "3", "tensorstore"),
+            lambda: load(state(0), tmp_path / "2"),
+        ]
+    )
+    for text in told[:3]:
+        assert text is not None
+        assert text.startswith("CheckpointingException: TensorStore cannot be used in a forked")
+        assert "spawn" in text
+    assert told[3] is None
+    assert not (tmp_path / "3").exists()
+    load(state(0), tmp_path / "1")
+
+
+def in_threads(action: Callable[[int], None]) -> None:
+    """Run an action on many threads at once; raise the first error."""
+    start = threading.Barrier(THREADS)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        start.wait()
+        try:
+            action(number)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("finalize", ["background", "caller"])
+def test_threads_share_a_saver(finalize: Any, tmp_path: Path) -> None:
+    saver = AsyncSaver(finalize=finalize)
+
+    def one(number: int) -> None:
+        for turn in range(3):
+            step = 10 * number + turn
+            saver.save(state(step), tmp_path / str(step)).result(PATIENCE_SECONDS)
+
+    in_threads(one)
+    saver.close()
+    for number in range(THREADS):
+        for turn in range(3):
+            assert_holds(tmp_path / str(10 * number + turn), 10 * number + turn)
+
+
+def test_threads_share_the_saver_of_their_process(tmp_path: Path) -> None:
+    comm = SingleProcess()
+    kept = dict(comm.kept)
+    comm.kept.clear()  # all of them find none
+
+    def one(number: int) -> None:
+        async_save(state(number), tmp_path / str(number)).result(PATIENCE_SECONDS)
+
+    try:
+        in_threads(one)
+        assert sum(isinstance(value, AsyncSaver) for value in comm.kept.values()) == 1
+    finally:
+        comm.kept.update(kept)
+    for number in range(THREADS):
+        assert_holds(tmp_path / str(number), number)
+
+
+def test_threads_share_a_queue() -> None:
+    queue = AsyncCallsQueue()
+    executed: list[int] = []
+    numbers: list[int] = []
+
+    def one(number: int) -> None:
+        request = AsyncRequest(executed.append, (number,), [])
+        numbers.append(queue.schedule_async_request(request))
+
+    in_threads(one)
+    assert sorted(numbers) == list(range(THREADS))
+    assert queue.maybe_finalize_async_calls(blocking=True) == list(range(THREADS))
+    assert sorted(executed) == list(range(THREADS))
+
+
+def test_ranks_that_are_threads_each_have_a_saver(tmp_path: Path) -> None:
+    def one(comm: Any) -> None:
+        part = (0, comm.rank, comm.world_size)
+        own = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), part)}
+        async_save(own, tmp_path / "1", comm=comm).result(PATIENCE_SECONDS)
+
+    run_ranks(4, one)
+    assert load_plain_tensors(tmp_path / "1")["w"].shape == (8,)
