@@ -118,13 +118,7 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     if _is_plain_dcp(folder):
         return _PLAIN_DCP
     if not store.is_file(path):
-        half = store.is_there(folder / ATTEMPT_NAME)
-        finding = Finding(
-            "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
-            path=str(path),
-            remedy="Load an older checkpoint." if half else "Is this the right folder?",
-        )
-        raise CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
+        raise _not_committed(folder)
     try:
         content = store.parse_json(store.read_bytes(path, _MAX_CONFIG_BYTES))
         known = {f.name for f in fields(CheckpointingConfig)}
@@ -139,10 +133,22 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         )
         if config.sharded_backend == "torch_dist" and is_inside:
             config = replace(config, common_backend="torch_dist")
+    except FileNotFoundError as error:
+        raise _not_committed(folder) from error  # overwritten since the first look
     except (ValueError, TypeError, AttributeError) as error:
         finding = Finding(str(error), path=str(path), remedy="Restore the file.")
         raise CorruptCheckpointError(f"{CONFIG_FNAME} cannot be read", [finding]) from error
     return config
+
+
+def _not_committed(folder: Path) -> CheckpointNotFoundError:
+    half = store.is_there(folder / ATTEMPT_NAME)
+    finding = Finding(
+        "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
+        path=str(folder / CONFIG_FNAME),
+        remedy="Load an older checkpoint." if half else "Is this the right folder?",
+    )
+    return CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
