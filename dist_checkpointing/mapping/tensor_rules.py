@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
+from dist_checkpointing.geometry import Box, Ints
+from dist_checkpointing.mapping.base import ReplicaId, plain_ints, plain_replica_id
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
-from dist_checkpointing.mapping.base import plain_ints, plain_replica_id
-
-if TYPE_CHECKING:
-    from dist_checkpointing.geometry import Ints
-    from dist_checkpointing.mapping.tensor import ShardedTensor
 
 
-def check_fields(leaf: ShardedTensor) -> None:
+class TensorFields(Protocol):
+    """The fields of a ShardedTensor, whose meaning its class explains."""
+
+    key: str
+    data: torch.Tensor | None
+    dtype: torch.dtype
+    local_shape: Ints
+    global_shape: Ints
+    global_offset: Ints
+    axis_fragmentations: Ints | None
+    replica_id: ReplicaId
+    prepend_axis_num: int
+    allow_shape_mismatch: bool
+    flattened_range: slice | None
+
+    @property
+    def box(self) -> Box:
+        """Box of the shard in the global tensor."""
+
+
+def check_fields(leaf: TensorFields) -> None:
     """Raise InvalidShardingError if the fields contradict each other."""
     for name in ("local_shape", "global_shape", "global_offset"):
         values = getattr(leaf, name)
@@ -46,7 +63,7 @@ def check_fields(leaf: ShardedTensor) -> None:
     _check_bounds(leaf)
 
 
-def _check_data(leaf: ShardedTensor, local: Ints) -> None:
+def _check_data(leaf: TensorFields, local: Ints) -> None:
     flat = leaf.flattened_range
     if flat is not None:
         if flat.step is not None:
@@ -77,7 +94,7 @@ def _check_data(leaf: ShardedTensor, local: Ints) -> None:
         )
 
 
-def _check_grid(leaf: ShardedTensor, local: Ints, offset: Ints) -> None:
+def _check_grid(leaf: TensorFields, local: Ints, offset: Ints) -> None:
     if leaf.axis_fragmentations is None:
         return
     if len(leaf.axis_fragmentations) != len(leaf.global_shape):
@@ -104,7 +121,7 @@ def _check_grid(leaf: ShardedTensor, local: Ints, offset: Ints) -> None:
         )
 
 
-def _check_bounds(leaf: ShardedTensor) -> None:
+def _check_bounds(leaf: TensorFields) -> None:
     if leaf.allow_shape_mismatch:  # the last shards of a padded axis may stick out
         return
     shape = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
