@@ -13,7 +13,7 @@ from bench_state import LocalTensor, Side, Work
 from bench_torch_dcp import crc32_switched_off
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.options import Checksum, Durability, ReadMode, StorageOptions
+from dist_checkpointing.storage.options import Checksum, Durability, ReadMode, StorageOptions
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 from dist_checkpointing.strategies.selection import select
 

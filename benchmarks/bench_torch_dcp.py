@@ -16,7 +16,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from bench_contestants import Calls, Contestant
 from bench_state import LocalTensor, Side, Work
 from dist_checkpointing.interop import DCPReader, DCPWriter
-from dist_checkpointing.options import Checksum, Durability, StorageOptions
+from dist_checkpointing.storage.options import Checksum, Durability, StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 
 

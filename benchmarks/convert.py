@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
-from dist_checkpointing import ShardedTensor, save, store
-from dist_checkpointing.byte_sizes import parse_bytes
+from dist_checkpointing import ShardedTensor, save
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.byte_sizes import parse_bytes
 
 FORMATS = ("tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch")
 
@@ -45,7 +46,7 @@ def write_source(folder: Path, gib: float) -> int:
 
 _CHILD = """
 import atexit, re, sys
-from dist_checkpointing.cli.app import main
+from dist_checkpointing.tools.cli.app import main
 
 def tell() -> None:
     # Not getrusage, which also counts the process that this one was forked from.
@@ -96,7 +97,7 @@ def main() -> None:
                 flush=True,
             )
             if not kept:
-                store.remove(target, folder)
+                local.remove(target, folder)
     finally:
         shutil.rmtree(folder)
 

@@ -10,10 +10,10 @@ import torch
 
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
-from dist_checkpointing.planned_save import PlanCache, plan_save
+from dist_checkpointing.mapping.nesting import DictKey, Path
 from dist_checkpointing.planning import DefaultSavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.tree import DictKey, Path
+from dist_checkpointing.planning.plan_save import PlanCache, plan_save
 
 _ROUNDS = 9
 

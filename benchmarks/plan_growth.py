@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as D
 
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.packing import pack
-from dist_checkpointing.planned_save import PlannedSave, plan_save
+from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.tree import DictKey
+from dist_checkpointing.planning.packing import pack
+from dist_checkpointing.planning.plan_save import PlannedSave, plan_save
 
 T = TypeVar("T")
 

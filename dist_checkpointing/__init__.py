@@ -5,10 +5,8 @@ import typing
 
 if typing.TYPE_CHECKING:
     from dist_checkpointing import interop as interop
-    from dist_checkpointing.async_saver import AsyncSaver
-    from dist_checkpointing.async_saving import async_save
     from dist_checkpointing.checkpoint import Checkpoint
-    from dist_checkpointing.commit import check_is_distributed_checkpoint
+    from dist_checkpointing.checkpoint.verify import verify_checkpoint
     from dist_checkpointing.errors import (
         CheckpointExistsError,
         CheckpointingException,
@@ -20,16 +18,16 @@ if typing.TYPE_CHECKING:
         StrategyNotFoundError,
         UnsupportedFormatError,
     )
+    from dist_checkpointing.format.commit import check_is_distributed_checkpoint
     from dist_checkpointing.manager import CheckpointManager
+    from dist_checkpointing.manager.retention import Retention
     from dist_checkpointing.mapping import (
         LocalNonpersistentObject,
         ShardedObject,
         ShardedTensor,
         ShardedTensorFactory,
     )
-    from dist_checkpointing.planned_save import PlanCache
-    from dist_checkpointing.retention import Retention
-    from dist_checkpointing.save_handle import SaveHandle
+    from dist_checkpointing.planning.plan_save import PlanCache
     from dist_checkpointing.serialization import (
         load,
         load_common_state_dict,
@@ -40,9 +38,11 @@ if typing.TYPE_CHECKING:
         remove_sharded_tensors,
         save,
     )
-    from dist_checkpointing.staging import StagingBuffers
+    from dist_checkpointing.serialization.async_save import async_save
+    from dist_checkpointing.serialization.async_saver import AsyncSaver
+    from dist_checkpointing.serialization.save_handle import SaveHandle
+    from dist_checkpointing.storage.staging import StagingBuffers
     from dist_checkpointing.validation import StrictHandling
-    from dist_checkpointing.verify import verify_checkpoint
 
 __version__ = "0.1.0"
 

@@ -17,7 +17,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from dist_checkpointing.progress import Progress as Report
+from dist_checkpointing.storage.progress import Progress as Report
 
 
 class ProgressBar:

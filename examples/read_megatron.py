@@ -20,8 +20,8 @@ from rich.table import Table
 
 from checkpoint_contents import Contents, read_contents, shape_text
 from dist_checkpointing import load_plain_tensors
-from dist_checkpointing.byte_sizes import bytes_text
 from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.format.byte_sizes import bytes_text
 
 
 def main() -> None:

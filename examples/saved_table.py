@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from checkpoint_contents import Contents, StoredTensorRow, shape_text
-from dist_checkpointing.byte_sizes import bytes_text
+from dist_checkpointing.format.byte_sizes import bytes_text
 from resume_checks import Check
 from training_runs import Run
 

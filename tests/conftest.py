@@ -194,7 +194,7 @@ def dckpt(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Finished]:
     """Runs the program in this process, with its output going into a pipe."""
-    from dist_checkpointing.cli.app import main
+    from dist_checkpointing.tools.cli.app import main
 
     for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedStateDict,
@@ -34,7 +34,14 @@ from dist_checkpointing.mapping import (
     StateDict,
 )
 from dist_checkpointing.mapping.base import ReplicaId
-from dist_checkpointing.tree import DictKey, Path, containers_with, flatten, path_text, unflatten
+from dist_checkpointing.mapping.nesting import (
+    DictKey,
+    Path,
+    containers_with,
+    flatten,
+    path_text,
+    unflatten,
+)
 
 
 def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> ShardedStateDict:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.geometry import Box, unravel_range
+from dist_checkpointing.format.geometry import Box, unravel_range
 from dist_checkpointing.mapping.base import (
     ReplicaId,
     ShardedBase,

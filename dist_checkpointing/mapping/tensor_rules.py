@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dist_checkpointing.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.mapping.base import ReplicaId, plain_ints, plain_replica_id
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dist_checkpointing.catalog import Bools, Int64s, Integers, ShardTable
+from dist_checkpointing.planning.shard_table import Bools, Int64s, Integers, ShardTable
 
 ShardId = TypeVar("ShardId", bound=Hashable)
 

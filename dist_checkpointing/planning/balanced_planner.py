@@ -9,14 +9,14 @@ from typing import Self
 
 import numpy as np
 
-from dist_checkpointing.catalog import Int64s, ShardTable
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
-from dist_checkpointing.index import Index
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.balance import Holdings, fixed_rows, share_out, tensor_holdings
 from dist_checkpointing.planning.default import DefaultSavePlanner, as_stored, by_rank
 from dist_checkpointing.planning.items import LocalPlans, SavePlan
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 
 _WELL_BALANCED = 1.05
 _MIN_CHUNK_BYTES = 2**18

@@ -8,10 +8,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dist_checkpointing.catalog import Int64s, ShardTable, describe
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.geometry import Box, Window
-from dist_checkpointing.index import Index
+from dist_checkpointing.format.geometry import Box, Window
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.planning.items import (
     LoadItemType,
@@ -25,6 +24,7 @@ from dist_checkpointing.planning.items import (
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.planners import Leaves, LoadPlanner, SavePlanner
 from dist_checkpointing.planning.reads import WantedShard, plan_load
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
 
 
 class DefaultSavePlanner(SavePlanner):

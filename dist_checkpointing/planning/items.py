@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.catalog import OBJECT, ShardTable, TableRows, concatenate
-from dist_checkpointing.geometry import Box, Ints, Window, split_rows
-from dist_checkpointing.index import Index
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.planning.shard_table import OBJECT, ShardTable, TableRows, concatenate
 
 
 class WriteItemType(Enum):

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.catalog import OBJECT, Bools, ShardTable
-from dist_checkpointing.geometry import Box, Ints, largest_divisor_block, split_rows
-from dist_checkpointing.grids import KeyGroups
-from dist_checkpointing.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box, Ints, largest_divisor_block, split_rows
+from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.planning.key_groups import KeyGroups
+from dist_checkpointing.planning.shard_table import OBJECT, Bools, ShardTable
 
 MAX_CHUNK_BYTES = 32 * 2**20
 _MIN_CHUNK_BYTES = 2**20

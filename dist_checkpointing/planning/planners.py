@@ -11,11 +11,11 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 
-from dist_checkpointing.index import Index
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
+from dist_checkpointing.mapping.nesting import Path
 from dist_checkpointing.planning.items import LoadPlan, ReadItem, SavePlan, WriteItem
 from dist_checkpointing.planning.layout import Layout
-from dist_checkpointing.tree import Path
 
 Leaves = Mapping[Path, ShardedBase]
 """A flattened sharded state dict: path -> ShardedTensor or ShardedObject."""

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dist_checkpointing.background import Ownership, run_in_background
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.storage.background import Ownership, run_in_background
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.geometry import Box, split_flat_range
+from dist_checkpointing.format.geometry import Box, split_flat_range
 from dist_checkpointing.mapping import ShardedTensor
 
 

@@ -12,48 +12,48 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
-from dist_checkpointing import store
-from dist_checkpointing.claims import Backing, large_objects, require_backing
-from dist_checkpointing.commit import COMMON_STATE_FNAME
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
     Finding,
     StateMismatchError,
 )
-from dist_checkpointing.geometry import Ints
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.claims import Backing, large_objects, require_backing
+from dist_checkpointing.format.commit import COMMON_STATE_FNAME
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     StateDict,
     is_main_replica,
 )
+from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning.default import other_grid
-from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
 from dist_checkpointing.strategies.known_formats import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize, serialize
-from dist_checkpointing.tree import flatten, unflatten
 
 _MAX_COMMON_BYTES = 1 << 38
 
 
 def _load(path: Path, *, trusted: bool) -> Any:
-    return deserialize(store.read_bytes(path, _MAX_COMMON_BYTES), str(path), trusted=trusted)
+    return deserialize(local.read_bytes(path, _MAX_COMMON_BYTES), str(path), trusted=trusted)
 
 
 def _object_file(leaf: ShardedObject, root: Path) -> Path | None:
     """The file of a cell, if there is one."""
-    store.check_raw_key(leaf.key)
+    local.check_raw_key(leaf.key)
     path = root / f"{leaf.unique_key}.pt"
-    if store.is_file(path):
+    if local.is_file(path):
         return path
     if len(leaf.global_shape) < 2:
         return None
     # Writers of old lost the last extent, taking it for a file suffix.
     older = _older_file(leaf, root)
     behind = (*leaf.global_offset[:-1], leaf.global_shape[-1])
-    reaches_further = store.is_file(_older_file(replace(leaf, global_offset=behind), root))
-    return older if store.is_file(older) and not reaches_further else None
+    reaches_further = local.is_file(_older_file(replace(leaf, global_offset=behind), root))
+    return older if local.is_file(older) and not reaches_further else None
 
 
 def _older_file(leaf: ShardedObject, root: Path) -> Path:
@@ -98,9 +98,9 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
     def __init__(self, backend: str = "torch", version: int = 1) -> None:
         super().__init__(backend, version)
-        self.durability = store.Durability.FSYNC
+        self.durability = local.Durability.FSYNC
 
-    def lasting(self, durability: store.Durability) -> Self:
+    def lasting(self, durability: local.Durability) -> Self:
         strategy = copy.copy(self)
         strategy.durability = durability
         return strategy
@@ -112,14 +112,14 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
     def created_names(self, object_keys: Iterable[str]) -> Iterable[str]:
         keys = list(object_keys)
         for key in keys:
-            store.check_raw_key(key)
+            local.check_raw_key(key)
         return [COMMON_STATE_FNAME, *keys]
 
     def save_common(
         self, common_state_dict: StateDict, checkpoint_dir: str | PathLike[str]
     ) -> Sequence[SealedFile]:
         data = serialize(common_state_dict, "the common state")
-        store.write_atomic(Path(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
+        local.write_atomic(Path(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
         return [SealedFile.of_bytes(COMMON_STATE_FNAME, data)]
 
     def save_sharded_objects(
@@ -136,11 +136,11 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                 path = root / f"{leaf.unique_key}.pt"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
-                store.write_atomic(path, data, self.durability)
+                local.write_atomic(path, data, self.durability)
                 files.append(path)
                 sealed.append(SealedFile.of_bytes(f"{leaf.unique_key}.pt", data))
-        if self.durability is store.Durability.FSYNC:
-            store.fsync_folders(files, root)
+        if self.durability is local.Durability.FSYNC:
+            local.fsync_folders(files, root)
         return sealed
 
 
@@ -173,7 +173,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
         path = Path(checkpoint_dir) / COMMON_STATE_FNAME
-        if not store.is_file(path):
+        if not local.is_file(path):
             finding = Finding("missing", path=str(path), remedy="Use another checkpoint.")
             raise CorruptCheckpointError(f"Common file {path} does not exist", [finding])
         common = _load(path, trusted=self.trusted)

@@ -26,9 +26,9 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from dist_checkpointing.mapping.nesting import Path, path_text
 from dist_checkpointing.strategies.safe_pickle import SAFE_GLOBALS, PlainPickler, deserialize
-from dist_checkpointing.tree import Path, path_text
-from dist_checkpointing.unwrapped import Found, walk, without_values
+from dist_checkpointing.validation.unwrapped import Found, walk, without_values
 
 _MOST_FINDINGS: Final = 20
 

@@ -8,15 +8,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from dist_checkpointing.claims import large_objects
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import (
     Finding,
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.folders import local_folder
-from dist_checkpointing.index import Index
+from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.format.claims import large_objects
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -24,25 +25,24 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
-from dist_checkpointing.options import StorageOptions
-from dist_checkpointing.planned_save import PlanCache, PlannedSave, plan_save
+from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     LoadPlanner,
     SavePlanner,
 )
+from dist_checkpointing.planning.plan_save import PlanCache, PlannedSave, plan_save
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.storage import Finished, StorageReader, StorageWriter, read, write
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.abstract import (
     LoadShardedStrategy,
     PathOrStr,
     SaveShardedStrategy,
 )
 from dist_checkpointing.strategies.known_formats import KnownFormats
-from dist_checkpointing.template import StoredTensors, with_memory
-from dist_checkpointing.tree import flatten, unflatten
+from dist_checkpointing.validation.compare import StoredTensors, with_memory
 
 
 class PlannedSaveStrategy(SaveShardedStrategy):

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.collector import paused_collector
-from dist_checkpointing.dtypes import DType
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.geometry import Box, Window, ravel_offset
-from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.geometry import Box, Window, ravel_offset
 from dist_checkpointing.planning import LoadPlanner, ReadItem
+from dist_checkpointing.planning.gc_pause import paused_collector
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.threads import in_threads
 
 Array = npt.NDArray[Any]

@@ -15,7 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from dist_checkpointing.errors import CheckpointingException, Finding, StrategyNotFoundError
-from dist_checkpointing.near_names import hint
+from dist_checkpointing.format.near_names import hint
 
 ENTRY_POINT_GROUP = "dist_checkpointing.strategies"
 

@@ -11,8 +11,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.checksums import (
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    RankFailedError,
+    StateMismatchError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumTable,
     StoredObject,
@@ -23,30 +32,21 @@ from dist_checkpointing.checksums import (
     joined,
     read_table,
 )
-from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.errors import (
-    CheckpointingException,
-    CorruptCheckpointError,
-    Finding,
-    RankFailedError,
-    StateMismatchError,
-    UnsupportedFormatError,
-)
-from dist_checkpointing.geometry import Box, Ints
-from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.seal import Seal, check_config, check_files
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.mapping.nesting import DictKey
+from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
-from dist_checkpointing.progress import Meter
-from dist_checkpointing.seal import Seal, check_config, check_files
 from dist_checkpointing.storage import StorageReader
+from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
     PlannedLoadStrategy,
 )
 from dist_checkpointing.strategies.selection import handles_objects
-from dist_checkpointing.tree import DictKey
-from dist_checkpointing.tree import Path as TreePath
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,11 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
-from dist_checkpointing import dtypes, store
-from dist_checkpointing.dtypes import DType
-from dist_checkpointing.geometry import Box, Ints
-from dist_checkpointing.index import Pieces, StoredTensor
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import Pieces, StoredTensor
 
 METADATA_NAME = "zarr.json"
 _ATTRIBUTE = "dist_checkpointing"
@@ -72,7 +73,7 @@ def array_json(
 
 def describe(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Node]:
     """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
-    name = store.disk_name(tensor.key)
+    name = local.disk_name(tensor.key)
     ours: Node = {} if unquote(name) == tensor.key else {"key": tensor.key}
     if tensor.pieces is None:
         grid, attributes = tensor.grid, {_ATTRIBUTE: ours} if ours else {}

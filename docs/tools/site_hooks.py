@@ -80,7 +80,7 @@ def _normal(path: PurePosixPath) -> str:
 def command_help() -> str:
     """What ``dckpt COMMAND --help`` says, for every command, as markdown."""
     typer = importlib.import_module("typer")
-    app = importlib.import_module("dist_checkpointing.cli.app").app
+    app = importlib.import_module("dist_checkpointing.tools.cli.app").app
     has_markup = app.rich_markup_mode == "rich"
     app.rich_markup_mode = None  # text, instead of boxes drawn for a terminal
     group = typer.main.get_command(app)

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from dist_checkpointing import AsyncSaver, CheckpointManager, ShardedTensor, load_plain_tensors
 from dist_checkpointing.comm import TorchComm, default_comm
-from dist_checkpointing.staged_save import StagedSave
+from dist_checkpointing.serialization.staged_save import StagedSave
 
 ROUNDS = 4
 

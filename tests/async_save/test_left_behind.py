@@ -21,13 +21,13 @@ from dist_checkpointing import (
     check_is_distributed_checkpoint,
     load_plain_tensors,
     save,
-    store,
 )
-from dist_checkpointing.async_saver import AsyncSaver
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
-from dist_checkpointing.commit import Attempt, CheckpointingConfig, remove_checkpoint
 from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, remove_checkpoint
 from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.serialization.async_saver import AsyncSaver
 from dist_checkpointing.storage import StorageWriter, WriteResult
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
@@ -156,7 +156,7 @@ def test_a_rank_lost_after_the_commit_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything was written: the checkpoint is good, even if nobody can be told so."""
-    from dist_checkpointing.begun_save import BegunSave
+    from dist_checkpointing.serialization.save_job import BegunSave
 
     real = BegunSave.commit
 
@@ -202,7 +202,7 @@ def test_only_names_of_ours_are_temporary(tmp_path: Path) -> None:
     (tmp_path / ".dckpt").mkdir()
     for name in (*ours, *others):
         (tmp_path / name).touch()
-    found = store.temporaries(["a.json", ".dckpt/i.json", "missing/x"], tmp_path)
+    found = local.temporaries(["a.json", ".dckpt/i.json", "missing/x"], tmp_path)
     assert sorted(found) == sorted(tmp_path / name for name in ours)
 
 

@@ -25,12 +25,12 @@ from dist_checkpointing import (
     ShardedTensor,
     load_plain_tensors,
     save,
-    store,
 )
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.commit import Attempt
-from dist_checkpointing.optimizer_keys import is_of_optimizer
-from dist_checkpointing.run_record import read_record, write_record
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.commit import Attempt
+from dist_checkpointing.format.optimizer_keys import is_of_optimizer
+from dist_checkpointing.manager.run_record import read_record, write_record
 from dist_checkpointing.testing import run_ranks
 
 COMM = SingleProcess()
@@ -309,7 +309,7 @@ def test_the_pointer_moves_after_the_commit_and_retention_after_the_pointer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a crash cuts off, the pointer names a checkpoint, and it is a whole one."""
-    from dist_checkpointing import run_files as imported
+    from dist_checkpointing.manager import run_folder as imported
 
     module: Any = imported
     manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
@@ -398,7 +398,7 @@ def test_a_save_in_flight_is_not_deleted(tmp_path: Path) -> None:
     manager.save(1, state(1))
     live = Attempt.begin(manager.folder(2), ["w"])
     record = read_record(tmp_path)
-    write_record(record.with_step(2, record.steps[1]), tmp_path, store.Durability.FSYNC)
+    write_record(record.with_step(2, record.steps[1]), tmp_path, local.Durability.FSYNC)
     manager.save(3, state(3))
     assert manager.folder(2).exists()
     live.release()

@@ -28,12 +28,12 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing import manager as manager_module
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.run_files import RunFiles
-from dist_checkpointing.run_record import RunRecord, StepRecord, read_record, write_record
-from dist_checkpointing.store import Durability
+from dist_checkpointing.filesystem.local import Durability
+from dist_checkpointing.manager import manager as manager_module
+from dist_checkpointing.manager.run_folder import RunFiles
+from dist_checkpointing.manager.run_record import RunRecord, StepRecord, read_record, write_record
 from dist_checkpointing.testing import run_ranks
 
 BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
@@ -163,7 +163,7 @@ def test_a_save_that_failed_is_not_the_latest(
     manager = CheckpointManager(tmp_path)
     manager.save(1, state(1))
     with monkeypatch.context() as patched:
-        patched.setattr("dist_checkpointing.commit.asdict", lambda _: 1 / 0)
+        patched.setattr("dist_checkpointing.format.commit.asdict", lambda _: 1 / 0)
         with pytest.raises(RankFailedError):
             manager.save(2, state(2))
     assert manager.latest() == 1

@@ -20,9 +20,9 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.async_saving import _KEPT_AS
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm, default_comm
-from dist_checkpointing.progress import Progress
+from dist_checkpointing.serialization.async_save import _KEPT_AS
+from dist_checkpointing.storage.progress import Progress
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
 

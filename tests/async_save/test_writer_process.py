@@ -31,7 +31,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.interop.torch_dcp import DCPStorageLoadStrategy, DCPStorageSaveStrategy
-from dist_checkpointing.progress import Progress
+from dist_checkpointing.storage.progress import Progress
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy

@@ -13,8 +13,8 @@ import pytest
 
 from dist_checkpointing import __version__
 from dist_checkpointing.checkpoint import Checkpoint
-from dist_checkpointing.cli.app import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, RankFailedError
+from dist_checkpointing.tools.cli.app import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mc0.15.3_zarr"
 ROOT = Path(__file__).parents[2]
@@ -95,7 +95,7 @@ def test_errors_of_usage_are_those_of_typer(dckpt: Run, arguments: list[Any]) ->
 def test_ctrl_c_is_one_line() -> None:
     code = f"""
 import os, signal
-from dist_checkpointing.cli import app, ls
+from dist_checkpointing.tools.cli import app, ls
 ls.Checkpoint.open = lambda *_, **__: os.kill(os.getpid(), {int(signal.SIGINT)})
 app.main()
 """
@@ -138,7 +138,7 @@ def missing(name):
 metadata.version = metadata.distribution = missing
 import sys
 sys.argv = ["dckpt", "--version"]
-from dist_checkpointing.cli import app
+from dist_checkpointing.tools.cli import app
 print(app.__file__)
 app.main()
 """

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from dist_checkpointing import ShardedTensor, load_plain_tensors, save
-from dist_checkpointing.cli.app import app
-from dist_checkpointing.conversion.safetensors_format import header_bytes
-from dist_checkpointing.element_types import from_name
+from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.tools.cli.app import app
+from dist_checkpointing.tools.convert.safetensors_format import header_bytes
 from peak_memory import TELL_PEAK, told_peak
 
 TENSORS = {f"layer.{i}.w": torch.randn(600, 640) for i in range(6)} | {"norm": torch.randn(4)}
@@ -44,7 +44,7 @@ def run(*arguments: object) -> str:
 
 def child(*arguments: object, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
     """A process of its own, in which ``before`` is executed first."""
-    code = textwrap.dedent(before) + "\nfrom dist_checkpointing.cli.app import main; main()"
+    code = textwrap.dedent(before) + "\nfrom dist_checkpointing.tools.cli.app import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
@@ -136,9 +136,9 @@ def test_an_error_is_a_line_and_not_a_traceback(source: Path, tmp_path: Path) ->
 
 FAILING_READ = """
     import os, signal, time
-    from dist_checkpointing.conversion import memory
+    from dist_checkpointing.tools.convert import memory
     memory._MOST_BOX_BYTES = 2**21
-    from dist_checkpointing.conversion.sources import CheckpointSource
+    from dist_checkpointing.tools.convert.sources import CheckpointSource
     read, count = CheckpointSource.read, 0
     def failing(self, wanted):
         global count

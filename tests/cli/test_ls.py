@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import dist_checkpointing
-from dist_checkpointing import ShardedTensor, element_types, save
-from dist_checkpointing.index import Index, StoredTensor, write_index
+from dist_checkpointing import ShardedTensor, save
+from dist_checkpointing.format import element_types
+from dist_checkpointing.format.index import Index, StoredTensor, write_index
 from peak_memory import TELL_PEAK, told_peak
 
 Sample = Any
@@ -174,7 +175,7 @@ def test_on_a_terminal_nothing_is_cut_off(tmp_path: Path, width: int) -> None:
 def test_it_needs_no_torch(samples: Callable[[str], Sample]) -> None:
     code = f"""
 import sys
-from dist_checkpointing.cli.app import main
+from dist_checkpointing.tools.cli.app import main
 sys.argv = ["dckpt", "ls", {str(samples("tensorstore").folder)!r}]
 try:
     main()
@@ -210,7 +211,7 @@ def many(folder: Path, count: int) -> Path:
 def test_a_hundred_thousand_tensors_take_less_than_half_a_gigabyte(tmp_path: Path) -> None:
     folder = many(tmp_path / "c", 100_000)
     for arguments in ([], ["--tree"], ["--json"]):
-        code = f"{TELL_PEAK}\nfrom dist_checkpointing.cli.app import main\nmain()"
+        code = f"{TELL_PEAK}\nfrom dist_checkpointing.tools.cli.app import main\nmain()"
         finished = subprocess.run(
             [sys.executable, "-c", code, "ls", str(folder), *arguments],
             capture_output=True,
@@ -275,7 +276,7 @@ def test_bad_input_is_one_line_and_two(
 
 def test_debug_shows_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dist_checkpointing import CheckpointNotFoundError
-    from dist_checkpointing.cli.app import main
+    from dist_checkpointing.tools.cli.app import main
 
     monkeypatch.setattr(sys, "argv", ["dckpt", "ls", str(tmp_path), "--debug"])
     with pytest.raises(CheckpointNotFoundError):

@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.checkpoint_map import checkpoint_map
-from dist_checkpointing.cli.app import app
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.tools.cli.app import app
+from dist_checkpointing.tools.map import checkpoint_map
 
 BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
 BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
@@ -195,8 +195,8 @@ def test_an_indexed_checkpoint_is_mapped_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 from dist_checkpointing.checkpoint import Checkpoint
-from dist_checkpointing.checkpoint_map import checkpoint_map
-from dist_checkpointing.checkpoint_map.page import render_page
+from dist_checkpointing.tools.map import checkpoint_map
+from dist_checkpointing.tools.map.page import render_page
 render_page(checkpoint_map(Checkpoint.open({str(folder)!r})))
 assert "torch" not in sys.modules
 """

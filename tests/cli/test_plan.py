@@ -10,15 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.cli.app import app
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.commit import CheckpointingConfig
-from dist_checkpointing.element_types import from_name
-from dist_checkpointing.geometry import Box, Window
-from dist_checkpointing.index import Index, StoredTensor, write_index
-from dist_checkpointing.load_forecast import bytes_read
+from dist_checkpointing.format.commit import CheckpointingConfig
+from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.geometry import Box, Window
+from dist_checkpointing.format.index import Index, StoredTensor, write_index
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.tools.cli.app import app
+from dist_checkpointing.tools.forecast.forecast import bytes_read
 
 BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
 BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")

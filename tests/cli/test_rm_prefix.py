@@ -15,13 +15,13 @@ import torch
 from typer.testing import CliRunner
 
 from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, save
-from dist_checkpointing.cli import columns
-from dist_checkpointing.cli.app import app
+from dist_checkpointing.checkpoint.verify import verify_checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.verify import verify_checkpoint
+from dist_checkpointing.tools.cli import columns
+from dist_checkpointing.tools.cli.app import app
 
 BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
 BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
@@ -180,7 +180,7 @@ def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: 
 
 @BACKEND
 def test_a_save_over_a_removal_that_was_cut_off_is_whole(tmp_path: Path, backend: Any) -> None:
-    from dist_checkpointing.removal import note_removal, noted_removal
+    from dist_checkpointing.format.removal import note_removal, noted_removal
 
     folder = saved(tmp_path / "c", backend)
     note_removal(folder, {key: (key,) for key in ("optimizer.a", "optimizer.b")})
@@ -274,7 +274,7 @@ def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], expected: s
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
     from dist_checkpointing import CheckpointExistsError
-    from dist_checkpointing.folder_lock import FolderLock
+    from dist_checkpointing.filesystem.folder_lock import FolderLock
 
     folder = saved(tmp_path / "c", ("zarr", 2))
     with (

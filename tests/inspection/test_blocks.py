@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing import element_types
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import Index, Pieces, StoredTensor
-from dist_checkpointing.inspection.blocks import batches, blocks
+from dist_checkpointing.format import element_types
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.tools.inspect.blocks import batches, blocks
 
 FLOAT = element_types.from_name("float32")
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing import element_types
-from dist_checkpointing.cli.chunk_drawing import draw
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import Pieces, StoredTensor
-from dist_checkpointing.inspection.chunk_layout import chunk_layout
+from dist_checkpointing.format import element_types
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Pieces, StoredTensor
+from dist_checkpointing.tools.cli.chunk_drawing import draw
+from dist_checkpointing.tools.inspect.chunk_layout import chunk_layout
 
 FLOAT = element_types.from_name("float32")
 

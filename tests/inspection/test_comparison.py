@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.dtypes import DTYPES
-from dist_checkpointing.inspection import comparison, plain_state, values
-from dist_checkpointing.inspection.comparison import (
+from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing.conformance.shards import random_bits
+from dist_checkpointing.tools.inspect import comparison, plain_state, values
+from dist_checkpointing.tools.inspect.comparison import (
     Difference,
     Tolerance,
     compare_checkpoints,
     compare_tensors,
     compare_values,
 )
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing.conformance.shards import random_bits
 
 numbers = st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1.0])
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint
-from dist_checkpointing.inspection.inventory import take_inventory
-from dist_checkpointing.optimizer_keys import is_of_optimizer, optimizer_prefixes
+from dist_checkpointing.format.optimizer_keys import is_of_optimizer, optimizer_prefixes
 from dist_checkpointing.strategies.tensorstore.database import section_of
+from dist_checkpointing.tools.inspect.inventory import take_inventory
 
 
 def test_it_adds_up(any_sample: Any) -> None:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from dist_checkpointing import element_types
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import Index, Pieces, StoredTensor
-from dist_checkpointing.inspection.listing import (
+from dist_checkpointing.format import element_types
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.tools.inspect.listing import (
     Entry,
     as_tree,
     name_filter,

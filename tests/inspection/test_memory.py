@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.inspection.comparison import compare_checkpoints
-from dist_checkpointing.inspection.values import statistics_of_part, stream_statistics
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.tools.inspect.comparison import compare_checkpoints
+from dist_checkpointing.tools.inspect.values import statistics_of_part, stream_statistics
 
 ROWS, COLUMNS = 64, 100
 BUDGET = 4 * COLUMNS * 4  # four rows of float32

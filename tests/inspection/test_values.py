@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.dtypes import DTYPES
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.inspection import values
-from dist_checkpointing.inspection.excerpt import read_excerpt
-from dist_checkpointing.inspection.values import (
+from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.testing.conformance.shards import random_bits
+from dist_checkpointing.tools.inspect import values
+from dist_checkpointing.tools.inspect.excerpt import read_excerpt
+from dist_checkpointing.tools.inspect.values import (
     Statistics,
     as_numbers,
     statistics_of,
     statistics_of_part,
     stream_statistics,
 )
-from dist_checkpointing.testing.conformance.shards import random_bits
 
 
 def oracle(tensor: torch.Tensor) -> Statistics:

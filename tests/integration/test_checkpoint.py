@@ -27,10 +27,10 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.comm import default_comm
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.inspection.comparison import Tolerance, compare_checkpoints
+from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing.conformance.shards import assert_same_bits
+from dist_checkpointing.tools.inspect.comparison import Tolerance, compare_checkpoints
 
 Sample = Any
 Samples = Callable[[str], Any]

@@ -25,18 +25,17 @@ from dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     check_is_distributed_checkpoint,
-    commit,
-    folder_lock,
     load_plain_tensors,
     remove_sharded_tensors,
     save,
-    store,
     verify_checkpoint,
 )
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.commit import Attempt, remove_checkpoint
-from dist_checkpointing.folder_lock import LOCK_NAME, FolderLock
-from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.filesystem import folder_lock, local
+from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
+from dist_checkpointing.format import commit
+from dist_checkpointing.format.commit import Attempt, remove_checkpoint
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy, writer
 from dist_checkpointing.testing import run_ranks
 
@@ -342,7 +341,7 @@ def test_a_record_that_is_written_anew_is_never_half(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", look)
-    monkeypatch.setattr(store, "remove", fail)
+    monkeypatch.setattr(local, "remove", fail)
     attempt.abandon()
     monkeypatch.undo()
     assert seen
@@ -355,7 +354,7 @@ def test_a_record_that_is_written_anew_is_never_half(
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, name: str, applies: Callable[..., bool]) -> None:
-    owner: Any = Path if name == "unlink" else store
+    owner: Any = Path if name == "unlink" else local
     real = getattr(owner, name)
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -554,7 +553,7 @@ def test_a_path_that_is_not_below_is_not_deleted(tmp_path: Path, outside: Path, 
     folder = tmp_path / "c"
     (folder / "w").mkdir(parents=True)
     with pytest.raises(ValueError, match="not below"):
-        store.remove(folder / name, folder)
+        local.remove(folder / name, folder)
     assert_untouched(outside)
 
 

@@ -18,14 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, load_plain_tensors, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.conversion import (
-    COMMON_KEY,
-    OBJECTS_KEY,
-    ConvertOptions,
-    Rules,
-    convert,
-    open_source,
-)
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -33,10 +25,18 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     StrategyNotFoundError,
 )
-from dist_checkpointing.geometry import Box
+from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.tools.convert import (
+    COMMON_KEY,
+    OBJECTS_KEY,
+    ConvertOptions,
+    Rules,
+    convert,
+    open_source,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BACKENDS = {
@@ -495,7 +495,7 @@ def test_a_failed_read_leaves_nothing(
     def failing(*_: Any) -> list[torch.Tensor]:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dist_checkpointing.conversion.sources.CheckpointSource.read", failing)
+    monkeypatch.setattr("dist_checkpointing.tools.convert.sources.CheckpointSource.read", failing)
     with pytest.raises(CheckpointingException, match="No space left") as caught:
         convert(sources["zarr"], tmp_path / "out", to, options=ROOMY)
     assert "Traceback" not in str(caught.value)

@@ -24,19 +24,19 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.byte_sizes import bytes_text
-from dist_checkpointing.checksums import CHECKSUMS_NAME, StoredPart, checksum
-from dist_checkpointing.cli.app import app, main
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.conversion import ConvertOptions, Rules, convert
-from dist_checkpointing.conversion.memory import Spending
-from dist_checkpointing.conversion.verification import PartChecks
-from dist_checkpointing.element_types import from_name
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import StoredTensor
-from dist_checkpointing.options import Checksum, StorageOptions
+from dist_checkpointing.format.byte_sizes import bytes_text
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME, StoredPart, checksum
+from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.tools.cli.app import app, main
+from dist_checkpointing.tools.convert import ConvertOptions, Rules, convert
+from dist_checkpointing.tools.convert.memory import Spending
+from dist_checkpointing.tools.convert.verification import PartChecks
 
 BACKENDS: dict[str, Any] = {
     "tensorstore": "tensorstore",
@@ -170,7 +170,7 @@ def test_parts_that_are_larger_than_what_is_read_at_a_time(
         return Spending(threads=3, box_bytes=1000, buffer_bytes=2000)
 
     # By its name in the package it is the function.
-    monkeypatch.setattr(import_module("dist_checkpointing.conversion.convert"), "spend", little)
+    monkeypatch.setattr(import_module("dist_checkpointing.tools.convert.convert"), "spend", little)
     rules = Rules.parse(reshard=reshard)
     for to in ("zarr", "safetensors"):
         if to == "safetensors" and reshard:

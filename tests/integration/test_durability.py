@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dist_checkpointing import ShardedObject, ShardedTensor, load_plain_tensors, save
 from dist_checkpointing.interop import DCPWriter
-from dist_checkpointing.options import Durability, StorageOptions
+from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.base import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
 

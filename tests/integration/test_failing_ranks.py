@@ -32,8 +32,8 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.commit import Attempt
-from dist_checkpointing.index import Index
+from dist_checkpointing.format.commit import Attempt
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -411,7 +411,7 @@ def test_an_interrupt_is_not_swallowed_and_leaves_no_checkpoint(
 CRASH = """
     import os, sys, torch
     from dist_checkpointing import ShardedObject, ShardedTensor, save
-    from dist_checkpointing.commit import Attempt
+    from dist_checkpointing.format.commit import Attempt
 
     Attempt.commit = lambda *_: os._exit(7)
     save(

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import hostile_state
 from dist_checkpointing import CheckpointManager, save
-from dist_checkpointing.conversion.safetensors_format import header_bytes
-from dist_checkpointing.element_types import from_name
+from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.tools.convert.safetensors_format import header_bytes
 from limited_child import LimitedChild
 
 BACKENDS: Final[dict[str, Any]] = {

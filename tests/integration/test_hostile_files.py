@@ -17,7 +17,7 @@ import xxhash
 import hostile_pickles
 import hostile_state
 from dist_checkpointing import load, save
-from dist_checkpointing.index import INDEX_NAME
+from dist_checkpointing.format.index import INDEX_NAME
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.codecs import make_codec
 from limited_child import LimitedChild

@@ -23,7 +23,7 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 
 COUNT = 3000

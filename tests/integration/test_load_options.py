@@ -25,7 +25,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.dtypes import DTYPES
+from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.testing import run_ranks
 
 Format = tuple[str, int]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import dist_checkpointing as dc
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.dtypes import DTYPES
+from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.mapping import ReplicaId
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.strategies.base import SaveShardedStrategy

@@ -18,25 +18,25 @@ from dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     UnsupportedFormatError,
-    begun_save,
     load,
     remove_sharded_tensors,
     save,
-    seal,
-    store,
     verify_checkpoint,
 )
-from dist_checkpointing import checksums as checksum_tables
+from dist_checkpointing.checkpoint.verify import examine_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import RankFailedError
-from dist_checkpointing.leftovers import is_in_attempt
-from dist_checkpointing.options import Checksum, StorageOptions
-from dist_checkpointing.seal import SEAL_NAME, Seal, read_seal
-from dist_checkpointing.store import fsync_folder
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.local import fsync_folder
+from dist_checkpointing.format import checksums as checksum_tables
+from dist_checkpointing.format import seal
+from dist_checkpointing.format.leftovers import is_in_attempt
+from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
+from dist_checkpointing.serialization import save_job
+from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.verify import examine_checkpoint
 
 BACKENDS = ["tensorstore", "zarr-2", "zarr-2-zstd", "zarr-1", "torch_dist"]
 STRATEGIES: dict[str, Any] = {
@@ -351,7 +351,7 @@ def test_a_rank_that_does_not_see_the_claimed_folder(
 ) -> None:
     states = list(states_of_ranks())
     # As on a node-local disk: the same name, and another folder.
-    monkeypatch.setattr(begun_save, "is_in_attempt", lambda *_: False)
+    monkeypatch.setattr(save_job, "is_in_attempt", lambda *_: False)
     with pytest.raises(CheckpointingException, match="not save into one folder") as raised:
         run_ranks(
             2, lambda comm: save(states[comm.rank], tmp_path / "c", STRATEGIES[name], comm=comm)
@@ -367,7 +367,7 @@ def test_a_folder_that_is_seen_late_is_waited_for(
     states = list(states_of_ranks())
     looks = iter(range(100))
     monkeypatch.setattr(
-        begun_save,
+        save_job,
         "is_in_attempt",
         lambda *arguments: next(looks) > 3 and is_in_attempt(*arguments),
     )
@@ -461,7 +461,7 @@ def test_a_removal_that_was_cut_off_is_no_damage(
         fsync_folder(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "fsync_folder", interrupted)
+        patched.setattr(local, "fsync_folder", interrupted)
         with pytest.raises(KeyboardInterrupt):
             remove_sharded_tensors(folder, "optimizer")
     content = read_seal(folder)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ShardedTensor, dtypes, load, save
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.options import ReadMode, StorageOptions
+from dist_checkpointing import ShardedTensor, load, save
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
+from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy

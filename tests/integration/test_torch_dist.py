@@ -35,7 +35,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.options import ReadMode, StorageOptions
+from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.checkpointable import LocalShardsContainer
 from dist_checkpointing.strategies.torch_dist import (
     TorchDistLoadShardedStrategy,

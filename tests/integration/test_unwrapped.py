@@ -27,11 +27,11 @@ from dist_checkpointing import (
     load,
     load_common_state_dict,
     save,
-    unwrapped,
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.interop import shard_state_dict
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.validation import unwrapped
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*device.*:UserWarning",  # said of a fake group, which has none

@@ -21,9 +21,9 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.index import Index, Pieces, StoredTensor, read_index, write_index
+from dist_checkpointing.checkpoint.verify import examine_checkpoint
+from dist_checkpointing.format.index import Index, Pieces, StoredTensor, read_index, write_index
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.verify import examine_checkpoint
 
 Sample = Any
 Samples = Callable[[str], Any]

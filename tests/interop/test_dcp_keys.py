@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dist_checkpointing import CorruptCheckpointError
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, names_in
-from dist_checkpointing.options import Durability
+from dist_checkpointing.storage.options import Durability
 
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 scalars = st.none() | st.integers() | st.text(max_size=3) | st.tuples(st.integers())

@@ -41,13 +41,13 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.commit import leftovers
-from dist_checkpointing.dtypes import DTYPES
-from dist_checkpointing.index import read_index
+from dist_checkpointing.format.commit import leftovers
+from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.format.index import read_index
 from dist_checkpointing.interop import DCPReader, DCPWriter, shard_state_dict
-from dist_checkpointing.options import StorageOptions
 from dist_checkpointing.planning import DefaultSavePlanner as OurSavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,

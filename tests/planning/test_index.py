@@ -23,9 +23,9 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.dtypes import DTYPES
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import (
+from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import (
     FORMAT,
     FORMAT_MINOR,
     INDEX_NAME,

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.catalog import ShardTable, describe
-from dist_checkpointing.dtypes import DTYPES
-from dist_checkpointing.geometry import Box
+from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import (
     DefaultSavePlanner,
@@ -24,6 +23,7 @@ from dist_checkpointing.planning import (
     WriteItemType,
 )
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
+from dist_checkpointing.planning.shard_table import ShardTable, describe
 
 KEYS = st.text(min_size=1, max_size=8)
 

@@ -27,7 +27,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.index import Index
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,

@@ -22,13 +22,13 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.planned_save import PlanCache, plan_save
+from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
 from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.planning.plan_save import PlanCache, plan_save
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.tree import DictKey
 
 WORLD = 3
 State = dict[str, Any]

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.geometry import Box, Window
-from dist_checkpointing.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box, Window
+from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.planning import LoadPlan, MetadataIndex, ReadItem, plan_load
 from dist_checkpointing.planning.reads import WantedShard
 

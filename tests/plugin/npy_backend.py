@@ -8,8 +8,9 @@ from threading import Lock
 import numpy as np
 import torch
 
-from dist_checkpointing import dtypes, store
-from dist_checkpointing.index import Index
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
@@ -19,7 +20,7 @@ _ONE_PARSER = Lock()
 
 
 def npy_path(folder: Path, key: str, offset: object, flat: tuple[int, int] | None) -> Path:
-    return folder / store.disk_name(key) / f"{offset}-{flat}.npy"
+    return folder / local.disk_name(key) / f"{offset}-{flat}.npy"
 
 
 class NpyWriter(StorageWriter):
@@ -32,9 +33,9 @@ class NpyWriter(StorageWriter):
             path = npy_path(self.checkpoint_dir, index.fqn, index.offset, flat)
             path.parent.mkdir(exist_ok=True)
             np.save(buffer := io.BytesIO(), dtypes.as_numpy(data.cpu()).view(f"V{data.itemsize}"))
-            store.write_atomic(path, buffer.getvalue())
+            local.write_atomic(path, buffer.getvalue())
             results.append(WriteResult(index, data.nbytes))
-        store.fsync_folder(self.checkpoint_dir)
+        local.fsync_folder(self.checkpoint_dir)
         return done(results)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
-from dist_checkpointing.conversion import convert, targets
+from dist_checkpointing.tools.convert import convert, targets
 
 
 def test_there_and_back(tmp_path: Path) -> None:

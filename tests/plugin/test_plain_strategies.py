@@ -29,6 +29,7 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.mapping import is_main_replica
+from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -38,7 +39,6 @@ from dist_checkpointing.strategies.base import (
 from dist_checkpointing.strategies.registry import default_strategies
 from dist_checkpointing.testing import StrategyConformance, run_ranks
 from dist_checkpointing.testing.conformance import Failures, StorageProtocol
-from dist_checkpointing.tree import flatten, unflatten
 
 Where = tuple[Any, ...]
 

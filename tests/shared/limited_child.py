@@ -136,7 +136,7 @@ def _checkpoint(path: Path) -> list[str]:
     """Load it, read all of it piece by piece, and examine it."""
     import hostile_state
     from dist_checkpointing import Checkpoint, load
-    from dist_checkpointing.verify import examine_checkpoint
+    from dist_checkpointing.checkpoint.verify import examine_checkpoint
 
     def loaded() -> bool:
         return _same(load(hostile_state.state(-1.0), path), hostile_state.loaded())
@@ -157,7 +157,7 @@ def _checkpoint(path: Path) -> list[str]:
 
 def _program(arguments: list[str]) -> list[str]:
     """What a run of ``dckpt`` prints, and its exit code."""
-    from dist_checkpointing.cli.app import main
+    from dist_checkpointing.tools.cli.app import main
 
     out, err = io.StringIO(), io.StringIO()
     sys.argv = ["dckpt", *arguments]
@@ -173,7 +173,7 @@ def _program(arguments: list[str]) -> list[str]:
 
 
 def _safetensors(path: Path) -> list[str]:
-    from dist_checkpointing.conversion.safetensors_format import read_header
+    from dist_checkpointing.tools.convert.safetensors_format import read_header
 
     def read() -> None:
         read_header(path)
@@ -182,7 +182,7 @@ def _safetensors(path: Path) -> list[str]:
 
 
 def _torch_file(path: Path) -> list[str]:
-    from dist_checkpointing.conversion.torch_file import TorchFileSource
+    from dist_checkpointing.tools.convert.torch_file import TorchFileSource
 
     return [_outcome(lambda: TorchFileSource(path, most_bytes=1 << 20).close())]
 

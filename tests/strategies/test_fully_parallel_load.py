@@ -22,17 +22,18 @@ from dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     StateMismatchError,
-    dtypes,
     load,
     save,
 )
-from dist_checkpointing.catalog import describe
 from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.dtypes import DTYPES
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import Index, StoredTensor
-from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
+from dist_checkpointing.planning.shard_table import describe
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -52,7 +53,6 @@ from dist_checkpointing.testing.conformance.shards import (
     poisoned,
     random_bits,
 )
-from dist_checkpointing.tree import flatten, unflatten
 from simulated_groups import TinyChunks, each_rank, everybody_fails
 
 Algorithm = Literal["broadcast", "gather_object", "gather_rounds"]

@@ -26,6 +26,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import is_main_replica
+from dist_checkpointing.mapping.nesting import flatten
 from dist_checkpointing.planning import BalancedSavePlanner, DefaultSavePlanner, WriteItem
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy, SaveShardedStrategy
@@ -33,7 +34,6 @@ from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrate
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.tree import flatten
 from simulated_groups import TinyChunks, each_rank, everybody_fails
 
 

@@ -10,16 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing import dtypes
 from dist_checkpointing.errors import CorruptCheckpointError
-from dist_checkpointing.geometry import Box, Window
-from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     LoadItemType,
     MetadataIndex,
     ReadItem,
 )
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.raw_chunks import (
     ChunkRead,
     Extent,

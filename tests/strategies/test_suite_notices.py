@@ -14,7 +14,7 @@ import torch
 
 from dist_checkpointing import testing
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.index import Index
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from dist_checkpointing.storage import WriteResult, done
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing.checkpoint_map import CheckpointMap, MappedTensor
-from dist_checkpointing.checkpoint_map.chunk_grid import grid_picture
-from dist_checkpointing.checkpoint_map.drawing import Drawing, Label, Rect, palette
-from dist_checkpointing.checkpoint_map.page import page_data, render_page
-from dist_checkpointing.checkpoint_map.svg import render_svg
-from dist_checkpointing.checkpoint_map.treemap import overview, squarify
-from dist_checkpointing.geometry import Box
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.tools.map import CheckpointMap, MappedTensor
+from dist_checkpointing.tools.map.chunk_grid import grid_picture
+from dist_checkpointing.tools.map.drawing import Drawing, Label, Rect, palette
+from dist_checkpointing.tools.map.page import page_data, render_page
+from dist_checkpointing.tools.map.svg import render_svg
+from dist_checkpointing.tools.map.treemap import overview, squarify
 
 EVIL = "a</script><script>alert(1)</script>&<!--\x00\x1b[31m\n\u2028"
 
@@ -233,7 +233,7 @@ def test_colours_are_distinct() -> None:
 
 def test_a_png_is_as_large_as_the_drawing() -> None:
     pytest.importorskip("matplotlib")
-    from dist_checkpointing.checkpoint_map.png import render_png
+    from dist_checkpointing.tools.map.png import render_png
 
     drawing = one(tensor("cost $x^2$", (8, 12), (4, 4), [(rank,) for rank in range(6)]))
     data = render_png(drawing)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_checkpointing import ShardedTensor, load, save
-from dist_checkpointing.dtypes import DTYPES, DType
+from dist_checkpointing.format.dtypes import DTYPES, DType
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 
 BLOSC_TYPESIZE = 3

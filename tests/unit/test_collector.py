@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from dist_checkpointing import ShardedObject, ShardedTensor, load, save
-from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.comm.protocol import Failure
-from dist_checkpointing.planned_save import PlanCache
+from dist_checkpointing.planning.gc_pause import paused_collector
+from dist_checkpointing.planning.plan_save import PlanCache
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from dist_checkpointing import InvalidShardingError
-from dist_checkpointing.commit import Attempt, check_distinct
+from dist_checkpointing.format.commit import Attempt, check_distinct
 
 
 def test_claiming_a_folder_takes_no_more_memory_than_its_record(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.conversion import Rules, plan_conversion
-from dist_checkpointing.conversion.plan import PlannedTensor, runs, shards
-from dist_checkpointing.element_types import from_name
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.geometry import Box, ravel_offset
-from dist_checkpointing.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.geometry import Box, ravel_offset
+from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.tools.convert import Rules, plan_conversion
+from dist_checkpointing.tools.convert.plan import PlannedTensor, runs, shards
 
 FLOAT32 = from_name("float32")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing.conversion import Rules
-from dist_checkpointing.element_types import from_name
 from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.tools.convert import Rules
 
 
 def test_no_rules_change_nothing() -> None:

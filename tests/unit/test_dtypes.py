@@ -10,9 +10,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.dtypes import DTYPES, DType, as_numpy, as_tensor, is_lossless
 from dist_checkpointing.errors import InvalidShardingError, UnsupportedFormatError
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.dtypes import DTYPES, DType, as_numpy, as_tensor, is_lossless
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 each_dtype = pytest.mark.parametrize("row", DTYPES, ids=lambda row: row.name)

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing import folder_lock
 from dist_checkpointing.errors import CheckpointExistsError
-from dist_checkpointing.folder_lock import LOCK_NAME, FolderLock
-from dist_checkpointing.lock_holder import Holder, Kind
+from dist_checkpointing.filesystem import folder_lock
+from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
+from dist_checkpointing.filesystem.lock_holder import Holder, Kind
 
 # From Python 3.12 on; the children do nothing that needs another thread.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")

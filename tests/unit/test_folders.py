@@ -31,13 +31,13 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.cli.app import app
 from dist_checkpointing.comm import Comm, SingleProcess, default_comm
-from dist_checkpointing.conversion import convert
-from dist_checkpointing.folders import check_one_folder, is_url, local_folder
+from dist_checkpointing.filesystem.paths import check_one_folder, is_url, local_folder
 from dist_checkpointing.interop.torch_dcp import DCPReader, DCPWriter
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.tools.cli.app import app
+from dist_checkpointing.tools.convert import convert
 
 
 @pytest.mark.parametrize(

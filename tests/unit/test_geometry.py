@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing.geometry import (
+from dist_checkpointing.format.geometry import (
     Box,
     ChunkGrid,
     Ints,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing.slicing import parse_slices, positions, select
+from dist_checkpointing.checkpoint.slicing import parse_slices, positions, select
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from dist_checkpointing.element_types import from_name
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import Index, Pieces, StoredTensor
-from dist_checkpointing.topology import (
+from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.tools.forecast.topology import (
     MEGATRON_RULES,
     KeyCut,
     Reason,

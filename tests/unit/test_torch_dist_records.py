@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import dtypes
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.record_search import FoundTensor, find_tensor
 from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import StateMismatchError
-from dist_checkpointing.tree import (
+from dist_checkpointing.mapping.nesting import (
     MISSING,
     DictKey,
     Path,

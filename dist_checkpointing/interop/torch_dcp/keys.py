@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_checkpointing import store
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.filesystem import local
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
 _FORMAT = "dist_checkpointing.dcp_keys"
@@ -82,7 +82,7 @@ class DCPKeys:
             found[name] = value
         return found
 
-    def write(self, folder: Path, durability: store.Durability) -> None:
+    def write(self, folder: Path, durability: local.Durability) -> None:
         """Write the file, atomically."""
         content = {
             "format": _FORMAT,
@@ -92,7 +92,7 @@ class DCPKeys:
         }
         path = folder / DCP_KEYS_NAME
         path.parent.mkdir(exist_ok=True)
-        store.write_atomic(path, json.dumps(content, separators=(",", ":")).encode(), durability)
+        local.write_atomic(path, json.dumps(content, separators=(",", ":")).encode(), durability)
 
     @classmethod
     def read(cls, folder: Path) -> DCPKeys | None:
@@ -105,7 +105,7 @@ class DCPKeys:
         if not path.exists():
             return None
         try:
-            content = store.parse_json(store.read_bytes(path, _MAX_BYTES))
+            content = local.parse_json(local.read_bytes(path, _MAX_BYTES))
             paths = {name: _path(steps) for name, steps in content["paths"].items()}
             values, raw = (tuple(content[name]) for name in ("values", "raw"))
             if content["format"] != _FORMAT or None in paths.values():

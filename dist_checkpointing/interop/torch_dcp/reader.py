@@ -15,18 +15,18 @@ from torch.distributed.checkpoint import storage as dcp_storage
 from torch.futures import Future
 
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.commit import check_is_distributed_checkpoint
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
-from dist_checkpointing.folders import is_url, local_folder
-from dist_checkpointing.index import Index
+from dist_checkpointing.filesystem.paths import is_url, local_folder
+from dist_checkpointing.format.commit import check_is_distributed_checkpoint
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, KeyPath, names_in
-from dist_checkpointing.loading import LoadStrategies, open_checkpoint
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from dist_checkpointing.mapping.nesting import Path as TreePath
+from dist_checkpointing.mapping.nesting import Position
+from dist_checkpointing.serialization.load import LoadStrategies, open_checkpoint
 from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import Selection, handles_objects
-from dist_checkpointing.tree import Path as TreePath
-from dist_checkpointing.tree import Position
 
 
 class DCPReader(dcp_storage.StorageReader):

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as dcp
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.catalog import TableRows
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.index import Index
-from dist_checkpointing.planned_save import checked_plans
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan
 from dist_checkpointing.planning.layout import Layout
+from dist_checkpointing.planning.plan_save import checked_plans
+from dist_checkpointing.planning.shard_table import TableRows
 from dist_checkpointing.storage import StorageWriter, Written
 
 

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint import planner as dcp
 from torch.distributed.checkpoint import storage as dcp_storage
 
-from dist_checkpointing import dtypes
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
@@ -31,8 +30,9 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     StrategyNotFoundError,
 )
-from dist_checkpointing.geometry import Box, split_flat_range
-from dist_checkpointing.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box, split_flat_range
+from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,

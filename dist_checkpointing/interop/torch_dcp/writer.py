@@ -21,16 +21,17 @@ from torch.distributed.checkpoint import planner as dcp
 from torch.distributed.checkpoint import storage as dcp_storage
 from torch.futures import Future
 
-from dist_checkpointing.commit import Attempt, CheckpointingConfig, check_distinct
 from dist_checkpointing.errors import (
     CheckpointingException,
     Finding,
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.folders import is_url, local_folder
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import Index
+from dist_checkpointing.filesystem.paths import is_url, local_folder
+from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, check_distinct
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.seal import SEAL_NAME, write_seal
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys
 from dist_checkpointing.interop.torch_dcp.shares import (
     Report,
@@ -42,7 +43,6 @@ from dist_checkpointing.interop.torch_dcp.shares import (
     make_shares,
 )
 from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
-from dist_checkpointing.seal import SEAL_NAME, write_seal
 from dist_checkpointing.storage import StorageWriter, finish_all, write_plan
 from dist_checkpointing.strategies.base import (
     PlannedSaveStrategy,

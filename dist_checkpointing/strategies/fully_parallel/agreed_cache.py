@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 
 import xxhash
 
-from dist_checkpointing.catalog import ShardTable
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.packing import pack, unpack_all
+from dist_checkpointing.planning.packing import pack, unpack_all
+from dist_checkpointing.planning.shard_table import ShardTable
 
 T = TypeVar("T")
 F = TypeVar("F")

@@ -10,15 +10,16 @@ from typing import Any, Self
 
 import torch
 
-from dist_checkpointing.catalog import ShardTable, describe
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.index import Index
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
-from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.removal import PlannedRemoval
+from dist_checkpointing.planning.shard_table import ShardTable, describe
 from dist_checkpointing.storage import StorageReader
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     PathOrStr,
@@ -45,7 +46,6 @@ from dist_checkpointing.strategies.fully_parallel.sharing import (
     whole_part,
 )
 from dist_checkpointing.strategies.selection import handles_objects
-from dist_checkpointing.tree import flatten, unflatten
 
 MIN_SHARED_BYTES = 16 * 2**20
 """To share takes about 10 ms more, however little is shared (two gloo ranks on one machine).

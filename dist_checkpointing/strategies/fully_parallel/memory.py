@@ -11,9 +11,9 @@ import torch
 
 from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.strategies.fully_parallel.sharing import Sharing, Unit
-from dist_checkpointing.tree import DictKey
 
 
 def own_share(

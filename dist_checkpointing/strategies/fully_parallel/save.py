@@ -7,16 +7,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dist_checkpointing.catalog import ShardTable, concatenate, describe
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor
-from dist_checkpointing.planned_save import PlanCache, PlannedSave
+from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import BalancedSavePlanner
 from dist_checkpointing.planning.balance import choose_writers
 from dist_checkpointing.planning.balanced_planner import check_replicas_have_data
+from dist_checkpointing.planning.plan_save import PlanCache, PlannedSave
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.seal import SealedFile
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 from dist_checkpointing.storage import Finished, StorageWriter
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
@@ -28,7 +29,6 @@ from dist_checkpointing.strategies.base import (
 from dist_checkpointing.strategies.fully_parallel.agreed_cache import AgreedCache
 from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
 from dist_checkpointing.strategies.selection import handles_objects
-from dist_checkpointing.tree import flatten, unflatten
 
 _WRITTEN, _NOT_WRITTEN = 0, 1
 

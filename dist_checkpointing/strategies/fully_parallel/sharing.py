@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.catalog import ShardTable, concatenate
-from dist_checkpointing.geometry import Box, Ints, split_rows
-from dist_checkpointing.index import Index
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box, Ints, split_rows
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.balance import share_out, tensor_holdings
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate
 
 _MAX_UNIT_BYTES = 32 * 2**20
 _MIN_UNIT_BYTES = 2**18

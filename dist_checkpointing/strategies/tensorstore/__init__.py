@@ -12,8 +12,13 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
-from dist_checkpointing.index import Index, write_index
-from dist_checkpointing.removal import PlannedRemoval, end_removal, note_removal, noted_removal
+from dist_checkpointing.format.index import Index, write_index
+from dist_checkpointing.format.removal import (
+    PlannedRemoval,
+    end_removal,
+    note_removal,
+    noted_removal,
+)
 from dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     PlannedLoadStrategy,

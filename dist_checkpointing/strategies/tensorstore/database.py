@@ -17,9 +17,9 @@ from typing import Any
 import tensorstore as ts
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.heap import give_back_freed
-from dist_checkpointing.optimizer_keys import is_of_optimizer
-from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.format.optimizer_keys import is_of_optimizer
+from dist_checkpointing.storage.heap import give_back_freed
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore.forks import require_threads
 
 MANIFEST_NAME = "manifest.ocdbt"

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from functools import lru_cache
 
-from dist_checkpointing import store
-from dist_checkpointing.dtypes import DType
-from dist_checkpointing.geometry import Box, Ints
-from dist_checkpointing.index import StoredTensor
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.strategies.zarr_v3_nodes import (
     METADATA_NAME,
     Node,
@@ -22,7 +22,7 @@ from dist_checkpointing.strategies.zarr_v3_nodes import (
 
 def metadata_values(tensor: StoredTensor) -> Iterator[tuple[str, bytes]]:
     """Keys and values of the ``zarr.json`` of a tensor."""
-    name = store.disk_name(tensor.key)
+    name = local.disk_name(tensor.key)
     if tensor.chunk_shape is not None and name == tensor.key:
         shapes = (tensor.global_shape, tensor.chunk_shape)
         yield f"{name}/{METADATA_NAME}", _plain_array(*shapes, tensor.dtype)
@@ -39,7 +39,7 @@ def _plain_array(shape: Ints, chunk_shape: Ints, dtype: DType) -> bytes:
 
 def array_path(tensor: StoredTensor, box: Box, flat: tuple[int, int] | None) -> str:
     """The array that holds a chunk or piece, with a slash behind it."""
-    name = store.disk_name(tensor.key)
+    name = local.disk_name(tensor.key)
     return f"{name}/" if tensor.pieces is None else f"{name}/{piece_name(box, flat)}/"
 
 
@@ -63,4 +63,4 @@ def array_node(tensor: StoredTensor, box: Box, flat: tuple[int, int] | None) -> 
 def object_key(key: str, offset: Ints, shape: Ints) -> str:
     """The key of one cell of a sharded object."""
     cell = "_".join(".".join(map(str, numbers)) for numbers in (offset, shape))
-    return f"{store.disk_name(key)}/shard_{cell}"
+    return f"{local.disk_name(key)}/shard_{cell}"

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from dist_checkpointing import store
-from dist_checkpointing.collector import paused_collector
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.geometry import Box, Ints
-from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
+from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.storage import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.raw_chunks import (
     SMALL_BYTES,
@@ -42,7 +42,7 @@ class TensorStoreReader(StorageReader):
         self._index = metadata
         if not (metadata or metadata.objects):
             return  # nothing was saved, so no database was made
-        if not store.is_file(self.checkpoint_dir / database.MANIFEST_NAME):
+        if not local.is_file(self.checkpoint_dir / database.MANIFEST_NAME):
             path = str(self.checkpoint_dir / database.MANIFEST_NAME)
             raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
 

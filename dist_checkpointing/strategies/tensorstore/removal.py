@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dist_checkpointing import store
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.index import Index
-from dist_checkpointing.removal import PlannedRemoval
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.strategies.raw_chunks import Extent, read_extent
 from dist_checkpointing.strategies.tensorstore import database, keys
 from dist_checkpointing.strategies.tensorstore.locations import Survey, survey
@@ -57,7 +57,7 @@ def drop_all_but(root: Path, kept: Index) -> None:
             held has been deleted.
     """
     for path in (root / database.NODES_NAME).glob("*.__lock"):
-        store.remove(path, root)  # of a removal that was killed while it wrote
+        local.remove(path, root)  # of a removal that was killed while it wrote
     before = survey(root)
     if not before.values:
         return
@@ -73,14 +73,14 @@ def drop_all_but(root: Path, kept: Index) -> None:
     for name in split.unused:
         # A node of the tree may still lie in it.
         if name not in after.files:
-            store.remove(root / name, root)
+            local.remove(root / name, root)
     for lane in [folder for folder in (root / database.DATA_NAME).glob("*/*") if folder.is_dir()]:
         if not (lane / database.NODES_NAME).exists():
-            store.remove(lane, root)  # a database of which nothing is left
+            local.remove(lane, root)  # a database of which nothing is left
 
 
 def _split(root: Path, kept: Index, found: Survey) -> _Split:
-    tensors = {store.disk_name(key) for key in kept}
+    tensors = {local.disk_name(key) for key in kept}
     cells = {
         keys.object_key(key, cell, shape)
         for key, shape in kept.objects.items()

@@ -13,12 +13,11 @@ import numpy.typing as npt
 import tensorstore as ts
 import torch
 
-from dist_checkpointing import dtypes, store
-from dist_checkpointing.checksums import CHECKSUMS_NAME, checksum, checksum_of_bytes
-from dist_checkpointing.collector import paused_collector
-from dist_checkpointing.heap import give_back_freed
-from dist_checkpointing.index import INDEX_NAME, Index, StoredTensor, write_index
-from dist_checkpointing.options import Checksum, Durability, StorageOptions
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum, checksum_of_bytes
+from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, write_index
+from dist_checkpointing.format.seal import SealedFile, files_below
 from dist_checkpointing.planning import (
     MetadataIndex,
     SavePlan,
@@ -26,8 +25,10 @@ from dist_checkpointing.planning import (
     WriteItem,
     WriteItemType,
 )
-from dist_checkpointing.seal import SealedFile, files_below
+from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.storage import StorageWriter, WriteResult, done
+from dist_checkpointing.storage.heap import give_back_freed
+from dist_checkpointing.storage.options import Checksum, Durability, StorageOptions
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import database, keys
 from dist_checkpointing.strategies.tensorstore.forks import require_threads
@@ -188,7 +189,7 @@ class TensorStoreWriter(StorageWriter):
                 results[position] = self._write_item(lane, item, index, planner)
             lane.commit()
             if self.options.durability is Durability.FSYNC:
-                store.fsync_tree(folder)
+                local.fsync_tree(folder)
             name = folder.relative_to(self.checkpoint_dir).as_posix()
             held = database.contents(folder)
             files = tuple(
@@ -250,10 +251,10 @@ class TensorStoreWriter(StorageWriter):
         if self.options.durability is Durability.FSYNC:
             nodes = self.checkpoint_dir / database.NODES_NAME
             if nodes.exists():
-                store.fsync_tree(nodes)
-                store.fsync_file(self.checkpoint_dir / database.MANIFEST_NAME)
+                local.fsync_tree(nodes)
+                local.fsync_file(self.checkpoint_dir / database.MANIFEST_NAME)
             folders = {self.checkpoint_dir / name for name, _ in parts}
-            store.fsync_folders(folders, self.checkpoint_dir)
+            local.fsync_folders(folders, self.checkpoint_dir)
         write_index(metadata, self.checkpoint_dir, self.options.durability)
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.claims import Claim
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.geometry import Box
-from dist_checkpointing.index import Index, StoredTensor
-from dist_checkpointing.options import StorageOptions
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.claims import Claim
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.storage import StorageReader, done
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.threads import in_threads

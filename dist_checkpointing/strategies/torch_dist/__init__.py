@@ -10,9 +10,9 @@ import re
 from os import PathLike
 from pathlib import Path
 
-from dist_checkpointing import store
-from dist_checkpointing.commit import DCP_METADATA_NAME
-from dist_checkpointing.removal import PlannedRemoval
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.commit import DCP_METADATA_NAME
+from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.common import TorchDistCommonLoadStrategy
 from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, read_dcp_metadata
@@ -60,9 +60,9 @@ class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
         metadata = read_dcp_metadata(root)
         kept = metadata.without_tensors(key_prefix)
         # Once it does not name them they are unreachable; files of nothing else are freed then.
-        store.write_atomic(root / DCP_METADATA_NAME, to_pickle(kept))
+        local.write_atomic(root / DCP_METADATA_NAME, to_pickle(kept))
         for file in _unused_files(root, metadata, kept):
-            store.remove(root / file, root)
+            local.remove(root / file, root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
         root = Path(checkpoint_dir)

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.geometry import Box, Ints, split_rows
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box, Ints, split_rows
 from dist_checkpointing.strategies.torch_dist.metadata import Place
 from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format
 

@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 
-from dist_checkpointing.geometry import Box, Ints
-from dist_checkpointing.index import StoredTensor
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import StoredTensor
 
 
 def common_box_shape(tensor: StoredTensor) -> Ints | None:

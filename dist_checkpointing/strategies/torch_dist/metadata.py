@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing import store
-from dist_checkpointing.commit import DCP_METADATA_NAME
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
-from dist_checkpointing.geometry import Ints
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.commit import DCP_METADATA_NAME
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.strategies.pickle_guard import BadPickle, check_pickle
 
 _MAX_METADATA_BYTES = 1 << 33
@@ -86,10 +86,10 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
             something that is not read.
     """
     path = folder / DCP_METADATA_NAME
-    if not store.is_file(path):
+    if not local.is_file(path):
         finding = Finding("missing", path=str(path), remedy="Restore it, or use another one.")
         raise CorruptCheckpointError("the checkpoint has no metadata", [finding])
-    content = _unpickle(store.read_bytes(path, _MAX_METADATA_BYTES), str(path))
+    content = _unpickle(local.read_bytes(path, _MAX_METADATA_BYTES), str(path))
     try:
         return _parse(content, str(path))
     except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:

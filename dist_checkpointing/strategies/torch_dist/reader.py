@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from dist_checkpointing import store
-from dist_checkpointing.commit import DCP_METADATA_NAME
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.geometry import Ints
-from dist_checkpointing.index import Index, StoredTensor
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.commit import DCP_METADATA_NAME
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.storage import ChunkPlace, StorageReader, done
@@ -116,7 +116,7 @@ class TorchDistReader(StorageReader):
             yield self._index.place(batch[0]).file, batch
 
     def _require_files(self, files: set[str], by_row: dict[int, list[ReadItem]]) -> None:
-        missing = {file for file in files if not store.is_file(self.checkpoint_dir / file)}
+        missing = {file for file in files if not local.is_file(self.checkpoint_dir / file)}
         if not missing:
             return
         keys: dict[str, set[str]] = {file: set() for file in missing}

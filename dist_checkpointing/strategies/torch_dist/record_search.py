@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.geometry import Ints
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.strategies.pickle_guard import Checks, check_pickle
 from dist_checkpointing.strategies.torch_archive import BadRecord, Read, entries
 from dist_checkpointing.strategies.torch_dist.records import STORAGE_CLASSES, contiguous_stride

@@ -19,7 +19,7 @@ from zlib import crc32
 
 import torch
 
-from dist_checkpointing.geometry import Ints
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.strategies.torch_archive import (
     CENTRAL,
     END,

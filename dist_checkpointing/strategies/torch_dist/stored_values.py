@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.geometry import Ints, Window
-from dist_checkpointing.index import StoredTensor
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Ints, Window
+from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.planning import LoadPlanner, ReadItem
 from dist_checkpointing.strategies.raw_chunks import apply_staged, copy_window, read_window
 from dist_checkpointing.strategies.safe_pickle import deserialize

@@ -12,14 +12,14 @@ import torch
 import xxhash
 from torch.serialization import get_crc32_options
 
-from dist_checkpointing import store
-from dist_checkpointing.checksums import CHECKSUMS_NAME, checksum_of_bytes
-from dist_checkpointing.commit import DCP_METADATA_NAME
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.geometry import Ints, split_flat_range
-from dist_checkpointing.index import Index
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
+from dist_checkpointing.format.commit import DCP_METADATA_NAME
+from dist_checkpointing.format.geometry import Ints, split_flat_range
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedObject
-from dist_checkpointing.options import Checksum, Durability
 from dist_checkpointing.planning import (
     MetadataIndex,
     SavePlan,
@@ -28,8 +28,8 @@ from dist_checkpointing.planning import (
     WriteItemType,
 )
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.storage import StorageWriter, WriteResult, done
+from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.torch_dist.contents import unique_keys
 from dist_checkpointing.strategies.torch_dist.data_files import DataFile, file_name
@@ -115,13 +115,13 @@ class TorchDistWriter(StorageWriter):
                     rows += written
                     results[task.position] = result
             if self.options.durability is Durability.FSYNC:
-                store.fsync_file(path)
+                local.fsync_file(path)
             return rows
 
         with ThreadPoolExecutor(max(1, len(parts)), "distcp") as pool:
             rows = [row for part in pool.map(fill, enumerate(parts)) for row in part]
         if self.options.durability is Durability.FSYNC and parts:
-            store.fsync_folder(self.checkpoint_dir)
+            local.fsync_folder(self.checkpoint_dir)
         # One result for all places: it is cheaper to send than one an item.
         names = [file_name(self._rank, number) for number in range(len(parts))]
         sizes = [(self.checkpoint_dir / name).stat().st_size for name in names]
@@ -172,7 +172,7 @@ class TorchDistWriter(StorageWriter):
         tensors = {key: _dcp_tensor(metadata, key, chunks[key]) for key in metadata}
         content = to_pickle(DcpMetadata(tensors, tuple(values), places))
         path = self.checkpoint_dir / DCP_METADATA_NAME
-        store.write_atomic(path, content, self.options.durability)
+        local.write_atomic(path, content, self.options.durability)
 
 
 def _rows(result: WriteResult) -> list[Row]:

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing import dtypes
-from dist_checkpointing.dtypes import DType
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.geometry import Box, Ints, Window
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.strategies.zarr.unpacking import Codec, unpacked
 
 Array = npt.NDArray[Any]

@@ -11,18 +11,19 @@ from pathlib import Path
 
 import torch
 
-from dist_checkpointing import dtypes, store
-from dist_checkpointing.checksums import checksum
-from dist_checkpointing.claims import (
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.checksums import checksum
+from dist_checkpointing.format.claims import (
     MOST_COMPRESSION,
     Backing,
     Claim,
     require_backing,
     size_of_files,
 )
-from dist_checkpointing.geometry import Ints
-from dist_checkpointing.index import Index, StoredTensor
-from dist_checkpointing.options import Checksum, Durability
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
@@ -32,8 +33,8 @@ from dist_checkpointing.planning import (
     SavePlanner,
     WriteItem,
 )
-from dist_checkpointing.seal import SealedFile
 from dist_checkpointing.storage import ChunkPlace, StorageReader, StorageWriter, WriteResult, done
+from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.strategies.raw_chunks import ChunkRead, Extent, fill, read_chunks
 from dist_checkpointing.strategies.threads import in_threads
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
@@ -108,8 +109,8 @@ class ZarrFolderWriter(StorageWriter):
         written = in_threads(write, items, threads)
         files += [path for _, paths in written for path in paths]
         if self.options.durability is Durability.FSYNC:
-            in_threads(store.fsync_file, files, threads)
-            store.fsync_folders(files, self.checkpoint_dir)
+            in_threads(local.fsync_file, files, threads)
+            local.fsync_folders(files, self.checkpoint_dir)
         sealed = tuple(SealedFile.of_bytes(file.name, file.data) for file in described)
         nodes = WriteResult(MetadataIndex(""), 0, files=sealed)
         return done([*(result for result, _ in written), nodes])

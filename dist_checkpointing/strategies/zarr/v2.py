@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing import dtypes, store
-from dist_checkpointing.checksums import CHECKSUMS_NAME
-from dist_checkpointing.commit import leftovers
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CorruptCheckpointError,
@@ -26,16 +23,20 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.geometry import Box, Ints, split_flat_range
-from dist_checkpointing.index import Index, StoredTensor, ints_from_json
-from dist_checkpointing.planning import MetadataIndex, WriteItem
-from dist_checkpointing.planning.layout import WholeShardLayout
-from dist_checkpointing.removal import (
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME
+from dist_checkpointing.format.commit import leftovers
+from dist_checkpointing.format.geometry import Box, Ints, split_flat_range
+from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
+from dist_checkpointing.format.removal import (
     PlannedRemoval,
     end_removal,
     note_removal,
     noted_removal,
 )
+from dist_checkpointing.planning import MetadataIndex, WriteItem
+from dist_checkpointing.planning.layout import WholeShardLayout
 from dist_checkpointing.storage import WriteResult
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk, write_part
@@ -63,7 +64,7 @@ class ZarrV2Writer(ZarrFolderWriter):
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del world_size
         for key in index:
-            store.check_raw_key(key)
+            local.check_raw_key(key)
         _check_nested_keys(index)
         self._refuse_foreign_arrays()
         return [CHECKSUMS_NAME, *index]
@@ -208,7 +209,7 @@ def _raise(error: OSError) -> None:
 def _parse(folder: Path, key: str) -> StoredTensor:
     path = folder / _METADATA_NAME
     try:
-        content = store.parse_json(store.read_bytes(path, _MAX_METADATA_BYTES))
+        content = local.parse_json(local.read_bytes(path, _MAX_METADATA_BYTES))
         shape = tuple(ints_from_json(content["shape"]))
         chunks = tuple(ints_from_json(content["chunks"]))
         options = {k: content.get(k) for k in _REQUIRED}
@@ -270,17 +271,17 @@ class ZarrLoadShardedStrategy(PlannedLoadStrategy):
         # From here on they are not listed, all at once; what follows may be cut off anywhere.
         note_removal(root, {key: (key,) for key in going})
         places = (root / key for key in going)
-        folders = [folder for folder in places if store.is_real_folder(folder, root)]
+        folders = [folder for folder in places if local.is_real_folder(folder, root)]
         # Readers that know nothing of removals must never see an array without its chunks.
         for folder in folders:
             (folder / _METADATA_NAME).unlink(missing_ok=True)
-            store.fsync_folder(folder)
+            local.fsync_folder(folder)
         for folder in folders:
             for path in _chunk_files(folder):
                 path.unlink()
             # A ShardedObject, or another tensor, may live in a folder below.
             if not any(folder.iterdir()):
-                store.remove(folder, root)
+                local.remove(folder, root)
         end_removal(root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:

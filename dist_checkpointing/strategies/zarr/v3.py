@@ -16,25 +16,25 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing import store
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.index import (
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.index import (
     INDEX_NAME,
     Index,
     StoredTensor,
     read_index,
     write_index,
 )
-from dist_checkpointing.options import StorageOptions
-from dist_checkpointing.planning import MetadataIndex, SavePlanner, WriteItem
-from dist_checkpointing.removal import (
+from dist_checkpointing.format.removal import (
     PlannedRemoval,
     end_removal,
     note_removal,
     noted_removal,
 )
+from dist_checkpointing.planning import MetadataIndex, SavePlanner, WriteItem
 from dist_checkpointing.storage import WriteResult
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk
 from dist_checkpointing.strategies.zarr.codecs import codec_json, make_codec
@@ -96,7 +96,7 @@ class ZarrV3Writer(ZarrFolderWriter):
             yield FileContent(f"{path}/{METADATA_NAME}", data)
 
     def chunk_folder(self, tensor: StoredTensor, item: WriteItem) -> Path:
-        folder = self.checkpoint_dir / store.disk_name(tensor.key)
+        folder = self.checkpoint_dir / local.disk_name(tensor.key)
         part = item.tensor_data
         assert part is not None
         return folder if tensor.pieces is None else folder / piece_name(part.chunk, part.flat_range)
@@ -118,7 +118,7 @@ class ZarrV3Writer(ZarrFolderWriter):
         metadata = replace(metadata, codec=self._codec_name)
         durability = self.options.durability
         path = self.checkpoint_dir / METADATA_NAME
-        store.write_atomic(path, _root_json(metadata), durability)
+        local.write_atomic(path, _root_json(metadata), durability)
         write_index(metadata, self.checkpoint_dir, durability)
 
 
@@ -137,7 +137,7 @@ class ZarrV3Reader(ZarrFolderReader):
         return make_codec(self._index.codec)
 
     def array_folder(self, key: str) -> Path:
-        return self.checkpoint_dir / store.disk_name(key)
+        return self.checkpoint_dir / local.disk_name(key)
 
     def claimed_in(self, key: str) -> str:
         del key
@@ -145,7 +145,7 @@ class ZarrV3Reader(ZarrFolderReader):
         return str(self.checkpoint_dir / name)
 
     def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
-        folder = self.checkpoint_dir / store.disk_name(tensor.key)
+        folder = self.checkpoint_dir / local.disk_name(tensor.key)
         assert chunk.offset is not None
         if tensor.pieces is None:
             return folder / chunk_name(tensor.grid.index_at(chunk.offset))
@@ -163,7 +163,7 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
     """
     path = checkpoint_dir / METADATA_NAME
     try:
-        root = store.parse_json(store.read_bytes(path, _MAX_METADATA_BYTES))
+        root = local.parse_json(local.read_bytes(path, _MAX_METADATA_BYTES))
         nodes = root["consolidated_metadata"]["metadata"]
         going = {
             name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
@@ -213,7 +213,7 @@ def _going(root: Path, index: Index, prefix: str) -> dict[str, tuple[str, ...]]:
 def _files_of(root: Path, going: Mapping[str, Iterable[str]]) -> Iterator[Path]:
     """The files of tensors; a ShardedObject may live in a folder below one, and stays."""
     for folder in (root / name for names in going.values() for name in names):
-        if not store.is_real_folder(folder, root):
+        if not local.is_real_folder(folder, root):
             continue
         for path in folder.iterdir():
             is_chunk = _CHUNK_NAME.fullmatch(path.name) is not None
@@ -272,9 +272,9 @@ class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
             note_removal(root, going)
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
         write_index(kept, root)
-        store.write_atomic(root / METADATA_NAME, _root_json(kept))
+        local.write_atomic(root / METADATA_NAME, _root_json(kept))
         for path in list(_files_of(root, going)):
-            store.remove(path, root)
+            local.remove(path, root)
         end_removal(root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:

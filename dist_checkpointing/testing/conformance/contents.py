@@ -12,7 +12,6 @@ import torch
 
 from dist_checkpointing.errors import InvalidShardingError, StateMismatchError
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from dist_checkpointing.saving import save
 from dist_checkpointing.serialization import (
     check_is_distributed_checkpoint,
     load_content_metadata,
@@ -20,6 +19,7 @@ from dist_checkpointing.serialization import (
     load_tensors_metadata,
     remove_sharded_tensors,
 )
+from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.testing.conformance.hooks import BackendHooks
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.commit import CONFIG_FNAME
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
@@ -22,13 +21,14 @@ from dist_checkpointing.errors import (
     RankFailedError,
     StateMismatchError,
 )
-from dist_checkpointing.loading import load
+from dist_checkpointing.format.commit import CONFIG_FNAME
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.saving import save
 from dist_checkpointing.serialization import (
     check_is_distributed_checkpoint,
     load_tensors_metadata,
 )
+from dist_checkpointing.serialization.load import load
+from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
 from dist_checkpointing.testing.conformance.hooks import BackendHooks, failures_on
 from dist_checkpointing.testing.conformance.observed import observed_save

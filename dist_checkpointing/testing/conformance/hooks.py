@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.commit import COMMON_STATE_FNAME, CONFIG_FNAME
-from dist_checkpointing.dtypes import DTYPES
-from dist_checkpointing.loading import load
-from dist_checkpointing.saving import save
+from dist_checkpointing.format.commit import COMMON_STATE_FNAME, CONFIG_FNAME
+from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.serialization import load_plain_tensors, load_tensors_metadata
+from dist_checkpointing.serialization.load import load
+from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select

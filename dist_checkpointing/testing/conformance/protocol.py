@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.commit import CONFIG_FNAME
-from dist_checkpointing.index import Index
-from dist_checkpointing.loading import load
+from dist_checkpointing.format.commit import CONFIG_FNAME
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import LoadPlan, SavePlan
-from dist_checkpointing.saving import save
 from dist_checkpointing.serialization import check_is_distributed_checkpoint
+from dist_checkpointing.serialization.load import load
+from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     PlannedLoadStrategy,

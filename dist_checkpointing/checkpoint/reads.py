@@ -1,0 +1,211 @@
+"""Reads single boxes, objects and the common state of a checkpoint, in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_checkpointing.checkpoint.slicing import Selected
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.claims import Claim, large_tensors
+from dist_checkpointing.format.commit import CheckpointingConfig
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
+from dist_checkpointing.mapping.nesting import DictKey
+from dist_checkpointing.mapping.nesting import Path as TreePath
+from dist_checkpointing.planning import MetadataIndex
+from dist_checkpointing.serialization.load import common_reader, open_checkpoint
+from dist_checkpointing.serialization.save_job import CONTENT_METADATA_KEY
+from dist_checkpointing.storage import StorageReader
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    PlannedLoadStrategy,
+)
+from dist_checkpointing.strategies.selection import handles_objects
+
+
+class PartialReads:
+    """What reads one checkpoint; strategies are looked for on first use.
+
+    Args:
+        folder: the checkpoint.
+        config: its config.
+        trusted: unpickle anything.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointingConfig, *, trusted: bool) -> None:
+        self._folder = folder
+        self._config = config
+        self._trusted = trusted
+        self._own_index: Index | None = None
+
+    @cached_property
+    def sharded(self) -> LoadShardedStrategy:
+        """The strategy for tensors."""
+        found = open_checkpoint(self._folder).sharded
+        return found.trusting() if self._trusted else found
+
+    @cached_property
+    def _reader(self) -> StorageReader:
+        assert isinstance(self.sharded, PlannedLoadStrategy)
+        reader = self.sharded.make_reader(self._folder)
+        reader.is_kept = True
+        return reader
+
+    def make_reader(self) -> StorageReader:
+        """A reader for one read; all of them share what they find out about where parts are.
+
+        Only for strategies that are made of a StorageReader.
+        """
+        return copy.copy(self._reader)
+
+    @cached_property
+    def _common(self) -> LoadCommonStrategy:
+        found = common_reader(self._config)
+        return found.trusting() if self._trusted else found
+
+    def index(self) -> Index:
+        """What is stored, for a checkpoint without an index file."""
+        if isinstance(self.sharded, PlannedLoadStrategy):
+            self._own_index = self.make_reader().read_metadata()
+            return self._own_index
+        with _strange_errors(self._folder):
+            stored = self.sharded.load_tensors_metadata(self._folder)
+        return Index.of(
+            StoredTensor(
+                key,
+                dtypes.from_torch(tensor.dtype, key=key),
+                tensor.global_shape,
+                tuple(max(1, extent) for extent in tensor.global_shape),
+            )
+            for key, tensor in sorted(stored.items())
+        )
+
+    def boxes(self, index: Index, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        """One new tensor for each box; see ``Checkpoint.read``."""
+        strategy = self.sharded
+        self.require_stored(large_tensors(index, dict.fromkeys(key for key, _ in wanted)), index)
+        leaves = {number: _leaf(index[key], box) for number, (key, box) in enumerate(wanted)}
+        if isinstance(strategy, PlannedLoadStrategy):
+            paths: dict[TreePath, ShardedTensor] = {
+                (DictKey(number),): leaf for number, leaf in leaves.items()
+            }
+            reader = self.make_reader()
+            strategy.read(paths, self.index_for(reader, index), reader, SingleProcess())
+            return [_data(leaf) for leaf in leaves.values()]
+        with _strange_errors(self._folder):
+            template = {str(number): leaf for number, leaf in leaves.items()}
+            loaded = strategy.load(template, self._folder)
+        return [loaded[str(number)] for number in leaves]
+
+    def require_stored(self, claims: Sequence[Claim], index: Index) -> None:
+        """Make sure that large tensors and objects are there, see ``StorageReader``."""
+        if claims and isinstance(self.sharded, PlannedLoadStrategy):
+            self.sharded.make_reader(self._folder).require_stored(claims, index)
+
+    def index_for(self, reader: StorageReader, index: Index) -> Index:
+        """The index as a reader wants it: one that makes its own may note more in it."""
+        if type(reader).read_metadata is StorageReader.read_metadata:
+            return index
+        if self._own_index is None:
+            self._own_index = reader.read_metadata()
+        return self._own_index
+
+    def files(self, index: Index, chunks: Sequence[MetadataIndex]) -> list[str | None]:
+        """The file of each stored chunk, relative to the checkpoint; None where it is not known."""
+        strategy = self.sharded
+        if not isinstance(strategy, PlannedLoadStrategy):
+            return [None] * len(chunks)
+        reader = self.make_reader()
+        reader.set_up_storage_reader(self.index_for(reader, index), rank=0, world_size=1)
+        return [None if place is None else place.file for place in reader.places(chunks)]
+
+    @staticmethod
+    def joined(parts: Sequence[torch.Tensor], selected: Selected) -> torch.Tensor:
+        """What was selected, of the boxes that were read for it; in memory of its own."""
+        whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=selected.axis)
+        part = whole[selected.within]
+        # A thin view would keep all that was read.
+        return part if part.numel() == whole.numel() else part.clone()
+
+    def location(self, index: Index, key: str, box: Box, number: int) -> str:
+        """Where a chunk or piece lies, in words."""
+        strategy = self.sharded
+        if not isinstance(strategy, PlannedLoadStrategy):
+            return str(self._folder)
+        reader = self.make_reader()
+        index = self.index_for(reader, index)
+        reader.set_up_storage_reader(index, rank=0, world_size=1)
+        piece = None if index[key].pieces is None else number
+        return reader.location(MetadataIndex(key, box.offset, piece))
+
+    def object_grids(self, index: Index) -> Mapping[str, Ints]:
+        """The grids of all sharded objects, by key."""
+        if handles_objects(self.sharded) and isinstance(self.sharded, PlannedLoadStrategy):
+            return index.objects
+        strategy = self.sharded if handles_objects(self.sharded) else self._common
+        stored = strategy.load_sharded_metadata(self._folder)
+        return {
+            leaf.key: tuple(leaf.global_shape)
+            for leaf in stored.values()
+            if isinstance(leaf, ShardedObject)
+        }
+
+    def object_cell(self, index: Index, key: str, shape: Ints, cell: Ints) -> Any:
+        """The value of one cell of a sharded object."""
+        leaf = ShardedObject(key, None, shape, cell)
+        strategy = self.sharded
+        if not handles_objects(strategy):
+            return self._common.load_sharded_objects({"cell": leaf}, self._folder)["cell"]
+        if not isinstance(strategy, PlannedLoadStrategy):
+            return strategy.load({"cell": leaf}, self._folder)["cell"]
+        # ``load`` of the strategy would be collective where there is a process group.
+        reader = self.make_reader()
+        index = self.index_for(reader, index)
+        strategy.read({(DictKey("cell"),): leaf}, index, reader, SingleProcess())
+        return leaf.data
+
+    def common(self) -> StateDict:
+        """The common state."""
+        return self._common.load_common(self._folder)
+
+    @staticmethod
+    def content_metadata(common: StateDict) -> dict[str, Any] | None:
+        """What ``save`` was given as ``content_metadata``."""
+        return common.get(CONTENT_METADATA_KEY)
+
+
+@contextmanager
+def _strange_errors(folder: Path) -> Iterator[None]:
+    """A strategy of a third party may raise anything where its files are damaged."""
+    try:
+        yield
+    except CheckpointingException:
+        raise
+    except Exception as error:
+        finding = Finding(f"{type(error).__name__}: {error}", path=str(folder))
+        raise CorruptCheckpointError(
+            "its strategy cannot read the checkpoint", [finding]
+        ) from error
+
+
+def _leaf(stored: StoredTensor, box: Box) -> ShardedTensor:
+    data = torch.empty(box.shape, dtype=stored.dtype.torch)
+    return ShardedTensor(
+        stored.key, data, data.dtype, box.shape, stored.global_shape, box.offset, None
+    )
+
+
+def _data(leaf: ShardedTensor) -> torch.Tensor:
+    assert leaf.data is not None
+    return leaf.data

@@ -1,0 +1,321 @@
+"""The one lock of a checkpoint folder: saves, overwrites and removals keep each other out.
+
+``.dckpt.lock`` is in the folder while the lock is held. Where the file system has ``flock``, that
+is the lock: it goes with the process, however that ends, and a file that a killed process left is
+only a file. Where it has none (Lustre mounted without ``flock``, some FUSE file systems), the file
+itself is the lock: who creates it has it. It names its holder, so that one whose process is gone is
+taken over on the same machine; no machine can tell that of another one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, Self
+
+from dist_checkpointing.errors import CheckpointExistsError, Finding
+from dist_checkpointing.filesystem.lock_holder import Holder, Kind
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME: Final = ".dckpt.lock"
+_NO_FLOCK: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
+_MAX_BYTES: Final = 1 << 16
+_OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_without_flock: Final[set[int]] = set()
+"""Devices of which the log has said that they have no flock."""
+
+
+class FolderLock:
+    """A lock that is held, until ``release`` or the end of the process.
+
+    Args:
+        at: descriptor of the folder, which the lock closes.
+        file: descriptor of the locked file; None where the file itself is the lock.
+        holder: what the lock file says.
+    """
+
+    def __init__(self, at: int, file: int | None, holder: Holder) -> None:
+        # A save may be interrupted, or a request for one dropped: the lock goes with this object.
+        self._close = weakref.finalize(self, _let_go, at, file, holder, os.getpid())
+        self._file = file
+
+    @classmethod
+    def acquire(cls, folder: Path) -> FolderLock:
+        """Take the lock of a folder, which must exist.
+
+        Raises:
+            CheckpointExistsError: if somebody has it; names who, and what to do.
+            OSError: if the file system fails.
+        """
+        at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            while True:
+                taken = _take(at, folder)
+                if taken is not None:
+                    return cls(at, *taken)
+        except BaseException:
+            os.close(at)
+            raise
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has not been released."""
+        return self._close.alive
+
+    def release(self) -> None:
+        """Let others have it."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _let_go(at: int, file: int | None, holder: Holder, owner: int) -> None:
+    """Delete the lock file and unlock it, and not only close it.
+
+    A process that was forked meanwhile has the descriptor too, and would keep the lock. What such a
+    process itself closes is not its own.
+    """
+    is_own = os.getpid() == owner
+    try:
+        if is_own and _token_at(at, LOCK_NAME) == holder.token:
+            _unlink(at, LOCK_NAME)
+    except OSError as error:
+        logger.warning("could not delete the lock file %s: %s", LOCK_NAME, error)
+    finally:
+        if file is not None:
+            if is_own:
+                fcntl.flock(file, fcntl.LOCK_UN)
+            os.close(file)
+        os.close(at)
+
+
+def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
+    """Take the lock; None if the file has changed meanwhile and another try is due."""
+    file, is_new = _opened(at, LOCK_NAME, folder)
+    if file is None:
+        return None
+    try:
+        has_flock = _flock(file)
+    except BlockingIOError:
+        found = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
+        os.close(file)
+        remedy = "Wait for it to end."
+        if found is not None and found.is_gone:
+            remedy = "It is gone, but a process that it forked has the lock: end that."
+        raise _held(folder, found, remedy) from None
+    except OSError as error:
+        os.close(file)
+        if error.errno == errno.ESTALE:
+            return None  # deleted meanwhile, on another machine
+        raise
+    except BaseException:
+        os.close(file)
+        raise
+    if not has_flock:
+        _say_once(at, folder)
+        os.close(file)
+        holder = Holder.own(Kind.FILE)
+        if is_new:
+            _write(at, LOCK_NAME, holder)
+        elif not _take_over(at, LOCK_NAME, holder, folder):
+            return None
+        _clear_claims(at)
+        return None, holder
+    with _closing_on_error(file):
+        if not _is_at(file, at):
+            # Its holder has deleted it: whoever comes now makes a new one.
+            os.close(file)
+            return None
+        found = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
+        if found is not None and found.kind is Kind.FILE and not found.is_gone:
+            # By a process that sees the folder without flock.
+            raise _held(folder, found, _remedy(found, folder / LOCK_NAME))
+        holder = Holder.own(Kind.FLOCK)
+        os.ftruncate(file, 0)
+        os.pwrite(file, holder.to_json(), 0)
+    return file, holder
+
+
+@contextmanager
+def _closing_on_error(file: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _opened(at: int, name: str, folder: Path) -> tuple[int | None, bool]:
+    """The lock file, and whether it was created; None if it went between two looks at it."""
+    try:
+        # For writing: a network file system locks nothing else for one process alone.
+        return os.open(name, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at), True
+    except FileExistsError:
+        pass
+    try:
+        return os.open(name, _OPEN, dir_fd=at), False
+    except FileNotFoundError:
+        return None, False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        finding = Finding(
+            "is a link, which no save of ours made",
+            path=str(folder / name),
+            remedy="Find out what it is, and delete it.",
+        )
+        raise CheckpointExistsError(f"{folder} cannot be locked", [finding]) from error
+
+
+def _flock(file: int) -> bool:
+    """Lock an open file; False if the file system cannot.
+
+    Raises:
+        BlockingIOError: if another process has the lock.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_FLOCK:
+            return False
+        raise
+    return True
+
+
+def _is_at(file: int, at: int) -> bool:
+    """Whether an open file is still the one of that name."""
+    own = os.fstat(file)
+    try:
+        # Opened, because a network file system may answer anything else from memory.
+        other = os.open(LOCK_NAME, _OPEN, dir_fd=at)
+    except FileNotFoundError:
+        return False
+    try:
+        there = os.fstat(other)
+    finally:
+        os.close(other)
+    return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _say_once(at: int, folder: Path) -> None:
+    device = os.fstat(at).st_dev
+    if device not in _without_flock:
+        _without_flock.add(device)
+        logger.warning(
+            "the file system of %s has no flock: saves keep each other out by the file %s, which a "
+            "killed process leaves behind; on another machine it must be deleted by hand",
+            folder,
+            LOCK_NAME,
+        )
+
+
+def _take_over(at: int, name: str, holder: Holder, folder: Path) -> bool:
+    """Replace a lock file whose process is gone; False if it has changed meanwhile.
+
+    Whoever wants to replace a file must first create one that is named by its token. So only one
+    process replaces it, and a process that is late finds another token and leaves that alone.
+    """
+    try:
+        found = _read(at, name)
+    except FileNotFoundError:
+        return False
+    if found is None or not found.is_gone:
+        raise _held(folder, found, _remedy(found, folder / name))
+    claim = f"{name}.{found.token}"
+    own = replace(holder, token=uuid.uuid4().hex)
+    file, is_new = _opened(at, claim, folder)
+    if file is None:
+        return False
+    os.close(file)
+    if is_new:
+        _write(at, claim, own)
+    elif not _take_over(at, claim, own, folder):
+        return False
+    try:
+        if _token_at(at, name) != found.token:
+            return False
+        logger.warning(
+            "%s was locked by process %d on this machine, which is gone: the lock is taken over",
+            folder,
+            found.pid,
+        )
+        fresh = f"{name}.{holder.token}"
+        os.close(os.open(fresh, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at))
+        _write(at, fresh, holder)
+        os.rename(fresh, name, src_dir_fd=at, dst_dir_fd=at)
+        return True
+    finally:
+        _unlink(at, claim)
+
+
+def _clear_claims(at: int) -> None:
+    """Delete what processes left that were killed while they took the lock over."""
+    for name in os.listdir(at):
+        if name.startswith(f"{LOCK_NAME}."):
+            _unlink(at, name)
+
+
+def _unlink(at: int, name: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=at)
+
+
+def _write(at: int, name: str, holder: Holder) -> None:
+    """Write the name of the holder, and close the file: only then do other machines see it."""
+    try:
+        file = os.open(name, _OPEN, dir_fd=at)
+        try:
+            os.pwrite(file, holder.to_json(), 0)
+        finally:
+            os.close(file)
+    except BaseException:
+        _unlink(at, name)
+        raise
+
+
+def _read(at: int, name: str) -> Holder | None:
+    """Who a lock file names; None if it does not say."""
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=at)
+    try:
+        return Holder.parsed(os.read(file, _MAX_BYTES))
+    finally:
+        os.close(file)
+
+
+def _token_at(at: int, name: str) -> str | None:
+    try:
+        found = _read(at, name)
+    except FileNotFoundError:
+        return None
+    return None if found is None else found.token
+
+
+def _remedy(holder: Holder | None, path: Path) -> str:
+    """What to do about a lock that is nothing but a file."""
+    if holder is not None and holder.is_here:
+        return "Wait for it to end."
+    return f"Wait for it to end. If no such process is left, delete {path}."
+
+
+def _held(folder: Path, holder: Holder | None, remedy: str) -> CheckpointExistsError:
+    """The error about a lock that somebody else has."""
+    finding = Finding(
+        "another save is writing here, or tensors are being removed",
+        found=None if holder is None else f"process {holder.pid} on host {holder.host}",
+        path=str(folder / LOCK_NAME),
+        remedy=remedy,
+    )
+    return CheckpointExistsError(f"{folder} is being written", [finding])

@@ -1,0 +1,113 @@
+"""Who holds the lock of a folder, and whether that process is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import uuid
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from dist_checkpointing.filesystem import local
+
+_TOKEN: Final = re.compile(r"[0-9a-f]{32}")
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Kind(Enum):
+    """What keeps others out."""
+
+    FLOCK = "flock"
+    FILE = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The content of a lock file: who holds the lock.
+
+    Attributes:
+        token: a name for this one time that the lock was taken.
+        kind: of the lock.
+        host: name of the machine.
+        boot: id of its last start.
+        pid_space: the namespace that ``pid`` is of: containers number their processes themselves.
+        pid: of the process.
+        started: when it started, in the kernel's ticks, which tells it from a later one of that id.
+    """
+
+    token: str
+    kind: Kind
+    host: str
+    boot: str
+    pid_space: str
+    pid: int
+    started: int
+
+    @classmethod
+    def own(cls, kind: Kind) -> Holder:
+        """This process."""
+        pid = os.getpid()
+        is_linux = _BOOT_ID.exists()
+        return cls(
+            uuid.uuid4().hex,
+            kind,
+            socket.gethostname(),
+            _BOOT_ID.read_text().strip() if is_linux else "",
+            str(Path("/proc/self/ns/pid").readlink()) if is_linux else "",
+            pid,
+            _start_of(pid) or 0,
+        )
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has ended, for certain: no other machine can know."""
+        if not (self.boot and self.is_here):
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass  # there is one, of somebody else
+        return _start_of(self.pid) not in (self.started, None)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its process is, or was, where this one would see it."""
+        own = Holder.own(self.kind)
+        here = (own.host, own.boot, own.pid_space)
+        return (self.host, self.boot, self.pid_space) == here
+
+    def to_json(self) -> bytes:
+        """As the content of a lock file."""
+        return json.dumps({**asdict(self), "kind": self.kind.value}).encode()
+
+    @classmethod
+    def parsed(cls, data: bytes) -> Holder | None:
+        """What a lock file says; None if it does not name its holder."""
+        try:
+            content = local.parse_json(data)
+            holder = cls(**{**content, "kind": Kind(content["kind"])})
+        except (ValueError, KeyError, TypeError):
+            return None
+        texts = (holder.token, holder.host, holder.boot, holder.pid_space)
+        numbers = (holder.pid, holder.started)
+        if [*map(type, texts)] != [str] * 4 or [*map(type, numbers)] != [int] * 2:
+            return None
+        # A process id that is no such number would mean a whole group of them to the kernel.
+        return holder if _TOKEN.fullmatch(holder.token) and 0 < holder.pid < 1 << 31 else None
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process started; None if that is not shown, 0 for one that only waits to be reaped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name of the program, in parentheses, may hold anything.
+    fields = text.rpartition(")")[2].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])

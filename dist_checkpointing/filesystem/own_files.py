@@ -1,0 +1,71 @@
+"""The few files and the folder that only this library writes: no link is taken for them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Final
+
+from dist_checkpointing.errors import CheckpointExistsError, Finding
+from dist_checkpointing.filesystem import local
+
+OWN_FOLDER: Final = ".dckpt"
+
+
+def read_own(path: Path, max_bytes: int) -> bytes | None:
+    """The content of a file that only we write; None if there is none, or something else.
+
+    A link of that name is not followed.
+
+    Raises:
+        CorruptCheckpointError: if it is larger than ``max_bytes``.
+        OSError: if the file system fails.
+    """
+    file = _opened_own(path)
+    if file is None:
+        return None
+    with file:
+        local.check_size(os.fstat(file.fileno()).st_size, path, max_bytes)
+        return file.read()
+
+
+def read_own_start(path: Path, num_bytes: int) -> bytes | None:
+    """As ``read_own``, the first bytes of a file of any size."""
+    file = _opened_own(path)
+    if file is None:
+        return None
+    with file:
+        return file.read(num_bytes)
+
+
+def _opened_own(path: Path) -> IO[bytes] | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in local.NOT_THERE:
+            return None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    return None
+
+
+def make_own_folder(folder: Path) -> None:
+    """Make the folder of a checkpoint's own files.
+
+    Raises:
+        CheckpointExistsError: if a link or a file has its name.
+    """
+    path = folder / OWN_FOLDER
+    with suppress(FileExistsError):
+        path.mkdir()
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        finding = Finding(
+            "is no folder, and no save of ours made it",
+            path=str(path),
+            remedy="Find out what it is, and delete it.",
+        )
+        raise CheckpointExistsError(f"{folder} is not empty", [finding])

@@ -1,0 +1,263 @@
+"""One hash for each part that a rank wrote, kept beside the index and read only to verify.
+
+A hash covers the values of a write item in C order, whatever the format makes of them on disk, so
+one table format and one way to verify serve every backend. Rows are sorted by key and cut into
+tables of a limited size, so that a rank opens only the tables that speak of what it loads.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.geometry import Box, Ints
+
+CHECKSUMS_NAME = ".dckpt/checksums"
+_SUFFIX: Final = ".bin"
+_MAGIC: Final = b"DCKPTSUM"
+_VERSION: Final = 1
+_HEAD: Final = struct.Struct("<8sIIQI")
+"""Magic, version, bytes of the names, rows, axes."""
+_DIGEST_BYTES: Final = 16
+_MAX_TABLE_BYTES: Final = 1 << 31
+_MAX_AXES: Final = 1 << 10
+_ROWS_A_TABLE: Final = 1 << 16
+
+
+def checksum(array: npt.NDArray[Any]) -> int:
+    """xxh3_64 of the elements of a C-contiguous array."""
+    return checksum_of([array])
+
+
+def checksum_of(blocks: Iterable[npt.NDArray[Any]]) -> int:
+    """That of the C-contiguous array of which these are the blocks, one after the other."""
+    digest = xxhash.xxh3_64()
+    for block in blocks:
+        # Unlike the one-shot function this lets other threads run.
+        digest.update(memoryview(block.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+    return digest.intdigest()
+
+
+def checksum_of_bytes(data: bytes) -> int:
+    """xxh3_64 of bytes."""
+    digest = xxhash.xxh3_64()
+    digest.update(data)
+    return digest.intdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part of a tensor, with the hash of its values and the rank that wrote it.
+
+    Both are None for a part of which nothing was noted.
+    """
+
+    key: str
+    box: Box
+    flat_range: tuple[int, int] | None
+    digest: int | None = None
+    rank: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it has."""
+        if self.flat_range is None:
+            return self.box.num_elements
+        return self.flat_range[1] - self.flat_range[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A cell of a sharded object that lies among the tensors, with the hash of its bytes.
+
+    Attributes:
+        key: key of the object.
+        cell: position of the cell in the grid of the object.
+        digest: xxh3_64 of the stored bytes.
+        rank: rank that wrote it.
+    """
+
+    key: str
+    cell: Ints
+    digest: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumTable:
+    """The rows of one or more tables."""
+
+    parts: tuple[StoredPart, ...] = ()
+    objects: tuple[StoredObject, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """A table as a file.
+
+    Attributes:
+        name: path relative to the checkpoint.
+        data: content of the file.
+        first_key: smallest key in it.
+        last_key: largest key in it.
+    """
+
+    name: str
+    data: bytes
+    first_key: str
+    last_key: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChecksumColumns:
+    """What all ranks wrote, sorted by key; row ``i`` of every array describes one part or object.
+
+    Attributes:
+        names: keys; ``keys`` are positions in it.
+        keys: position of the key in ``names``.
+        ranks: rank that wrote it.
+        ndim: number of axes.
+        is_object: whether it is a cell of a sharded object.
+        offsets: ``[rows, axes]``, first element of the box, or the cell.
+        shapes: ``[rows, axes]``, shape of the box.
+        flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
+        digests: xxh3_64 of the values, or of the bytes of the object.
+    """
+
+    names: Sequence[str]
+    keys: npt.NDArray[Any]
+    ranks: npt.NDArray[Any]
+    ndim: npt.NDArray[Any]
+    is_object: npt.NDArray[Any]
+    offsets: npt.NDArray[Any]
+    shapes: npt.NDArray[Any]
+    flat: npt.NDArray[Any]
+    digests: npt.NDArray[Any]
+
+
+def make_tables(columns: ChecksumColumns) -> list[TableFile]:
+    """The tables for these rows."""
+    tables = []
+    for number, start in enumerate(range(0, len(columns.keys), _ROWS_A_TABLE)):
+        rows = slice(start, start + _ROWS_A_TABLE)
+        used, keys = np.unique(columns.keys[rows], return_inverse=True)
+        names = [columns.names[position] for position in used.tolist()]
+        data = _to_bytes(columns, rows, names, keys)
+        name = f"{CHECKSUMS_NAME}/{number:05d}{_SUFFIX}"
+        tables.append(TableFile(name, data, names[0], names[-1]))
+    return tables
+
+
+def _to_bytes(
+    columns: ChecksumColumns, rows: slice, names: Sequence[str], keys: npt.NDArray[Any]
+) -> bytes:
+    text = json.dumps(names).encode()
+    parts = [
+        keys.astype("<u4"),
+        columns.ranks[rows].astype("<u4"),
+        columns.ndim[rows].astype("<u4"),
+        columns.is_object[rows].astype("<u4"),
+        columns.offsets[rows].astype("<i8"),
+        columns.shapes[rows].astype("<i8"),
+        columns.flat[rows].astype("<i8"),
+        columns.digests[rows].astype("<u8"),
+    ]
+    head = _HEAD.pack(_MAGIC, _VERSION, len(text), len(keys), columns.offsets.shape[1])
+    body = b"".join([head, text, *(part.tobytes() for part in parts)])
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def checksum_files(folder: Path) -> list[Path]:
+    """The tables of a checkpoint, in the order of their keys."""
+    return sorted((folder / CHECKSUMS_NAME).glob(f"*{_SUFFIX}"))
+
+
+def read_checksums(folder: Path) -> list[StoredPart]:
+    """Everything that was noted about the tensors of a checkpoint.
+
+    Raises:
+        CorruptCheckpointError: if a table is not what it should be.
+    """
+    return [part for path in checksum_files(folder) for part in read_table(path).parts]
+
+
+def read_table(path: Path) -> ChecksumTable:
+    """The rows of one table.
+
+    Raises:
+        CorruptCheckpointError: if the file is not what it should be.
+        OSError: if it cannot be read.
+    """
+    return parse_table(local.read_bytes(path, _MAX_TABLE_BYTES), str(path))
+
+
+def parse_table(data: bytes, path: str) -> ChecksumTable:
+    """The rows of the table with this content.
+
+    Raises:
+        CorruptCheckpointError: if it is not what it should be.
+    """
+    try:
+        return _rows(data)
+    except (ValueError, IndexError, TypeError, struct.error) as error:
+        finding = Finding(
+            f"{type(error).__name__}: {error}",
+            path=path,
+            remedy="Load without verify, or use another checkpoint.",
+        )
+        raise CorruptCheckpointError("checksums cannot be read", [finding]) from error
+
+
+def _rows(data: bytes) -> ChecksumTable:
+    magic, version, names_size, rows, width = _HEAD.unpack_from(data)
+    if magic != _MAGIC:
+        raise ValueError("not a table of checksums")
+    if version != _VERSION:
+        raise ValueError(f"version {version} of the table is not known")
+    widths = (1, 1, 1, 1, width, width, 2, 1)
+    dtypes = ("<u4", "<u4", "<u4", "<u4", "<i8", "<i8", "<i8", "<u8")
+    row_bytes = sum(n * np.dtype(dtype).itemsize for n, dtype in zip(widths, dtypes, strict=True))
+    size = _HEAD.size + names_size + rows * row_bytes
+    if width > _MAX_AXES or size + _DIGEST_BYTES != len(data):
+        raise ValueError(f"{len(data)} bytes, where {size + _DIGEST_BYTES} are expected")
+    if xxhash.xxh3_128_digest(data[:size]) != data[size:]:
+        raise ValueError("the checksum of the table itself differs")
+    names = local.parse_json(data[_HEAD.size : _HEAD.size + names_size])
+    position = _HEAD.size + names_size
+    columns: list[list[Any]] = []
+    for count, dtype in zip(widths, dtypes, strict=True):
+        column = np.frombuffer(data, dtype, rows * count, position)
+        columns.append((column if count == 1 else column.reshape(rows, count)).tolist())
+        position += rows * count * np.dtype(dtype).itemsize
+    if width == 1:
+        # A column of one axis comes out flat.
+        columns[4], columns[5] = ([[value] for value in column] for column in columns[4:6])
+    parts: list[StoredPart] = []
+    objects: list[StoredObject] = []
+    for key, rank, ndim, is_object, offset, shape, flat, digest in zip(*columns, strict=True):
+        if is_object:
+            objects.append(StoredObject(names[key], tuple(offset[:ndim]), digest, rank))
+        else:
+            box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
+            flat_range = None if flat[0] < 0 else (flat[0], flat[1])
+            parts.append(StoredPart(names[key], box, flat_range, digest, rank))
+    return ChecksumTable(tuple(parts), tuple(objects))
+
+
+def joined(tables: Iterable[ChecksumTable]) -> ChecksumTable:
+    """The rows of several tables."""
+    rows: Sequence[ChecksumTable] = list(tables)
+    return ChecksumTable(
+        tuple(part for table in rows for part in table.parts),
+        tuple(cell for table in rows for cell in table.objects),
+    )

@@ -1,0 +1,124 @@
+"""What an index says of very large tensors, held against the files that are there.
+
+A line of an index may ask for any amount of memory or work. What it says of a large tensor is
+believed when the files have the bytes, and the chunks, that it speaks of.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import Index, StoredTensor
+
+LARGE_BYTES: Final = 1 << 28
+MANY_PARTS: Final = 1 << 16
+"""A tensor with more bytes than ``LARGE_BYTES`` or more chunks than this is looked at, and so is a
+sharded object with more cells."""
+
+MOST_COMPRESSION: Final = 1 << 16
+"""How many times larger than its file a compressed chunk may be; zeros reach half of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What an index says of one tensor or sharded object.
+
+    Attributes:
+        key: its name.
+        num_bytes: of its values.
+        num_parts: chunks, pieces or cells.
+    """
+
+    key: str
+    num_bytes: int
+    num_parts: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is worth a look at the files."""
+        return self.num_bytes > LARGE_BYTES or self.num_parts > MANY_PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """The files that a claim is about.
+
+    Attributes:
+        num_bytes: all they hold.
+        num_parts: how many parts they can hold at most.
+        path: of what makes the claim.
+    """
+
+    num_bytes: int
+    num_parts: int
+    path: str
+
+
+def claim_of(tensor: StoredTensor) -> Claim:
+    """What an index says of a tensor."""
+    parts = math.prod(tensor.grid.counts) if tensor.pieces is None else len(tensor.pieces)
+    return Claim(tensor.key, math.prod(tensor.global_shape) * tensor.dtype.itemsize, parts)
+
+
+def large_tensors(index: Index, keys: Iterable[str]) -> list[Claim]:
+    """The claims about those of the tensors that are large."""
+    return [claim for claim in (claim_of(index[key]) for key in keys) if claim.is_large]
+
+
+def large_objects(grids: Mapping[str, Ints]) -> list[Claim]:
+    """The claims about those of the sharded objects, by key, that have many cells."""
+    claims = [Claim(key, 0, math.prod(shape)) for key, shape in grids.items()]
+    return [claim for claim in claims if claim.is_large]
+
+
+def meets_many(tensor: StoredTensor, box: Box) -> bool:
+    """Whether a box of a tensor may meet so many chunks of its grid that they are worth a look."""
+    if tensor.chunk_shape is None:
+        return False
+    met = (n // c + 2 for n, c in zip(box.shape, tensor.chunk_shape, strict=False))
+    return math.prod(met) > MANY_PARTS
+
+
+def require_backing(claims: Iterable[Claim], backing_of: Callable[[Claim], Backing]) -> None:
+    """Refuse claims that the files cannot hold.
+
+    Args:
+        claims: any.
+        backing_of: looks for the files of one.
+
+    Raises:
+        CorruptCheckpointError: naming every key, and the file that says so.
+    """
+    findings = []
+    for claim in claims:
+        backing = backing_of(claim)
+        if claim.num_bytes > backing.num_bytes or claim.num_parts > backing.num_parts:
+            findings.append(
+                Finding(
+                    "it would not fit into the files that are there",
+                    claim.key,
+                    expected=f"{claim.num_bytes} bytes in {claim.num_parts} parts",
+                    found=f"room for {backing.num_bytes} bytes, {backing.num_parts} parts",
+                    path=backing.path,
+                    remedy="Use another checkpoint: parts are lost, or this file is damaged.",
+                )
+            )
+    if findings:
+        raise CorruptCheckpointError("the checkpoint is not as large as it says", findings)
+
+
+def size_of_files(folder: Path) -> tuple[int, int]:
+    """``(bytes, files)`` of everything below a folder; links are not followed."""
+    num_bytes = num_files = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            num_bytes += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many of them
+            num_files += 1
+    return num_bytes, num_files

@@ -1,0 +1,363 @@
+"""What turns files into a checkpoint, and what a failed save leaves behind.
+
+``metadata.json`` is the commit: written last, and without it there is no checkpoint. Before the
+first byte, ``.dckpt/attempt.json`` names what the save is about to create; a later save into the
+same folder deletes exactly that, and nothing else. Data is never deleted while ``metadata.json``
+may be there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    Finding,
+    InvalidShardingError,
+)
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.folder_lock import FolderLock
+from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
+from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.format.leftovers import (
+    ATTEMPT_NAME,
+    CONFIG_FNAME,
+    DCP_METADATA_NAME,
+    attempt_of,
+    clear,
+    leftovers,
+    number_of_save,
+    refuse_foreign,
+)
+
+__all__ = [
+    "ATTEMPT_NAME",
+    "COMMON_STATE_FNAME",
+    "CONFIG_FNAME",
+    "DCP_METADATA_NAME",
+    "Attempt",
+    "CheckpointingConfig",
+    "attempt_of",
+    "check_distinct",
+    "check_is_distributed_checkpoint",
+    "is_committed",
+    "leftovers",
+    "number_of_save",
+    "read_config",
+    "remove_checkpoint",
+]
+
+logger = logging.getLogger(__name__)
+
+COMMON_STATE_FNAME = "common.pt"
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointingConfig:
+    """The content of ``metadata.json``: which strategies read this checkpoint.
+
+    Megatron readers refuse a fifth field, so there will never be one.
+    """
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+
+_PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
+
+
+def _is_plain_dcp(folder: Path) -> bool:
+    """Whether torch DCP alone saved into the folder, and came to an end.
+
+    A save of ours or Megatron's that did not is none: they commit by a later file.
+    """
+    others = (CONFIG_FNAME, COMMON_STATE_FNAME, OWN_FOLDER)
+    return local.is_file(folder / DCP_METADATA_NAME) and not any(
+        local.is_there(folder / name) for name in others
+    )
+
+
+def is_committed(folder: Path) -> bool:
+    """Whether there is a commit, of whatever content: what it commits must not be touched.
+
+    Raises:
+        OSError: if that cannot be found out, which is not the same as no.
+    """
+    return local.is_there(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
+
+
+def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
+    """The config of a committed checkpoint, also of a plain one of torch DCP, which has no file.
+
+    Raises:
+        CheckpointNotFoundError: if the folder is missing or nothing was committed in it.
+        CorruptCheckpointError: if ``metadata.json`` is not what it should be.
+        UnsupportedFormatError: if the path is a URL.
+        OSError: if the file system fails.
+    """
+    folder = local_folder(checkpoint_dir)
+    path = folder / CONFIG_FNAME
+    if not local.is_folder(folder):
+        problem = "it is a file, not a folder" if local.is_there(folder) else "no such folder"
+        finding = Finding(problem, path=str(folder))
+        raise CheckpointNotFoundError(f"Checkpoint directory {folder} does not exist", [finding])
+    if _is_plain_dcp(folder):
+        return _PLAIN_DCP
+    if not local.is_file(path):
+        raise _not_committed(folder)
+    try:
+        content = local.parse_json(local.read_bytes(path, _MAX_CONFIG_BYTES))
+        known = {f.name for f in fields(CheckpointingConfig)}
+        config = CheckpointingConfig(**{k: v for k, v in content.items() if k in known})
+        for field in fields(config):
+            kind = str if field.name.endswith("backend") else int
+            if type(getattr(config, field.name)) is not kind:
+                raise ValueError(f"{field.name} is not of type {kind.__name__}")
+        # Megatron >= 0.19 names no common backend and keeps the common state with the tensors.
+        is_inside = "common_backend" not in content and not local.is_there(
+            folder / COMMON_STATE_FNAME
+        )
+        if config.sharded_backend == "torch_dist" and is_inside:
+            config = replace(config, common_backend="torch_dist")
+    except FileNotFoundError as error:
+        raise _not_committed(folder) from error  # overwritten since the first look
+    except (ValueError, TypeError, AttributeError) as error:
+        finding = Finding(str(error), path=str(path), remedy="Restore the file.")
+        raise CorruptCheckpointError(f"{CONFIG_FNAME} cannot be read", [finding]) from error
+    return config
+
+
+def _not_committed(folder: Path) -> CheckpointNotFoundError:
+    half = local.is_there(folder / ATTEMPT_NAME)
+    finding = Finding(
+        "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
+        path=str(folder / CONFIG_FNAME),
+        remedy="Load an older checkpoint." if half else "Is this the right folder?",
+    )
+    return CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Whether a committed checkpoint is there; an unreadable one is not (and is logged)."""
+    try:
+        read_config(checkpoint_dir)
+    except CheckpointNotFoundError:
+        return False
+    except CorruptCheckpointError as error:
+        logger.warning("%s", error)
+        return False
+    return True
+
+
+class Attempt:
+    """One try to write a checkpoint; only rank 0 has one.
+
+    It holds the lock of the folder, which tells a live save from a leftover.
+    """
+
+    def __init__(
+        self, folder: Path, lock: FolderLock, creates: tuple[str, ...], durability: local.Durability
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self._folder = folder
+        self._lock = lock
+        self._creates = creates
+        self._durability = durability
+        self._may_be_committed = False
+
+    @classmethod
+    def begin(
+        cls,
+        checkpoint_dir: str | os.PathLike[str],
+        creates: Iterable[str],
+        *,
+        overwrite: bool = False,
+        durability: local.Durability = local.Durability.FSYNC,
+    ) -> Attempt:
+        """Claim the folder and clear away what an uncommitted attempt left in it.
+
+        Nothing may be written before ``secure``, which waits for the disk.
+
+        Args:
+            checkpoint_dir: made if missing.
+            creates: relative names of all files and folders that the save will make.
+            overwrite: give up a committed checkpoint that is in the way, from here on.
+            durability: of the attempt's own files.
+
+        Raises:
+            CheckpointExistsError: if the folder holds a committed checkpoint (without
+                ``overwrite``), a live save, or files of these names that no attempt made. Nothing
+                was touched then.
+        """
+        folder = local_folder(checkpoint_dir)
+        names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
+        _refuse_committed(folder, overwrite=overwrite)
+        lock = _locked(folder)
+        try:
+            # Another save may have ended between the first look and the lock.
+            _refuse_committed(folder, overwrite=overwrite)
+            make_own_folder(folder)
+            left = leftovers(folder)
+            refuse_foreign(folder, names, left)
+            attempt = cls(folder, lock, names, durability)
+            if left or is_committed(folder):
+                # The old checkpoint ends here, before anything of it is damaged.
+                _end_commit(folder)
+            clear(folder, left)
+            attempt._record()
+        except BaseException:
+            lock.release()
+            raise
+        return attempt
+
+    @property
+    def creates(self) -> tuple[str, ...]:
+        """Relative names of the files and folders that the save makes."""
+        return self._creates
+
+    def _record(self) -> None:
+        content = {"attempt": self.id, "creates": self._creates}
+        data = json.dumps(content, separators=(",", ":")).encode()
+        make_own_folder(self._folder)
+        # As a whole: names that are lost would be files that nobody deletes.
+        local.write_atomic(self._folder / ATTEMPT_NAME, data, local.Durability.PAGE_CACHE)
+
+    def secure(self) -> None:
+        """Make the record of what is about to be created durable, before anything is."""
+        if self._durability is local.Durability.FSYNC:
+            local.fsync_file(self._folder / ATTEMPT_NAME)
+            local.fsync_folder(self._folder / OWN_FOLDER)
+            local.fsync_folder(self._folder)
+
+    def commit(self, config: CheckpointingConfig) -> None:
+        """Make the folder a checkpoint. Everything else must be durable by now."""
+        content = json.dumps(asdict(config)).encode()
+        self._may_be_committed = True
+        local.write_atomic(self._folder / CONFIG_FNAME, content, self._durability)
+        self._lock.release()
+
+    def abandon(self) -> None:
+        """Free what was written. What cannot be deleted now, the next attempt deletes."""
+        if not self._lock.is_held:
+            return  # committed, or let go: what is here is no longer this attempt's to judge
+        try:
+            if self._may_be_committed or is_committed(self._folder):
+                _end_commit(self._folder)
+        except OSError as error:
+            logger.warning(
+                "%s cannot be taken back (%s): what was saved stays, and may be a checkpoint",
+                self._folder / CONFIG_FNAME,
+                error,
+            )
+            self._lock.release()
+            return
+        left = []
+        for name in reversed(self._creates):
+            try:
+                local.remove(self._folder / name, self._folder)
+            except OSError as error:
+                logger.warning("could not remove %s of a failed save: %s", name, error)
+                left.append(name)
+        # What is gone is no longer ours: the next file of that name may be somebody else's.
+        self._creates = tuple(left)
+        try:
+            self._record()
+            self.secure()
+        except OSError as error:
+            logger.warning("could not note what a failed save left: %s", error)
+        self._lock.release()
+
+    def release(self) -> None:
+        """Let go of the folder as it is; the next attempt clears away what is there."""
+        self._lock.release()
+
+
+def check_distinct(names: Sequence[str]) -> None:
+    """Refuse to let two keys of a save have the same file.
+
+    Raises:
+        InvalidShardingError: naming the files.
+    """
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        findings = [Finding("two keys want the same file", path=name) for name in twice]
+        raise InvalidShardingError("keys of the state dict clash", findings)
+
+
+def _refuse_committed(folder: Path, *, overwrite: bool) -> None:
+    if not is_committed(folder):
+        return
+    if not overwrite:
+        finding = Finding(
+            "a committed checkpoint is here",
+            path=str(folder),
+            remedy="Save into another folder, or pass overwrite=True to give this one up.",
+        )
+        raise CheckpointExistsError(f"{folder} already holds a checkpoint", [finding])
+    if attempt_of(folder) is None:
+        finding = Finding(
+            "this checkpoint was written by another program, which did not note its files",
+            path=str(folder),
+            remedy="Delete it by hand, or save into another folder.",
+        )
+        raise CheckpointExistsError(f"{folder} cannot be overwritten", [finding])
+
+
+def _locked(folder: Path) -> FolderLock:
+    """The lock of a folder, which is made if it is missing."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return FolderLock.acquire(folder)
+        except FileNotFoundError:
+            continue  # whoever removed a checkpoint there has just removed the folder too
+
+
+def _end_commit(folder: Path) -> None:
+    """Make sure that no commit is there, and that none comes back with a power cut.
+
+    Raises:
+        OSError: if that is not certain: nothing that it commits may be deleted then.
+    """
+    (folder / CONFIG_FNAME).unlink(missing_ok=True)
+    local.fsync_folder(folder)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Delete what the last save into a folder created, and the folder if that leaves it empty.
+
+    The commit goes first: a crash in between leaves an uncommitted save.
+
+    Raises:
+        CheckpointExistsError: if a save is writing there.
+        CheckpointingException: if no save of this library noted what it created there.
+        OSError: if the file system fails; what is left is an uncommitted save.
+    """
+    with FolderLock.acquire(folder):
+        names = leftovers(folder)
+        if attempt_of(folder) is None:
+            finding = Finding("nothing says what is ours", path=str(folder / ATTEMPT_NAME))
+            raise CheckpointingException(f"{folder} is not deleted", [finding])
+        _end_commit(folder)
+        clear(folder, names)
+        local.remove(folder / ATTEMPT_NAME, folder)
+    try:
+        folder.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        logger.warning("%s is not empty: it holds files that no save of ours made", folder)

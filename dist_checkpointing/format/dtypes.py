@@ -1,0 +1,132 @@
+"""Element types as torch has them, and the way of bits between torch and numpy.
+
+Bits travel through views: no value is ever converted on its way to or from a file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy.typing as npt
+import torch
+
+from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.format.element_types import ELEMENT_TYPES, DType, from_name, from_zarr_v2
+
+__all__ = [
+    "DTYPES",
+    "DType",
+    "as_numpy",
+    "as_tensor",
+    "fillable",
+    "from_name",
+    "from_torch",
+    "from_zarr_v2",
+    "is_lossless",
+]
+
+# float8_e8m0fnu came with torch 2.7.
+DTYPES = tuple(row for row in ELEMENT_TYPES if hasattr(torch, row.name))
+_BY_TORCH = {row.torch: row for row in DTYPES}
+
+
+def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
+    """The dtype for a torch dtype.
+
+    Raises:
+        InvalidShardingError: if no checkpoint format of ours can hold it.
+    """
+    try:
+        return _BY_TORCH[dtype]
+    except KeyError:
+        finding = Finding(
+            problem="this dtype cannot be stored",
+            key=key,
+            expected=", ".join(row.name for row in DTYPES),
+            found=str(dtype),
+            remedy="Convert the tensor, or wrap it in a ShardedObject.",
+        )
+        raise InvalidShardingError("unsupported dtype", [finding]) from None
+
+
+def is_lossless(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether every value of ``stored``, signed zeros and infinities included, is in ``wanted``.
+
+    numpy's "safe" casting is not that: it lets int64 pass into float64.
+
+    Raises:
+        InvalidShardingError: for a dtype that is not in the table.
+    """
+    source, target = from_torch(stored), from_torch(wanted)
+    if source == target:
+        return True
+    if wanted.is_complex:
+        return is_lossless(stored.to_real(), wanted.to_real())
+    if stored == torch.bool:
+        return target.name != "float8_e8m0fnu"  # which has no zero
+    if wanted.is_floating_point and not stored.is_complex:
+        return _fits_float(stored, wanted)
+    if stored.is_complex or stored.is_floating_point or wanted == torch.bool:
+        return False
+    own, other = torch.iinfo(stored), torch.iinfo(wanted)
+    return other.min <= own.min and own.max <= other.max
+
+
+def _fits_float(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    # The 8-bit floats differ in their special values: nothing fits into them but themselves.
+    if wanted.itemsize == 1:
+        return False
+    target: Any = ml_dtypes.finfo(from_torch(wanted).numpy)  # type: ignore[no-untyped-call]
+    if not stored.is_floating_point:
+        # The most negative integer is a power of two, so the sign costs no precision.
+        bits = torch.iinfo(stored).max.bit_length()
+        return bits <= int(target.nmant) + 1 and bits <= int(target.maxexp)
+    source: Any = ml_dtypes.finfo(from_torch(stored).numpy)  # type: ignore[no-untyped-call]
+    return bool(
+        source.nmant <= target.nmant
+        and float(source.max) <= float(target.max)
+        and float(source.smallest_subnormal) >= float(target.smallest_subnormal)
+    )
+
+
+_BITS_BY_ITEMSIZE = {1: torch.int8, 2: torch.int16}
+_BITS_BY_TORCH = {
+    row.torch: _BITS_BY_ITEMSIZE[row.itemsize] for row in DTYPES if row.bits is not row.numpy
+}
+
+
+def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A numpy array over the memory of a CPU tensor: same shape, same strides, same bits.
+
+    Conjugate or negative views have no such memory and are materialised first.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    dtype = from_torch(tensor.dtype)
+    if dtype.bits is dtype.numpy:
+        return tensor.numpy()
+    array: npt.NDArray[Any] = tensor.view(_BITS_BY_ITEMSIZE[dtype.itemsize]).numpy()
+    return array.view(dtype.numpy)
+
+
+def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] | None:
+    """A numpy array over a destination's own memory, into which bits of ``dtype`` may be put.
+
+    None if they must be copied there by torch: from another device, with a conversion, or because
+    the destination is a conjugate or negative view, whose memory holds other values than it shows.
+    """
+    if destination.dtype is not dtype or destination.device.type != "cpu":
+        return None
+    if destination.is_conj() or destination.is_neg():
+        return None
+    bits = _BITS_BY_TORCH.get(dtype)
+    return destination.numpy() if bits is None else destination.view(bits).numpy()
+
+
+def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor over the memory of a numpy array whose elements have the bits of ``dtype``."""
+    known = from_torch(dtype)
+    return torch.from_numpy(array.view(known.bits)).view(dtype)

@@ -1,0 +1,119 @@
+"""What the last save into a folder was about to create there, and how that is cleared away.
+
+``.dckpt/attempt.json`` names it. Nothing else is deleted, and nothing of it is looked into: it may
+be cut off anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.folder_lock import LOCK_NAME
+from dist_checkpointing.filesystem.own_files import read_own, read_own_start
+from dist_checkpointing.format.removal import REMOVAL_NAME
+
+ATTEMPT_NAME = ".dckpt/attempt.json"
+CONFIG_FNAME = "metadata.json"
+DCP_METADATA_NAME = ".metadata"
+"""Written last by torch DCP, which knows no ``metadata.json``."""
+_MAX_ATTEMPT_BYTES = 1 << 30
+_ATTEMPT_START_BYTES = len('{"attempt":"0123456789abcdef0123456789abcdef"')
+
+
+def _noted(folder: Path) -> tuple[str | None, frozenset[str]]:
+    """Name of the last attempt in a folder, and what it was about to create."""
+    data = read_own(folder / ATTEMPT_NAME, _MAX_ATTEMPT_BYTES)
+    try:
+        content = local.parse_json(data or b"")
+        attempt, names = content["attempt"], content["creates"]
+        if type(attempt) is not str or {type(names), *map(type, names)} - {list, str}:
+            raise TypeError(attempt)
+    except (ValueError, KeyError, TypeError):
+        # Cut off while it was written, by an older version: it had not created anything yet.
+        return None, frozenset()
+    return attempt, frozenset(names)
+
+
+def leftovers(folder: Path) -> frozenset[str]:
+    """What the last save into a folder, committed or not, was about to create in it.
+
+    Raises:
+        CorruptCheckpointError: if that is outside of the folder.
+    """
+    names = _noted(folder)[1]
+    if not all(_is_inside(name) for name in names):
+        path = str(folder / ATTEMPT_NAME)
+        finding = Finding("names a path outside the checkpoint", path=path)
+        raise CorruptCheckpointError("a leftover attempt cannot be cleared away", [finding])
+    return names
+
+
+def attempt_of(folder: Path) -> str | None:
+    """Name of the last save into a folder; None if this library made none there."""
+    return _noted(folder)[0]
+
+
+def number_of_save(checkpoint_dir: str | os.PathLike[str]) -> int:
+    """A number that tells the saves into one folder apart; 0 if this library made none there."""
+    start = read_own_start(Path(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
+    return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
+
+
+def is_in_attempt(folder: Path, attempt: str) -> bool:
+    """Whether the last save that began in a folder is this one."""
+    start = read_own_start(folder / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
+    return start == f'{{"attempt":"{attempt}"'.encode()
+
+
+def clear(folder: Path, names: Iterable[str]) -> None:
+    """Delete what an attempt created, and what speaks of it."""
+    clear_temporaries(folder)
+    for name in sorted({*names, REMOVAL_NAME}):
+        local.remove(folder / name, folder)
+
+
+def clear_temporaries(folder: Path) -> None:
+    """Delete what saves and removals left that were killed while they wrote a file.
+
+    For a process that has the lock of the folder.
+    """
+    names = {*leftovers(folder), ATTEMPT_NAME, REMOVAL_NAME, DCP_METADATA_NAME}
+    for path in local.temporaries(names, folder):
+        local.remove(path, folder)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is that of something in the checkpoint, and not of all of it."""
+    path = Path(name)
+    whole = not path.parts or path.as_posix() in (".dckpt", ATTEMPT_NAME, LOCK_NAME)
+    return not whole and not path.is_absolute() and ".." not in path.parts
+
+
+def refuse_foreign(folder: Path, names: Iterable[str], left: frozenset[str]) -> None:
+    """Refuse to write over what no save of ours made.
+
+    Raises:
+        CheckpointExistsError: naming all of it.
+    """
+    foreign = {n for n in names if n not in left and local.is_there(folder / n)} - {CONFIG_FNAME}
+    # What is written below a link would lie outside of the checkpoint.
+    above = {parent for n in names for parent in Path(n).parents}
+    links = {p.as_posix() for p in above if p.parts and (folder / p).is_symlink()} - left
+    findings = [
+        Finding(
+            "is a link, and no unfinished save of ours made it"
+            if name in links
+            else "exists, and no unfinished save of ours made it",
+            path=str(folder / name),
+            remedy="Save into an empty folder.",
+        )
+        for name in sorted(foreign | links)
+    ]
+    if findings:
+        raise CheckpointExistsError(f"{folder} is not empty", findings)

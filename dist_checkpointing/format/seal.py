@@ -1,0 +1,387 @@
+"""The seal: what the files of a checkpoint are, written just before the commit.
+
+It names the save, every file with its size, and a digest of each file that is not tensor data. The
+data is covered by the tables of checksums, which the seal covers. A file that the seal does not
+name is not part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.folder_lock import LOCK_NAME
+from dist_checkpointing.format.commit import CheckpointingConfig, read_config
+from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, attempt_of, leftovers
+from dist_checkpointing.format.removal import REMOVAL_NAME
+
+SEAL_NAME: Final = ".dckpt/seal.json"
+FORMAT: Final = "dist_checkpointing.seal"
+FORMAT_MINOR: Final = 0
+_UNSEALED_NAMES: Final = frozenset({CONFIG_FNAME, SEAL_NAME, REMOVAL_NAME})
+"""Written after the seal. What ``metadata.json`` says stands in the seal itself."""
+VISIBLE_SECONDS: Final = 30.0
+"""How long a file may take to be seen by another machine of a network file system."""
+_MAX_SEAL_BYTES: Final = 1 << 31
+_READ_BYTES: Final = 1 << 22
+_MAX_DIGESTED_BYTES: Final = 1 << 26
+"""A larger file that no rank reported is tensor data of somebody else's strategy."""
+_MOST_FINDINGS: Final = 1000
+_CHECKSUM_BYTES: Final = len('{"checksum":"0123456789abcdef0123456789abcdef",')
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFile:
+    """A file as it was written.
+
+    Attributes:
+        name: path relative to the checkpoint, with ``/``.
+        num_bytes: size.
+        digest: xxh3_128 of the content in hex; None for tensor data, which the tables of checksums
+            cover.
+    """
+
+    name: str
+    num_bytes: int
+    digest: str | None = None
+
+    @classmethod
+    def of_bytes(cls, name: str, data: bytes) -> SealedFile:
+        """The file that has this content."""
+        return cls(name, len(data), xxhash.xxh3_128_hexdigest(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What is known of a checkpoint's files.
+
+    Attributes:
+        attempt: name of the save.
+        config: what ``metadata.json`` says.
+        files: every file, by name.
+        tables: name of each table of checksums -> first and last key in it.
+        is_open: whether tensors are being removed, or a removal was cut off. Nothing can be said
+            about the files then.
+    """
+
+    attempt: str
+    config: Mapping[str, Any]
+    files: Mapping[str, SealedFile]
+    tables: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    is_open: bool = False
+
+    def tables_with(self, keys: Collection[str]) -> list[str]:
+        """The tables that may speak of some of these keys."""
+        wanted = sorted(keys)
+        found = []
+        for name, (first, last) in self.tables.items():
+            position = bisect_left(wanted, first)
+            if position < len(wanted) and wanted[position] <= last:
+                found.append(name)
+        return found
+
+    def to_json(self) -> bytes:
+        """The bytes of the seal file."""
+        files = sorted(self.files.values(), key=lambda file: file.name)
+        content = {
+            "format": FORMAT,
+            "format_minor": FORMAT_MINOR,
+            "attempt": self.attempt,
+            "config": dict(self.config),
+            "files": [file.name for file in files],
+            "sizes": [file.num_bytes for file in files],
+            "digests": [file.digest for file in files],
+            "tables": {name: list(keys) for name, keys in self.tables.items()},
+            "is_open": self.is_open,
+        }
+        body = json.dumps(content, separators=(",", ":")).encode()
+        return b'{"checksum":"%s",' % xxhash.xxh3_128_hexdigest(body).encode() + body[1:]
+
+    @classmethod
+    def from_json(cls, data: bytes, path: str = SEAL_NAME) -> Seal:
+        """Read and check the bytes of a seal file.
+
+        Raises:
+            CorruptCheckpointError: if they are not one.
+        """
+        try:
+            content = local.parse_json(data)
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                raise ValueError("not a seal of dist_checkpointing")
+            body = b"{" + data[_CHECKSUM_BYTES:]
+            if content.get("checksum") != xxhash.xxh3_128_hexdigest(body):
+                raise ValueError("the checksum of the seal differs")
+            columns = (content["files"], content["sizes"], content["digests"])
+            files = {
+                str(name): SealedFile(str(name), int(size), None if d is None else str(d))
+                for name, size, d in zip(*columns, strict=True)
+            }
+            tables = {str(name): (str(a), str(b)) for name, (a, b) in content["tables"].items()}
+            config = dict(content["config"])
+            return cls(str(content["attempt"]), config, files, tables, bool(content["is_open"]))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            finding = Finding(
+                f"{type(error).__name__}: {error}",
+                path=path,
+                remedy="Use another checkpoint, or load without verify.",
+            )
+            raise CorruptCheckpointError("the seal of the checkpoint is damaged", [finding]) from (
+                error
+            )
+
+
+def read_seal(folder: Path) -> Seal | None:
+    """The seal of a checkpoint; None if it was written without one.
+
+    Raises:
+        CorruptCheckpointError: if it is damaged, or is lost.
+        OSError: if it cannot be read.
+    """
+    path = folder / SEAL_NAME
+    if local.is_file(path):
+        return Seal.from_json(local.read_bytes(path, _MAX_SEAL_BYTES), str(path))
+    if SEAL_NAME in leftovers(folder):
+        remedy = "Use another checkpoint, or load without verify."
+        finding = Finding("the seal is missing", path=str(path), remedy=remedy)
+        raise CorruptCheckpointError("the seal of the checkpoint is lost", [finding])
+    return None
+
+
+def write_seal(
+    folder: Path,
+    config: CheckpointingConfig,
+    reported: Iterable[SealedFile],
+    *,
+    tables: Mapping[str, tuple[str, str]],
+    created: Collection[str] | None,
+    durability: local.Durability,
+) -> None:
+    """Check that everything is there, and seal it. Called on rank 0 when all ranks have written.
+
+    Args:
+        folder: the checkpoint.
+        config: what will be committed.
+        reported: what the ranks say that they have written.
+        tables: first and last key of each table of checksums.
+        created: files and folders of the save; None for everything in the folder. What is found
+            there and was not reported is sealed too.
+        durability: of the seal.
+
+    Raises:
+        CheckpointingException: if a file that was reported is not here, or has another size.
+    """
+    files: dict[str, SealedFile] = {}
+    for file in reported:
+        # Ranks that write into one file have seen it grow.
+        if file.name not in files or files[file.name].num_bytes < file.num_bytes:
+            files[file.name] = file
+    found = _sizes(folder, created)
+    _require_reported(folder, files, found)
+    for name in found.keys() - files.keys():
+        if _is_unsealed(name):
+            continue
+        is_large = found[name] > _MAX_DIGESTED_BYTES
+        files[name] = SealedFile(name, found[name]) if is_large else _digested(folder, name)
+    attempt = attempt_of(folder) or ""
+    content = Seal(attempt, asdict(config), files, tables).to_json()
+    local.write_atomic(folder / SEAL_NAME, content, durability)
+
+
+def _require_reported(
+    folder: Path, files: Mapping[str, SealedFile], found: Mapping[str, int]
+) -> None:
+    late = [file for file in files.values() if found.get(file.name) != file.num_bytes]
+    deadline = time.monotonic() + VISIBLE_SECONDS
+    pause = 0.01
+    while late and time.monotonic() < deadline:
+        # A network file system may show what another machine has written a little later.
+        late = [file for file in late if _size(folder / file.name) != file.num_bytes]
+        if late:
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
+    if not late:
+        return
+    findings = [
+        Finding(
+            "a rank wrote this file, and rank 0 does not see it as it was written",
+            expected=f"{file.num_bytes} bytes",
+            found="no such file" if size is None else f"{size} bytes",
+            path=str(folder / file.name),
+            remedy="Save to a file system that all ranks share, under the same path on every rank.",
+        )
+        for file in late[:_MOST_FINDINGS]
+        for size in [_size(folder / file.name)]
+    ]
+    raise CheckpointingException("the checkpoint is not complete where rank 0 is", findings)
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if local.is_file(path) else None
+
+
+def _digested(folder: Path, name: str) -> SealedFile:
+    digest, size = xxhash.xxh3_128(), 0
+    with (folder / name).open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+            size += len(data)
+    return SealedFile(name, size, digest.hexdigest())
+
+
+def _sizes(folder: Path, created: Collection[str] | None) -> dict[str, int]:
+    """Size of each file that lies in one of these files and folders, by relative name."""
+    sizes: dict[str, int] = {}
+    roots = [""] if created is None else sorted({*created, ATTEMPT_NAME})
+    for root in roots:
+        path = folder / root
+        if local.is_folder(path):
+            sizes.update(files_below(path, folder))
+        elif local.is_file(path):
+            sizes[root] = path.stat().st_size
+    return sizes
+
+
+def files_below(path: Path, root: Path) -> Iterator[tuple[str, int]]:
+    """Name relative to ``root``, and size, of every regular file below a folder.
+
+    Links are not followed, and are not part of a checkpoint.
+    """
+    for name, size in _entries_below(path, root):
+        if size is not None:
+            yield name, size
+
+
+def _entries_below(path: Path, root: Path) -> Iterator[tuple[str, int | None]]:
+    """All that is not a folder: name relative to ``root``, and size of regular files."""
+    pending = [str(path)]
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                    continue
+                is_file = entry.is_file(follow_symlinks=False)
+                size = entry.stat(follow_symlinks=False).st_size if is_file else None
+                yield os.path.relpath(entry.path, root), size
+
+
+def check_files(seal: Seal, folder: Path, names: Iterable[str]) -> list[Finding]:
+    """What is wrong with some files, by size and digest; nothing if they are as they were sealed.
+
+    Raises:
+        OSError: if a file cannot be read.
+    """
+    findings = []
+    for name in () if seal.is_open else names:
+        sealed = seal.files.get(name)
+        path = str(folder / name)
+        if sealed is None:
+            findings.append(Finding("the seal does not name this file", path=path))
+            continue
+        size = _size(folder / name)
+        if size is None:
+            findings.append(Finding("the file is missing", path=path))
+        elif size != sealed.num_bytes:
+            findings.append(
+                Finding(
+                    "the file has another size",
+                    expected=f"{sealed.num_bytes} bytes",
+                    found=size,
+                    path=path,
+                )
+            )
+        elif sealed.digest is not None:
+            found = _digested(folder, name).digest
+            if found != sealed.digest:
+                problem = "the file is not what was saved: its digest differs"
+                findings.append(Finding(problem, expected=sealed.digest, found=found, path=path))
+    return findings
+
+
+def check_config(seal: Seal, folder: Path) -> list[Finding]:
+    """Whether ``metadata.json`` says what the seal says."""
+    found = asdict(read_config(folder))
+    if found == dict(seal.config):
+        return []
+    path = str(folder / CONFIG_FNAME)
+    problem = "the file is not what was saved"
+    return [Finding(problem, expected=dict(seal.config), found=found, path=path)]
+
+
+def unnamed_files(seal: Seal, folder: Path) -> tuple[list[str], list[str]]:
+    """Files that the seal does not name: in folders of the save, and beside them."""
+    created = leftovers(folder)
+    inside: list[str] = []
+    beside: list[str] = []
+    for name, _ in _entries_below(folder, folder):
+        if name in seal.files or name == ATTEMPT_NAME or _is_unsealed(name):
+            continue
+        ours = name.startswith(".dckpt/") or any(parent in created for parent in _and_parents(name))
+        (inside if ours else beside).append(name)
+    return sorted(inside), sorted(beside)
+
+
+def _is_unsealed(name: str) -> bool:
+    """Whether a file is not part of the checkpoint for good: written later, a lock, or left over.
+
+    What a killed process left half written is named ``.tmp``; the next removal or save deletes it.
+    """
+    return name in _UNSEALED_NAMES or name.startswith(LOCK_NAME) or name.endswith(".tmp")
+
+
+def _and_parents(name: str) -> Sequence[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
+@contextmanager
+def resealing(folder: Path) -> Iterator[None]:
+    """Let the body take tensors out of a sealed checkpoint, and seal what is left.
+
+    While it runs the seal is open, so that a crash in between leaves nothing that looks damaged.
+    """
+    seal = read_seal(folder)
+    if seal is None:
+        yield
+        return
+    before = {name: _identity(folder / name) for name in seal.files}
+    _replace(folder, replace(seal, is_open=True))
+    yield
+    files = {}
+    for name, file in seal.files.items():
+        now = _identity(folder / name)
+        if now is None:
+            continue
+        # What the removal did not touch keeps its digest: damage must not be sealed as it is. Of a
+        # removal that was cut off before nobody knows what it has touched.
+        is_touched = now != before[name] or (seal.is_open and file.digest is not None)
+        files[name] = _digested(folder, name) if is_touched else file
+    created = leftovers(folder) - {CONFIG_FNAME}
+    for name in _sizes(folder, created).keys() - seal.files.keys():
+        if not _is_unsealed(name):
+            files[name] = _digested(folder, name)
+    tables = {name: keys for name, keys in seal.tables.items() if name in files}
+    _replace(folder, replace(seal, files=files, tables=tables, is_open=False))
+
+
+def _replace(folder: Path, seal: Seal) -> None:
+    local.write_atomic(folder / SEAL_NAME, seal.to_json())
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written again."""
+    if not local.is_file(path):
+        return None
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

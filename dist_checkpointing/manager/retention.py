@@ -1,0 +1,77 @@
+"""Which checkpoints of a run are kept; a pure function of their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.format.optimizer_keys import optimizer_prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What retention asks for.
+
+    Attributes:
+        delete: steps to delete, oldest first.
+        strip: steps that shall lose their optimizer state.
+    """
+
+    delete: tuple[int, ...]
+    strip: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """How many checkpoints are kept, and how complete.
+
+    Attributes:
+        keep_last: the newest so many are kept; None for all.
+        keep_every: steps that are multiples of this are kept for good.
+        drop_optimizer_after: what is kept beyond the newest so many loses its optimizer state: it
+            can be evaluated, but training cannot go on from it.
+        optimizer_prefix: keys of optimizer state begin with this; None for what ``dckpt stats``
+            counts as the optimizer's: ``optim.``, ``optimizer.``, ``chained_0.optimizer.`` and the
+            like.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    drop_optimizer_after: int | None = None
+    optimizer_prefix: str | None = None
+
+    def __post_init__(self) -> None:
+        findings = [
+            Finding(f"{name} must be at least 1", found=value)
+            for name in ("keep_last", "keep_every", "drop_optimizer_after")
+            for value in (getattr(self, name),)
+            if value is not None and value < 1
+        ]
+        if self.optimizer_prefix == "":
+            findings.append(Finding("an empty optimizer_prefix would drop every tensor"))
+        if findings:
+            raise CheckpointingException("invalid retention", findings)
+
+    def prefixes(self, keys: Iterable[str]) -> list[str]:
+        """The prefixes of the optimizer state among the keys of a checkpoint; none if it has none.
+
+        Args:
+            keys: of all its tensors.
+        """
+        if self.optimizer_prefix is None:
+            return optimizer_prefixes(keys)
+        found = any(key.startswith(self.optimizer_prefix) for key in keys)
+        return [self.optimizer_prefix] if found else []
+
+    def due(self, steps: Collection[int], protected: Collection[int]) -> Due:
+        """What to do about committed steps, of which the protected ones are never touched."""
+        newest_first = sorted(steps, reverse=True)
+        kept = set(newest_first if self.keep_last is None else newest_first[: self.keep_last])
+        if self.keep_every is not None:
+            kept |= {step for step in steps if step % self.keep_every == 0}
+        kept |= set(steps) & set(protected)
+        complete = set(newest_first)
+        if self.drop_optimizer_after is not None:
+            complete = set(newest_first[: self.drop_optimizer_after]) | set(protected)
+        return Due(tuple(sorted(set(steps) - kept)), tuple(sorted(kept - complete)))

@@ -1,0 +1,116 @@
+"""What a CheckpointManager knows of its folder: one small JSON file, replaced as a whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from dist_checkpointing.errors import CorruptCheckpointError
+from dist_checkpointing.filesystem import local
+
+logger = logging.getLogger(__name__)
+
+RECORD_NAME: Final = "manager.json"
+_FORMAT: Final = 1
+_MAX_BYTES: Final = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What is known of one step.
+
+    Attributes:
+        attempt: name of the save that committed it; None as long as none has.
+        begun: name of the save that has claimed its folder since, and was not seen to commit.
+        verified: whether all of it has been read back and compared.
+        stripped: whether it has lost its optimizer state.
+    """
+
+    attempt: str | None = None
+    verified: bool = False
+    stripped: bool = False
+    begun: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The pointer, and every step that the manager has begun to write.
+
+    Attributes:
+        latest: the newest step that was committed, durably, before this was written.
+        steps: step -> what is known of it.
+    """
+
+    latest: int | None = None
+    steps: dict[int, StepRecord] = field(default_factory=dict)
+
+    def with_step(self, step: int, record: StepRecord) -> RunRecord:
+        """The record with one step replaced."""
+        return replace(self, steps={**self.steps, step: record})
+
+    def without_step(self, step: int) -> RunRecord:
+        """The record without a step."""
+        return replace(self, steps={s: r for s, r in self.steps.items() if s != step})
+
+    @property
+    def last_verified(self) -> int | None:
+        """The newest step that was verified and is complete."""
+        return max(
+            (s for s, r in self.steps.items() if r.verified and not r.stripped), default=None
+        )
+
+
+def read_record(root: Path) -> RunRecord:
+    """The record of a folder; an empty one where there is none, or none that can be read.
+
+    A manager deletes only what its record names, so losing it is safe.
+
+    Raises:
+        OSError: if the file system fails.
+    """
+    path = root / RECORD_NAME
+    try:
+        content = local.parse_json(local.read_bytes(path, _MAX_BYTES))
+        if content["format"] != _FORMAT:
+            raise ValueError(f"format {content['format']!r}")
+        steps = {int(step): StepRecord(**known) for step, known in content["steps"].items()}
+        latest = content["latest"]
+        if not (latest is None or type(latest) is int):
+            raise ValueError(f"latest is {latest!r}")
+        for record in steps.values():
+            flags, names = (record.verified, record.stripped), (record.attempt, record.begun)
+            if any(type(value) is not bool for value in flags):
+                raise ValueError(f"{record!r}")
+            if any(type(value) not in (str, type(None)) for value in names):
+                raise ValueError(f"{record!r}")
+    except (FileNotFoundError, NotADirectoryError):
+        return RunRecord()
+    except (ValueError, KeyError, TypeError, AttributeError, CorruptCheckpointError) as error:
+        logger.warning("%s cannot be read and is not used: %s", path, error)
+        return RunRecord()
+    return RunRecord(latest, steps)
+
+
+def clear_temporaries(root: Path) -> None:
+    """Delete what a killed ``write_record`` has left."""
+    for path in local.temporaries([RECORD_NAME], root):
+        path.unlink()
+
+
+def write_record(record: RunRecord, root: Path, durability: local.Durability) -> None:
+    """Replace the record."""
+    content = {
+        "format": _FORMAT,
+        "latest": record.latest,
+        "steps": {str(step): _as_json(known) for step, known in sorted(record.steps.items())},
+    }
+    root.mkdir(parents=True, exist_ok=True)
+    local.write_atomic(root / RECORD_NAME, json.dumps(content).encode(), durability)
+
+
+def _as_json(known: StepRecord) -> dict[str, object]:
+    # Older versions know no ``begun``, and it is rarely there.
+    return {k: v for k, v in asdict(known).items() if k != "begun" or v is not None}

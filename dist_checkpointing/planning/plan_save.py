@@ -1,0 +1,206 @@
+"""How ranks come to one plan for a save, and when they may use the last one again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.filesystem.paths import check_one_folder
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from dist_checkpointing.planning import LocalPlans, SavePlan, SavePlanner
+from dist_checkpointing.planning.gc_pause import paused_collector
+from dist_checkpointing.planning.layout import Layout
+from dist_checkpointing.planning.packing import pack, unpack_all
+from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
+from dist_checkpointing.validation import check_agreement, check_coverage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedSave:
+    """A save decided to the last chunk, before anything is written.
+
+    Attributes:
+        plan: what this rank writes.
+        index: what the checkpoint will hold.
+        planner: answers for the data of the plan's items.
+        dropped: keys in the state dict that a user's planner left out on purpose.
+        others: the ShardedObjects of all ranks that the storage does not take, sorted by key.
+    """
+
+    plan: SavePlan
+    index: Index
+    planner: SavePlanner
+    dropped: tuple[str, ...] = ()
+    others: ShardTable | None = None
+
+
+class PlanCache:
+    """The plan of the last save, used again as long as nothing about it has changed on any rank.
+
+    Whoever saves the same kind of state many times owns one, and passes it to every save. What
+    counts is what the plan was made of: keys, shapes, dtypes, offsets, replica ids and order of all
+    sharded leaves, the layout, the planner and the ranks. It is compared in full, not by a hash,
+    and one difference on one rank makes all ranks plan anew. Values do not count, and none is kept.
+    """
+
+    def __init__(self) -> None:
+        self._description: object = None
+        self._number: int | None = None
+        self._plan: tuple[SavePlan, Index, tuple[str, ...], ShardTable | None] | None = None
+
+    def number_of(self, description: object) -> int | None:
+        """A number that all ranks share if their plans belong together; None for a plan anew."""
+        return self._number if self._description == description else None
+
+    def plan_for(self, planner: SavePlanner) -> PlannedSave:
+        """The plan, for a planner that has been told the leaves."""
+        assert self._plan is not None
+        plan, index, dropped, others = self._plan
+        return PlannedSave(plan, index, planner, dropped, others)
+
+    def keep(self, description: object, planned: PlannedSave, number: int) -> None:
+        """Remember a plan and what it was made of, but not the planner, which knows the leaves."""
+        self._description, self._number = description, number
+        self._plan = planned.plan, planned.index, planned.dropped, planned.others
+
+
+def plan_save(
+    leaves: Leaves,
+    planner: SavePlanner,
+    layout: Layout,
+    comm: Comm,
+    *,
+    cache: PlanCache | None = None,
+    others: Iterable[ShardedBase] = (),
+    folder: Path | None = None,
+) -> PlannedSave:
+    """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
+
+    Args:
+        leaves: of this rank, for the storage.
+        planner: decides what is written.
+        layout: how the storage wants tensors cut up.
+        comm: the ranks that save together.
+        cache: the last plan, to be used again if nothing has changed.
+        others: leaves of this rank that are saved in another way, and only checked here.
+        folder: of the checkpoint, which all ranks must name alike.
+
+    Raises:
+        CheckpointingException: on every rank, if they name different folders.
+        InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
+            tensor exactly once.
+    """
+    others = list(others)
+    description, number = None, None
+    if cache is not None and planner.settings is not None:
+        description = (type(planner), planner.settings, layout, comm.rank, comm.world_size)
+        with paused_collector():
+            rows = _described(itertools.chain(leaves.values(), others))
+            description = (*description, len(leaves), *rows)
+        number = cache.number_of(description)
+    place = "" if folder is None else str(folder.absolute())
+    # Ranks that name different folders bring different numbers, and then exchange the names.
+    named = None if number is None else number ^ (xxhash.xxh3_64_intdigest(place.encode()) >> 2)
+    if comm.all_same(named):
+        assert cache is not None
+        with comm.agreed("planning the save"), paused_collector():
+            planner.configure_planner(
+                leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
+            )
+        return cache.plan_for(planner)
+
+    @paused_collector()
+    def local_plan() -> tuple[SavePlan | None, bytes, bytes, str]:
+        planner.configure_planner(
+            leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
+        )
+        plan = planner.build_local_plan()
+        # Most planners bring nothing but the table, and thousands of ranks do so.
+        own_data = (plan.storage_data, plan.planner_data)
+        bare = type(plan) is SavePlan and own_data == (None, None)
+        rest = None if bare else replace(plan, table=plan.table.take(slice(0, 0)))
+        return rest, pack(plan.table), pack(describe(others, comm.rank)), place
+
+    exchanged = comm.exchange("planning the save", local_plan)
+    with comm.agreed("planning the save"), paused_collector():
+        # Who brought a plan is who holds its shards, whatever a user's planner put there.
+        plans_of_ranks, packed, packed_others, places = zip(*exchanged, strict=True)
+        check_one_folder(places)
+        local_plans = LocalPlans(
+            SavePlan(table) if plan is None else replace(plan, table=table)
+            for plan, table in zip(plans_of_ranks, unpack_all(packed), strict=True)
+        )
+        catalog = concatenate(unpack_all(packed_others))
+        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
+        plans, index = checked_plans(local_plans, planner)
+        plan = planner.finalize_plan(plans[comm.rank])
+        announced = local_plans.catalog
+        asked = {leaf.key for leaf in leaves.values()}
+        dropped = tuple(sorted(asked - {announced.names[k] for k in np.unique(announced.keys)}))
+        planned = PlannedSave(plan, index, planner, dropped, catalog)
+        if cache is not None and description is not None:
+            digest = xxhash.xxh3_64()
+            for data in (*packed, *packed_others):
+                digest.update(data)
+            cache.keep(description, planned, digest.intdigest() >> 2)
+    return planned
+
+
+def checked_plans(
+    local_plans: LocalPlans, planner: SavePlanner
+) -> tuple[Sequence[SavePlan], Index]:
+    """What all ranks write of what they announce, and what the checkpoint then holds.
+
+    Raises:
+        InvalidShardingError: if ranks contradict each other about a tensor, or what is written is
+            not each of its elements exactly once.
+    """
+    announced = local_plans.catalog
+    check_agreement(announced)
+    plans, index = planner.build_global_plan(local_plans)
+    check_coverage(announced, concatenate([plan.table for plan in plans]))
+    return plans, index
+
+
+_FIELDS = attrgetter(
+    "key",
+    "dtype",
+    "local_shape",
+    "global_shape",
+    "global_offset",
+    "axis_fragmentations",
+    "replica_id",
+    "prepend_axis_num",
+    "allow_shape_mismatch",
+    "flattened_range",
+)
+
+
+def _described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
+    """Everything about the leaves that a plan depends on, as values that nobody can change."""
+    for leaf in leaves:
+        data = leaf.data
+        if isinstance(leaf, ShardedTensor):
+            row = _FIELDS(leaf)
+            if isinstance(data, torch.Tensor):
+                row += (data.dtype, data.shape)
+        elif isinstance(leaf, ShardedObject):
+            row = (leaf.key, leaf.global_shape, leaf.global_offset, leaf.replica_id)
+        else:
+            row = (object(),)  # equal to nothing: let the planner say what is wrong with it
+        yield (
+            tuple(tuple(v) if type(v) is list else v for v in row)
+            if list in map(type, row)
+            else row
+        )

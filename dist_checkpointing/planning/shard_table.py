@@ -1,0 +1,299 @@
+"""The table of shards: what every rank holds, as columns, without the data.
+
+One row is one shard. A rank describes its own leaves once; the tables of all ranks together are the
+catalog, on which everything that concerns all ranks (coverage, layout, who writes what) is array
+arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.element_types import ELEMENT_TYPES
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+
+OBJECT = "object"
+"""Stands in the dtype column for a ShardedObject."""
+
+_ITEMSIZES = {row.name: row.itemsize for row in ELEMENT_TYPES}
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Integers = Int32s | Int64s
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardTable:
+    """Shards as columns; row ``i`` of every array describes shard ``i``.
+
+    Shapes and offsets are padded to the largest number of axes: shapes with 1, offsets with 0.
+
+    Attributes:
+        names: the distinct keys and dtype names; ``keys`` and ``dtypes`` are positions in it.
+        keys: position of the key in ``names``.
+        dtypes: position of the dtype name in ``names`` (``"object"`` for objects).
+        ndim: number of global axes.
+        global_shapes: ``[rows, axes]``; for objects the grid of cells.
+        offsets: ``[rows, axes]``, first element of the shard's box.
+        shapes: ``[rows, axes]``, shape of the shard's box.
+        flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
+        main: whether this is the main replica.
+        sources: which leaf of its rank this is, in flattening order.
+        ranks: which rank holds it.
+    """
+
+    names: tuple[str, ...]
+    keys: Int32s
+    dtypes: Int32s
+    ndim: Int32s
+    global_shapes: Int64s
+    offsets: Int64s
+    shapes: Int64s
+    flat: Int64s
+    main: Bools
+    sources: Int32s
+    ranks: Int32s
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def max_ndim(self) -> int:
+        """Number of columns of the padded arrays."""
+        return int(self.global_shapes.shape[1])
+
+    def take(self, rows: Any) -> ShardTable:
+        """The table of some rows, by mask or positions."""
+        columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "names"}
+        return replace(self, **columns)
+
+    def followed_by(self, other: ShardTable) -> ShardTable:
+        """This table and more rows, which must use the same names."""
+        assert self.names == other.names
+        columns: dict[str, Any] = {
+            f.name: np.concatenate([getattr(self, f.name), getattr(other, f.name)])
+            for f in fields(self)
+            if f.name != "names"
+        }
+        return replace(self, **columns)
+
+    @property
+    def key_column(self) -> list[str]:
+        """Key of every row."""
+        return [self.names[position] for position in self.keys.tolist()]
+
+    @property
+    def dtype_column(self) -> list[str]:
+        """Dtype name of every row."""
+        return [self.names[position] for position in self.dtypes.tolist()]
+
+    @property
+    def global_shape_column(self) -> list[Ints]:
+        """Global shape of every row."""
+        rows = zip(self.global_shapes.tolist(), self.ndim.tolist(), strict=True)
+        return [tuple(shape[:ndim]) for shape, ndim in rows]
+
+    @property
+    def num_bytes(self) -> Int64s:
+        """Bytes that each row holds; 0 for objects."""
+        itemsizes = [_ITEMSIZES.get(name, 0) for name in self.names]
+        return self.num_elements * np.array(itemsizes, dtype=np.int64)[self.dtypes]
+
+    def padded(self, rows: Sequence[Sequence[int]], fill: int) -> Int64s:
+        """One row of numbers for each row of the table, as wide as its shapes."""
+        ndim = np.array([len(row) for row in rows], dtype=np.int32)
+        narrow = _padded(rows, ndim, fill)
+        return np.pad(narrow, ((0, 0), (0, self.max_ndim - narrow.shape[1])), constant_values=fill)
+
+    def key(self, row: int) -> str:
+        """Key of a row."""
+        return self.names[int(self.keys[row])]
+
+    def dtype(self, row: int) -> str:
+        """Dtype name of a row."""
+        return self.names[int(self.dtypes[row])]
+
+    def global_shape(self, row: int) -> Ints:
+        """Global shape of a row."""
+        return tuple(self.global_shapes[row, : self.ndim[row]].tolist())
+
+    def box(self, row: int) -> Box:
+        """Box of a row."""
+        ndim = self.ndim[row]
+        return Box(
+            tuple(self.offsets[row, :ndim].tolist()), tuple(self.shapes[row, :ndim].tolist())
+        )
+
+    def flat_range(self, row: int) -> tuple[int, int] | None:
+        """Flattened range of a row."""
+        start, stop = self.flat[row].tolist()
+        return None if start < 0 else (start, stop)
+
+    @property
+    def is_object(self) -> Bools:
+        """Which rows are objects."""
+        if OBJECT not in self.names:
+            return np.zeros(len(self), dtype=np.bool_)
+        mask: Bools = self.dtypes == self.names.index(OBJECT)
+        return mask
+
+    @property
+    def num_elements(self) -> Int64s:
+        """Elements that each row holds (the range only, if flattened)."""
+        boxes = self.shapes.prod(axis=1)
+        return np.where(self.flat[:, 0] >= 0, self.flat[:, 1] - self.flat[:, 0], boxes)
+
+
+class TableRows:
+    """Rows on their way into a table."""
+
+    def __init__(self) -> None:
+        self._positions: dict[str, int] = {}
+        self._columns: tuple[list[Any], ...] = ([], [], [], [], [], [], [], [])
+
+    def add(
+        self,
+        *,
+        key: str,
+        dtype: str,
+        global_shape: Ints,
+        offset: Ints,
+        shape: Ints,
+        flat: tuple[int, int] | None,
+        main: bool,
+        source: int,
+    ) -> None:
+        """Add a shard; see the attributes of ShardTable."""
+        position = self._positions.setdefault
+        keys, types, global_shapes, offsets, shapes, flats, mains, sources = self._columns
+        keys.append(position(key, len(self._positions)))
+        types.append(position(dtype, len(self._positions)))
+        global_shapes.append(global_shape)
+        offsets.append(offset)
+        shapes.append(shape)
+        flats.append(flat or (-1, -1))
+        mains.append(main)
+        sources.append(source)
+
+    def table(self, rank: int) -> ShardTable:
+        """All of them as the table of a rank."""
+        keys, types, global_shapes, offsets, shapes, flats, mains, sources = self._columns
+        ndim = np.array([len(shape) for shape in global_shapes], dtype=np.int32)
+        return ShardTable(
+            names=tuple(self._positions),
+            keys=np.array(keys, dtype=np.int32),
+            dtypes=np.array(types, dtype=np.int32),
+            ndim=ndim,
+            global_shapes=_padded(global_shapes, ndim, 1),
+            offsets=_padded(offsets, ndim, 0),
+            shapes=_padded(shapes, ndim, 1),
+            flat=np.array(flats, dtype=np.int64).reshape(len(keys), 2),
+            main=np.array(mains, dtype=np.bool_),
+            sources=np.array(sources, dtype=np.int32),
+            ranks=np.full(len(keys), rank, dtype=np.int32),
+        )
+
+
+def _padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
+    """Ragged rows as one array."""
+    width = int(ndim.max(initial=0))
+    padded = np.full((len(rows), width), fill, dtype=np.int64)
+    inside = np.arange(width) < ndim[:, None]
+    padded[inside] = [number for row in rows for number in row]
+    return padded
+
+
+def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
+    """The table of this rank's tensors and objects, in the given order.
+
+    Raises:
+        InvalidShardingError: for a leaf whose fields contradict each other (they are mutable, so
+            they are checked again here), a dtype that cannot be stored or an empty key.
+    """
+    findings: list[Finding] = []
+    rows = TableRows()
+    for source, leaf in enumerate(leaves):
+        try:
+            _add(rows, leaf, source)
+        except InvalidShardingError as error:
+            findings += error.findings
+    if findings:
+        raise InvalidShardingError("the sharded state dict is invalid", findings)
+    return rows.table(rank)
+
+
+def _add(rows: TableRows, leaf: ShardedBase, source: int) -> None:
+    key: object = leaf.key
+    if not isinstance(key, str) or not key:
+        finding = Finding("a key must be a string that is not empty", found=repr(key))
+        raise InvalidShardingError("invalid key", [finding])
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:
+        finding = Finding(f"a key must be text that UTF-8 can hold: {error}", found=repr(key))
+        raise InvalidShardingError("invalid key", [finding]) from error
+    leaf.validate_metadata_integrity()
+    main = is_main_replica(leaf.replica_id)
+    if isinstance(leaf, ShardedTensor):
+        rows.add(
+            key=key,
+            dtype=dtypes.from_torch(leaf.dtype, key=key).name,
+            global_shape=tuple(leaf.global_shape),
+            offset=tuple(leaf.global_offset),
+            shape=(1,) * leaf.prepend_axis_num + tuple(leaf.local_shape),
+            flat=leaf.flat_range,
+            main=main,
+            source=source,
+        )
+    elif isinstance(leaf, ShardedObject):
+        rows.add(
+            key=key,
+            dtype=OBJECT,
+            global_shape=tuple(leaf.global_shape),
+            offset=tuple(leaf.global_offset),
+            shape=(1,) * len(leaf.global_shape),
+            flat=None,
+            main=main,
+            source=source,
+        )
+    else:
+        finding = Finding("cannot be described", key, found=type(leaf).__name__)
+        raise InvalidShardingError("unknown kind of sharded leaf", [finding])
+
+
+def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
+    """All rows of all tables in one, sorted by key name, then as given."""
+    tables = [table for table in tables if len(table)] or tables[:1]
+    names = sorted(
+        {name for table in {id(t.names): t for t in tables}.values() for name in table.names}
+    )
+    position = {name: i for i, name in enumerate(names)}
+    width = max((table.max_ndim for table in tables), default=0)
+    translation: dict[int, Int32s] = {}
+    columns: dict[str, list[Any]] = {f.name: [] for f in fields(ShardTable) if f.name != "names"}
+    for table in tables:
+        new = translation.get(id(table.names))
+        if new is None:
+            moved = [position[name] for name in table.names]
+            new = translation[id(table.names)] = np.array(moved, dtype=np.int32)
+        for name, parts in columns.items():
+            column = getattr(table, name)
+            if name in ("keys", "dtypes"):
+                column = new[column] if len(column) else column
+            elif name in ("global_shapes", "offsets", "shapes") and column.shape[1] != width:
+                fill = 0 if name == "offsets" else 1
+                pad = ((0, 0), (0, width - column.shape[1]))
+                column = np.pad(column, pad, constant_values=fill)
+            parts.append(column)
+    merged = ShardTable(tuple(names), **{n: np.concatenate(p) for n, p in columns.items()})
+    order = np.argsort(merged.keys, kind="stable")
+    return merged.take(order)

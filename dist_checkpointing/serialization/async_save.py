@@ -1,0 +1,115 @@
+"""async_save: one call, with the saver that this process keeps for its ranks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from os import PathLike
+from typing import Any, Final, Literal
+
+from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.mapping import ShardedStateDict
+from dist_checkpointing.serialization.async_saver import AsyncSaver, Capture
+from dist_checkpointing.serialization.save_handle import SaveHandle
+from dist_checkpointing.storage.progress import ProgressCallback
+from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
+from dist_checkpointing.strategies.selection import Selection
+
+_KEPT_AS: Final = "async saver"
+_EXIT_PATIENCE_SECONDS: Final = 1.0
+
+_kept: weakref.WeakKeyDictionary[AsyncSaver, int] = weakref.WeakKeyDictionary()
+"""Savers to close, and the process that made each."""
+
+
+def async_save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[SaveShardedStrategy] = None,
+    common_strategy: Selection[SaveCommonStrategy] = None,
+    *,
+    saver: AsyncSaver | None = None,
+    step: int | None = None,
+    capture: Capture = "copy",
+    detect_changes: Literal["versions", "contents"] = "versions",
+    validate_access_integrity: bool = True,
+    content_metadata: dict[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+    comm: Comm | None = None,
+    trusted: bool = False,
+) -> SaveHandle:
+    """Save like ``save``, but write behind the training. Collective.
+
+    Args:
+        sharded_state_dict: see ``save``.
+        checkpoint_dir: see ``save``.
+        sharded_strategy: see ``save``. A strategy of a third party runs in the thread as a whole,
+            and must not use the process groups of the training there.
+        common_strategy: see ``save``.
+        saver: has buffers, plans and the ranks' own channel; by default one with the default
+            options, which this process makes on the first call for a set of ranks and keeps until
+            it ends. A save waits for the one before it with the same saver. Threads take turns, in
+            the same order on all ranks.
+        step: what the save is for; all ranks must name the same.
+        capture: ``"copy"`` copies everything before it returns: the state may be changed at once.
+            ``"background"`` returns before the copy is made: nothing of the state may change
+            before ``handle.captured`` is set.
+        detect_changes: with ``capture="background"``, how a change that came too early is noticed,
+            which makes the save fail: by torch's own count of in-place operations, or also (slow,
+            for debugging) by comparing all contents.
+        validate_access_integrity: see ``save``.
+        content_metadata: see ``save``.
+        overwrite: see ``save``.
+        progress: see ``save``.
+        comm: see ``save``; not together with ``saver``, which has its own.
+        trusted: see ``save``.
+
+    Returns:
+        A handle. The checkpoint exists once its ``result()`` returns, and not before.
+
+    Raises:
+        CheckpointingException: what ``save`` raises before it writes; later errors are raised by
+            the handle, and by the next save of the same ``saver``, on all ranks.
+        ValueError: for a choice that does not exist, or ``comm`` together with ``saver``.
+    """
+    if saver is not None and comm is not None:
+        raise ValueError("the saver has its own comm")
+    saver = _saver_for(default_comm() if comm is None else comm) if saver is None else saver
+    return saver.save(
+        sharded_state_dict,
+        checkpoint_dir,
+        sharded_strategy,
+        common_strategy,
+        step=step,
+        capture=capture,
+        detect_changes=detect_changes,
+        validate_access_integrity=validate_access_integrity,
+        content_metadata=content_metadata,
+        overwrite=overwrite,
+        progress=progress,
+        trusted=trusted,
+    )
+
+
+def _saver_for(comm: Comm) -> AsyncSaver:
+    """The saver that is kept for these ranks."""
+    # One lock a process and rank: ranks may be threads, and making a saver is collective.
+    lock = comm.kept.setdefault(f"{_KEPT_AS}: lock of {os.getpid()}", threading.Lock())
+    with lock:
+        saver: AsyncSaver | None = comm.kept.get(_KEPT_AS)
+        if saver is None or not saver.is_here:
+            saver = comm.kept[_KEPT_AS] = AsyncSaver(comm=comm)
+            _kept[saver] = os.getpid()
+        saver.talk_over(comm)
+    return saver
+
+
+@atexit.register
+def _close_kept() -> None:
+    # Saves under way have been waited for by now, see ``background``.
+    for saver, owner in list(_kept.items()):
+        if owner == os.getpid():  # and not one forked from it, which has none of its threads
+            saver.close_alone(_EXIT_PATIENCE_SECONDS)

@@ -1,0 +1,384 @@
+"""load: open, index, partition, compare, plan, read, rebuild."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+
+from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
+from dist_checkpointing.format.commit import CheckpointingConfig, number_of_save, read_config
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.seal import read_seal
+from dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+)
+from dist_checkpointing.mapping.nesting import Path as TreePath
+from dist_checkpointing.mapping.nesting import value_at
+from dist_checkpointing.mapping.partition import Partition, partition
+from dist_checkpointing.planning.gc_pause import paused_collector
+from dist_checkpointing.planning.shard_table import concatenate, describe
+from dist_checkpointing.storage import StorageReader
+from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    PlannedLoadStrategy,
+)
+from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.selection import Selection, handles_objects, select
+from dist_checkpointing.strategies.verification import Wanted, verify_wanted
+from dist_checkpointing.validation import StrictHandling, check_coverage, parse_strict_flag
+from dist_checkpointing.validation.compare import (
+    Cast,
+    StoredTensors,
+    compare,
+    handle_strictly,
+    with_memory,
+)
+from dist_checkpointing.validation.unwrapped import check_filled, refuse_distributed
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStrategies:
+    """The strategies that read one checkpoint."""
+
+    config: CheckpointingConfig
+    sharded: LoadShardedStrategy
+    common: LoadCommonStrategy
+
+
+def open_checkpoint(
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[LoadShardedStrategy] = None,
+    common_strategy: Selection[LoadCommonStrategy] = None,
+) -> LoadStrategies:
+    """Find the strategies for a committed checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: if there is none.
+        StrategyNotFoundError: if nobody reads its backend.
+        UnsupportedFormatError: if the strategy that the caller asked for does not.
+    """
+    config = read_config(checkpoint_dir)
+    backend, version = config.sharded_backend, config.sharded_backend_version
+    sharded: LoadShardedStrategy = select(
+        StrategyAction.LOAD_SHARDED, sharded_strategy, (backend, version)
+    )
+    sharded.check_backend_compatibility(backend)
+    sharded.check_version_compatibility(version)
+    sharded = sharded.for_format(backend, version)
+    return LoadStrategies(config, sharded, common_reader(config, common_strategy))
+
+
+def common_reader(
+    config: CheckpointingConfig, common_strategy: Selection[LoadCommonStrategy] = None
+) -> LoadCommonStrategy:
+    """The strategy for the common state alone, which needs no sharded backend.
+
+    Raises:
+        StrategyNotFoundError: if nobody reads it.
+        UnsupportedFormatError: if the strategy that the caller asked for does not.
+    """
+    backend, version = config.common_backend, config.common_backend_version
+    common: LoadCommonStrategy = select(
+        StrategyAction.LOAD_COMMON, common_strategy, (backend, version)
+    )
+    common.check_backend_compatibility(backend)
+    common.check_version_compatibility(version)
+    return common
+
+
+_ReturningFlag = Literal[
+    StrictHandling.RETURN_UNEXPECTED,
+    StrictHandling.RETURN_ALL,
+    "return_unexpected",
+    "return_all",
+]
+
+
+@overload
+def load(  # type: ignore[overload-overlap]  # any other flag returns one value
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[LoadShardedStrategy] = ...,
+    common_strategy: Selection[LoadCommonStrategy] = ...,
+    validate_access_integrity: bool = ...,
+    *,
+    strict: _ReturningFlag,
+    comm: Comm | None = ...,
+    cast: Cast = ...,
+    trusted: bool = ...,
+    verify: bool = ...,
+    progress: ProgressCallback | None = ...,
+) -> tuple[StateDict, set[str], set[str]]: ...
+
+
+@overload
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[LoadShardedStrategy] = ...,
+    common_strategy: Selection[LoadCommonStrategy] = ...,
+    validate_access_integrity: bool = ...,
+    strict: StrictHandling | str = ...,
+    *,
+    comm: Comm | None = ...,
+    cast: Cast = ...,
+    trusted: bool = ...,
+    verify: bool = ...,
+    progress: ProgressCallback | None = ...,
+) -> StateDict: ...
+
+
+def load(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[LoadShardedStrategy] = None,
+    common_strategy: Selection[LoadCommonStrategy] = None,
+    validate_access_integrity: bool = False,
+    strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    comm: Comm | None = None,
+    cast: Cast = "error",
+    trusted: bool = False,
+    verify: bool = False,
+    progress: ProgressCallback | None = None,
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
+    """Load what a template asks for, however it was sharded when it was saved. Collective.
+
+    The template itself is not changed, but tensors in it are filled in place, on their device;
+    memory is allocated (on the CPU) only where data is None. Everything that does not fit is found
+    before the first byte is read.
+
+    Args:
+        sharded_state_dict: sharded leaves say what is wanted; of other values those of the
+            checkpoint are returned, and tensors among them must have one there.
+        checkpoint_dir: a committed checkpoint.
+        sharded_strategy: backend name (that of the checkpoint means the version which the
+            checkpoint has, any other its newest), (name, version), or a strategy; by default the
+            one that the checkpoint names.
+        common_strategy: likewise, for common state.
+        validate_access_integrity: also demand that the shards of all ranks make up each global
+            tensor exactly once. Without it a template may be partial or overlap.
+        strict: what to do about keys that only one side has; see StrictHandling.
+        comm: the ranks that load together; by default all of torch.distributed, or this process.
+        cast: what to do where stored and wanted dtype differ: raise ("error"), convert if no
+            value can change ("widen"), or convert always ("any").
+        trusted: unpickle anything in common state and objects. Lets the checkpoint run any code.
+        verify: first read everything that is wanted once more and compare it with the seal and the
+            checksums of the save. What they do not speak of is an error. A checkpoint without a
+            seal is verified as far as its checksums go, with a warning.
+        progress: called with a Progress, from any thread, whenever there is something to report.
+
+    Returns:
+        The state dict, nested as the template, with all common state of the checkpoint. With a
+        RETURN flag of ``strict``: (state dict, missing keys, unexpected keys).
+
+    Raises:
+        CheckpointNotFoundError: nothing is committed there.
+        InvalidShardingError: the template holds sharded tensors of torch that are not wrapped.
+        StateMismatchError: keys, shapes, dtypes or nesting differ; all findings at once. Also if
+            a tensor of the template would be left as it is.
+        CorruptCheckpointError: something the checkpoint says it holds is missing or damaged.
+        UnsupportedFormatError: a format or a pickled class that is not read; a URL for a path.
+        StrategyNotFoundError: the backend is unknown here.
+        RankFailedError: anything else that failed, on the ranks it names.
+        ValueError: for a ``strict`` or ``cast`` that does not exist.
+    """
+    comm = default_comm() if comm is None else comm
+    meter = Meter("load", comm.rank, progress)
+    flag = parse_strict_flag(strict)
+    if cast not in ("error", "widen", "any"):
+        raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
+    with meter.phase("planning"), comm.agreed("opening the checkpoint"):
+        checkpoint_dir = local_folder(checkpoint_dir)
+        save_number = number_of_save(checkpoint_dir)
+        found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
+        if trusted:
+            found = replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
+        parts = _take_apart(sharded_state_dict)
+        common = found.common.load_common(checkpoint_dir)
+    _require_one_save(comm.all_same(save_number), checkpoint_dir)
+    if validate_access_integrity:
+        _check_access(parts, comm)
+
+    reader, index, stored = _read_index(found, checkpoint_dir, comm, is_kept=verify)
+    missing, unexpected = set[str](), set[str]()
+    if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
+        objects = comm.from_rank0(
+            "listing the sharded objects",
+            lambda: {leaf.key for leaf in _stored_objects(found, checkpoint_dir)},
+        )
+        missing, unexpected = handle_strictly(parts, {*stored} | objects, flag, comm)
+    with comm.agreed("comparing template and checkpoint"), paused_collector():
+        wanted = {p: t for p, t in parts.tensors.items() if t.key not in unexpected}
+        own_planner = getattr(found.sharded, "planner", None) is not None
+        compare(wanted, stored, cast, planner_knows_keys=own_planner)
+        check_filled(parts, common, flag)
+        wanted_objects = {p: o for p, o in parts.objects.items() if o.key not in unexpected}
+    # Only now that all ranks agree may a tensor be touched.
+    with comm.agreed("allocating memory"), paused_collector():
+        leaves = _with_memory(wanted, stored, reader, index)
+    if verify:
+        _verify(wanted, wanted_objects, found, checkpoint_dir, index, reader, meter, comm)
+    loaded: dict[TreePath, Any] = {}
+    if handles_objects(found.sharded):
+        leaves |= {path: leaf.without_data() for path, leaf in wanted_objects.items()}
+    else:
+        with comm.agreed("reading the sharded objects"):
+            values = found.common.load_sharded_objects(parts.nested(wanted_objects), checkpoint_dir)
+            loaded = {path: value_at(values, path) for path in wanted_objects}
+    with meter.phase("reading"):
+        if reader is not None:
+            reader.report = meter.add
+            meter.expect(sum(_num_bytes(leaf) for leaf in leaves.values()))
+        loaded |= _read(leaves, found.sharded, reader, index, parts, checkpoint_dir, comm)
+    with comm.agreed("rebuilding the state dict"), paused_collector():
+        _require_one_save(number_of_save(checkpoint_dir) == save_number, checkpoint_dir)
+        state_dict: StateDict = parts.rebuild(common, loaded)
+    meter.log()
+    if StrictHandling.requires_returning_mismatch_keys(flag):
+        return state_dict, missing, unexpected
+    return state_dict
+
+
+def _take_apart(template: ShardedStateDict) -> Partition:
+    parts = partition(template)
+    refuse_distributed(parts, {})
+    return parts
+
+
+def _verify(
+    tensors: Mapping[TreePath, ShardedTensor],
+    objects: Mapping[TreePath, ShardedObject],
+    found: LoadStrategies,
+    folder: Path,
+    index: Index | None,
+    reader: StorageReader | None,
+    meter: Meter,
+    comm: Comm,
+) -> None:
+    wanted = Wanted(list(tensors.values()), list(objects.values()))
+    with meter.phase("verifying"):
+        # One rank reads it, as thousands of ranks would wait for each other at one file.
+        seal = comm.from_rank0("reading the seal", lambda: read_seal(folder))
+        with comm.agreed("verifying checksums"):
+            verify_wanted(wanted, found.sharded, found.common, folder, index, seal, meter, reader)
+
+
+def _require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) -> None:
+    if is_one_save:
+        return
+    finding = Finding(
+        "another save into this folder began after the load",
+        path=str(checkpoint_dir),
+        remedy="What was read may be of both: load again, and save each step into its own folder.",
+    )
+    message = "the checkpoint was overwritten while it was read"
+    raise CorruptCheckpointError(message, [finding])
+
+
+def _read_index(
+    found: LoadStrategies, checkpoint_dir: str | PathLike[str], comm: Comm, *, is_kept: bool
+) -> tuple[StorageReader | None, Index | None, Mapping[str, tuple[Ints, torch.dtype]]]:
+    """What is stored: a reader and its index, for planned strategies; global shapes and dtypes.
+
+    ``is_kept`` says that the reader is used more than once.
+    """
+    reader, index = None, None
+    if isinstance(found.sharded, PlannedLoadStrategy):
+        reader = found.sharded.make_reader(Path(checkpoint_dir))
+        reader.is_kept = is_kept
+        index = comm.from_rank0("reading the index", reader.read_metadata)
+        stored: Mapping[str, tuple[Ints, torch.dtype]] = StoredTensors(index)
+    else:
+        metadata = comm.from_rank0(
+            "reading the index", lambda: found.sharded.load_tensors_metadata(checkpoint_dir)
+        )
+        stored = {key: (tuple(t.global_shape), t.dtype) for key, t in metadata.items()}
+    return reader, index, stored
+
+
+def _with_memory(
+    wanted: Mapping[TreePath, ShardedTensor],
+    stored: Mapping[str, tuple[Ints, torch.dtype]],
+    reader: StorageReader | None,
+    index: Index | None,
+) -> dict[TreePath, ShardedBase]:
+    """The leaves, all with memory to fill."""
+    if reader is not None and index is not None:
+        # Shapes of a template may be those that the checkpoint says it has.
+        large = {leaf.key for leaf in wanted.values() if leaf.data is None and _is_large(leaf)}
+        reader.require_stored(large_tensors(index, large.intersection(index)), index)
+    return {path: with_memory(leaf, stored) for path, leaf in wanted.items()}
+
+
+def _is_large(leaf: ShardedTensor) -> bool:
+    return math.prod(leaf.local_shape) * leaf.dtype.itemsize > LARGE_BYTES
+
+
+def _num_bytes(leaf: ShardedBase) -> int:
+    return leaf.data.nbytes if isinstance(leaf.data, torch.Tensor) else 0
+
+
+def _stored_objects(
+    found: LoadStrategies, checkpoint_dir: str | PathLike[str]
+) -> list[ShardedObject]:
+    strategy = found.sharded if handles_objects(found.sharded) else found.common
+    metadata = strategy.load_sharded_metadata(checkpoint_dir)
+    return [leaf for leaf in metadata.values() if isinstance(leaf, ShardedObject)]
+
+
+def _check_access(parts: Partition, comm: Comm) -> None:
+    leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
+    tables = comm.exchange("describing the template", lambda: describe(leaves, comm.rank))
+    with comm.agreed("checking the template"):
+        catalog = concatenate(tables)
+        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
+
+
+def _read(
+    leaves: dict[TreePath, ShardedBase],
+    strategy: LoadShardedStrategy,
+    reader: StorageReader | None,
+    index: Index | None,
+    parts: Partition,
+    checkpoint_dir: str | PathLike[str],
+    comm: Comm,
+) -> dict[TreePath, Any]:
+    try:
+        if reader is not None and index is not None:
+            assert isinstance(strategy, PlannedLoadStrategy)
+            strategy.read(leaves, index, reader, comm)
+            return {path: leaf.data for path, leaf in leaves.items()}
+        with comm.agreed("reading"):
+            result = strategy.load(parts.nested(leaves), checkpoint_dir)
+            return {path: value_at(result, path) for path in leaves}
+    except CheckpointingException as error:
+        given = sorted(
+            {
+                leaf.key
+                for path, leaf in leaves.items()
+                if path in parts.tensors and parts.tensors[path].data is not None
+            }
+        )
+        if given:
+            error.add_note(
+                f"The given tensors of {len(given)} keys may be partly filled: "
+                f"{', '.join(given[:20])}{', ...' if len(given) > 20 else ''}"
+            )
+        raise

@@ -1,0 +1,203 @@
+"""save, load and the small readers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.errors import Finding, UnsupportedFormatError
+from dist_checkpointing.filesystem.folder_lock import FolderLock
+from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.format.commit import check_is_distributed_checkpoint, read_config
+from dist_checkpointing.format.leftovers import clear_temporaries
+from dist_checkpointing.format.removal import PlannedRemoval
+from dist_checkpointing.format.seal import resealing
+from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
+from dist_checkpointing.serialization.load import (
+    LoadStrategies,
+    common_reader,
+    load,
+    open_checkpoint,
+)
+from dist_checkpointing.serialization.save import CONTENT_METADATA_KEY, save
+from dist_checkpointing.strategies.base import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+)
+from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.selection import (
+    DEFAULT_COMMON,
+    DEFAULT_SHARDED,
+    Selection,
+    handles_objects,
+    select,
+)
+
+__all__ = [
+    "check_is_distributed_checkpoint",
+    "get_default_load_sharded_strategy",
+    "get_default_save_common_strategy",
+    "get_default_save_sharded_strategy",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "preview_removal",
+    "remove_sharded_tensors",
+    "save",
+]
+
+
+def load_common_state_dict(
+    checkpoint_dir: str | PathLike[str], *, trusted: bool = False
+) -> CommonStateDict:
+    """The common state of a checkpoint. Not collective.
+
+    Args:
+        checkpoint_dir: a committed checkpoint.
+        trusted: unpickle anything, see ``load``.
+    """
+    reader = common_reader(read_config(checkpoint_dir))
+    return (reader.trusting() if trusted else reader).load_common(checkpoint_dir)
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | PathLike[str], sharded_strategy: Selection[LoadShardedStrategy] = None
+) -> dict[str, ShardedTensor]:
+    """Every stored tensor by key, as one whole shard without data. Not collective.
+
+    The result is a template: ``load`` takes it.
+    """
+    folder = local_folder(checkpoint_dir)
+    return open_checkpoint(folder, sharded_strategy).sharded.load_tensors_metadata(folder)
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[LoadShardedStrategy] = None,
+    common_strategy: Selection[LoadCommonStrategy] = None,
+) -> ShardedStateDict:
+    """Every stored tensor by key and every stored object by unique key. Not collective."""
+    checkpoint_dir = local_folder(checkpoint_dir)
+    found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
+    metadata = dict(found.sharded.load_sharded_metadata(checkpoint_dir))
+    if not handles_objects(found.sharded):
+        metadata |= found.common.load_sharded_metadata(checkpoint_dir)
+    return metadata
+
+
+def load_plain_tensors(
+    checkpoint_dir: str | PathLike[str], *, comm: Comm | None = None
+) -> StateDict:
+    """Every stored tensor whole, by key, and the common state. Collective: all ranks get all."""
+    template: Any = load_tensors_metadata(checkpoint_dir)
+    state_dict = load(template, checkpoint_dir, comm=comm)
+    assert isinstance(state_dict, dict)
+    return state_dict
+
+
+def load_content_metadata(
+    checkpoint_dir: str | PathLike[str] | None = None,
+    *,
+    preloaded_state_dict: StateDict | None = None,
+) -> dict[str, Any] | None:
+    """The ``content_metadata`` that was passed to ``save``; None if there was none.
+
+    Args:
+        checkpoint_dir: where to read it.
+        preloaded_state_dict: an already loaded state dict to take it from instead.
+
+    Raises:
+        ValueError: if neither is given.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ValueError("give either checkpoint_dir or preloaded_state_dict")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(CONTENT_METADATA_KEY)
+
+
+def remove_sharded_tensors(
+    checkpoint_dir: str | PathLike[str], key_prefix: str, *, comm: Comm | None = None
+) -> None:
+    """Delete all tensors whose key begins with ``key_prefix``, for good. Collective.
+
+    A crash in between leaves a checkpoint with the tensors or without them, never with damaged
+    ones.
+
+    Raises:
+        UnsupportedFormatError: if tensors cannot be removed from this backend.
+        CheckpointExistsError: if another removal, or a save, is going on there.
+    """
+    comm = default_comm() if comm is None else comm
+    with comm.agreed("removing tensors"):
+        if comm.rank == 0:
+            folder = local_folder(checkpoint_dir)
+            open_checkpoint(folder)  # it says what is wrong with a folder that is not a checkpoint
+            with FolderLock.acquire(folder):
+                # Only now nobody changes it.
+                found = open_checkpoint(folder)
+                clear_temporaries(folder)
+                with resealing(folder), _removing(found, folder):
+                    found.sharded.remove_sharded_tensors(folder, key_prefix)
+
+
+def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
+    """What ``remove_sharded_tensors`` would do. Not collective, touches nothing.
+
+    Raises:
+        UnsupportedFormatError: if tensors cannot be removed from this backend.
+    """
+    folder = local_folder(checkpoint_dir)
+    found = open_checkpoint(folder)
+    with _removing(found, folder):
+        return found.sharded.plan_removal(folder, key_prefix)
+
+
+@contextmanager
+def _removing(found: LoadStrategies, checkpoint_dir: str | PathLike[str]) -> Iterator[None]:
+    """Say in words what a strategy that does not remove tensors says with NotImplementedError."""
+    try:
+        yield
+    except NotImplementedError:
+        finding = Finding(
+            "its strategy does not remove tensors",
+            found=f"{found.config.sharded_backend} {found.config.sharded_backend_version}",
+            path=str(checkpoint_dir),
+            remedy="Convert it without them into a new checkpoint.",
+        )
+        message = "tensors cannot be removed from this checkpoint"
+        raise UnsupportedFormatError(message, [finding]) from None
+
+
+def get_default_save_sharded_strategy(
+    backend: str = DEFAULT_SHARDED[0], version: int = DEFAULT_SHARDED[1]
+) -> SaveShardedStrategy:
+    """The save strategy of a backend and version."""
+    strategy: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, (backend, version))
+    return strategy
+
+
+def get_default_save_common_strategy(
+    backend: str = DEFAULT_COMMON[0], version: int = DEFAULT_COMMON[1]
+) -> SaveCommonStrategy:
+    """The save strategy for common state of a backend and version."""
+    strategy: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, (backend, version))
+    return strategy
+
+
+def get_default_load_sharded_strategy(
+    checkpoint_dir: str | PathLike[str] | None = None,
+) -> LoadShardedStrategy:
+    """The load strategy for a checkpoint; without one, that of the default backend."""
+    if checkpoint_dir is None:
+        strategy: LoadShardedStrategy = select(StrategyAction.LOAD_SHARDED, None)
+        return strategy
+    return open_checkpoint(checkpoint_dir).sharded

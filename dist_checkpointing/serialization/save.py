@@ -1,0 +1,184 @@
+"""save: flatten, partition, describe, exchange, check, plan, write, agree, commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
+from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.serialization.save_job import (
+    CONTENT_METADATA_KEY,
+    BegunSave,
+    SaveRequest,
+    begin,
+)
+from dist_checkpointing.serialization.staged_save import stage
+from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.storage.staging import StagingBuffers
+from dist_checkpointing.strategies.async_calls import AsyncRequest
+from dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
+    PlannedSaveStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+)
+from dist_checkpointing.strategies.selection import Selection
+
+__all__ = ["CONTENT_METADATA_KEY", "save"]
+
+
+def save(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[SaveShardedStrategy] = None,
+    common_strategy: Selection[SaveCommonStrategy] = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: (
+        Callable[[CommonStateDict], CommonStateDict] | None
+    ) = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    comm: Comm | None = None,
+    overwrite: bool = False,
+    progress: ProgressCallback | None = None,
+    plan_cache: PlanCache | None = None,
+    before_claim: Callable[[Index | None], None] | None = None,
+    trusted: bool = False,
+    after_claim: Callable[[str], None] | None = None,
+) -> AsyncRequest | None:
+    """Save the state dicts of all ranks as one checkpoint. Collective.
+
+    The checkpoint exists once this returns, durably, and not before. If anything fails on any rank,
+    all ranks raise the same error and what was written is removed. The state dict is not changed.
+
+    Args:
+        sharded_state_dict: any nest of dicts, lists and tuples. Sharded leaves are saved from
+            wherever they are; of everything else ("common state") rank 0's is saved.
+        checkpoint_dir: made if it is missing; the same path on every rank.
+        sharded_strategy: backend name (its newest version), (name, version), or a strategy; by
+            default ("tensorstore", 1).
+        common_strategy: likewise, for common state; by default ("torch", 1).
+        validate_access_integrity: also compare the common state of all ranks (tensors that differ
+            are an error, other values are logged) and, for third-party strategies, check that the
+            shards make up each global tensor exactly once. Strategies of this library always check
+            that.
+        async_sharded_save: copy what is to be saved and return an AsyncRequest, for an
+            AsyncCallsQueue, that does the rest; ``async_save`` is the simpler way. For strategies
+            of this library and those that are AsyncSaveShardedStrategy.
+        preprocess_common_before_consistancy_check: gets a shallow copy of the common state and
+            returns what is compared between ranks.
+        content_metadata: kept in the common state, see ``load_content_metadata``.
+        comm: the ranks that save together; by default all of torch.distributed, or this process.
+        overwrite: give up a committed checkpoint at ``checkpoint_dir`` as soon as the new one is
+            planned. From then on the old one is gone, also if this save fails.
+        progress: called with a Progress, from any thread, whenever there is something to report.
+        plan_cache: the same object for every save of one training run: while nothing but values
+            has changed, on any rank, the plan of the last save is used again.
+        before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
+            strategies) before the folder is touched; what it raises, all ranks raise.
+        trusted: save anything that pickles. What is no plain data can be loaded with
+            ``trusted=True`` only, and is refused here without it.
+        after_claim: called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
+            it), before anything is written; what it raises, all ranks raise.
+
+    Returns:
+        None, or the request to schedule.
+
+    Raises:
+        InvalidShardingError: shards that contradict each other, overlap or leave gaps; keys, dtypes
+            or leaves that cannot be stored; sharded tensors of torch that are not wrapped; tensors
+            in the common state that differ between ranks.
+        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path.
+        CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
+        StrategyNotFoundError: no such backend.
+        RankFailedError: anything else that failed, such as an I/O error, on the ranks it names.
+    """
+    comm = default_comm() if comm is None else comm
+    meter = Meter("save", comm.rank, progress)
+    request = SaveRequest(
+        state_dict=sharded_state_dict,
+        folder=checkpoint_dir,
+        sharded_strategy=sharded_strategy,
+        common_strategy=common_strategy,
+        validate=validate_access_integrity,
+        preprocess=preprocess_common_before_consistancy_check,
+        content_metadata=content_metadata,
+        overwrite=overwrite,
+        plan_cache=plan_cache,
+        before_claim=before_claim,
+        trusted=trusted,
+        after_claim=after_claim,
+    )
+    begun = begin(request, comm, meter)
+    if async_sharded_save:
+        with comm.agreed("preparing the save"):
+            _require_async(begun.work.strategy)
+    try:
+        begun.claim(comm)
+        begun.secure(comm)
+        if not async_sharded_save:
+            _write(begun, comm)
+            begun.commit(comm)
+            return None
+        if begun.planned is not None:
+            staged = stage(begun, StagingBuffers(), comm)
+            with comm.agreed("copying the state"):
+                staged.capture()
+            return AsyncRequest(staged.write_own, (), [lambda: staged.complete(comm)])
+        return _put_off(begun, comm)
+    except BaseException as error:
+        begun.give_up(error)
+        raise
+
+
+def _require_async(strategy: SaveShardedStrategy) -> None:
+    if not isinstance(strategy, AsyncSaveShardedStrategy | PlannedSaveStrategy):
+        raise CheckpointingException(f"Cannot apply async_save to non-async strategy {strategy}")
+
+
+def _write_common(begun: BegunSave) -> list[SealedFile]:
+    work = begun.work
+    objects = work.parts.nested(work.by_common) if work.by_common else None
+    return begun.write_common(work.common, objects, is_coordinator=begun.rank == 0)
+
+
+def _write(begun: BegunSave, comm: Comm) -> None:
+    """Write everything but the commit."""
+    work, planned = begun.work, begun.planned
+    with begun.meter.phase("writing"):
+        begun.meter.expect(0 if planned is None else planned.plan.num_bytes)
+        with comm.agreed("writing the common state"):
+            files = _write_common(begun)
+        if planned is not None and work.writer is not None:
+            assert isinstance(work.strategy, PlannedSaveStrategy)
+            begun.finished = work.strategy.write(planned, work.writer, comm, files)
+            return
+        with comm.agreed("writing"):
+            work.strategy.save(work.parts.nested(work.by_strategy), work.folder)
+
+
+def _put_off(begun: BegunSave, comm: Comm) -> AsyncRequest:
+    """Write the common state, and let a third party's strategy prepare the rest."""
+    work = begun.work
+    assert isinstance(work.strategy, AsyncSaveShardedStrategy)
+    with comm.agreed("writing the common state"):
+        _write_common(begun)
+    with comm.agreed("writing"):
+        request = work.strategy.async_save(work.parts.nested(work.by_strategy), work.folder)
+
+    def commit() -> None:
+        try:
+            begun.commit(comm)
+        except BaseException as error:
+            begun.give_up(error)
+            raise
+
+    request.add_finalize_fn(commit)
+    return request

@@ -1,0 +1,85 @@
+"""Knobs of the storage backends, in one place, with units and defaults."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.filesystem.local import Durability, file_system_type
+
+__all__ = ["Checksum", "Durability", "ReadMode", "StorageOptions"]
+
+
+class Checksum(Enum):
+    """What is kept beside each chunk to find flipped bits with ``load(..., verify=...)``."""
+
+    XXH3 = "xxh3"
+    NONE = "none"
+
+
+class ReadMode(Enum):
+    """How local files are read."""
+
+    AUTO = "auto"
+    """MEMMAP on file systems known to be local, PREAD elsewhere."""
+
+    MEMMAP = "memmap"
+    """Mapped into memory: the fastest on local disks, very slow on network file systems."""
+
+    PREAD = "pread"
+    """Read into buffers."""
+
+
+LOCAL_FILE_SYSTEMS: Final = frozenset(
+    {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
+)
+
+
+def _threads_of_a_rank() -> int:
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    sharing = int(ranks) if ranks.isdecimal() else 1
+    cores = len(os.sched_getaffinity(0)) // max(1, sharing)
+    return min(max(1, 2 * cores), 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageOptions:
+    """How a backend does its I/O. The defaults are for large training jobs on any file system.
+
+    Attributes:
+        threads: threads of this process that write or read at a time; by default two for each core
+            that this rank has to itself, at most 4 (torchrun's LOCAL_WORLD_SIZE tells how many
+            ranks share the machine). ``torch_dist`` writes with at most 8.
+        buffer_bytes: memory, beyond the state itself, for copies of what cannot be written or read
+            in place: tensors on a GPU, strided ones, edge chunks, other dtypes.
+        data_file_bytes: a data file of the tensorstore backend is closed once it is this large.
+        durability: when a save may call itself finished.
+        checksum: what is kept beside each chunk.
+        read_mode: how local files are read.
+    """
+
+    threads: int = field(default_factory=_threads_of_a_rank)
+    buffer_bytes: int = 128 * 2**20
+    data_file_bytes: int = 4 * 2**30
+    durability: Durability = Durability.FSYNC
+    checksum: Checksum = Checksum.XXH3
+    read_mode: ReadMode = ReadMode.AUTO
+
+    def __post_init__(self) -> None:
+        findings = [
+            Finding(f"{name} must be at least {least}", found=getattr(self, name))
+            for name, least in (("threads", 1), ("buffer_bytes", 1), ("data_file_bytes", 1))
+            if getattr(self, name) < least
+        ]
+        if findings:
+            raise CheckpointingException("invalid storage options", findings)
+
+    def maps_files(self, folder: Path) -> bool:
+        """Whether files in ``folder`` are read through a mapping."""
+        if self.read_mode is ReadMode.AUTO:
+            return file_system_type(folder) in LOCAL_FILE_SYSTEMS
+        return self.read_mode is ReadMode.MEMMAP

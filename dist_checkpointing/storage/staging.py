@@ -1,0 +1,271 @@
+"""Copies of what a rank is about to write, in memory that is allocated once and used again."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import xxhash
+
+from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.mapping.nesting import flatten
+from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
+from dist_checkpointing.storage.shared_memory import SharedMemory
+
+_ALIGNMENT_BYTES = 64
+
+
+class StagingBuffers:
+    """Memory for the copies of one save at a time.
+
+    It grows to the bytes that this rank writes, and stays for the next save: the first touch of
+    fresh memory costs more than the copy. Whoever saves many times owns one, through an
+    ``AsyncSaver`` or a ``CheckpointManager``.
+
+    Args:
+        pinned: page-locked, for copies from a GPU that run by themselves; by default where there is
+            a GPU.
+        shared: for a worker process to read.
+
+    Attributes:
+        is_shared: whether a worker process can read it.
+        shared_memory: where the copies are then; None as long as there were none.
+    """
+
+    def __init__(self, *, pinned: bool | None = None, shared: bool = False) -> None:
+        self._pinned = pinned
+        self.is_shared = shared
+        self.shared_memory: SharedMemory | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._sizes: list[int] = []
+        self._views: list[torch.Tensor | None] = []
+        self._launched: dict[torch.device, torch.cuda.Event] = {}
+        self._is_taken = False
+        self.generation = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are allocated."""
+        return self._memory.numel()
+
+    def take(self) -> int:
+        """Begin to use it; a number that is another one for every save.
+
+        Raises:
+            CheckpointingException: if a save that is not finished uses it.
+        """
+        if self._is_taken:
+            finding = Finding(
+                "the staging buffers hold a save that is not finished",
+                remedy="Wait for it, or give each AsyncSaver buffers of its own.",
+            )
+            raise CheckpointingException("cannot stage two saves at once", [finding])
+        self._is_taken = True
+        self.generation += 1
+        return self.generation
+
+    def give_back(self) -> None:
+        """Let the next save use it."""
+        self._launched = {}
+        self._is_taken = False
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let copies that another thread makes wait for what this one has launched on GPUs."""
+        for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+            event = self._launched[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+
+    def fill(self, sizes: Sequence[int], tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Contiguous CPU copies of tensors.
+
+        Args:
+            sizes: bytes of each; a tensor of another size gets memory of its own.
+            tensors: on any device, of any strides; each is asked for only when it is its turn.
+        """
+        assert self._is_taken
+        self._make_room(list(sizes))
+        copies, streams = [], _CopyStreams(self._launched)
+        starts = itertools.accumulate(map(_padded, sizes), initial=0)
+        for row, (start, size, tensor) in enumerate(zip(starts, sizes, tensors, strict=False)):
+            view = self._views[row]
+            if view is None or view.shape != tensor.shape or view.dtype is not tensor.dtype:
+                view = self._view(start, size, tensor)
+                self._views[row] = view
+            streams.copy(tensor, view)
+            copies.append(view)
+        streams.synchronize()
+        return copies
+
+    def offset_of(self, tensor: torch.Tensor) -> int | None:
+        """Where a contiguous CPU tensor begins in the memory, in bytes; None if it is elsewhere."""
+        if tensor.device.type != "cpu" or tensor.nbytes == 0:
+            return None
+        offset = tensor.data_ptr() - self._memory.data_ptr()
+        return offset if 0 <= offset <= self.num_bytes - tensor.nbytes else None
+
+    def _make_room(self, sizes: list[int]) -> None:
+        if sizes == self._sizes:
+            return
+        self._sizes, self._views = sizes, [None] * len(sizes)
+        needed = sum(map(_padded, sizes))
+        if needed > self._memory.numel():
+            pinned = torch.cuda.is_available() if self._pinned is None else self._pinned
+            self._memory, self.shared_memory = torch.empty(0, dtype=torch.uint8), None
+            # Only now, with the old memory gone: never both at once.
+            if self.is_shared:
+                self.shared_memory = SharedMemory(needed, pinned=pinned)
+                self._memory = self.shared_memory.tensor
+            else:
+                self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
+
+    def _view(self, start: int, size: int, like: torch.Tensor) -> torch.Tensor:
+        if like.nbytes != size:
+            return torch.empty(like.shape, dtype=like.dtype)
+        return self._memory[start : start + size].view(like.dtype).view(like.shape)
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class _CopyStreams:
+    """Copies to the CPU, those from a GPU on a stream of their own."""
+
+    def __init__(self, launched: Mapping[torch.device, torch.cuda.Event]) -> None:
+        self._launched = launched
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        source = source.detach()
+        if source.device.type != "cuda":
+            target.copy_(source)
+            return
+        stream = self._streams.get(source.device)
+        if stream is None:
+            stream = self._streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
+            event = self._launched.get(source.device)
+            if event is None:
+                stream.wait_stream(torch.cuda.current_stream(source.device))
+            else:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        # A view that the planner made must not be freed, and used again, before it is copied.
+        source.record_stream(stream)
+
+    def synchronize(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+class StagedPlanner(SavePlanner):
+    """Answers with copies for the items of a plan that is already made.
+
+    Attributes:
+        data: the copies, in the order of the plan.
+    """
+
+    def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
+        self.data = data
+        self._data = dict(zip(plan.items, data, strict=True))
+
+    @property
+    def settings(self) -> Hashable | None:
+        return None
+
+    def get_data(self, item: WriteItem) -> torch.Tensor | object:
+        data: object = self._data[item]
+        return data
+
+    def configure_planner(self, *_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("the plan is already made")
+
+    def build_local_plan(self) -> NoReturn:
+        raise AssertionError("the plan is already made")
+
+    def build_global_plan(self, all_plans: object) -> NoReturn:  # noqa: ARG002
+        raise AssertionError("the plan is already made")
+
+    def finalize_plan(self, plan: object) -> NoReturn:  # noqa: ARG002
+        raise AssertionError("the plan is already made")
+
+
+def stage_plan(plan: SavePlan, planner: SavePlanner, buffers: StagingBuffers) -> StagedPlanner:
+    """Copy all that one rank will write: a planner that no longer needs the state dict."""
+    items = plan.items
+    sizes = plan.table.num_bytes.tolist()
+    data: list[Any] = [None] * len(items)
+    tensors = [row for row, item in enumerate(items) if item.tensor_data is not None]
+    given = (planner.get_data(items[row]) for row in tensors)
+    copies = buffers.fill([sizes[row] for row in tensors], map(_require_tensor, given))
+    for row, copied in zip(tensors, copies, strict=True):
+        data[row] = copied
+    for row, item in enumerate(items):
+        if item.tensor_data is None:
+            data[row] = detached_copy(planner.get_data(item))
+    return StagedPlanner(plan, data)
+
+
+def _require_tensor(data: object) -> torch.Tensor:
+    assert isinstance(data, torch.Tensor)
+    return data
+
+
+def detached_copy(value: Any) -> Any:
+    """A copy of a nest of values that shares no memory with it.
+
+    Raises:
+        Exception: whatever a value raises that cannot be copied.
+    """
+    leaves, _ = flatten({"": value})
+    memo: dict[int, Any] = {}
+    for leaf in leaves.values():
+        # The only tensors that deepcopy refuses are results of a computation with gradients.
+        if isinstance(leaf, torch.Tensor) and not leaf.is_leaf:
+            memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return copy.deepcopy(value, memo)
+
+
+class ChangeDetector:
+    """Notices tensors that change between two moments.
+
+    In-place operations of torch count themselves, which costs nothing to read. What writes past
+    torch (numpy, ``.data``, another library) is seen only by comparing ``contents``.
+    """
+
+    def __init__(self, tensors: dict[str, list[torch.Tensor]], *, contents: bool) -> None:
+        self._tensors = tensors
+        self._contents = contents
+        self._before = self._marks()
+
+    def _marks(self) -> dict[str, list[Any]]:
+        return {key: [self._mark(t) for t in held] for key, held in self._tensors.items()}
+
+    def _mark(self, tensor: torch.Tensor) -> Any:
+        version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name
+        if not self._contents:
+            return version
+        bits = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return version, xxhash.xxh3_64_intdigest(memoryview(bits.numpy()))  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """Raise if anything has changed.
+
+        Raises:
+            CheckpointingException: naming the keys.
+        """
+        after = self._marks()
+        findings = [
+            Finding(
+                "changed while it was being captured",
+                key,
+                remedy="Call handle.captured.wait(), or handle.fence(optimizer), before the step.",
+            )
+            for key, marks in self._before.items()
+            if marks != after[key]
+        ]
+        if findings:
+            raise CheckpointingException("the state changed before it was captured", findings)

@@ -1,0 +1,127 @@
+"""The program: its commands, and how an error ends it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+from dist_checkpointing import __version__
+from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.tools.cli import convert, diff, ls, plan, rm_prefix, show, stats, verify
+from dist_checkpointing.tools.cli import map as map_command
+from dist_checkpointing.tools.cli.screen import fail, say
+
+EXIT_BAD_INPUT: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+
+_ANSWERED: Final = (
+    CheckpointingException,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    ValueError,
+)
+"""What ends the program with one line instead of a traceback."""
+
+
+class _Program(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; what ends it from outside is answered here, before typer does it."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except EOFError as error:
+            # typer takes it for the end of the input, and says nothing but "Aborted".
+            raise OSError(f"a file ended early: {error}") from error
+        except KeyboardInterrupt as error:
+            fail(": ".join(["interrupted", *map(str, error.args)]))
+            sys.exit(EXIT_INTERRUPTED)
+        except BrokenPipeError:
+            # The reader of our output (head, less) has seen enough.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+
+
+app = typer.Typer(
+    cls=_Program,
+    name="dckpt",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("ls")(ls.ls)
+app.command("show")(show.show)
+app.command("stats")(stats.stats)
+app.command("verify")(verify.verify)
+app.command("diff")(diff.diff)
+app.command("convert")(convert.convert)
+app.command("plan")(plan.plan)
+app.command("map")(map_command.map_tensors)
+app.command("rm-prefix")(rm_prefix.rm_prefix)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        say(f"dckpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Look into distributed checkpoints, check, compare and convert them.
+
+    Works on one machine, without a process group, for every backend, also
+    for checkpoints of Megatron-Core and torch.distributed.checkpoint.
+
+    Exit code: 2 if a command cannot do what it was asked; some use 1 to
+    answer (see their own --help).
+    """
+    # Seen by the callback of the option, and by ``main``, which is where errors arrive.
+    del version, debug
+
+
+def main() -> None:
+    """Run ``dckpt`` with the arguments of the process."""
+    debug = "--debug" in sys.argv
+    try:
+        # Wherever it stands, also behind the command.
+        app([argument for argument in sys.argv[1:] if argument != "--debug"])
+    except _ANSWERED as error:
+        if debug:
+            raise
+        fail(_text(error))
+        sys.exit(EXIT_BAD_INPUT)
+
+
+def _text(error: Exception) -> str:
+    """One line, unless there are several findings to list below it."""
+    if isinstance(error, CheckpointingException) and len(error.findings) == 1:
+        return f"{error.message.rstrip('.:')}: {error.findings[0]}"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.strerror}: {error.filename}"
+    if isinstance(error, MemoryError | RecursionError):
+        return f"{type(error).__name__}: {error}"
+    # The text of a KeyError is the repr of its message.
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+
+
+if __name__ == "__main__":
+    main()

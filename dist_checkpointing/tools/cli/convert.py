@@ -1,0 +1,269 @@
+"""``dckpt convert``: from one format into another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from dist_checkpointing.format.byte_sizes import bytes_text, parse_bytes
+from dist_checkpointing.tools.cli.screen import counted, errors, one_line, out, print_json
+
+if TYPE_CHECKING:
+    from dist_checkpointing.storage.progress import Progress as Report
+    from dist_checkpointing.storage.progress import ProgressCallback
+    from dist_checkpointing.tools.convert import Conversion
+
+_SECONDS_BETWEEN_UPDATES = 0.05
+
+Texts = list[str]
+
+
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint of any backend (also Megatron's, torch DCP's), safetensors (a file, "
+            "or a folder of them), or a file of torch.save.",
+            show_default=False,
+        ),
+    ],
+    destination: Annotated[
+        Path,
+        typer.Argument(
+            help="What to make: a folder; with --to torch a file, with --to safetensors a file if "
+            "it ends in .safetensors. Must not exist.",
+            show_default=False,
+        ),
+    ],
+    *,
+    to: Annotated[
+        str,
+        typer.Option(
+            help="tensorstore, zarr, zarr:1 (Megatron's), torch_dist, safetensors or torch.",
+            show_default=False,
+        ),
+    ],
+    include: Annotated[
+        Texts | None,
+        typer.Option(metavar="REGEX", help="Only keys in which this is found. May be repeated."),
+    ] = None,
+    exclude: Annotated[
+        Texts | None,
+        typer.Option(metavar="REGEX", help="No keys in which this is found. May be repeated."),
+    ] = None,
+    rename: Annotated[
+        Texts | None,
+        typer.Option(
+            metavar="REGEX=REPL",
+            help="Replace what is found in keys, \\1 is a group. Repeated ones follow each other.",
+        ),
+    ] = None,
+    cast: Annotated[
+        Texts | None,
+        typer.Option(
+            metavar="[REGEX=]DTYPE",
+            help="Convert floating-point tensors. The first whose REGEX is found in a key counts.",
+        ),
+    ] = None,
+    lossy: Annotated[bool, typer.Option("--lossy", help="Allow --cast to change values.")] = False,
+    reshard: Annotated[
+        Texts | None,
+        typer.Option(
+            metavar="[REGEX:]axis=0,parts=8",
+            help="Cut tensors into parts; more axes follow after a semicolon. Otherwise they stay "
+            "cut as they are.",
+        ),
+    ] = None,
+    tensors_only: Annotated[
+        bool, typer.Option("--tensors-only", help="Leave out common state and sharded objects.")
+    ] = False,
+    shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest file of a safetensors folder.")
+    ] = "5GB",
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory that this process may take in all.")
+    ] = "2GiB",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads that read and write.", show_default="auto")
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Replace what is at DESTINATION, if it is of the same kind."),
+    ] = False,
+    trusted: Annotated[
+        bool,
+        typer.Option("--trusted", help="Unpickle anything in SOURCE, which lets it run any code."),
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare the tensors with the checksums of SOURCE, if it has any.",
+        ),
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Convert a checkpoint into another format.
+
+    Tensors keep every bit unless you --cast. They stream through: memory stays
+    within its budget, and are compared with the checksums of SOURCE, if it has
+    any. DESTINATION appears when it is complete. After a kill, run the same
+    command again.
+
+    Example: dckpt convert ckpt/1000 model --to safetensors --include ^model
+    """
+    # It imports torch, which most commands do without.
+    from dist_checkpointing.tools import convert  # noqa: PLC0415
+
+    rules = convert.Rules.parse(
+        include=include or (),
+        exclude=exclude or (),
+        rename=rename or (),
+        cast=cast or (),
+        reshard=reshard or (),
+        lossy=lossy,
+        tensors_only=tensors_only,
+    )
+    options = convert.ConvertOptions(
+        memory_bytes=parse_bytes(memory),
+        threads=threads,
+        shard_bytes=parse_bytes(shard_size),
+        overwrite=force,
+        trusted=trusted,
+        verify=verify,
+        dry_run=dry_run,
+    )
+    convert.return_freed_memory()
+    try:
+        with _bar() as report:
+            done = convert.convert(
+                source, destination, to, rules=rules, options=options, progress=report
+            )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"nothing of {destination} is left") from None
+    if json:
+        print_json(_as_json(done, dry_run=dry_run))
+    else:
+        _show(done, destination, dry_run=dry_run)
+
+
+@contextmanager
+def _bar() -> Iterator[ProgressCallback]:
+    """A bar on the terminal with bytes, speed and the time that is left; nothing in a pipe."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+    )
+    lock = threading.Lock()
+    shown = 0.0
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("planning", total=None)
+
+        def report(progress: Report) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            with lock:
+                if now - shown < _SECONDS_BETWEEN_UPDATES and progress.bytes_done:
+                    return
+                shown = now
+            total = progress.bytes_total or None
+            bar.update(task, description=progress.phase, total=total, completed=progress.bytes_done)
+
+        yield report
+
+
+def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
+    plan = done.plan
+    if dry_run:
+        for tensor in plan.tensors:
+            old = tensor.source
+            arrow = "" if old.key == tensor.key else f"{one_line(old.key)} -> "
+            dtype = tensor.dtype.name
+            change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
+            _say(f"{arrow}{one_line(tensor.key)}  {change}{list(tensor.shape)}")
+    _say(f"{_summary(done, dry_run=dry_run)}: {one_line(str(destination))}")
+    if plan.num_left:
+        _say(f"  left: {counted(plan.num_left, 'key')} that include and exclude do not take")
+    if plan.num_renamed:
+        _say(f"  renamed: {counted(plan.num_renamed, 'key')}")
+    for cast in plan.casts:
+        loss = "no value changed" if cast.is_lossless else "values rounded"
+        _say(f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}")
+    if plan.uncut:
+        few = ", ".join(map(one_line, plan.uncut[:3])) + (", ..." if len(plan.uncut) > 3 else "")
+        _say(f"  not cut, no such axis: {counted(len(plan.uncut), 'tensor')} ({few})")
+    if done.verified_bytes:
+        size = bytes_text(done.verified_bytes)
+        _say(f"  verified: {size} of tensors by the checksums of the source")
+    if done.not_verified is not None:
+        _say(f"  not verified: {done.not_verified}")
+    for what in done.left_out:
+        _say(f"  left out, {done.target} cannot hold it: {one_line(what)}")
+
+
+def _summary(done: Conversion, *, dry_run: bool) -> str:
+    plan = done.plan
+    what = f"{counted(len(plan.tensors), 'tensor')} ({bytes_text(plan.num_bytes)})"
+    if plan.objects:
+        what += f", {counted(len(plan.objects), 'object')}"
+    way = f"{done.source} -> {done.target}"
+    if dry_run:
+        return f"would convert {what}, {way}"
+    speed = plan.num_bytes / 1e9 / max(done.seconds, 1e-9)
+    return f"converted {what}, {way}, in {done.seconds:.1f} s ({speed:.2f} GB/s)"
+
+
+def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
+    plan = done.plan
+    return {
+        "source": done.source,
+        "target": done.target,
+        "dry_run": dry_run,
+        "num_bytes": plan.num_bytes,
+        "seconds": done.seconds,
+        "tensors": [
+            {
+                "key": tensor.key,
+                "source_key": tensor.source.key,
+                "dtype": tensor.dtype.name,
+                "source_dtype": tensor.source.dtype.name,
+                "shape": list(tensor.shape),
+                "num_bytes": tensor.num_bytes,
+            }
+            for tensor in plan.tensors
+        ],
+        "objects": [
+            {"key": sharded.key, "source_key": sharded.source_key, "shape": list(sharded.shape)}
+            for sharded in plan.objects
+        ],
+        "num_left": plan.num_left,
+        "not_cut": list(plan.uncut),
+        "left_out": list(done.left_out),
+        "verified_bytes": done.verified_bytes,
+        "not_verified": done.not_verified,
+    }
+
+
+def _say(text: str) -> None:
+    out.print(text, markup=False, soft_wrap=True)

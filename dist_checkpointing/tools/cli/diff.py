@@ -1,0 +1,216 @@
+"""``dckpt diff``: what differs between two checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.tools.cli.columns import in_columns
+from dist_checkpointing.tools.cli.screen import (
+    counted,
+    one_line,
+    painted,
+    print_json,
+    progress_bar,
+    say,
+)
+from dist_checkpointing.tools.inspect.listing import name_filter, shape_text
+
+if TYPE_CHECKING:
+    from dist_checkpointing.tools.inspect.comparison import (
+        Comparison,
+        TensorComparison,
+        ValueComparison,
+    )
+
+EXIT_DIFFERENT = 1
+_MOST_LISTED = 50
+_SIZE = re.compile(r"([0-9.]+)\s*(|[KMGT])(?:i?B)?", re.IGNORECASE)
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    second: Annotated[Path, typer.Argument(help="The checkpoint to compare it with.")],
+    pattern: Annotated[
+        str | None,
+        typer.Argument(help="Only these keys, as in dckpt ls: a glob or a part of the key."),
+    ] = None,
+    *,
+    rtol: Annotated[float, typer.Option(help="Relative tolerance.")] = 0.0,
+    atol: Annotated[float, typer.Option(help="Absolute tolerance.")] = 0.0,
+    equal_nan: Annotated[bool, typer.Option("--equal-nan", help="NaN is the same as NaN.")] = False,
+    ignore_dtype: Annotated[
+        bool, typer.Option("--ignore-dtype", help="Compare the values of different dtypes.")
+    ] = False,
+    regex: Annotated[
+        bool, typer.Option("--regex", "-E", help="PATTERN is a regular expression.")
+    ] = False,
+    memory: Annotated[
+        str, typer.Option(help="Values in memory at a time, such as 256MiB or 2GiB.")
+    ] = "256MiB",
+    trusted: Annotated[
+        bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code says it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Compare two checkpoints by their contents, whatever their backends and shardings.
+
+    Two numbers are the same if |a - b| <= atol + rtol * |b|. Sharded
+    objects and common state are compared too.
+
+    Exit code: 0 if they are the same, 1 if they differ, 2 if they cannot
+    be compared.
+
+    Example: dckpt diff ckpt/1000 converted --rtol 1e-3
+    """
+    # Imports torch.
+    from dist_checkpointing.tools.inspect.comparison import (  # noqa: PLC0415
+        Tolerance,
+        compare_checkpoints,
+    )
+
+    wanted = name_filter(pattern, regex=regex)
+    tolerance = Tolerance(rtol=rtol, atol=atol, equal_nan=equal_nan)
+    a = Checkpoint.open(first, trusted=trusted)
+    b = Checkpoint.open(second, trusted=trusted)
+    num_bytes = sum(tensor.num_bytes for key, tensor in a.items() if wanted(key) and key in b)
+    with progress_bar("comparing", num_bytes) as bar:
+        found = compare_checkpoints(
+            a,
+            b,
+            tolerance=tolerance,
+            wanted=wanted,
+            ignore_dtype=ignore_dtype,
+            memory_bytes=_bytes_of(memory),
+            report=bar.advance,
+        )
+    if as_json:
+        print_json(_as_json(a, b, found))
+    elif not quiet:
+        for line in _lines(a, b, found):
+            say(line)
+    if not found.is_same:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _bytes_of(text: str) -> int:
+    """``256MiB`` -> bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    try:
+        count = float(match[1]) if match else 0.0
+    except ValueError:
+        count = 0.0
+    if match is None or count <= 0:
+        raise ValueError(f"{text!r} is no amount of memory; write it as 256MiB or 2GiB")
+    return max(1, int(count * 1024 ** " KMGT".index(match[2].upper() or " ")))
+
+
+def _lines(a: Checkpoint, b: Checkpoint, found: Comparison) -> Iterator[str]:
+    for sign, opened, keys in (("-", a, found.only_first), ("+", b, found.only_second)):
+        if keys:
+            yield painted(f"only in {one_line(str(opened.path))}", "bold")
+            for key in keys[:_MOST_LISTED]:
+                facts = f"{shape_text(opened[key].shape)} {opened[key].dtype_name}"
+                yield painted(f"{sign} {one_line(key)}  {facts}", "red" if sign == "-" else "green")
+            yield from _more(keys)
+            yield ""
+    kinds = [row for row in found.differing if row.values is None or row.dtypes[0] != row.dtypes[1]]
+    if kinds:
+        yield painted("other shape or dtype", "bold")
+        pairs = [(one_line(row.key), _kind(row, 0), _kind(row, 1)) for row in kinds[:_MOST_LISTED]]
+        yield from in_columns(("KEY", "FIRST", "SECOND"), pairs)
+        yield from _more(kinds)
+        yield ""
+    values = [row for row in found.differing if row.values and row.values.num_differing]
+    if values:
+        yield painted("other values", "bold")
+        headers = ("KEY", "DIFFERING", "MAX ABS", "MAX REL", "FIRST AT", "VALUES")
+        rows = [_value_row(row) for row in values[:_MOST_LISTED]]
+        yield from in_columns(headers, rows, right=[1, 2, 3])
+        yield from _more(values)
+        yield ""
+    for title, entries in (("sharded objects", found.objects), ("common state", found.common)):
+        if entries:
+            yield painted(title, "bold")
+            for entry in entries[:_MOST_LISTED]:
+                yield from _entry_lines(entry)
+            yield from _more(entries)
+            yield ""
+    yield _verdict(found)
+
+
+def _verdict(found: Comparison) -> str:
+    compared = counted(len(found.tensors), "tensor")
+    if found.is_same:
+        return painted(f"the same: {compared}, objects and common state", "green")
+    counts = [
+        (len(found.differing), f"of {compared} differing"),
+        (len(found.only_first), "only in the first"),
+        (len(found.only_second), "only in the second"),
+        (len(found.objects), "in the sharded objects"),
+        (len(found.common), "in the common state"),
+    ]
+    text = ", ".join(f"{number:,} {what}" for number, what in counts if number)
+    return painted(f"differences: {text}", "red")
+
+
+def _kind(row: TensorComparison, side: int) -> str:
+    return f"{shape_text(row.shapes[side])} {row.dtypes[side]}"
+
+
+def _value_row(row: TensorComparison) -> tuple[str, ...]:
+    values = row.values
+    assert values is not None
+    assert values.first_index is not None
+    assert values.first_values is not None
+    share = f"{values.num_differing:,} of {values.num_compared:,}"
+    index = f"[{','.join(map(str, values.first_index))}]"
+    pair = " ".join(_number(value) for value in values.first_values)
+    return (
+        one_line(row.key),
+        share,
+        # Where nothing but NaN differs there is no distance.
+        f"{values.max_abs:.3g}" if values.max_abs else "nan",
+        f"{values.max_rel:.3g}" if values.max_abs else "nan",
+        index,
+        pair,
+    )
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _entry_lines(entry: ValueComparison) -> Iterator[str]:
+    name = one_line(entry.name)
+    for sign, text, style in (("-", entry.texts[0], "red"), ("+", entry.texts[1], "green")):
+        if text is not None:
+            yield painted(f"{sign} {name} = {one_line(text)}", style)
+
+
+def _more(rows: Sequence[object]) -> Iterator[str]:
+    if len(rows) > _MOST_LISTED:
+        yield painted(f"... {len(rows) - _MOST_LISTED:,} more (--json lists all)", "dim")
+
+
+def _as_json(a: Checkpoint, b: Checkpoint, found: Comparison) -> dict[str, Any]:
+    return {
+        "first": str(a.path),
+        "second": str(b.path),
+        "is_same": found.is_same,
+        "num_compared": len(found.tensors),
+        "only_first": found.only_first,
+        "only_second": found.only_second,
+        "tensors": [dataclasses.asdict(row) for row in found.differing],
+        "objects": [dataclasses.asdict(row) for row in found.objects],
+        "common": [dataclasses.asdict(row) for row in found.common],
+    }

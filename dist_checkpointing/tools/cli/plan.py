@@ -1,0 +1,321 @@
+"""``dckpt plan``: what a load would cost on so many ranks, without doing it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.format.byte_sizes import bytes_text
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.tools.cli.screen import (
+    counted,
+    one_line,
+    out,
+    print_json,
+    same_for_all_layers,
+)
+from dist_checkpointing.tools.forecast.topology import (
+    KeyCut,
+    Reason,
+    cut_keys,
+    guessed_rules,
+    parse_rule,
+    stored_axis,
+)
+
+if TYPE_CHECKING:
+    from dist_checkpointing.tools.forecast.forecast import Forecast, RankCost
+    from dist_checkpointing.tools.forecast.templates import RankWants
+
+_MOST_ROWS = 16
+_WIDE = 76
+_MOST_LISTED = 10
+_WORTH_CUTTING = 0.1
+"""Share of all bytes from which on it matters that tensors are whole on every rank."""
+_DOES_NOT_FIT = 1
+"""Exit code if the load would fail."""
+
+
+def plan(
+    *,
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
+    dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas of each.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            min=1,
+            help="Ranks in all: instead of --dp, or for a function.",
+        ),
+    ] = None,
+    shard: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shard",
+            metavar="REGEX=AXIS",
+            help="Cut the keys in which REGEX is found along this axis; 'none': not at all, "
+            "'stored': as when saved. May be repeated; the first that matches counts.",
+        ),
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            "--template",
+            metavar="FILE.json|module:function",
+            help="What each rank wants: a list of {key, shape, offset, global_shape} for each rank,"
+            " or function(rank, world_size) that returns a sharded state dict.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Plan a load on so many ranks and show what it costs. Nothing is allocated or loaded.
+
+    Shows for each rank the bytes it wants and reads, the files it opens
+    and its peak memory, and whatever would make the load fail (then the
+    exit code is 1).
+
+    Without --shard, tensors are cut as the names that Megatron-Core and
+    Hugging Face use say; if no name is known, as they were when saved.
+
+    Example: dckpt plan ckpt/1000 --tp 8 --dp 4
+
+    Example: dckpt plan ckpt/1000 --tp 2 --shard 'experts.*=0'
+    """
+    rules = [parse_rule(text) for text in shard or []]
+    opened = Checkpoint.open(checkpoint)
+    cuts: list[KeyCut] = []
+    if template is None:
+        replicas = _replicas(tp, dp, ranks)
+        cuts = cut_keys(opened.index, tp, [*rules, *guessed_rules(opened.index)])
+    elif tp > 1 or dp > 1 or rules:
+        raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
+    # Not at the top: plans are made of what imports torch.
+    from dist_checkpointing.tools.forecast.forecast import forecast_of  # noqa: PLC0415
+    from dist_checkpointing.tools.forecast.templates import (  # noqa: PLC0415
+        of_function,
+        of_json,
+        of_tensor_parallel,
+    )
+
+    wants: Sequence[RankWants]
+    if template is None:
+        wants = of_tensor_parallel(opened.index, cuts, parts=tp, replicas=replicas)
+    elif template.endswith(".json"):
+        wants = of_json(Path(template), opened.index)
+        if ranks not in (None, len(wants)):
+            raise ValueError(f"{template} is for {len(wants)} ranks, not {ranks}")
+    elif ":" in template:
+        if ranks is None:
+            raise ValueError(f"how many ranks shall {template} be called for? pass --ranks")
+        wants = of_function(template, ranks)
+    else:
+        raise ValueError(f"{template!r} is neither FILE.json nor module:function")
+    found = forecast_of(opened, wants)
+    if as_json:
+        print_json(_as_json(opened, found, cuts))
+    else:
+        _show(opened, found, cuts, tp)
+    if found.findings:
+        raise typer.Exit(_DOES_NOT_FIT)
+
+
+def _replicas(tp: int, dp: int, ranks: int | None) -> int:
+    if ranks is None:
+        return dp
+    if ranks % tp or dp not in (1, ranks // tp):
+        raise ValueError(f"{ranks} ranks are not {tp} tensor-parallel ones times {dp} replicas")
+    return ranks // tp
+
+
+def _topology(tp: int, replicas: int) -> str:
+    parts = counted(tp, "tensor-parallel rank")
+    return parts if replicas == 1 else f"{parts} x {replicas} replicas"
+
+
+# What a person sees.
+
+
+def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], tp: int) -> None:
+    backend, version = opened.backend
+    stored = sum(handle.num_bytes for handle in opened.values())
+    size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
+    out.print(f"{opened.path} ({backend} {version}): {size}", markup=False)
+    more = f": {_topology(tp, found.num_ranks // tp)}" if cuts and found.num_ranks > 1 else ""
+    out.print(f"Load on {counted(found.num_ranks, 'rank')}{more}\n")
+    out.print(_table(found.costs))
+    out.print()
+    out.print(_totals(opened, found))
+    if cuts and tp > 1:
+        out.print()
+        _show_cuts(opened, cuts, tp)
+    if found.unasked:
+        count = counted(len(found.unasked), "tensor")
+        out.print(f"\nwanted by no rank: {count}", style="yellow")
+        _show_keys(found.unasked)
+    if found.findings:
+        out.print(f"\n[bold red]This load would fail[/]: {counted(len(found.findings), 'finding')}")
+        for finding in found.findings[:_MOST_LISTED]:
+            out.print(f"  {one_line(str(finding))}", markup=False)
+        if len(found.findings) > _MOST_LISTED:
+            out.print(f"  and {len(found.findings) - _MOST_LISTED} more (see --json)")
+
+
+_COLUMNS: tuple[tuple[str, Callable[[RankCost], float], Callable[[float], str]], ...] = (
+    ("tensors", lambda cost: cost.num_tensors, "{:.0f}".format),
+    ("wants", lambda cost: cost.wanted_bytes, bytes_text),
+    ("reads", lambda cost: cost.read_bytes, bytes_text),
+    ("ratio", lambda cost: cost.amplification, "{:.2f}".format),
+    ("boxes", lambda cost: cost.num_reads, "{:.0f}".format),
+    ("files", lambda cost: len(cost.files), "{:.0f}".format),
+    ("peak memory", lambda cost: cost.peak_bytes, bytes_text),
+)
+
+
+_LEFT_OUT_IF_NARROW = ("tensors", "ratio", "boxes")
+
+
+def _table(costs: Sequence[RankCost]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", style="bold", no_wrap=True)
+    is_narrow = out.width < _WIDE
+    columns = [c for c in _COLUMNS if not (is_narrow and c[0] in _LEFT_OUT_IF_NARROW)]
+    for name, _, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    if len(costs) <= _MOST_ROWS:
+        for cost in costs:
+            cells = [text(value(cost)) for _, value, text in columns]
+            table.add_row(_ranks_text(cost.ranks), *cells)
+        return table
+    every = [cost for cost in costs for _ in cost.ranks]
+    choices: dict[str, Callable[[list[float]], float]] = {
+        "min": min,
+        "median": statistics.median_low,
+        "max": max,
+    }
+    for name, choose in choices.items():
+        cells = [text(choose([value(cost) for cost in every])) for _, value, text in columns]
+        table.add_row(name, *cells)
+    return table
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    if len(ranks) <= 2:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
+
+
+def _totals(opened: Checkpoint, found: Forecast) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    ratio = found.read_bytes / found.wanted_bytes if found.wanted_bytes else 1.0
+    wanted, read = bytes_text(found.wanted_bytes), bytes_text(found.read_bytes)
+    grid.add_row("all ranks", f"want {wanted}, read {read} ({ratio:.2f} x)")
+    if found.shared_read_bytes != found.read_bytes:
+        grid.add_row(
+            "",
+            f"{bytes_text(found.shared_read_bytes)} if replicas pass on what one of them reads "
+            "(FullyParallelLoadStrategyWrapper)",
+        )
+    files = found.files
+    size = sum(path.stat().st_size for name in files if (path := opened.path / name).is_file())
+    grid.add_row("files", f"{len(files)} opened, {bytes_text(size)} in all")
+    return grid
+
+
+def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut], tp: int) -> None:
+    axes = Counter((cut.axis, cut.reason) for cut in cuts if cut.axis is not None)
+    for (axis, reason), count in sorted(axes.items(), key=lambda item: item[0][0]):
+        how = f", {reason.value}" if reason is Reason.STORED else ""
+        out.print(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
+    for reason in (Reason.NO_RULE, Reason.STORED, Reason.NOT_DIVISIBLE, Reason.ASKED):
+        keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
+        if keys:
+            size = bytes_text(sum(opened.index[key].num_bytes for key in keys))
+            why = f"{reason.value} by {tp}" if reason is Reason.NOT_DIVISIBLE else reason.value
+            out.print(
+                f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}",
+                style="yellow" if reason is Reason.NOT_DIVISIBLE else None,
+            )
+            _show_keys(sorted(keys, key=lambda key: -opened.index[key].num_bytes))
+        if reason is Reason.STORED and (rule := _example_rule(opened.index, cuts, tp)):
+            out.print(f"To cut them, say how: --shard {rule}", markup=False, soft_wrap=True)
+
+
+def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
+    """How to cut the largest tensor that is whole for want of a rule, if that is worth it."""
+    whole = {
+        cut.key: index[cut.key].num_bytes
+        for cut in cuts
+        if cut.axis is None and cut.reason in (Reason.NO_RULE, Reason.STORED)
+    }
+    if sum(whole.values()) < _WORTH_CUTTING * sum(index[cut.key].num_bytes for cut in cuts):
+        return None
+    for key in sorted(whole, key=lambda key: -whole[key]):
+        stored = index[key]
+        extents = enumerate(stored.global_shape)
+        fits = [axis for axis, extent in extents if extent and extent % tp == 0]
+        if fits:
+            own = stored_axis(stored)
+            # Layer for layer the same: what follows the number.
+            name = same_for_all_layers(key).rpartition("*.")[2]
+            pattern = re.escape(name).replace(r"\.", ".")
+            return shlex.quote(f"{pattern}={own if own in fits else fits[0]}")
+    return None
+
+
+def _show_keys(keys: Sequence[str]) -> None:
+    # Layer for layer the same: one line for all of them.
+    groups = Counter(map(same_for_all_layers, keys))
+    for name, count in list(groups.items())[:_MOST_LISTED]:
+        times = f"  ({count})" if count > 1 else ""
+        out.print(f"  {one_line(name)}{times}", markup=False, style="dim", soft_wrap=True)
+    if len(groups) > _MOST_LISTED:
+        out.print(f"  and {len(groups) - _MOST_LISTED} more", style="dim")
+
+
+def _as_json(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut]) -> dict[str, Any]:
+    return {
+        "checkpoint": str(opened.path),
+        "backend": list(opened.backend),
+        "num_ranks": found.num_ranks,
+        "wanted_bytes": found.wanted_bytes,
+        "read_bytes": found.read_bytes,
+        "read_bytes_if_shared": found.shared_read_bytes,
+        "files": sorted(found.files),
+        "ranks": [
+            {
+                "ranks": list(cost.ranks),
+                "num_tensors": cost.num_tensors,
+                "wanted_bytes": cost.wanted_bytes,
+                "read_bytes": cost.read_bytes,
+                "num_reads": cost.num_reads,
+                "files": sorted(cost.files),
+                "peak_bytes": cost.peak_bytes,
+            }
+            for cost in found.costs
+        ],
+        "cuts": [{"key": c.key, "axis": c.axis, "reason": c.reason.value} for c in cuts],
+        "unasked": list(found.unasked),
+        "findings": [
+            {
+                "problem": finding.problem,
+                "key": finding.key,
+                "expected": None if finding.expected is None else str(finding.expected),
+                "found": None if finding.found is None else str(finding.found),
+                "ranks": list(finding.ranks),
+                "path": finding.path,
+            }
+            for finding in found.findings
+        ],
+    }

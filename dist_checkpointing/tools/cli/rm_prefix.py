@@ -1,0 +1,199 @@
+"""``dckpt rm-prefix``: tensors out of a checkpoint, and their disk space back."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.format.byte_sizes import bytes_text
+from dist_checkpointing.format.removal import PlannedRemoval
+from dist_checkpointing.tools.cli.columns import in_columns
+from dist_checkpointing.tools.cli.screen import (
+    bytes_on_disk,
+    counted,
+    one_line,
+    out,
+    print_json,
+    same_for_all_layers,
+    say,
+)
+from dist_checkpointing.tools.inspect.listing import shape_text
+
+_MOST_LISTED = 12
+_NO = 1
+"""Exit code if the answer is no."""
+
+
+def rm_prefix(
+    *,
+    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    prefix: Annotated[str, typer.Argument(help="Tensors whose keys begin with this are removed.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what goes.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document; needs --yes or --dry-run.")
+    ] = False,
+) -> None:
+    """Remove the tensors below a prefix from a checkpoint, for good.
+
+    Shows what goes and what that frees, and asks. A crash in between leaves
+    the checkpoint with the tensors or without them; run it again to free
+    what is left. Sharded objects and common state stay.
+
+    Example: dckpt rm-prefix ckpt/1000 optimizer
+    """
+    if not prefix:
+        raise ValueError("an empty prefix means every tensor: delete the whole checkpoint instead")
+    if as_json and not (yes or dry_run):
+        raise ValueError("--json asks nothing: pass --yes to remove, or --dry-run to look")
+    opened = Checkpoint.open(checkpoint)
+    # Not at the top: strategies import torch.
+    from dist_checkpointing.comm import SingleProcess  # noqa: PLC0415
+    from dist_checkpointing.serialization import (  # noqa: PLC0415
+        preview_removal,
+        remove_sharded_tensors,
+    )
+
+    planned = preview_removal(checkpoint, prefix)
+    if not planned.keys and not planned.is_unfinished:
+        raise LookupError(_nothing(opened, prefix))
+    preview = _preview(opened, prefix, planned)
+    if not as_json:
+        _show(preview)
+    if not dry_run:
+        _make_sure(preview, yes=yes)
+        before = _usage(checkpoint)
+        remove_sharded_tensors(checkpoint, prefix, comm=SingleProcess())
+        freed = before - _usage(checkpoint)
+        if as_json:
+            print_json(_as_json(preview) | {"removed": True, "bytes_freed": freed})
+        else:
+            out.print(f"Removed {len(planned.keys)} tensors: {bytes_text(freed)} are free again.")
+    elif as_json:
+        print_json(_as_json(preview) | {"removed": False})
+
+
+@dataclass(frozen=True, slots=True)
+class _Preview:
+    """What is shown before anything goes: sizes of values in bytes, of files as on the disk."""
+
+    checkpoint: Checkpoint
+    prefix: str
+    planned: PlannedRemoval
+    num_bytes: int
+    file_bytes: int
+    shared_bytes: int
+    kept_objects: tuple[str, ...]
+
+
+def _preview(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> _Preview:
+    return _Preview(
+        opened,
+        prefix,
+        planned,
+        sum(opened.index[key].num_bytes for key in planned.keys),
+        bytes_on_disk(opened.path / name for name in planned.files),
+        sum(planned.shared.values()),
+        tuple(key for key in opened.objects if key.startswith(prefix)),
+    )
+
+
+def _show(preview: _Preview) -> None:
+    opened, planned = preview.checkpoint, preview.planned
+    groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+    for key in planned.keys:
+        stored = opened.index[key]
+        group = (same_for_all_layers(key), stored.dtype.name, stored.global_shape)
+        groups.setdefault(group, []).append(stored.num_bytes)
+    largest = sorted(groups.items(), key=lambda group: (-sum(group[1]), group[0]))
+    rows = [
+        (one_line(key), f"{len(sizes):,}", dtype, shape_text(whole), bytes_text(sum(sizes)))
+        for (key, dtype, whole), sizes in largest[:_MOST_LISTED]
+    ]
+    if rows:
+        for line in in_columns(("TENSORS", "COUNT", "DTYPE", "SHAPE", "SIZE"), rows, right=[1, 4]):
+            say(line)
+    if len(largest) > _MOST_LISTED:
+        left = sum(len(sizes) for _, sizes in largest[_MOST_LISTED:])
+        out.print(f"[dim]and {left} smaller ones[/]")
+    backend, version = opened.backend
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    facts.add_column(overflow="fold")
+    facts.add_row("checkpoint", _escape(f"{opened.path} ({backend} {version})"))
+    facts.add_row(
+        "tensors",
+        f"{len(planned.keys)} of {len(opened)} go: {bytes_text(preview.num_bytes)} of values",
+    )
+    files = counted(len(planned.files), "file")
+    facts.add_row("disk", f"{bytes_text(preview.file_bytes)} freed by deleting {files}")
+    if planned.is_unfinished:
+        facts.add_row("unfinished", "a removal that was cut off here is brought to its end")
+    if preview.shared_bytes:
+        facts.add_row(
+            "[yellow]not freed[/]",
+            f"{bytes_text(preview.shared_bytes)} stay on the disk: they lie in "
+            f"{counted(len(planned.shared), 'file')} with values that are kept. To be rid of them, "
+            "convert the checkpoint without these tensors into a new one.",
+        )
+    if planned.moved_bytes:
+        facts.add_row(
+            "rewritten", f"{bytes_text(planned.moved_bytes)} of kept values, to free their files"
+        )
+    if preview.kept_objects:
+        kept = ", ".join(map(one_line, preview.kept_objects[:3]))
+        more = ", ..." if len(preview.kept_objects) > 3 else ""
+        facts.add_row(
+            "kept", _escape(f"{counted(len(preview.kept_objects), 'sharded object')}: {kept}{more}")
+        )
+    out.print()
+    out.print(facts)
+    out.print()
+
+
+def _make_sure(preview: _Preview, *, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ValueError("nobody can be asked here (no terminal): pass --yes to remove them")
+    question = f"Remove {counted(len(preview.planned.keys), 'tensor')} for good?"
+    if not typer.confirm(question, default=False):
+        out.print("Nothing was removed.")
+        raise typer.Exit(_NO)
+
+
+def _as_json(preview: _Preview) -> dict[str, Any]:
+    return {
+        "checkpoint": str(preview.checkpoint.path),
+        "prefix": preview.prefix,
+        "keys": list(preview.planned.keys),
+        "num_bytes": preview.num_bytes,
+        "files": list(preview.planned.files),
+        "file_bytes": preview.file_bytes,
+        "bytes_not_freed": dict(preview.planned.shared),
+        "bytes_rewritten": preview.planned.moved_bytes,
+        "objects_kept": list(preview.kept_objects),
+    }
+
+
+def _nothing(opened: Checkpoint, prefix: str) -> str:
+    tops = sorted({key.split(".")[0] for key in opened})
+    known = ", ".join(repr(name) for name in tops[:8]) + (", ..." if len(tops) > 8 else "")
+    hint = f"; keys begin with {known}" if tops else ""
+    return f"no tensor in {opened.path} has a key that begins with {prefix!r}{hint}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _usage(folder: Path) -> int:
+    walked = (Path(path, name) for path, _, names in os.walk(folder) for name in names)
+    return bytes_on_disk(walked)

@@ -1,0 +1,34 @@
+"""Conversions between checkpoints of any backend, safetensors and torch.save files, by streaming.
+
+::
+
+    from dist_checkpointing.tools.convert import Rules, convert
+
+    convert("ckpt/1000", "model", "safetensors", rules=Rules.parse(include=["^model"]))
+"""
+
+from dist_checkpointing.tools.convert.convert import (
+    Conversion,
+    ConvertOptions,
+    convert,
+    open_source,
+    targets,
+)
+from dist_checkpointing.tools.convert.memory import return_freed_memory
+from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
+from dist_checkpointing.tools.convert.rules import Rules
+from dist_checkpointing.tools.convert.torch_file import COMMON_KEY, OBJECTS_KEY
+
+__all__ = [
+    "COMMON_KEY",
+    "OBJECTS_KEY",
+    "Conversion",
+    "ConversionPlan",
+    "ConvertOptions",
+    "Rules",
+    "convert",
+    "open_source",
+    "plan_conversion",
+    "return_freed_memory",
+    "targets",
+]

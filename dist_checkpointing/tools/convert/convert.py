@@ -1,0 +1,373 @@
+"""convert: from a checkpoint or a file of tensors into another, within a budget of memory."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    Finding,
+    RankFailedError,
+    StrategyNotFoundError,
+)
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.format.commit import check_is_distributed_checkpoint
+from dist_checkpointing.format.near_names import hint
+from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
+from dist_checkpointing.tools.convert.backend_target import convert_to_backend, lazy_strategy
+from dist_checkpointing.tools.convert.destination import (
+    check_apart,
+    check_checkpoint_place,
+    written_beside,
+)
+from dist_checkpointing.tools.convert.file_targets import (
+    DEFAULT_SHARD_BYTES,
+    check_safetensors,
+    loadable,
+    texts_for_safetensors,
+    write_safetensors,
+    write_torch_file,
+)
+from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES, Spending, spend
+from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
+from dist_checkpointing.tools.convert.pump import stopping
+from dist_checkpointing.tools.convert.rules import Rules
+from dist_checkpointing.tools.convert.safetensors_format import INDEX_SUFFIX, SUFFIX
+from dist_checkpointing.tools.convert.safetensors_source import SafetensorsSource, holds_safetensors
+from dist_checkpointing.tools.convert.sources import CheckpointSource, Source
+from dist_checkpointing.tools.convert.torch_file import TorchFileSource
+from dist_checkpointing.tools.convert.verification import PartChecks
+
+SAFETENSORS = "safetensors"
+TORCH = "torch"
+
+_SIGNATURES = {b"PK\x03\x04": TORCH, b"\x80\x02\x8a\x0a": TORCH}
+"""How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """How a conversion is done.
+
+    Attributes:
+        memory_bytes: that the whole process may take.
+        threads: that read and write; by default as StorageOptions.
+        shard_bytes: most bytes of values in one file of a safetensors folder.
+        overwrite: replace what is at the destination, if it is of the kind that is written.
+        trusted: unpickle anything in the source. Lets it run any code.
+        verify: compare the tensors that are read with the checksums of the source, if it has any.
+        dry_run: plan only, write nothing.
+    """
+
+    memory_bytes: int = DEFAULT_MEMORY_BYTES
+    threads: int | None = None
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    overwrite: bool = False
+    trusted: bool = False
+    verify: bool = True
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conversion:
+    """What was done, or would be.
+
+    Attributes:
+        source: what was converted, in words.
+        target: into what, in words.
+        plan: all tensors and objects.
+        left_out: what the target cannot hold, in words.
+        verified_bytes: of the source that were compared with its checksums.
+        not_verified: what was not, and why, in words; None if all tensors were (or would be).
+        seconds: that it took.
+    """
+
+    source: str
+    target: str
+    plan: ConversionPlan
+    left_out: tuple[str, ...]
+    verified_bytes: int
+    not_verified: str | None
+    seconds: float
+
+
+def convert(
+    source: str | PathLike[str],
+    destination: str | PathLike[str],
+    to: str = "tensorstore",
+    *,
+    rules: Rules | None = None,
+    options: ConvertOptions | None = None,
+    progress: ProgressCallback | None = None,
+) -> Conversion:
+    """Convert tensors from one format into another, bit by bit unless a cast is asked for.
+
+    Streams: what is in memory at a time stays within the budget, whatever the size. Nothing is at
+    the destination until all of it is; a conversion that was killed is begun again by the next one.
+    Tensors are compared with the checksums of the source, so that damage does not get new ones.
+
+    Args:
+        source: a committed checkpoint of any backend (also of Megatron and torch DCP), safetensors
+            files (one, or a Hugging Face folder), or a file of torch.save.
+        destination: a folder; a file for ``torch``, and for ``safetensors`` if its name says so.
+        to: ``backend`` or ``backend:version``, ``safetensors`` or ``torch``.
+        rules: which keys, by what names, dtypes and cuts.
+        options: memory, threads and the like.
+        progress: called with a Progress, from any thread.
+
+    Raises:
+        CheckpointNotFoundError: ``source`` holds nothing that is read.
+        CheckpointExistsError: ``destination`` is taken. Nothing was touched.
+        CorruptCheckpointError: the source is damaged. Nothing new is at the destination.
+        CheckpointingException: anything else. Nothing new is at the destination.
+    """
+    options, rules = options or ConvertOptions(), rules or Rules()
+    began = time.perf_counter()
+    backend = None if to in (SAFETENSORS, TORCH) else parse_backend(to)
+    if backend is None and rules.reshards:
+        finding = Finding("only checkpoints are cut into parts", found=to)
+        raise CheckpointingException(f"reshard makes no sense for {to}", [finding])
+    place = local_folder(destination)
+    opened = open_source(source, trusted=options.trusted, most_bytes=options.memory_bytes // 2)
+    try:
+        job = _Job(opened, place, to, backend, rules, options, progress)
+        job.check()
+        if not options.dry_run:
+            job.run()
+        return Conversion(
+            source=opened.kind,
+            target=to if backend is None else f"{backend[0]} {backend[1]}",
+            plan=job.plan,
+            left_out=tuple(job.left_out),
+            verified_bytes=0 if job.checks is None else job.checks.num_bytes,
+            not_verified=job.not_verified,
+            seconds=time.perf_counter() - began,
+        )
+    finally:
+        opened.close()
+
+
+def targets() -> list[str]:
+    """What ``to`` may be."""
+    backends = [f"{n}:{v}" for n, v in available_strategies(StrategyAction.SAVE_SHARDED)]
+    return [*backends, SAFETENSORS, TORCH]
+
+
+def parse_backend(text: str) -> tuple[str, int]:
+    """A backend and its version; the newest if none is named.
+
+    Raises:
+        StrategyNotFoundError: if there is none.
+    """
+    known = available_strategies(StrategyAction.SAVE_SHARDED)
+    found = [(n, v) for n, v in known if text in (n, f"{n}:{v}")]
+    if not found:
+        near = hint(text, [*targets(), *(name for name, _ in known)])
+        finding = Finding(f"no such target{near}", expected=", ".join(targets()), found=text)
+        raise StrategyNotFoundError(f"cannot convert to {text!r}", [finding])
+    return max(found, key=lambda backend: backend[1])
+
+
+def open_source(
+    path: str | PathLike[str], *, trusted: bool = False, most_bytes: int = DEFAULT_MEMORY_BYTES
+) -> Source:
+    """Whatever there is to convert at a path.
+
+    Args:
+        path: see ``convert``.
+        trusted: unpickle anything in it.
+        most_bytes: size of a file that may be loaded as a whole, if it must.
+
+    Raises:
+        CheckpointNotFoundError: if nothing is there that is read.
+    """
+    place = local_folder(path)
+    if place.is_dir():
+        if not check_is_distributed_checkpoint(place) and holds_safetensors(place):
+            return SafetensorsSource(place)
+        return CheckpointSource(place, trusted=trusted)
+    if not place.is_file():
+        finding = Finding("no such file or folder", path=str(place))
+        raise CheckpointNotFoundError(f"{place} does not exist", [finding])
+    if place.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return SafetensorsSource(place)
+    with place.open("rb") as file:
+        signature = file.read(4)
+    if _SIGNATURES.get(signature) == TORCH:
+        return TorchFileSource(place, trusted=trusted, most_bytes=most_bytes)
+    finding = Finding(
+        "neither a folder with a checkpoint, nor a file of safetensors or torch.save",
+        path=str(place),
+    )
+    raise CheckpointNotFoundError(f"{place} cannot be converted", [finding])
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    source: Source
+    destination: Path
+    to: str
+    backend: tuple[str, int] | None
+    rules: Rules
+    options: ConvertOptions
+    progress: ProgressCallback | None
+    left_out: list[str] = field(default_factory=list)
+    common: dict[Any, Any] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    plan: ConversionPlan = field(init=False)
+    spending: Spending = field(init=False)
+    checks: PartChecks | None = None
+    not_verified: str | None = None
+
+    @property
+    def as_folder(self) -> bool:
+        """Whether safetensors files go into a folder."""
+        return self.to == SAFETENSORS and self.destination.suffix != SUFFIX
+
+    def check(self) -> None:
+        """Find out all that can be wrong before a byte is written."""
+        self.plan = plan_conversion(self.source.index, self.source.objects, self.rules)
+        check_apart(self.source.files(), self.destination)
+        if self.backend is not None:
+            check_checkpoint_place(self.destination, overwrite=self.options.overwrite)
+        elif self.to == SAFETENSORS:
+            check_safetensors(self.plan)
+            self._choose_texts()
+        else:
+            self._choose_for_torch()
+        local.check_room(self.destination.absolute().parent, self.plan.num_bytes)
+        if self.backend is not None:
+            # Imports what will be used, so that its memory counts before the rest is shared out.
+            lazy_strategy(self.backend, Spending(1, 1, 1))
+        # Before memory is shared out, like the imports.
+        self._find_checksums()
+        self.spending = spend(self.options.memory_bytes, self.options.threads)
+        if self.checks is not None:
+            self.checks.most_bytes = self.spending.box_bytes
+            self.source.verify_with(self.checks)
+
+    def _find_checksums(self) -> None:
+        if not self.options.verify:
+            self.not_verified = "verification was turned off"
+            return
+        self.checks = self.source.checksums({tensor.source.key for tensor in self.plan.tensors})
+        if self.checks is None and self.plan.tensors:
+            self.not_verified = "the source keeps no checksums"
+
+    def _choose_texts(self) -> None:
+        if self.rules.tensors_only:
+            return
+        common = self.source.common
+        self.common = texts_for_safetensors(common)
+        lost = [name for name in common if name not in self.common]
+        if lost:
+            self.left_out.append(f"common state that is no text ({_few(lost)})")
+        if self.plan.objects:
+            self.left_out.append(f"objects ({_few(o.key for o in self.plan.objects)})")
+
+    def _choose_for_torch(self) -> None:
+        if self.rules.tensors_only:
+            return
+        self.common, lost = loadable(self.source.common)
+        if lost:
+            self.left_out.append(f"common state that torch.load would refuse ({_few(lost)})")
+        cells = {
+            planned.key: {
+                cell: self.source.object_cell(planned.source_key, cell)
+                for cell in itertools.product(*map(range, planned.shape))
+            }
+            for planned in self.plan.objects
+        }
+        self.objects, lost = loadable(cells)
+        if lost:
+            self.left_out.append(f"objects that torch.load would refuse ({_few(lost)})")
+
+    def run(self) -> None:
+        """Convert."""
+        stop = threading.Event()
+        try:
+            with stopping(stop):
+                if self.backend is not None:
+                    convert_to_backend(
+                        self.source,
+                        self.plan,
+                        self.destination,
+                        self.backend,
+                        self.spending,
+                        overwrite=self.options.overwrite,
+                        tensors_only=self.rules.tensors_only,
+                        trusted=self.options.trusted,
+                        progress=self.progress,
+                        stop=stop,
+                    )
+                else:
+                    self._write_files(stop)
+        except RankFailedError as error:
+            # There is one rank, so its name and its traceback say nothing to the caller.
+            findings = [Finding(f.problem, f.key, path=f.path) for f in error.findings]
+            message = f"cannot write {self.destination}: nothing of it is left"
+            raise CheckpointingException(message, findings) from error
+        except OSError as error:
+            if isinstance(error, CheckpointingException):
+                raise
+            remedy = "Free some space." if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+            finding = Finding(str(error), remedy=remedy)
+            message = f"cannot write {self.destination}: nothing of it is left"
+            raise CheckpointingException(message, [finding]) from error
+
+    def _write_files(self, stop: threading.Event) -> None:
+        meter = Meter("convert", 0, self.progress)
+        beside = written_beside(
+            self.destination, overwrite=self.options.overwrite, replaceable=self._is_alike
+        )
+        with beside as path, meter.phase("writing"):
+            meter.expect(self.plan.num_bytes)
+            if self.to == SAFETENSORS:
+                write_safetensors(
+                    self.source,
+                    self.plan,
+                    path,
+                    self.spending,
+                    as_folder=self.as_folder,
+                    shard_bytes=self.options.shard_bytes,
+                    texts=self.common,
+                    stop=stop,
+                    report=meter.add,
+                )
+            else:
+                write_torch_file(
+                    self.source,
+                    self.plan,
+                    path,
+                    self.spending,
+                    common=self.common,
+                    objects=self.objects,
+                    stop=stop,
+                    report=meter.add,
+                )
+            self.source.check_unchanged()
+
+    def _is_alike(self, path: Path) -> bool:
+        """Whether what is at the destination is such as would be written there."""
+        if not self.as_folder:
+            return path.is_file()
+        if not path.is_dir():
+            return False
+        return all(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in path.iterdir())
+
+
+def _few(names: Iterable[object]) -> str:
+    """The first of some names, for a person."""
+    listed = list(map(str, names))
+    return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

@@ -1,0 +1,195 @@
+"""The safetensors format: 8 bytes with the length of a JSON header, the header, the values."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.format.element_types import DType, from_name
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import ints_from_json
+
+SUFFIX: Final = ".safetensors"
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+SINGLE_NAME: Final = "model.safetensors"
+INDEX_NAME: Final = "model.safetensors.index.json"
+METADATA_KEY: Final = "__metadata__"
+MAX_HEADER_BYTES: Final = 100_000_000
+"""What readers of the format take at most."""
+
+_ALIGNMENT = 8
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_BY_DTYPE = {name: code for code, name in _NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file.
+
+    Attributes:
+        key: its name.
+        dtype: its element type.
+        shape: its shape.
+        start: where its values begin, in bytes from the start of the file.
+    """
+
+    key: str
+    dtype: DType
+    shape: Ints
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """What a file says about itself.
+
+    Attributes:
+        entries: its tensors.
+        metadata: texts by name.
+    """
+
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+
+
+def can_hold(dtype: DType) -> bool:
+    """Whether the format has this dtype."""
+    return dtype.name in _BY_DTYPE
+
+
+def header_bytes(
+    tensors: Iterable[tuple[str, DType, Ints]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[Entry]]:
+    """The beginning of a file, and where in the file each tensor will be.
+
+    The values follow without gaps, wide elements first, so that all are aligned.
+    """
+    rows: dict[str, Any] = {METADATA_KEY: dict(metadata)}
+    ordered = sorted(tensors, key=lambda row: (-row[1].itemsize, row[0]))
+    places, position = [], 0
+    for key, dtype, shape in ordered:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        rows[key] = {
+            "dtype": _BY_DTYPE[dtype.name],
+            "shape": list(shape),
+            "data_offsets": [position, position + num_bytes],
+        }
+        places.append(position)
+        position += num_bytes
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    begin = 8 + len(text)
+    entries = [
+        Entry(key, dtype, shape, begin + place)
+        for (key, dtype, shape), place in zip(ordered, places, strict=True)
+    ]
+    return struct.pack("<Q", len(text)) + text, entries
+
+
+def divide(tensors: Sequence[tuple[str, int]], most_bytes: int) -> list[list[str]]:
+    """Keys dealt out to files of at most ``most_bytes`` each, in order; a larger tensor is alone.
+
+    Args:
+        tensors: key and size in bytes.
+        most_bytes: of the values of a file.
+    """
+    files: list[list[str]] = [[]]
+    size = 0
+    for key, num_bytes in tensors:
+        if files[-1] and size + num_bytes > most_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(key)
+        size += num_bytes
+    return files
+
+
+def file_names(count: int) -> list[str]:
+    """What Hugging Face calls the files of a model."""
+    if count == 1:
+        return [SINGLE_NAME]
+    return [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file, checked against its size.
+
+    Raises:
+        CorruptCheckpointError: if the file is none of this format.
+        UnsupportedFormatError: if it holds a dtype that we do not.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(MAX_HEADER_BYTES, size - 8):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            rows = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+            return _parsed(rows, 8 + length, size)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        finding = Finding(str(error), path=str(path), remedy="Fetch the file again.")
+        raise CorruptCheckpointError("not a safetensors file", [finding]) from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name appears twice")
+    return found
+
+
+def _parsed(rows: dict[str, Any], begin: int, size: int) -> Header:
+    metadata = rows.pop(METADATA_KEY, {})
+    if not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError(f"{METADATA_KEY} holds more than texts")
+    entries = []
+    for key, row in rows.items():
+        if row["dtype"] not in _NAMES:
+            finding = Finding("unknown dtype", key, found=row["dtype"])
+            raise UnsupportedFormatError("a tensor cannot be read", [finding])
+        first, last = ints_from_json(row["data_offsets"])
+        shape = tuple(ints_from_json(row["shape"]))
+        entry = Entry(key, from_name(_NAMES[row["dtype"]]), shape, begin + first)
+        if entry.num_bytes != last - first:
+            raise ValueError(f"{key!r} has {last - first} bytes for shape {shape}")
+        entries.append(entry)
+    end = begin
+    for entry in sorted(entries, key=lambda e: (e.start, e.num_bytes)):
+        if entry.start != end:
+            raise ValueError(f"{entry.key!r} begins at byte {entry.start} instead of {end}")
+        end += entry.num_bytes
+    if end != size:
+        raise ValueError(f"the tensors end at byte {end} of {size}")
+    return Header(tuple(entries), metadata)

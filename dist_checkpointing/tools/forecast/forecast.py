@@ -1,0 +1,312 @@
+"""What a load would cost, worked out from the index and the plan alone: nothing is read for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
+from dist_checkpointing.format.geometry import Ints, Window, ravel_offset
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.planning import MetadataIndex, ReadItem
+from dist_checkpointing.planning.reads import WantedShard, plan_load
+from dist_checkpointing.storage import ChunkPlace, StorageReader
+from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.strategies.base import PlannedLoadStrategy
+from dist_checkpointing.tools.forecast.templates import RankWants, unknown_objects
+from dist_checkpointing.validation.compare import StoredTensors, compare
+
+_PAGE_BYTES = 4096
+_SCRATCH_BYTES = 2**22
+"""Small neighbours are read together into a buffer of at most this size."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCost:
+    """What a load costs some ranks, each of them.
+
+    Attributes:
+        ranks: that want the same.
+        num_tensors: shards to fill.
+        wanted_bytes: of all shards.
+        read_bytes: that storage has to deliver for them; see ``bytes_read``.
+        num_reads: boxes to copy.
+        files: that are opened.
+        peak_bytes: memory for the shards and for what is read on the way to them.
+    """
+
+    ranks: tuple[int, ...]
+    num_tensors: int
+    wanted_bytes: int
+    read_bytes: int
+    num_reads: int
+    files: frozenset[str]
+    peak_bytes: int
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read for each byte wanted."""
+        return self.read_bytes / self.wanted_bytes if self.wanted_bytes else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A load that was not done.
+
+    Attributes:
+        costs: of all ranks, those that want the same together.
+        findings: why it would fail; nothing if it would not.
+        unasked: keys that no rank wants.
+    """
+
+    costs: tuple[RankCost, ...]
+    findings: tuple[Finding, ...]
+    unasked: tuple[str, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks load."""
+        return sum(len(cost.ranks) for cost in self.costs)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Of all ranks."""
+        return sum(cost.wanted_bytes * len(cost.ranks) for cost in self.costs)
+
+    @property
+    def read_bytes(self) -> int:
+        """Of all ranks, each for itself."""
+        return sum(cost.read_bytes * len(cost.ranks) for cost in self.costs)
+
+    @property
+    def shared_read_bytes(self) -> int:
+        """Of all ranks, if those that want the same read it once and pass it on."""
+        return sum(cost.read_bytes for cost in self.costs)
+
+    @property
+    def files(self) -> frozenset[str]:
+        """That any rank opens."""
+        return frozenset().union(*(cost.files for cost in self.costs))
+
+
+def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
+    """The forecast for an open checkpoint.
+
+    Raises:
+        UnsupportedFormatError: if its strategy does not tell where things are.
+    """
+    strategy = checkpoint.reads.sharded
+    if not isinstance(strategy, PlannedLoadStrategy):
+        finding = Finding("its strategy makes no plans", found=str(strategy))
+        raise UnsupportedFormatError("a load of this checkpoint cannot be planned", [finding])
+    reader = checkpoint.reads.make_reader()
+    index = checkpoint.reads.index_for(reader, checkpoint.index)
+    reader.set_up_storage_reader(index, rank=0, world_size=1)
+    found = forecast(index, reader, wants, strategy.options)
+    lost = unknown_objects(wants, checkpoint.objects) if any(w.objects for w in wants) else []
+    return replace(found, findings=(*found.findings, *lost))
+
+
+def forecast(
+    index: Index, reader: StorageReader, wants: Sequence[RankWants], options: StorageOptions
+) -> Forecast:
+    """Plan the load of every rank and add up what it takes.
+
+    Args:
+        index: of the checkpoint.
+        reader: that is set up for it; asked only where chunks are.
+        wants: of all ranks.
+        options: of the load.
+    """
+    stored = StoredTensors(index)
+    findings: dict[tuple[str, str | None], Finding] = {}
+    costs = []
+    planner = _Planner(index, reader, options.maps_files(reader.checkpoint_dir))
+    asked: set[str] = set()
+    for want in wants:
+        asked |= {leaf.key for leaf in want.tensors.values()}
+        misfits: list[Finding] = []
+        try:
+            compare(want.tensors, stored, "error", planner_knows_keys=False)
+        except StateMismatchError as error:
+            misfits += error.findings
+        unfit = {finding.key for finding in misfits if finding.problem != "dtype differs"}
+        touched: list[tuple[_Touch, ChunkPlace | None]] = []
+        wanted_bytes = 0
+        for leaf in want.tensors.values():
+            if leaf.key not in unfit:
+                shard = WantedShard(leaf.key, leaf.box, leaf.flat_range, 0)
+                parts, uncovered = planner.parts_of(shard)
+                touched += parts
+                misfits += uncovered
+                wanted_bytes += _num_elements(shard) * leaf.dtype.itemsize
+        for finding in misfits:
+            known = findings.setdefault((finding.problem, finding.key), finding)
+            ranks = tuple(sorted({*known.ranks, *want.ranks}))
+            findings[finding.problem, finding.key] = replace(known, ranks=ranks)
+        costs.append(_cost(want, touched, wanted_bytes, options))
+    result = Forecast(
+        tuple(costs), tuple(findings.values()), tuple(key for key in index if key not in asked)
+    )
+    lost = _missing_files(result.files, reader.checkpoint_dir)
+    return replace(result, findings=(*result.findings, *lost))
+
+
+def _num_elements(shard: WantedShard) -> int:
+    if shard.flat_range is not None:
+        return shard.flat_range[1] - shard.flat_range[0]
+    return shard.box.num_elements
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Touch:
+    """What one shard reads of one chunk; a window at a time if the chunk can be read in part.
+
+    Attributes:
+        chunk: which, by its offset and the number of the piece.
+        num_bytes: of the chunk in memory.
+        read_bytes: of all windows.
+        buffers: bytes of those windows that cannot be read in place.
+        num_reads: windows.
+    """
+
+    chunk: tuple[Ints | None, int | None]
+    num_bytes: int
+    read_bytes: int
+    buffers: tuple[int, ...]
+    num_reads: int
+
+
+class _Planner:
+    """Plans loads shard by shard; those of tensors that are stored alike are planned once."""
+
+    def __init__(self, index: Index, reader: StorageReader, maps_files: bool) -> None:
+        self._index = index
+        self._reader = reader
+        self._maps_files = maps_files
+        self._known: dict[object, tuple[_Touch, ...]] = {}
+        self._places: dict[str, dict[tuple[Ints | None, int | None], ChunkPlace | None]] = {}
+
+    def parts_of(
+        self, shard: WantedShard
+    ) -> tuple[list[tuple[_Touch, ChunkPlace | None]], list[Finding]]:
+        """What a shard reads, and where that is; and what of it nothing stored fills."""
+        tensor = self._index[shard.key]
+        alike: object = shard.key
+        if tensor.pieces is None:
+            alike = (tensor.global_shape, tensor.chunk_shape, tensor.dtype.itemsize)
+        name = (alike, shard.box, shard.flat_range)
+        findings: list[Finding] = []
+        touches = self._known.get(name)
+        if touches is None:
+            items, findings = plan_load(self._index, [shard])
+            touches = _touches(items, tensor.dtype.itemsize, maps_files=self._maps_files)
+            if not findings:
+                self._known[name] = touches
+        places = self._places.setdefault(shard.key, {})
+        new = [touch.chunk for touch in touches if touch.chunk not in places]
+        if new:
+            chunks = [MetadataIndex(shard.key, *chunk) for chunk in new]
+            places.update(zip(new, self._reader.places(chunks), strict=True))
+        return [(touch, places[touch.chunk]) for touch in touches], findings
+
+
+def _touches(items: Sequence[ReadItem], itemsize: int, *, maps_files: bool) -> tuple[_Touch, ...]:
+    by_chunk: dict[tuple[Ints | None, int | None], list[Window]] = {}
+    for item in items:
+        at = item.storage_index
+        by_chunk.setdefault((at.offset, at.index), []).append(item.storage)
+    return tuple(
+        _Touch(
+            chunk,
+            max(window.start + window.array_size for window in windows) * itemsize,
+            sum(bytes_read(window, itemsize, maps_files=maps_files) for window in windows),
+            tuple(
+                _span(window) * itemsize
+                for window in windows
+                if not maps_files and window.contiguous_range() is None
+            ),
+            len(windows),
+        )
+        for chunk, windows in by_chunk.items()
+    )
+
+
+def _cost(
+    want: RankWants,
+    touched: Sequence[tuple[_Touch, ChunkPlace | None]],
+    wanted_bytes: int,
+    options: StorageOptions,
+) -> RankCost:
+    read_bytes = num_reads = 0
+    decoded: list[int] = []
+    buffers: list[int] = []
+    files = set()
+    for touch, place in touched:
+        num_reads += touch.num_reads
+        if place is not None and place.file is not None:
+            files.add(place.file)
+        if place is not None and place.is_read_whole:
+            read_bytes += place.num_bytes
+            decoded.append(place.num_bytes + touch.num_bytes)
+        else:
+            read_bytes += touch.read_bytes
+            buffers += touch.buffers
+    at_once = sum(sorted(decoded, reverse=True)[: options.threads])
+    copied = min(options.buffer_bytes, sum(sorted(buffers, reverse=True)[: options.threads]))
+    scratch = min(_SCRATCH_BYTES, wanted_bytes)
+    return RankCost(
+        want.ranks,
+        len(want.tensors),
+        wanted_bytes,
+        read_bytes,
+        num_reads,
+        frozenset(files),
+        wanted_bytes + max(at_once, copied, scratch),
+    )
+
+
+def bytes_read(window: Window, itemsize: int, *, maps_files: bool) -> int:
+    """Bytes that have to come from storage for a window of a chunk that can be read in part.
+
+    A window that is one run is read as it is. Of others a mapped file delivers whole pages of 4 KiB
+    (the read-ahead of the system not counted), and a file that is read into buffers delivers
+    everything from the first element to the last.
+
+    Args:
+        window: in elements of the chunk.
+        itemsize: bytes of an element.
+        maps_files: whether files are mapped.
+    """
+    wanted = window.box.num_elements * itemsize
+    if window.contiguous_range() is not None:
+        return wanted
+    span = _span(window) * itemsize
+    run = 1
+    skipped = 0
+    for extent, full in zip(reversed(window.box.shape), reversed(window.shape), strict=True):
+        skipped = run * (full - extent)
+        run *= extent
+        if extent != full:
+            break
+    if not maps_files or skipped * itemsize < _PAGE_BYTES:
+        return span
+    runs = window.box.num_elements // run
+    # A run begins anywhere in a page, and so touches one more than it fills.
+    return min(span, wanted + runs * _PAGE_BYTES)
+
+
+def _span(window: Window) -> int:
+    last = tuple(stop - 1 for stop in window.box.stop)
+    first = ravel_offset(window.box.offset, window.shape)
+    return ravel_offset(last, window.shape) - first + 1
+
+
+def _missing_files(files: frozenset[str], folder: Path) -> list[Finding]:
+    return [
+        Finding("a file that would be read is missing", path=str(folder / name))
+        for name in sorted(files)
+        if not (folder / name).is_file()
+    ]

@@ -1,0 +1,380 @@
+"""What differs between two checkpoints, whatever their backends and shardings."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dist_checkpointing.checkpoint import handle as checkpoints
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.tools.inspect import plain_state
+from dist_checkpointing.tools.inspect.blocks import blocks
+from dist_checkpointing.tools.inspect.values import DEFAULT_MEMORY_BYTES, as_numbers, slabs
+
+Array = npt.NDArray[Any]
+_MOST_BOXES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """When two numbers are the same: if ``|a - b| <= atol + rtol * |b|``.
+
+    Attributes:
+        rtol: relative to the second checkpoint.
+        atol: absolute.
+        equal_nan: whether NaN is the same as NaN.
+    """
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    equal_nan: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rtol", "atol"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number >= 0, not {getattr(self, name)}")
+
+
+EXACT = Tolerance()
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How the values of two tensors differ.
+
+    Attributes:
+        num_differing: elements that are not the same.
+        num_compared: all elements.
+        max_abs: largest ``|a - b|`` of those where it is a number; infinity where one is infinite.
+        max_rel: largest ``|a - b| / |b|``; infinity where ``b`` is 0.
+        first_index: of the first that differs, in C order.
+        first_values: there, in both.
+    """
+
+    num_differing: int = 0
+    num_compared: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    first_index: Ints | None = None
+    first_values: tuple[Any, Any] | None = None
+
+    def with_more(self, other: Difference) -> Difference:
+        """Of both parts together."""
+        ours, theirs = self.first_index, other.first_index
+        first = other if ours is None or (theirs is not None and theirs < ours) else self
+        return Difference(
+            self.num_differing + other.num_differing,
+            self.num_compared + other.num_compared,
+            max(self.max_abs, other.max_abs),
+            max(self.max_rel, other.max_rel),
+            first.first_index,
+            first.first_values,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorComparison:
+    """One tensor that both have. Pairs are of the first and of the second checkpoint.
+
+    Attributes:
+        key: its name in both.
+        shapes: global shapes.
+        dtypes: names of the element types.
+        values: None if the shapes differ.
+    """
+
+    key: str
+    shapes: tuple[Ints, Ints]
+    dtypes: tuple[str, str]
+    values: Difference | None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether shape, element type and values are the same."""
+        return self.dtypes[0] == self.dtypes[1] and self.has_same_values
+
+    @property
+    def has_same_values(self) -> bool:
+        """Whether shape and values are the same."""
+        return self.values is not None and self.values.num_differing == 0
+
+
+@dataclass(frozen=True, slots=True)
+class ValueComparison:
+    """An entry of an object or of the common state that is not the same in both.
+
+    Attributes:
+        name: where it is.
+        texts: what is there in the first and in the second; None where nothing is.
+    """
+
+    name: str
+    texts: tuple[str | None, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two checkpoints compared.
+
+    Attributes:
+        only_first: keys of tensors that only the first has.
+        only_second: likewise.
+        tensors: those that both have, the same ones included.
+        objects: cells of sharded objects that differ, or that one lacks.
+        common: entries of the common state that differ, or that one lacks.
+        ignores_dtype: whether another element type alone makes no difference.
+    """
+
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    tensors: tuple[TensorComparison, ...]
+    objects: tuple[ValueComparison, ...]
+    common: tuple[ValueComparison, ...]
+    ignores_dtype: bool = False
+
+    @property
+    def differing(self) -> tuple[TensorComparison, ...]:
+        """The tensors of both that are not the same."""
+        if self.ignores_dtype:
+            return tuple(row for row in self.tensors if not row.has_same_values)
+        return tuple(row for row in self.tensors if not row.is_same)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing differs."""
+        return not (
+            self.only_first or self.only_second or self.differing or self.objects or self.common
+        )
+
+
+def compare_checkpoints(
+    first: checkpoints.Checkpoint,
+    second: checkpoints.Checkpoint,
+    *,
+    tolerance: Tolerance = EXACT,
+    wanted: Callable[[str], bool] = lambda _: True,
+    ignore_dtype: bool = False,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    report: Callable[[int], None] = lambda _: None,
+) -> Comparison:
+    """Compare two checkpoints by what they hold, not by how they store it.
+
+    Args:
+        first: one checkpoint.
+        second: the other; what is relative is relative to it.
+        tolerance: when two numbers are the same.
+        wanted: which keys (of tensors, objects and common state) to look at.
+        ignore_dtype: another element type alone makes no difference.
+        memory_bytes: for values of both that are in memory at a time.
+        report: called with the number of bytes of the first that were compared since the last call.
+
+    Raises:
+        CheckpointingException: if something cannot be read.
+    """
+    common = [key for key in first if key in second and wanted(key)]
+    alike = [key for key in common if first[key].shape == second[key].shape]
+    values = dict.fromkeys(alike, Difference())
+
+    def look_at(batch: Sequence[tuple[str, Box]]) -> None:
+        # In a function of its own, so that no value lives on while the next batch is read.
+        for (key, box), a, b in zip(batch, first.read(batch), second.read(batch), strict=True):
+            values[key] = values[key].with_more(compare_tensors(a, b, tolerance, box.offset))
+            report(a.nbytes)
+
+    for batch in _batches(first, second, alike, memory_bytes // 2):
+        look_at(batch)
+    tensors = [
+        TensorComparison(
+            key,
+            (first[key].shape, second[key].shape),
+            (first[key].dtype_name, second[key].dtype_name),
+            values.get(key),
+        )
+        for key in common
+    ]
+    return Comparison(
+        tuple(key for key in first if key not in second and wanted(key)),
+        tuple(key for key in second if key not in first and wanted(key)),
+        tuple(tensors),
+        tuple(_compare_objects(first, second, tolerance, wanted)),
+        tuple(
+            row
+            for row in compare_values(first.common, second.common, tolerance)
+            if wanted(row.name)
+        ),
+        ignore_dtype,
+    )
+
+
+def _batches(
+    first: checkpoints.Checkpoint,
+    second: checkpoints.Checkpoint,
+    keys: Iterable[str],
+    most_bytes: int,
+) -> Iterable[list[tuple[str, Box]]]:
+    batch: list[tuple[str, Box]] = []
+    size = 0
+    for key in keys:
+        pair = first.index[key], second.index[key]
+        # Along the chunks of the one that has to decode them whole.
+        lead: StoredTensor = pair[1] if second.index.codec and not first.index.codec else pair[0]
+        widest = max(stored.dtype.itemsize for stored in pair)
+        for box in blocks(
+            lead, Box.whole(lead.global_shape), most_bytes * lead.dtype.itemsize // widest
+        ):
+            num_bytes = box.num_elements * widest
+            if batch and (size + num_bytes > most_bytes or len(batch) == _MOST_BOXES):
+                yield batch
+                batch, size = [], 0
+            batch.append((key, box))
+            size += num_bytes
+    if batch:
+        yield batch
+
+
+def compare_tensors(
+    a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance = EXACT, origin: Ints | None = None
+) -> Difference:
+    """Compare two CPU tensors of one shape.
+
+    Args:
+        a: one.
+        b: the other.
+        tolerance: when two numbers are the same.
+        origin: where the tensors begin, for ``first_index``.
+    """
+    total = Difference(num_compared=a.numel())
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    start = 0
+    step = next((len(part) for part in slabs(np.empty(a.numel(), dtype=np.bool_))), 1)
+    for start in range(0, a.numel(), step):
+        found, place = _compare_slab(
+            as_numbers(flat_a[start : start + step]),
+            as_numbers(flat_b[start : start + step]),
+            tolerance,
+        )
+        if place is not None:
+            index = np.unravel_index(start + place, a.shape) if a.ndim else ()
+            offset = origin or (0,) * a.ndim
+            where = tuple(int(i) + o for i, o in zip(index, offset, strict=True))
+            pair = a[index].item() if a.ndim else a.item(), b[index].item() if a.ndim else b.item()
+            total = total.with_more(replace(found, first_index=where, first_values=pair))
+    return total
+
+
+def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference, int | None]:
+    """The difference of two slabs, and the position of the first element that differs."""
+    if x.dtype != y.dtype:
+        kind = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.longdouble
+        x, y = x.astype(kind), y.astype(kind)
+    with np.errstate(invalid="ignore"):  # which signalling NaNs are
+        unequal = x != y
+    if tolerance.equal_nan and x.dtype.kind in "fc":
+        unequal &= ~(np.isnan(x) & np.isnan(y))
+    places = np.flatnonzero(unequal)
+    if not len(places):
+        return Difference(), None
+    # 64-bit integers, too, are exact in this type.
+    wide = np.complex128 if x.dtype.kind == "c" else np.longdouble
+    p, q = x[places].astype(wide), y[places].astype(wide)
+    with np.errstate(all="ignore"):
+        distance: Array = np.abs(np.subtract(p, q))
+        size = np.abs(q)
+        # Written so that a NaN is never within.
+        differs = ~(distance <= tolerance.atol + tolerance.rtol * size)
+        # Infinities of one sign are equal and not here; infinity is within no tolerance.
+        differs |= np.isinf(p) | np.isinf(q)
+        distance, size, places = distance[differs], size[differs], places[differs]
+        if not len(places):
+            return Difference(), None
+        relative = distance / size
+    return (
+        Difference(
+            len(places),
+            max_abs=_largest(distance),
+            max_rel=_largest(relative),
+        ),
+        int(places[0]),
+    )
+
+
+def _largest(numbers: Array) -> float:
+    known = numbers[~np.isnan(numbers)]
+    return float(known.max()) if known.size else 0.0
+
+
+def _compare_objects(
+    first: checkpoints.Checkpoint,
+    second: checkpoints.Checkpoint,
+    tolerance: Tolerance,
+    wanted: Callable[[str], bool],
+) -> Iterable[ValueComparison]:
+    for key in sorted({*first.objects, *second.objects}):
+        if not wanted(key):
+            continue
+        pair = first.objects.get(key), second.objects.get(key)
+        if pair[0] is None or pair[1] is None or pair[0].shape != pair[1].shape:
+            grids = [None if one is None else f"object {list(one.shape)}" for one in pair]
+            yield ValueComparison(key, (grids[0], grids[1]))
+            continue
+        for cell in itertools.product(*map(range, pair[0].shape)):
+            yield from compare_values(
+                pair[0][cell], pair[1][cell], tolerance, f"{key}[{','.join(map(str, cell))}]"
+            )
+
+
+def compare_values(
+    a: Any, b: Any, tolerance: Tolerance = EXACT, name: str = ""
+) -> list[ValueComparison]:
+    """The entries of two nests of plain values that are not the same."""
+    left, right = plain_state.entries(a, name), plain_state.entries(b, name)
+    return [
+        ValueComparison(path, (_text(left, path), _text(right, path)))
+        for path in dict.fromkeys([*left, *right])
+        if path not in left or path not in right or not _same(left[path], right[path], tolerance)
+    ]
+
+
+def _text(entries: Mapping[str, Any], path: str) -> str | None:
+    return plain_state.value_text(entries[path]) if path in entries else None
+
+
+def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, io.BytesIO):
+        a, b = a.getvalue(), b.getvalue()
+    if isinstance(a, np.ndarray) and a.dtype.kind in "biufc":
+        return _same_arrays(a, b, tolerance)
+    if isinstance(a, torch.Tensor):
+        return _same_tensors(a.detach(), b.detach(), tolerance)
+    if isinstance(a, float | complex):
+        return _same_arrays(np.array([a]), np.array([b]), tolerance)
+    try:
+        return bool(a == b)
+    except Exception:  # noqa: BLE001 - what a stranger's __eq__ raises, or several truth values
+        return plain_state.value_text(a) == plain_state.value_text(b)
+
+
+def _same_arrays(a: Array, b: Array, tolerance: Tolerance) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    pairs = zip(slabs(np.ascontiguousarray(a)), slabs(np.ascontiguousarray(b)), strict=True)
+    return all(_compare_slab(x, y, tolerance)[1] is None for x, y in pairs)
+
+
+def _same_tensors(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+        return False
+    if a.layout is not torch.strided or a.is_quantized:
+        return bool(torch.equal(a, b))
+    return compare_tensors(a, b, tolerance).num_differing == 0

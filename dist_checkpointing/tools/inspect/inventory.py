@@ -1,0 +1,172 @@
+"""What a checkpoint consists of: files, bytes, dtypes, shares."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME
+from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.format.optimizer_keys import is_of_optimizer
+from dist_checkpointing.format.seal import SEAL_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Some of the tensors together."""
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Some of the files together.
+
+    Attributes:
+        num_files: how many.
+        num_bytes: their sizes.
+        num_bytes_on_disk: blocks that the file system gave them; fewer for files with holes.
+    """
+
+    num_files: int = 0
+    num_bytes: int = 0
+    num_bytes_on_disk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a checkpoint consists of.
+
+    Attributes:
+        files: all of them.
+        largest_files: relative name and bytes, largest first.
+        tensors: all of them; bytes before compression.
+        by_dtype: the tensors of each element type, largest share first.
+        model: tensors whose keys do not say that they are an optimizer's.
+        optimizer: those of which they do, see ``is_of_optimizer``.
+        largest: keys and bytes of the largest tensors.
+        num_elements: of all tensors.
+        num_chunks: stored chunks and pieces of all tensors.
+        largest_chunk_bytes: before compression.
+        facts: what only this backend has, in words.
+    """
+
+    files: Files
+    largest_files: tuple[tuple[str, int], ...]
+    tensors: Share
+    by_dtype: Mapping[str, Share]
+    model: Share
+    optimizer: Share
+    largest: tuple[tuple[str, int], ...]
+    num_elements: int
+    num_chunks: int
+    largest_chunk_bytes: int
+    facts: Mapping[str, str]
+
+
+def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventory:
+    """Look at the index and the names and sizes of the files; reads no values.
+
+    Args:
+        checkpoint: to look at.
+        most_listed: how many of the largest to name.
+
+    Raises:
+        CheckpointingException: if the index cannot be read.
+    """
+    index = checkpoint.index
+    sizes = _file_sizes(checkpoint.path)
+    shares: dict[str, Share] = {}
+    by_owner = {True: Share(), False: Share()}
+    num_elements = num_chunks = largest_chunk = 0
+    largest: list[tuple[str, int]] = []
+    for key in index:
+        stored = index[key]
+        shares[stored.dtype.name] = _with(shares.get(stored.dtype.name, Share()), stored)
+        owner = is_of_optimizer(key)
+        by_owner[owner] = _with(by_owner[owner], stored)
+        num_elements += stored.num_bytes // stored.dtype.itemsize
+        count, chunk_bytes = _chunks(stored)
+        num_chunks += count
+        largest_chunk = max(largest_chunk, chunk_bytes)
+        largest.append((key, stored.num_bytes))
+    biggest_files = sorted(((name, size) for name, (size, _) in sizes.items()), key=_by_size)
+    by_size = sorted(shares.items(), key=lambda row: (-row[1].num_bytes, row[0]))
+    return Inventory(
+        Files(len(sizes), sum(s for s, _ in sizes.values()), sum(d for _, d in sizes.values())),
+        tuple(biggest_files[:most_listed]),
+        Share(len(index), sum(share.num_bytes for share in by_owner.values())),
+        dict(by_size),
+        by_owner[False],
+        by_owner[True],
+        tuple(sorted(largest, key=_by_size)[:most_listed]),
+        num_elements,
+        num_chunks,
+        largest_chunk,
+        _facts(checkpoint, sizes),
+    )
+
+
+def _by_size(row: tuple[str, int]) -> tuple[int, str]:
+    return -row[1], row[0]
+
+
+def _with(share: Share, stored: StoredTensor) -> Share:
+    return Share(share.num_tensors + 1, share.num_bytes + stored.num_bytes)
+
+
+def _chunks(stored: StoredTensor) -> tuple[int, int]:
+    """Number of chunks or pieces, and bytes of the largest."""
+    itemsize = stored.dtype.itemsize
+    if stored.pieces is None:
+        chunk = map(min, stored.grid.chunk_shape, stored.global_shape)
+        return math.prod(stored.grid.counts), math.prod(chunk) * itemsize
+    counts = [
+        box.num_elements if flat is None else flat[1] - flat[0] for box, flat in stored.pieces
+    ]
+    return len(counts), max(counts, default=0) * itemsize
+
+
+def _file_sizes(folder: Path) -> dict[str, tuple[int, int]]:
+    """Relative name -> size, and bytes of the blocks that it takes."""
+    sizes = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)  # noqa: PTH118 - a Path each costs ten times more
+            status = os.lstat(path)
+            # In units of 512 bytes, whatever the block size of the file system.
+            sizes[os.path.relpath(path, folder)] = status.st_size, status.st_blocks * 512
+    return sizes
+
+
+def _facts(checkpoint: Checkpoint, sizes: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+    backend, version = checkpoint.backend
+    facts = {}
+    tables = [name for name in sizes if name.startswith(f"{CHECKSUMS_NAME}/")]
+    facts["checksums"] = f"in {_count(tables, 'table')}" if tables else "none were kept"
+    facts["seal"] = "kept" if SEAL_NAME in sizes else "none was kept"
+    if backend == "tensorstore":
+        for section in sorted({name.split("/")[1] for name in sizes if name.startswith("data/")}):
+            inside = [
+                size for name, (size, _) in sizes.items() if name.startswith(f"data/{section}/")
+            ]
+            # So much a removal of all of its tensors gives back.
+            facts[f"section {section}"] = f"{sum(inside):,} bytes in {_count(inside, 'file')}"
+    elif backend == "zarr":
+        facts["format"] = f"zarr v{3 if version == 2 else 2}"
+        facts["compression"] = checkpoint.index.codec or "none"
+    elif backend == "torch_dist":
+        data = [name for name in sizes if name.endswith(".distcp")]
+        ranks = {name.split("_")[2] for name in data if name.startswith("__")}
+        facts["written by"] = f"{_count(ranks, 'rank')}, {_count(data, 'data file')}"
+    return facts
+
+
+def _count(things: object, word: str) -> str:
+    number = len(things)  # type: ignore[arg-type]
+    return f"{number} {word}{'' if number == 1 else 's'}"

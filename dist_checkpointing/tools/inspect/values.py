@@ -1,0 +1,213 @@
+"""Values of tensors as numbers, and their statistics in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dist_checkpointing.checkpoint import Checkpoint, TensorHandle
+from dist_checkpointing.checkpoint.slicing import positions
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box, split_rows
+from dist_checkpointing.tools.inspect.blocks import batches, blocks
+
+Array = npt.NDArray[Any]
+
+DEFAULT_MEMORY_BYTES = 256 * 2**20
+_SLAB_ELEMENTS = 2**18
+"""Elements that are looked at at a time: what is computed of them stays in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of a tensor, or of a part of it.
+
+    Attributes:
+        count: of all elements.
+        minimum: of the finite values; None if there are none, and for complex numbers.
+        maximum: likewise.
+        mean: of the finite values; None if there are none.
+        std: standard deviation of the finite values around their mean (divided by their number).
+        num_nan: elements that are not a number.
+        num_inf: infinite ones.
+        num_zero: zeros of either sign.
+    """
+
+    count: int = 0
+    minimum: int | float | None = None
+    maximum: int | float | None = None
+    mean: float | complex | None = None
+    std: float | None = None
+    num_nan: int = 0
+    num_inf: int = 0
+    num_zero: int = 0
+
+    @property
+    def num_finite(self) -> int:
+        """Elements that are neither NaN nor infinite."""
+        return self.count - self.num_nan - self.num_inf
+
+    def with_more(self, other: Statistics) -> Statistics:
+        """Of both parts together."""
+        if not self.num_finite or not other.num_finite:
+            known = self if self.num_finite else other
+            moments = known.minimum, known.maximum, known.mean, known.std
+        else:
+            moments = _together(self, other)
+        return Statistics(
+            self.count + other.count,
+            *moments,
+            num_nan=self.num_nan + other.num_nan,
+            num_inf=self.num_inf + other.num_inf,
+            num_zero=self.num_zero + other.num_zero,
+        )
+
+
+def _together(a: Statistics, b: Statistics) -> tuple[Any, Any, Any, float]:
+    # Chan, Golub and LeVeque (1979): means and sums of squares of two parts, without cancellation.
+    assert a.mean is not None
+    assert b.mean is not None
+    assert a.std is not None
+    assert b.std is not None
+    count = a.num_finite + b.num_finite
+    weight = b.num_finite / count
+    delta = b.mean - a.mean
+    mean = a.mean + delta * weight
+    variance = (1 - weight) * a.std**2 + weight * b.std**2 + abs(delta) ** 2 * weight * (1 - weight)
+    if a.minimum is None or b.minimum is None or a.maximum is None or b.maximum is None:
+        return None, None, mean, math.sqrt(variance)
+    least, most = min(a.minimum, b.minimum), max(a.maximum, b.maximum)
+    return least, most, mean, math.sqrt(variance)
+
+
+def as_numbers(tensor: torch.Tensor) -> Array:
+    """The values in a numpy dtype that can calculate; short floats become float32, exactly."""
+    if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            return tensor.float().numpy()
+        return dtypes.as_numpy(tensor).astype(np.float32)
+    return dtypes.as_numpy(tensor)
+
+
+def slabs(array: Array) -> Iterator[Array]:
+    """The elements of a C-contiguous array, some at a time."""
+    flat = array.reshape(-1)
+    for start in range(0, len(flat), _SLAB_ELEMENTS):
+        yield flat[start : start + _SLAB_ELEMENTS]
+
+
+def statistics_of(tensor: torch.Tensor) -> Statistics:
+    """The statistics of a CPU tensor."""
+    total = Statistics()
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), _SLAB_ELEMENTS):
+        # Converted piece by piece: a whole bfloat16 tensor as float32 would take twice its memory.
+        total = total.with_more(_of_slab(as_numbers(flat[start : start + _SLAB_ELEMENTS])))
+    return total
+
+
+def _of_slab(values: Array) -> Statistics:
+    num_zero = values.size - int(np.count_nonzero(values))
+    num_nan = num_inf = 0
+    finite = values
+    if values.dtype.kind in "fc":
+        is_finite = np.isfinite(values)
+        if not is_finite.all():
+            num_nan = int(np.count_nonzero(np.isnan(values)))
+            finite = values[is_finite]
+            num_inf = values.size - finite.size - num_nan
+    if not finite.size:
+        return Statistics(values.size, num_nan=num_nan, num_inf=num_inf, num_zero=num_zero)
+    least = most = None
+    if values.dtype.kind != "c":
+        least, most = finite.min().item(), finite.max().item()
+    wide = finite.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean = wide.mean().item()
+        std = float(np.sqrt(np.mean(np.abs(wide - mean) ** 2)))
+    return Statistics(values.size, least, most, mean, std, num_nan, num_inf, num_zero)
+
+
+def stream_statistics(
+    checkpoint: Checkpoint,
+    regions: Iterable[tuple[str, Box]],
+    *,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    report: Callable[[int], None] = lambda _: None,
+) -> dict[str, Statistics]:
+    """The statistics of parts of tensors, read block by block.
+
+    Args:
+        checkpoint: to read.
+        regions: keys, and boxes in elements of the global tensors.
+        memory_bytes: for values that are in memory at a time.
+        report: called with the number of bytes that were read since the last call.
+
+    Returns:
+        By key; several regions of one key together.
+
+    Raises:
+        CheckpointingException: if a part cannot be read.
+    """
+    wanted = list(regions)
+    found = {key: Statistics() for key, _ in wanted}
+
+    def look_at(batch: Sequence[tuple[str, Box]]) -> None:
+        # In a function of its own, so that no value lives on while the next batch is read.
+        for (key, _), tensor in zip(batch, checkpoint.read(batch), strict=True):
+            found[key] = found[key].with_more(statistics_of(tensor))
+            report(tensor.nbytes)
+
+    for batch in batches(checkpoint.index, wanted, memory_bytes):
+        look_at(batch)
+    return found
+
+
+def statistics_of_part(
+    handle: TensorHandle,
+    slices: Any = ...,
+    *,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    report: Callable[[int], None] = lambda _: None,
+) -> Statistics:
+    """The statistics of ``handle[slices]``, which need not fit into memory.
+
+    Raises:
+        IndexError: if ``slices`` do not fit the shape.
+        CheckpointingException: if it cannot be read.
+    """
+    taken = positions(handle.shape, slices, handle.key)
+    ranges = [range(part, part + 1) if isinstance(part, int) else part for part in taken]
+    itemsize = handle.num_bytes // handle.num_elements if handle.num_elements else 1
+    total = Statistics()
+    if all(part.step == 1 for part in ranges):
+        box = Box(tuple(part.start for part in ranges), tuple(map(len, ranges)))
+        region = blocks(handle.stored, box, memory_bytes)
+        parts = (block.slices() for block in region)
+    else:
+        within = split_rows(Box.whole(tuple(map(len, ranges))), max(1, memory_bytes // itemsize))
+        parts = (
+            tuple(
+                slice(chosen.start, chosen.stop, chosen.step)
+                for chosen in (
+                    part[inside] for part, inside in zip(ranges, block.slices(), strict=True)
+                )
+            )
+            for block in within
+            if block.num_elements
+        )
+
+    def look_at(part: Any) -> Statistics:
+        tensor = handle[part]
+        report(tensor.nbytes)
+        return statistics_of(tensor)
+
+    for part in parts:
+        total = total.with_more(look_at(part))
+    return total

@@ -1,0 +1,91 @@
+"""A web page that explores the map: one file, nothing fetched from anywhere."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import json
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from dist_checkpointing.tools.map.contents import CheckpointMap, MappedTensor, Writers
+from dist_checkpointing.tools.map.drawing import palette, rank_colours
+
+_SCRIPTS = (
+    "contents.js",
+    "painting.js",
+    "prefixes.js",
+    "treemap.js",
+    "chunks.js",
+    "chunk_grid.js",
+    "table.js",
+    "steps.js",
+    "begin.js",
+)
+"""In this order; one scope, so that each knows what those before it define."""
+
+
+def render_page(chunks: CheckpointMap) -> str:
+    """The HTML of the page. A pure function of the map."""
+    parts = {
+        "TITLE": html.escape(f"{chunks.name}: chunks"),
+        "STYLE": _resource("page.css"),
+        "DATA": _script_json(page_data(chunks)),
+        "SCRIPT": _script(),
+    }
+    text = _resource("page.html")
+    for name, content in parts.items():
+        before, _, after = text.partition(f"@{name}@")
+        text = before + content + after
+    return text
+
+
+def page_data(chunks: CheckpointMap) -> dict[str, Any]:
+    """What the script of the page reads; runs of chunks with the same writers are told as one."""
+    numbers: dict[Writers, int] = {}
+    tensors = [_tensor(tensor, numbers) for tensor in chunks.tensors]
+    dtypes = sorted({tensor.dtype for tensor in chunks.tensors})
+    return {
+        "name": chunks.name,
+        "backend": chunks.backend,
+        "writers": [list(writers) for writers in numbers],
+        "ranks": list(rank_colours(chunks.tensors).items()),
+        "dtypes": list(zip(dtypes, palette(len(dtypes)), strict=True)),
+        "tensors": tensors,
+    }
+
+
+def _tensor(tensor: MappedTensor, numbers: dict[Writers, int]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "key": tensor.key,
+        "shape": tensor.shape,
+        "dtype": tensor.dtype,
+        "itemsize": tensor.itemsize,
+        "bytes": tensor.num_bytes,
+        "writers": _runs([numbers.setdefault(w, len(numbers)) for w in tensor.writers]),
+    }
+    if tensor.chunk_shape is not None:
+        return row | {"chunk": tensor.chunk_shape}
+    pieces = [[(box.offset, box.shape) for box in piece] for piece in tensor.pieces]
+    return row | {"pieces": pieces}
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    return [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
+
+
+def _script_json(content: Any) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(content, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _script() -> str:
+    # Not modules: a page without files beside it has none to import.
+    body = "\n".join(map(_resource, _SCRIPTS))
+    return f'"use strict";\n(() => {{\n{body}}})();'
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath("web", name).read_text(encoding="utf-8")

@@ -1,0 +1,168 @@
+"""Whether all ranks hold the same common state, of which only rank 0's is saved."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import logging
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.mapping import CommonStateDict
+from dist_checkpointing.mapping.nesting import flatten, path_text
+from dist_checkpointing.planning.gc_pause import paused_collector
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """What ranks tell each other of a value.
+
+    Attributes:
+        digest: equal for equal values.
+        text: dtype and shape of a tensor that may be a part of a larger one; "" for anything else.
+    """
+
+    digest: bytes
+    text: str
+
+
+def compare_common_state(
+    common: CommonStateDict,
+    preprocess: Callable[[CommonStateDict], CommonStateDict] | None,
+    comm: Comm,
+) -> None:
+    """Compare the common state of all ranks with rank 0's, which is the one that is saved.
+
+    Collective. Rank 0 logs one warning of all values that differ.
+
+    Raises:
+        InvalidShardingError: on every rank, if a tensor of any rank differs from rank 0's, or rank
+            0 has none: that rank's would be lost. (A tensor of one element and no axes counts as a
+            number.)
+    """
+    if comm.world_size == 1:
+        return
+    with comm.agreed("comparing the common state"), paused_collector():
+        seen = common if preprocess is None else preprocess(dict(common))
+        leaves, _ = flatten(seen)
+        own = {path_text(path): _described(leaf) for path, leaf in leaves.items()}
+        text = repr(sorted((path, leaf.digest) for path, leaf in own.items())).encode()
+        summary = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+    if comm.all_same(summary >> 2):
+        return
+    reference = comm.broadcast(own)
+    with comm.agreed("comparing the common state"):
+        findings = _lost_tensors(reference, own)
+        if findings:
+            message = "the ranks hold different tensors in the common state"
+            raise InvalidShardingError(message, findings)
+    different = comm.all_gather(_differences(reference, own))
+    if comm.rank == 0:
+        logger.warning("%s", _warning(different))
+
+
+def _lost_tensors(reference: Mapping[str, _Leaf], own: Mapping[str, _Leaf]) -> list[Finding]:
+    """The tensors of this rank that would not be saved, because rank 0 has others."""
+    findings = []
+    for path, leaf in own.items():
+        at_rank0 = reference.get(path)
+        if not leaf.text or at_rank0 == leaf:
+            continue
+        findings.append(
+            Finding(
+                "this tensor is not wrapped, and only rank 0's would be saved",
+                path,
+                expected=f"as on rank 0: {'nothing' if at_rank0 is None else _kind(at_rank0)}",
+                found=f"another {leaf.text}",
+                remedy="A part of a whole: ShardedTensor.from_rank_offsets(key, tensor, (axis, "
+                "part, number of parts)). A value that each rank has for itself, such as the state "
+                "of a random number generator: ShardedObject(key, value, (world_size,), (rank,)).",
+            )
+        )
+    return findings
+
+
+def _kind(leaf: _Leaf) -> str:
+    return leaf.text or "no tensor"
+
+
+def _differences(reference: Mapping[str, _Leaf], own: Mapping[str, _Leaf]) -> dict[str, str]:
+    """Path -> what is different about it on this rank, in words that a rank's number ends."""
+    found = dict.fromkeys(reference.keys() - own.keys(), "missing on")
+    found |= dict.fromkeys(own.keys() - reference.keys(), "missing on rank 0, so not saved; is on")
+    both = reference.keys() & own.keys()
+    differing = (path for path in both if reference[path].digest != own[path].digest)
+    return found | dict.fromkeys(differing, "another value on")
+
+
+def _warning(different: list[dict[str, str]]) -> str:
+    ranks: dict[tuple[str, str], list[int]] = {}
+    for rank, of_rank in enumerate(different):
+        for path, what in of_rank.items():
+            ranks.setdefault((path, what), []).append(rank)
+    lines = [
+        f"  - {path}: {what} {'rank' if len(on) == 1 else 'ranks'} {_few(on)}"
+        for (path, what), on in sorted(ranks.items())
+    ]
+    hidden = len(lines) - _MOST_NAMED
+    if hidden > 0:
+        lines[_MOST_NAMED:] = [f"  - and {hidden} more"]
+    head = "the ranks hold different values in the common state, of which only rank 0's are saved:"
+    remedy = (
+        "Wrap what each rank has for itself: ShardedObject(key, value, (world_size,), (rank,))."
+    )
+    return "\n".join([head, *lines, remedy])
+
+
+def _few(ranks: list[int]) -> str:
+    more = len(ranks) - _MOST_NAMED
+    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    return f"{named} and {more} more" if more > 0 else named
+
+
+def _described(leaf: object) -> _Leaf:
+    text = ""
+    if isinstance(leaf, torch.Tensor) and leaf.ndim:
+        text = f"{leaf.dtype} of shape {list(leaf.shape)}"
+    return _Leaf(_digest(leaf), text)
+
+
+class _DigestingPickler(pickle.Pickler):
+    """Pickles tensors as what they hold: their own pickles also say where they lie in memory."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (bytes, (_digest(obj),)) if isinstance(obj, torch.Tensor) else NotImplemented
+
+
+def _pickled(value: object) -> bytes:
+    buffer = io.BytesIO()
+    _DigestingPickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _digest(leaf: object) -> bytes:
+    """Equal for equal leaves; a pickle alone also depends on which objects are the same one."""
+    try:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
+            bits = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            content = f"{leaf.dtype}{tuple(leaf.shape)}".encode() + bits.numpy().tobytes()
+        elif isinstance(leaf, bool | int | float | complex | str | bytes | None):
+            content = repr(leaf).encode()
+        elif isinstance(leaf, torch.Tensor):
+            content = _pickled(leaf.__reduce_ex__(2))  # type: ignore[no-untyped-call]
+        else:
+            content = _pickled(copy.deepcopy(leaf))
+    except Exception as error:  # noqa: BLE001 - saving it will fail with a better message
+        content = repr(error).encode()
+    return hashlib.blake2b(content, digest_size=16).digest()

@@ -1,0 +1,163 @@
+"""Does this template fit this checkpoint? Keys, shapes and dtypes, all findings at once."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
+
+import torch
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.format.dtypes import is_lossless
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.mapping.nesting import Path as TreePath
+from dist_checkpointing.mapping.nesting import path_text
+from dist_checkpointing.mapping.partition import Partition
+from dist_checkpointing.validation import StrictHandling
+
+logger = logging.getLogger(__name__)
+
+Cast = Literal["error", "widen", "any"]
+
+
+class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
+    """Key -> global shape and dtype, looked up in the index only when asked for."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def __getitem__(self, key: str) -> tuple[Ints, torch.dtype]:
+        tensor = self._index[key]
+        return tensor.global_shape, tensor.dtype.torch
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
+def handle_strictly(
+    parts: Partition, stored_keys: set[str], flag: StrictHandling, comm: Comm
+) -> tuple[set[str], set[str]]:
+    """Report keys that only one side has, as the flag says: (missing, unexpected)."""
+    own = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
+    unexpected = own - stored_keys
+    missing: set[str] = set()
+    if StrictHandling.requires_global_app_metadata(flag):
+        missing = stored_keys.difference(*comm.all_gather(own))
+    if flag in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
+        with comm.agreed("comparing keys"):
+            if missing or unexpected:
+                findings = [
+                    Finding("asked for, but not in the checkpoint", k) for k in sorted(unexpected)
+                ]
+                findings += [
+                    Finding("in the checkpoint, but asked for by no rank", k)
+                    for k in sorted(missing)
+                ]
+                raise StateMismatchError(_mismatch_text(missing, unexpected), findings)
+    if flag in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
+        logger.warning("%s", _mismatch_text(missing, unexpected))
+    if flag == StrictHandling.IGNORE_ALL:
+        missing = set()
+    return missing, unexpected
+
+
+def _mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    text = ""
+    if missing:
+        text += (
+            "Some keys found in the checkpoint are missing in the provided sharded state dict. "
+            f"Missing keys (for all ranks): {set(missing)}. "
+        )
+    if unexpected:
+        text += (
+            "Unexpected keys (not found in the checkpoint) encountered in the provided sharded "
+            f"state dict. Unexpected keys (for this rank): {set(unexpected)}. "
+        )
+    return text.strip()
+
+
+def compare(
+    wanted: Mapping[TreePath, ShardedTensor],
+    stored: Mapping[str, tuple[Ints, torch.dtype]],
+    cast: Cast,
+    *,
+    planner_knows_keys: bool,
+) -> None:
+    """Check every wanted tensor against what is stored.
+
+    Args:
+        wanted: the tensors.
+        stored: key -> global shape and dtype.
+        cast: what to do about dtypes that differ.
+        planner_knows_keys: a user's planner may find a key under another name, and says so if not.
+
+    Raises:
+        StateMismatchError: with all keys, shapes and dtypes that differ.
+    """
+    findings = []
+    for path, leaf in wanted.items():
+        if leaf.key not in stored and planner_knows_keys:
+            continue
+        if leaf.key not in stored:
+            findings.append(
+                Finding(
+                    f"not in the checkpoint (asked for at {path_text(path)})",
+                    leaf.key,
+                    remedy="Remove it from the template, or pass strict=.",
+                )
+            )
+            continue
+        shape, dtype = stored[leaf.key]
+        own_shape = tuple(leaf.global_shape)
+        if shape != own_shape and not (leaf.allow_shape_mismatch and len(shape) == len(own_shape)):
+            findings.append(
+                Finding(
+                    "global shape differs",
+                    leaf.key,
+                    expected=own_shape,
+                    found=shape,
+                    remedy="Only allow_shape_mismatch=True takes another extent.",
+                )
+            )
+        own_dtype = leaf.dtype if leaf.data is None else leaf.data.dtype
+        fits = cast == "any" or (cast == "widen" and is_lossless(dtype, own_dtype))
+        if dtype != own_dtype and not fits:
+            remedy = "cast='any' converts" if cast == "widen" else "cast='widen' or 'any' converts"
+            findings.append(
+                Finding(
+                    "dtype differs", leaf.key, expected=own_dtype, found=dtype, remedy=f"{remedy}."
+                )
+            )
+        if leaf.data is not None and leaf.data.is_meta:
+            findings.append(
+                Finding(
+                    "the tensor to fill is on the meta device",
+                    leaf.key,
+                    remedy="Materialise it, or pass data=None.",
+                )
+            )
+    if findings:
+        raise StateMismatchError("the template does not fit the checkpoint", findings)
+
+
+def with_memory(
+    leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]
+) -> ShardedTensor:
+    """A copy of the leaf that has memory to fill; what is not stored of it is zero."""
+    partly = leaf.sticks_out
+    if leaf.key in stored:
+        partly = partly or tuple(leaf.global_shape) != stored[leaf.key][0]
+    copied = copy.copy(leaf)
+    if leaf.data is None:
+        copied.init_data("cpu", torch.zeros if partly else torch.empty)
+    elif partly:
+        leaf.data.detach().zero_()
+    return copied

@@ -1,0 +1,299 @@
+"""Tensors in a state dict that nobody has wrapped: found, and refused where they would be lost."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import logging
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
+from dist_checkpointing.format.byte_sizes import bytes_text
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.mapping.nesting import (
+    MISSING,
+    DictKey,
+    Path,
+    Position,
+    is_container,
+    overlay,
+    path_text,
+)
+from dist_checkpointing.mapping.partition import Partition
+from dist_checkpointing.validation import StrictHandling
+
+logger = logging.getLogger(__name__)
+
+LARGE_BYTES: Final = 64 << 20
+"""Of tensors in the common state, from which on ``save`` asks to wrap them."""
+
+WRAP_REMEDY: Final = (
+    "Wrap it: ShardedTensor.from_rank_offsets(key, tensor, (axis, part, number of parts)), or the "
+    "whole state dict with dist_checkpointing.interop.shard_state_dict."
+)
+
+_DEMANDING: Final = (
+    StrictHandling.ASSUME_OK_UNEXPECTED,
+    StrictHandling.RAISE_UNEXPECTED,
+    StrictHandling.RAISE_ALL,
+)
+
+_PLAIN_TENSORS: Final = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A step into an object."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f".{self.name}"
+
+
+Place = tuple[Any, ...]
+"""A path, of which some steps may be Attributes."""
+
+_NUMBERS_AND_TEXTS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+
+class Found(NamedTuple):
+    """A value somewhere in a nest.
+
+    Attributes:
+        value: it.
+        parent: what holds it; for the outermost value its place.
+        step: makes the last step of its place.
+        argument: of ``step``.
+    """
+
+    value: Any
+    parent: Found | Place
+    step: Callable[[Any], Any] | None = None
+    argument: Any = None
+
+    @property
+    def place(self) -> Place:
+        """Where it is; made when it is asked for, because few values are ever named."""
+        steps: list[Any] = []
+        found: Found | Place = self
+        while isinstance(found, Found):
+            if found.step is not None:
+                steps.append(found.step(found.argument))
+            found = found.parent
+        return (*found, *reversed(steps))
+
+
+def walk(tree: object, place: Place = ()) -> Iterator[Found]:
+    """Everything in a nest but numbers and texts, containers too, each container once.
+
+    Beside dicts, lists and tuples it opens what else holds plain data: sets (whose members have the
+    place of the set), deques and namespaces.
+    """
+    seen: set[int] = set()
+    waiting = [Found(tree, place)]
+    while waiting:
+        found = waiting.pop()
+        below = _children(found)
+        if below is not None:
+            if id(found.value) in seen:
+                continue
+            seen.add(id(found.value))
+            waiting += reversed(below)
+        yield found
+
+
+def _children(found: Found) -> list[Found] | None:
+    value = found.value
+    step: Callable[[Any], Any] | None
+    pairs: Iterable[tuple[Any, Any]]
+    if isinstance(value, dict):
+        step, pairs = DictKey, value.items()
+    elif is_container(value) or isinstance(value, collections.deque):
+        step, pairs = Position, enumerate(value)
+    elif type(value) in (set, frozenset):
+        step, pairs = None, enumerate(value)
+    elif type(value) in (argparse.Namespace, types.SimpleNamespace):
+        step, pairs = Attribute, vars(value).items()
+    else:
+        return None
+    known = _NUMBERS_AND_TEXTS
+    return [Found(child, found, step, key) for key, child in pairs if type(child) not in known]
+
+
+def is_distributed_tensor(value: object) -> bool:
+    """Whether it is a DTensor, or a ShardedTensor of torch: one that knows its own sharding."""
+    # By what they have, so that torch.distributed need not be imported to look at plain tensors.
+    if type(value) in _PLAIN_TENSORS or not isinstance(value, torch.Tensor):
+        return False
+    return any(
+        hasattr(value, name) for name in ("device_mesh", "local_shards", "__create_chunk_list__")
+    )
+
+
+def refuse_distributed(parts: Partition, objects: Mapping[Path, ShardedObject]) -> None:
+    """Refuse tensors that know their sharding where it would be ignored.
+
+    Args:
+        parts: a state dict, of which the common state and the ShardedTensors are searched.
+        objects: the ShardedObjects that are searched too.
+
+    Raises:
+        InvalidShardingError: with all that are found.
+    """
+    findings = [
+        _unwrapped(found.value, path_text(found.place))
+        for found in walk(parts.common)
+        if is_distributed_tensor(found.value)
+    ]
+    for path, leaf in objects.items():
+        findings += [
+            _unwrapped(
+                found.value, leaf.key, f" inside a ShardedObject at {path_text(found.place)}"
+            )
+            for found in walk(leaf.data, path)
+            if is_distributed_tensor(found.value)
+        ]
+    findings += [
+        _unwrapped(leaf.data, leaf.key, f" but is the data of the ShardedTensor {path_text(path)}")
+        for path, leaf in parts.tensors.items()
+        if is_distributed_tensor(leaf.data)
+    ]
+    if findings:
+        message = "the state dict holds sharded tensors that are not wrapped"
+        raise InvalidShardingError(message, findings)
+
+
+def _unwrapped(value: object, key: str, where: str = "") -> Finding:
+    kind = type(value)
+    return Finding(
+        f"this {kind.__name__} is not wrapped{where}, so its sharding would be ignored",
+        key,
+        found=f"{kind.__module__}.{kind.__qualname__}",
+        remedy="Pass the state dict through dist_checkpointing.interop.shard_state_dict: "
+        "save(shard_state_dict(state), path), load(shard_state_dict(state), path).",
+    )
+
+
+def unfilled_tensors(parts: Partition, stored: Mapping[Any, Any]) -> list[Finding]:
+    """Plain tensors of a template that ``load`` would leave as they are.
+
+    Args:
+        parts: the template.
+        stored: the common state of the checkpoint.
+    """
+    tensors = {f.place: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
+    wanted = {
+        place: tensor
+        for place, tensor in tensors.items()
+        if all(isinstance(step, DictKey | Position) for step in place)
+    }
+    if not wanted:
+        return []
+    sharded: dict[Path, Any] = dict.fromkeys(
+        (*parts.tensors, *parts.objects, *parts.factories, *parts.local), MISSING
+    )
+    result = overlay(stored, parts.skeleton, sharded)
+    return [
+        Finding(
+            "this tensor of the template is not wrapped, and the common state of the checkpoint "
+            "has no value for it: it would not be filled",
+            path_text(place),
+            found=f"{value.dtype} of shape {tuple(value.shape)}",
+            remedy=WRAP_REMEDY,
+        )
+        for place, value in wanted.items()
+        if not _is_there(result, place)
+    ]
+
+
+def _is_there(tree: Any, place: Place) -> bool:
+    for step in place:
+        if isinstance(step, DictKey):
+            if not isinstance(tree, dict) or step.key not in tree:
+                return False
+            tree = tree[step.key]
+        else:
+            # In a list, None stands where a sharded leaf was.
+            if not isinstance(tree, list | tuple) or step.index >= len(tree):
+                return False
+            tree = tree[step.index]
+            if tree is None:
+                return False
+    return True
+
+
+def check_filled(parts: Partition, stored: Mapping[Any, Any], flag: StrictHandling) -> None:
+    """Demand that every plain tensor of a template gets a value.
+
+    Args:
+        parts: the template.
+        stored: the common state of the checkpoint.
+        flag: those that tolerate keys that are not stored only log it.
+
+    Raises:
+        StateMismatchError: with all that get none.
+    """
+    findings = unfilled_tensors(parts, stored)
+    if not findings:
+        return
+    error = StateMismatchError("tensors of the template would not be filled", findings)
+    if flag in _DEMANDING:
+        raise error
+    logger.warning("%s", error)
+
+
+def check_storable(tensors: Mapping[Path, ShardedTensor]) -> None:
+    """Demand that the data of shards is dense and in memory.
+
+    Raises:
+        InvalidShardingError: with all shards whose data is neither.
+    """
+    findings = [
+        Finding(f"the data at {path_text(path)} is {problem}", leaf.key, remedy=remedy)
+        for path, leaf in tensors.items()
+        if leaf.data is not None
+        for problem, remedy in without_values(leaf.data)
+    ]
+    if findings:
+        raise InvalidShardingError("the data of some shards cannot be stored", findings)
+
+
+def without_values(tensor: torch.Tensor) -> list[tuple[str, str]]:
+    """Why a tensor has no dense values to write, and what to do; nothing if it has."""
+    if tensor.is_meta:
+        return [("on the meta device", "Materialise it, for example with to_empty() and a load.")]
+    if tensor.is_nested:
+        return [("a nested tensor", "Save its values and its offsets, or a padded tensor.")]
+    if tensor.layout is not torch.strided:
+        remedy = "Save its indices and values, or to_dense()."
+        return [(f"a tensor of layout {tensor.layout}", remedy)]
+    return []
+
+
+def warn_of_large_tensors(common: Mapping[Any, Any]) -> None:
+    """Log if so many bytes of tensors are in the common state that they should be sharded."""
+    tensors = {
+        id(found.value): found
+        for found in walk(common)
+        if isinstance(found.value, torch.Tensor) and found.value.layout is torch.strided
+    }
+    num_bytes = sum(found.value.nbytes for found in tensors.values())
+    if num_bytes <= LARGE_BYTES:
+        return
+    largest = max(tensors.values(), key=lambda found: int(found.value.nbytes))
+    logger.warning(
+        "the common state holds %s of tensors, of which the largest is %s (%s). Rank 0 writes all "
+        "of it, and every rank reads all of it. Wrap what is sharded or large:\n"
+        "    from dist_checkpointing.interop import shard_state_dict\n"
+        "    save(shard_state_dict(state_dict), path)\n"
+        "    load(shard_state_dict(state_dict), path)",
+        bytes_text(num_bytes),
+        path_text(largest.place),
+        bytes_text(largest.value.nbytes),
+    )
