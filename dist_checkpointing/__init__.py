@@ -5,7 +5,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from dist_checkpointing import interop as interop
-    from dist_checkpointing.checkpoint import Checkpoint
+    from dist_checkpointing.checkpoint.handle import Checkpoint
     from dist_checkpointing.checkpoint.verify import verify_checkpoint
     from dist_checkpointing.errors import (
         CheckpointExistsError,
@@ -19,7 +19,7 @@ if typing.TYPE_CHECKING:
         UnsupportedFormatError,
     )
     from dist_checkpointing.format.commit import check_is_distributed_checkpoint
-    from dist_checkpointing.manager import CheckpointManager
+    from dist_checkpointing.manager.manager import CheckpointManager
     from dist_checkpointing.manager.retention import Retention
     from dist_checkpointing.mapping import (
         LocalNonpersistentObject,
@@ -28,21 +28,21 @@ if typing.TYPE_CHECKING:
         ShardedTensorFactory,
     )
     from dist_checkpointing.planning.plan_save import PlanCache
-    from dist_checkpointing.serialization import (
-        load,
+    from dist_checkpointing.serialization.async_save import async_save
+    from dist_checkpointing.serialization.async_saver import AsyncSaver
+    from dist_checkpointing.serialization.load import load
+    from dist_checkpointing.serialization.readers import (
         load_common_state_dict,
         load_content_metadata,
         load_plain_tensors,
         load_sharded_metadata,
         load_tensors_metadata,
         remove_sharded_tensors,
-        save,
     )
-    from dist_checkpointing.serialization.async_save import async_save
-    from dist_checkpointing.serialization.async_saver import AsyncSaver
+    from dist_checkpointing.serialization.save import save
     from dist_checkpointing.serialization.save_handle import SaveHandle
     from dist_checkpointing.storage.staging import StagingBuffers
-    from dist_checkpointing.validation import StrictHandling
+    from dist_checkpointing.validation.strictness import StrictHandling
 
 __version__ = "0.1.0"
 
@@ -83,14 +83,12 @@ __all__ = [
 
 # On first use: to look into a checkpoint, torch need not be imported.
 _NAMES_BY_MODULE = {
-    "async_saver": ("AsyncSaver",),
-    "async_saving": ("async_save",),
-    "checkpoint": ("Checkpoint",),
-    "commit": ("check_is_distributed_checkpoint",),
+    "checkpoint.handle": ("Checkpoint",),
+    "checkpoint.verify": ("verify_checkpoint",),
     "errors": (
         "CheckpointExistsError",
-        "CheckpointingException",
         "CheckpointNotFoundError",
+        "CheckpointingException",
         "CorruptCheckpointError",
         "InvalidShardingError",
         "RankFailedError",
@@ -98,29 +96,31 @@ _NAMES_BY_MODULE = {
         "StrategyNotFoundError",
         "UnsupportedFormatError",
     ),
-    "manager": ("CheckpointManager",),
+    "format.commit": ("check_is_distributed_checkpoint",),
+    "manager.manager": ("CheckpointManager",),
+    "manager.retention": ("Retention",),
     "mapping": (
         "LocalNonpersistentObject",
         "ShardedObject",
         "ShardedTensor",
         "ShardedTensorFactory",
     ),
-    "planned_save": ("PlanCache",),
-    "retention": ("Retention",),
-    "save_handle": ("SaveHandle",),
-    "serialization": (
-        "load",
+    "planning.plan_save": ("PlanCache",),
+    "serialization.async_save": ("async_save",),
+    "serialization.async_saver": ("AsyncSaver",),
+    "serialization.load": ("load",),
+    "serialization.readers": (
         "load_common_state_dict",
         "load_content_metadata",
         "load_plain_tensors",
         "load_sharded_metadata",
         "load_tensors_metadata",
         "remove_sharded_tensors",
-        "save",
     ),
-    "staging": ("StagingBuffers",),
-    "validation": ("StrictHandling",),
-    "verify": ("verify_checkpoint",),
+    "serialization.save": ("save",),
+    "serialization.save_handle": ("SaveHandle",),
+    "storage.staging": ("StagingBuffers",),
+    "validation.strictness": ("StrictHandling",),
 }
 _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

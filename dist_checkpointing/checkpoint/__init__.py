@@ -1,0 +1,44 @@
+"""A checkpoint as a read-only mapping, on one machine. Names are imported on first use."""
+
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from dist_checkpointing.checkpoint.handle import (
+        Checkpoint,
+        ObjectHandle,
+        StoredChunk,
+        TensorHandle,
+    )
+    from dist_checkpointing.checkpoint.verify import (
+        Examination,
+        examine_checkpoint,
+        verify_checkpoint,
+    )
+
+__all__ = [
+    "Checkpoint",
+    "Examination",
+    "ObjectHandle",
+    "StoredChunk",
+    "TensorHandle",
+    "examine_checkpoint",
+    "verify_checkpoint",
+]
+
+_MODULES = {
+    "Checkpoint": "handle",
+    "ObjectHandle": "handle",
+    "StoredChunk": "handle",
+    "TensorHandle": "handle",
+    "Examination": "verify",
+    "examine_checkpoint": "verify",
+    "verify_checkpoint": "verify",
+}
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> typing.Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -16,22 +16,20 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.claims import Claim, large_tensors
-from dist_checkpointing.format.commit import CheckpointingConfig
+from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, CheckpointingConfig
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
-from dist_checkpointing.serialization.load import common_reader, open_checkpoint
-from dist_checkpointing.serialization.save_job import CONTENT_METADATA_KEY
-from dist_checkpointing.storage import StorageReader
+from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
     PlannedLoadStrategy,
 )
-from dist_checkpointing.strategies.selection import handles_objects
+from dist_checkpointing.strategies.selection import common_reader, handles_objects, open_checkpoint
 
 
 class PartialReads:

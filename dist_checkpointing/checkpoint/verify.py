@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
-from dist_checkpointing.checkpoint import Checkpoint, ObjectHandle
+from dist_checkpointing.checkpoint.handle import Checkpoint, ObjectHandle
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import (
     CheckpointingException,
@@ -30,6 +30,7 @@ from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.removal import noted_removal
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal, unnamed_files
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
@@ -40,7 +41,6 @@ from dist_checkpointing.strategies.verification import (
     in_words,
     not_covered,
 )
-from dist_checkpointing.validation import find_coverage_problems
 
 logger = logging.getLogger(__name__)
 

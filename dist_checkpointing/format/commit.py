@@ -361,3 +361,6 @@ def remove_checkpoint(folder: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         logger.warning("%s is not empty: it holds files that no save of ours made", folder)
+
+
+CONTENT_METADATA_KEY = "content_metadata"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.local import check_room, is_folder, is_there
@@ -29,7 +29,7 @@ from dist_checkpointing.manager.run_record import (
     read_record,
     write_record,
 )
-from dist_checkpointing.serialization import remove_sharded_tensors
+from dist_checkpointing.serialization.readers import remove_sharded_tensors
 from dist_checkpointing.storage.options import Durability
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,39 @@
+"""Save, load, save behind a training, and the small readers."""
+
+from dist_checkpointing.format.commit import check_is_distributed_checkpoint
+from dist_checkpointing.serialization.async_save import async_save
+from dist_checkpointing.serialization.async_saver import AsyncSaver
+from dist_checkpointing.serialization.load import load
+from dist_checkpointing.serialization.readers import (
+    get_default_load_sharded_strategy,
+    get_default_save_common_strategy,
+    get_default_save_sharded_strategy,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_tensors_metadata,
+    preview_removal,
+    remove_sharded_tensors,
+)
+from dist_checkpointing.serialization.save import save
+from dist_checkpointing.serialization.save_handle import SaveHandle
+
+__all__ = [
+    "AsyncSaver",
+    "SaveHandle",
+    "async_save",
+    "check_is_distributed_checkpoint",
+    "get_default_load_sharded_strategy",
+    "get_default_save_common_strategy",
+    "get_default_save_sharded_strategy",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "preview_removal",
+    "remove_sharded_tensors",
+    "save",
+]

@@ -18,8 +18,8 @@ from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.save_handle import PendingSave, SaveHandle
 from dist_checkpointing.serialization.save_job import SaveRequest, begin
 from dist_checkpointing.serialization.staged_save import StagedSave, stage
-from dist_checkpointing.storage import write_plan
 from dist_checkpointing.storage.background import Ownership, run_in_background
+from dist_checkpointing.storage.driver import write_plan
 from dist_checkpointing.storage.progress import Meter, Progress, ProgressCallback
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 from dist_checkpointing.storage.worker import WriterProcess

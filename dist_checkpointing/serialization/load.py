@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -15,7 +15,7 @@ from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
-from dist_checkpointing.format.commit import CheckpointingConfig, number_of_save, read_config
+from dist_checkpointing.format.commit import number_of_save
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import read_seal
@@ -29,19 +29,23 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import value_at
 from dist_checkpointing.mapping.partition import Partition, partition
+from dist_checkpointing.planning.coverage import check_coverage
 from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.planning.shard_table import concatenate, describe
-from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
     PlannedLoadStrategy,
 )
-from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import Selection, handles_objects, select
+from dist_checkpointing.strategies.selection import (
+    LoadStrategies,
+    Selection,
+    handles_objects,
+    open_checkpoint,
+)
 from dist_checkpointing.strategies.verification import Wanted, verify_wanted
-from dist_checkpointing.validation import StrictHandling, check_coverage, parse_strict_flag
 from dist_checkpointing.validation.compare import (
     Cast,
     StoredTensors,
@@ -49,58 +53,8 @@ from dist_checkpointing.validation.compare import (
     handle_strictly,
     with_memory,
 )
+from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
 from dist_checkpointing.validation.unwrapped import check_filled, refuse_distributed
-
-
-@dataclass(frozen=True, slots=True)
-class LoadStrategies:
-    """The strategies that read one checkpoint."""
-
-    config: CheckpointingConfig
-    sharded: LoadShardedStrategy
-    common: LoadCommonStrategy
-
-
-def open_checkpoint(
-    checkpoint_dir: str | PathLike[str],
-    sharded_strategy: Selection[LoadShardedStrategy] = None,
-    common_strategy: Selection[LoadCommonStrategy] = None,
-) -> LoadStrategies:
-    """Find the strategies for a committed checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: if there is none.
-        StrategyNotFoundError: if nobody reads its backend.
-        UnsupportedFormatError: if the strategy that the caller asked for does not.
-    """
-    config = read_config(checkpoint_dir)
-    backend, version = config.sharded_backend, config.sharded_backend_version
-    sharded: LoadShardedStrategy = select(
-        StrategyAction.LOAD_SHARDED, sharded_strategy, (backend, version)
-    )
-    sharded.check_backend_compatibility(backend)
-    sharded.check_version_compatibility(version)
-    sharded = sharded.for_format(backend, version)
-    return LoadStrategies(config, sharded, common_reader(config, common_strategy))
-
-
-def common_reader(
-    config: CheckpointingConfig, common_strategy: Selection[LoadCommonStrategy] = None
-) -> LoadCommonStrategy:
-    """The strategy for the common state alone, which needs no sharded backend.
-
-    Raises:
-        StrategyNotFoundError: if nobody reads it.
-        UnsupportedFormatError: if the strategy that the caller asked for does not.
-    """
-    backend, version = config.common_backend, config.common_backend_version
-    common: LoadCommonStrategy = select(
-        StrategyAction.LOAD_COMMON, common_strategy, (backend, version)
-    )
-    common.check_backend_compatibility(backend)
-    common.check_version_compatibility(version)
-    return common
-
 
 _ReturningFlag = Literal[
     StrictHandling.RETURN_UNEXPECTED,

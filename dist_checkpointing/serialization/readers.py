@@ -16,12 +16,7 @@ from dist_checkpointing.format.leftovers import clear_temporaries
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.format.seal import resealing
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
-from dist_checkpointing.serialization.load import (
-    LoadStrategies,
-    common_reader,
-    load,
-    open_checkpoint,
-)
+from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import CONTENT_METADATA_KEY, save
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -33,8 +28,11 @@ from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import (
     DEFAULT_COMMON,
     DEFAULT_SHARDED,
+    LoadStrategies,
     Selection,
+    common_reader,
     handles_objects,
+    open_checkpoint,
     select,
 )
 

@@ -8,16 +8,12 @@ from typing import Any
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.format.commit import CONTENT_METADATA_KEY
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
-from dist_checkpointing.serialization.save_job import (
-    CONTENT_METADATA_KEY,
-    BegunSave,
-    SaveRequest,
-    begin,
-)
+from dist_checkpointing.serialization.save_job import BegunSave, SaveRequest, begin
 from dist_checkpointing.serialization.staged_save import stage
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.staging import StagingBuffers

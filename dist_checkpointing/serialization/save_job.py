@@ -23,6 +23,7 @@ from dist_checkpointing.filesystem.paths import check_one_folder, local_folder
 from dist_checkpointing.format import seal
 from dist_checkpointing.format.commit import (
     ATTEMPT_NAME,
+    CONTENT_METADATA_KEY,
     Attempt,
     CheckpointingConfig,
     check_distinct,
@@ -39,12 +40,14 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition, partition
+from dist_checkpointing.planning.coverage import check_coverage
 from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.planning.plan_save import PlanCache, PlannedSave
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
-from dist_checkpointing.storage import Finished, StorageWriter
+from dist_checkpointing.storage.driver import Finished
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.progress import Meter
+from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.abstract import require_method
 from dist_checkpointing.strategies.base import (
     PlannedSaveStrategy,
@@ -54,7 +57,6 @@ from dist_checkpointing.strategies.base import (
 from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, handles_objects, select
-from dist_checkpointing.validation import check_coverage
 from dist_checkpointing.validation.common_state import compare_common_state
 from dist_checkpointing.validation.unwrapped import (
     check_storable,
@@ -64,7 +66,6 @@ from dist_checkpointing.validation.unwrapped import (
 
 logger = logging.getLogger(__name__)
 
-CONTENT_METADATA_KEY = "content_metadata"
 
 Leaves = Mapping[TreePath, ShardedBase]
 

@@ -19,13 +19,8 @@ from dist_checkpointing.mapping import ShardedBase, ShardedTensor, is_main_repli
 from dist_checkpointing.mapping.nesting import flatten, path_text
 from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.serialization.save_job import BegunSave
-from dist_checkpointing.storage import (
-    StorageWriter,
-    Written,
-    finish_write,
-    prepare_write,
-    write_plan,
-)
+from dist_checkpointing.storage.driver import Written, finish_write, prepare_write, write_plan
+from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.storage.staging import (
     ChangeDetector,
     StagedPlanner,

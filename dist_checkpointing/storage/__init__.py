@@ -1,0 +1,28 @@
+"""Plans in, bytes out: what a backend implements, and what drives it."""
+
+from dist_checkpointing.storage.driver import read, write, write_plan
+from dist_checkpointing.storage.options import Checksum, ReadMode, StorageOptions
+from dist_checkpointing.storage.progress import Progress, ProgressCallback
+from dist_checkpointing.storage.protocol import (
+    ChunkPlace,
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+    done,
+)
+
+__all__ = [
+    "Checksum",
+    "ChunkPlace",
+    "Progress",
+    "ProgressCallback",
+    "ReadMode",
+    "StorageOptions",
+    "StorageReader",
+    "StorageWriter",
+    "WriteResult",
+    "done",
+    "read",
+    "write",
+    "write_plan",
+]

@@ -20,7 +20,8 @@ import torch
 from dist_checkpointing.comm.protocol import Failure
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 from dist_checkpointing.planning import SavePlan
-from dist_checkpointing.storage import StorageWriter, Written, unreported
+from dist_checkpointing.storage.driver import Written
+from dist_checkpointing.storage.protocol import StorageWriter, unreported
 from dist_checkpointing.storage.shared_memory import SharedMemory
 from dist_checkpointing.storage.staging import StagedPlanner, StagingBuffers
 

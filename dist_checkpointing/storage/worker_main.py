@@ -16,7 +16,7 @@ import torch
 from dist_checkpointing.comm.protocol import Failure
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.planning import SavePlan
-from dist_checkpointing.storage import Written, write_plan
+from dist_checkpointing.storage.driver import Written, write_plan
 from dist_checkpointing.storage.shared_memory import mapped
 from dist_checkpointing.storage.staging import StagedPlanner
 from dist_checkpointing.storage.worker import Announcement, Job

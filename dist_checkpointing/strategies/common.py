@@ -31,7 +31,7 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning.default import other_grid
 from dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
-from dist_checkpointing.strategies.known_formats import KnownFormats
+from dist_checkpointing.strategies.planned import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize, serialize
 
 _MAX_COMMON_BYTES = 1 << 38

@@ -34,15 +34,48 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.plan_save import PlanCache, PlannedSave, plan_save
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.storage import Finished, StorageReader, StorageWriter, read, write
+from dist_checkpointing.storage.driver import Finished, read, write
 from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
 from dist_checkpointing.strategies.abstract import (
     LoadShardedStrategy,
     PathOrStr,
     SaveShardedStrategy,
 )
-from dist_checkpointing.strategies.known_formats import KnownFormats
 from dist_checkpointing.validation.compare import StoredTensors, with_memory
+
+
+class KnownFormats:
+    """Checks what is to be loaded against a list, for any kind of load strategy.
+
+    Attributes:
+        reads: the (backend, version)s that the strategy understands.
+        argument: of ``load``, by which a user has chosen it.
+    """
+
+    reads: ClassVar[frozenset[tuple[str, int]]]
+    argument: ClassVar[str] = "sharded_strategy"
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise UnsupportedFormatError if this strategy cannot read the backend."""
+        backends = sorted({backend for backend, _ in self.reads})
+        if loaded_backend not in backends:
+            raise self._incompatible("backend", backends, loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise UnsupportedFormatError if this strategy cannot read the version."""
+        versions = sorted({version for _, version in self.reads})
+        if loaded_version not in versions:
+            raise self._incompatible("version", versions, loaded_version)
+
+    def _incompatible(self, what: str, known: object, found: object) -> UnsupportedFormatError:
+        finding = Finding(
+            f"{type(self).__name__} does not read this {what}",
+            expected=f"one of {known}",
+            found=found,
+            remedy=f"Leave {self.argument} out: the right one is found from the checkpoint.",
+        )
+        return UnsupportedFormatError(f"wrong strategy for this checkpoint's {what}", [finding])
 
 
 class PlannedSaveStrategy(SaveShardedStrategy):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,31 @@ from dist_checkpointing.format.geometry import Box, Window, ravel_offset
 from dist_checkpointing.planning import LoadPlanner, ReadItem
 from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.threads import in_threads
+
+T = TypeVar("T")
+
+
+R = TypeVar("R")
+
+
+_BATCHES_PER_THREAD = 8
+
+
+def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list[R]:
+    """``work`` done for all tasks, a few at a time; the first error ends it.
+
+    Tasks go to the threads in batches: handing over one costs as much as writing a small file.
+    """
+    size = max(1, len(tasks) // (threads * _BATCHES_PER_THREAD))
+    batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
+    with ThreadPoolExecutor(threads, thread_name_prefix="chunk-io") as pool:
+        futures = [pool.submit(lambda b: [work(task) for task in b], batch) for batch in batches]
+        try:
+            return [result for future in futures for result in future.result()]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
 
 Array = npt.NDArray[Any]
 

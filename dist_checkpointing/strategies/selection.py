@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from os import PathLike
 from typing import Any, TypeAlias, TypeVar, Union
 
 from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.format.commit import CheckpointingConfig, read_config
 from dist_checkpointing.strategies.abstract import SaveStrategyBase, lacks
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -100,3 +103,53 @@ def handles_objects(strategy: Any) -> bool:
     """Whether a strategy takes ShardedObjects too; some third-party ones have a method for it."""
     answer = strategy.can_handle_sharded_objects
     return bool(answer() if callable(answer) else answer)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStrategies:
+    """The strategies that read one checkpoint."""
+
+    config: CheckpointingConfig
+    sharded: LoadShardedStrategy
+    common: LoadCommonStrategy
+
+
+def open_checkpoint(
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[LoadShardedStrategy] = None,
+    common_strategy: Selection[LoadCommonStrategy] = None,
+) -> LoadStrategies:
+    """Find the strategies for a committed checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: if there is none.
+        StrategyNotFoundError: if nobody reads its backend.
+        UnsupportedFormatError: if the strategy that the caller asked for does not.
+    """
+    config = read_config(checkpoint_dir)
+    backend, version = config.sharded_backend, config.sharded_backend_version
+    sharded: LoadShardedStrategy = select(
+        StrategyAction.LOAD_SHARDED, sharded_strategy, (backend, version)
+    )
+    sharded.check_backend_compatibility(backend)
+    sharded.check_version_compatibility(version)
+    sharded = sharded.for_format(backend, version)
+    return LoadStrategies(config, sharded, common_reader(config, common_strategy))
+
+
+def common_reader(
+    config: CheckpointingConfig, common_strategy: Selection[LoadCommonStrategy] = None
+) -> LoadCommonStrategy:
+    """The strategy for the common state alone, which needs no sharded backend.
+
+    Raises:
+        StrategyNotFoundError: if nobody reads it.
+        UnsupportedFormatError: if the strategy that the caller asked for does not.
+    """
+    backend, version = config.common_backend, config.common_backend_version
+    common: LoadCommonStrategy = select(
+        StrategyAction.LOAD_COMMON, common_strategy, (backend, version)
+    )
+    common.check_backend_compatibility(backend)
+    common.check_version_compatibility(version)
+    return common

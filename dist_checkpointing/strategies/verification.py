@@ -39,8 +39,8 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
-from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.storage.progress import Meter
+from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,

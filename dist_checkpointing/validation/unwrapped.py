@@ -25,7 +25,7 @@ from dist_checkpointing.mapping.nesting import (
     path_text,
 )
 from dist_checkpointing.mapping.partition import Partition
-from dist_checkpointing.validation import StrictHandling
+from dist_checkpointing.validation.strictness import StrictHandling
 
 logger = logging.getLogger(__name__)
 

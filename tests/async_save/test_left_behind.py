@@ -207,7 +207,7 @@ def test_only_names_of_ours_are_temporary(tmp_path: Path) -> None:
 
 
 def test_a_writer_without_its_listener() -> None:
-    from dist_checkpointing.storage import unreported
+    from dist_checkpointing.storage.protocol import unreported
 
     writer: StorageWriter = ZarrV3Writer(Path("c"))
     heard: list[int] = []

@@ -21,10 +21,10 @@ from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTenso
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
+from dist_checkpointing.planning.coverage import check_coverage, find_coverage_problems
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 from dist_checkpointing.planning.tiling import miscounted_parts
-from dist_checkpointing.validation import check_coverage, find_coverage_problems
 
 Ints = tuple[int, ...]
 Part = tuple[Box, tuple[int, int] | None]

@@ -23,10 +23,14 @@ from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, Ke
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import Position
-from dist_checkpointing.serialization.load import LoadStrategies, open_checkpoint
-from dist_checkpointing.storage import StorageReader
+from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadStrategy
-from dist_checkpointing.strategies.selection import Selection, handles_objects
+from dist_checkpointing.strategies.selection import (
+    LoadStrategies,
+    Selection,
+    handles_objects,
+    open_checkpoint,
+)
 
 
 class DCPReader(dcp_storage.StorageReader):

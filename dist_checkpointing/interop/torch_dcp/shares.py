@@ -16,7 +16,8 @@ from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan
 from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.plan_save import checked_plans
 from dist_checkpointing.planning.shard_table import TableRows
-from dist_checkpointing.storage import StorageWriter, Written
+from dist_checkpointing.storage.driver import Written
+from dist_checkpointing.storage.protocol import StorageWriter
 
 
 @dataclass(frozen=True, slots=True)

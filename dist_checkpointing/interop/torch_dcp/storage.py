@@ -43,7 +43,7 @@ from dist_checkpointing.planning import (
     WriteItem,
 )
 from dist_checkpointing.planning.layout import WholeShardLayout
-from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult, done
+from dist_checkpointing.storage.protocol import StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 
 FOLDER_NAME = "dcp"

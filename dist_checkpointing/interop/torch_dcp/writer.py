@@ -43,7 +43,8 @@ from dist_checkpointing.interop.torch_dcp.shares import (
     make_shares,
 )
 from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
-from dist_checkpointing.storage import StorageWriter, finish_all, write_plan
+from dist_checkpointing.storage.driver import finish_all, write_plan
+from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.base import (
     PlannedSaveStrategy,
     SaveCommonStrategy,

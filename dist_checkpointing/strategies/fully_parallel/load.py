@@ -18,8 +18,8 @@ from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDic
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import ShardTable, describe
-from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     PathOrStr,

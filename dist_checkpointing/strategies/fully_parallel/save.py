@@ -18,7 +18,8 @@ from dist_checkpointing.planning.balanced_planner import check_replicas_have_dat
 from dist_checkpointing.planning.plan_save import PlanCache, PlannedSave
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
-from dist_checkpointing.storage import Finished, StorageWriter
+from dist_checkpointing.storage.driver import Finished
+from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,

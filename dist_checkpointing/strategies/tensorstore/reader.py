@@ -16,7 +16,7 @@ from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.planning.gc_pause import paused_collector
-from dist_checkpointing.storage import ChunkPlace, StorageReader, done
+from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.raw_chunks import (
     SMALL_BYTES,
     ChunkRead,

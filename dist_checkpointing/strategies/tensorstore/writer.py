@@ -26,9 +26,9 @@ from dist_checkpointing.planning import (
     WriteItemType,
 )
 from dist_checkpointing.planning.gc_pause import paused_collector
-from dist_checkpointing.storage import StorageWriter, WriteResult, done
 from dist_checkpointing.storage.heap import give_back_freed
 from dist_checkpointing.storage.options import Checksum, Durability, StorageOptions
+from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import database, keys
 from dist_checkpointing.strategies.tensorstore.forks import require_threads

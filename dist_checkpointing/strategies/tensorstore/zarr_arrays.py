@@ -17,11 +17,11 @@ from dist_checkpointing.format.claims import Claim
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadItem
-from dist_checkpointing.storage import StorageReader, done
 from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.storage.protocol import StorageReader, done
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
+from dist_checkpointing.strategies.raw_chunks import in_threads
 from dist_checkpointing.strategies.tensorstore import database
-from dist_checkpointing.strategies.threads import in_threads
 from dist_checkpointing.strategies.zarr.folders import ZarrFolderReader
 from dist_checkpointing.strategies.zarr.v2 import ZarrV2Reader
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Reader

@@ -14,7 +14,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.strategies.base import LoadCommonStrategy
-from dist_checkpointing.strategies.known_formats import KnownFormats
+from dist_checkpointing.strategies.planned import KnownFormats
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.contents import COMMON_STATE_CELL, cell_named

@@ -13,8 +13,8 @@ from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
-from dist_checkpointing.storage import ChunkPlace, StorageReader, done
-from dist_checkpointing.strategies.threads import in_threads
+from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
+from dist_checkpointing.strategies.raw_chunks import in_threads
 from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
 from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata

@@ -28,8 +28,8 @@ from dist_checkpointing.planning import (
     WriteItemType,
 )
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.storage import StorageWriter, WriteResult, done
 from dist_checkpointing.storage.options import Checksum, Durability
+from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, done
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.torch_dist.contents import unique_keys
 from dist_checkpointing.strategies.torch_dist.data_files import DataFile, file_name

@@ -33,10 +33,21 @@ from dist_checkpointing.planning import (
     SavePlanner,
     WriteItem,
 )
-from dist_checkpointing.storage import ChunkPlace, StorageReader, StorageWriter, WriteResult, done
 from dist_checkpointing.storage.options import Checksum, Durability
-from dist_checkpointing.strategies.raw_chunks import ChunkRead, Extent, fill, read_chunks
-from dist_checkpointing.strategies.threads import in_threads
+from dist_checkpointing.storage.protocol import (
+    ChunkPlace,
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+    done,
+)
+from dist_checkpointing.strategies.raw_chunks import (
+    ChunkRead,
+    Extent,
+    fill,
+    in_threads,
+    read_chunks,
+)
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
 from dist_checkpointing.strategies.zarr.unpacking import Codec
 

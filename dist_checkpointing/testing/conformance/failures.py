@@ -23,11 +23,9 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.format.commit import CONFIG_FNAME
 from dist_checkpointing.mapping import ShardedTensor
-from dist_checkpointing.serialization import (
-    check_is_distributed_checkpoint,
-    load_tensors_metadata,
-)
+from dist_checkpointing.serialization import check_is_distributed_checkpoint
 from dist_checkpointing.serialization.load import load
+from dist_checkpointing.serialization.readers import load_tensors_metadata
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
 from dist_checkpointing.testing.conformance.hooks import BackendHooks, failures_on

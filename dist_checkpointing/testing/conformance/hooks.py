@@ -12,8 +12,8 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME, CONFIG_FNAME
 from dist_checkpointing.format.dtypes import DTYPES
-from dist_checkpointing.serialization import load_plain_tensors, load_tensors_metadata
 from dist_checkpointing.serialization.load import load
+from dist_checkpointing.serialization.readers import load_plain_tensors, load_tensors_metadata
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dist_checkpointing.storage import StorageReader, StorageWriter
+from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 
 Observe = Callable[[str, Sequence[Any]], None]

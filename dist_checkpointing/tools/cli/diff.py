@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.tools.cli.columns import in_columns
 from dist_checkpointing.tools.cli.screen import (
     counted,

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.tools.cli.columns import in_columns, terminal_width

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.tools.cli.screen import out, print_json

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.tools.cli.columns import in_columns
@@ -56,10 +56,7 @@ def rm_prefix(
     opened = Checkpoint.open(checkpoint)
     # Not at the top: strategies import torch.
     from dist_checkpointing.comm import SingleProcess  # noqa: PLC0415
-    from dist_checkpointing.serialization import (  # noqa: PLC0415
-        preview_removal,
-        remove_sharded_tensors,
-    )
+    from dist_checkpointing.serialization.readers import preview_removal, remove_sharded_tensors  # noqa: PLC0415
 
     planned = preview_removal(checkpoint, prefix)
     if not planned.keys and not planned.is_unfinished:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.format import dtypes
@@ -22,8 +22,8 @@ from dist_checkpointing.format.seal import Seal, check_config, check_files, read
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.storage import StorageReader
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
+from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.raw_chunks import read_window
 from dist_checkpointing.strategies.verification import damage_of_objects

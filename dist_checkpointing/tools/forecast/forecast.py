@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
 from dist_checkpointing.format.geometry import Ints, Window, ravel_offset
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.reads import WantedShard, plan_load
-from dist_checkpointing.storage import ChunkPlace, StorageReader
 from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.tools.forecast.templates import RankWants, unknown_objects
 from dist_checkpointing.validation.compare import StoredTensors, compare

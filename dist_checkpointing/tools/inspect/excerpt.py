@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.checkpoint import TensorHandle
+from dist_checkpointing.checkpoint.handle import TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
 
 

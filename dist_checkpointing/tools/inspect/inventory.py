@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dist_checkpointing.checkpoint import Checkpoint
+from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.optimizer_keys import is_of_optimizer

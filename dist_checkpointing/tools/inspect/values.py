@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.checkpoint import Checkpoint, TensorHandle
+from dist_checkpointing.checkpoint.handle import Checkpoint, TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, split_rows

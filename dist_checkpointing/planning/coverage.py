@@ -1,9 +1,8 @@
-"""Is this state dict whole, and do all ranks agree on it? Pure functions of values."""
+"""Whether shards make up each global tensor exactly once. Pure functions of tables."""
 
 from __future__ import annotations
 
 import itertools
-from enum import Enum
 
 import numpy as np
 
@@ -14,57 +13,9 @@ from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int32s, Shard
 from dist_checkpointing.planning.tiling import miscounted_parts
 
 _MAX_NAMED_RANKS = 16
+
+
 _MAX_NAMED_PARTS = 4
-
-
-class StrictHandling(Enum):
-    """What ``load`` does about keys that only the template or only the checkpoint has.
-
-    "Unexpected" keys are asked for by this rank and not in the checkpoint; "missing" keys are in
-    the checkpoint and asked for by no rank.
-    """
-
-    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
-    LOG_UNEXPECTED = "log_unexpected"
-    LOG_ALL = "log_all"
-    RAISE_UNEXPECTED = "raise_unexpected"
-    RAISE_ALL = "raise_all"
-    RETURN_UNEXPECTED = "return_unexpected"
-    RETURN_ALL = "return_all"
-    IGNORE_ALL = "ignore_all"
-
-    @staticmethod
-    def requires_explicit_ckpt_mismatch_check(value: StrictHandling) -> bool:
-        """Whether unexpected keys are handled before the backend sees them."""
-        return value != StrictHandling.ASSUME_OK_UNEXPECTED
-
-    @staticmethod
-    def requires_global_app_metadata(value: StrictHandling) -> bool:
-        """Whether the keys of all ranks are needed."""
-        return value in (
-            StrictHandling.IGNORE_ALL,
-            StrictHandling.RAISE_ALL,
-            StrictHandling.RETURN_ALL,
-            StrictHandling.LOG_ALL,
-        )
-
-    @staticmethod
-    def requires_returning_mismatch_keys(value: StrictHandling) -> bool:
-        """Whether ``load`` returns the two sets beside the state dict."""
-        return value in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
-
-
-def parse_strict_flag(strict: StrictHandling | str) -> StrictHandling:
-    """The flag, given itself or its lower-case name.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    try:
-        return StrictHandling(strict)
-    except ValueError:
-        names = ", ".join(member.value for member in StrictHandling)
-        raise ValueError(f"Invalid strict flag: {strict!r}; expected one of {names}") from None
 
 
 def _ranks(ranks: Int32s) -> tuple[int, ...]:
