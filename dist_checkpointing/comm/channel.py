@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,16 +23,14 @@ _LENGTH_BYTES: Final = 8
 _SMALL_BYTES: Final = 2**16
 _MODULUS: Final = 2**64
 
-_recent: deque[Any] = deque(maxlen=16)
-"""The last small collectives of this process. A thread of gloo says that one is done a moment
-before it lets go of it. Should it be the last to let go of a tensor while the interpreter ends, the
-process would abort; while these are kept, it never is the last."""
+_channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
 @atexit.register
 def _keep_recent_for_ever() -> None:
-    for work in _recent:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
+    for channel in list(_channels):
+        for work in channel.recent:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
 
 
 class ContactLostError(Exception):
@@ -45,6 +44,11 @@ class Channel:
         group: with a CPU (gloo) backend.
         tensor_group: carries tensors.
         is_flagged: whether another rank has given up; asked about once a second.
+
+    Attributes:
+        recent: the last small collectives. A thread of gloo says that one is done a moment before
+            it lets go of it. Should it be the last to let go of a tensor while the interpreter
+            ends, the process would abort; while these are kept, it never is the last.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class Channel:
         self._group = group
         self._tensor_group = tensor_group
         self._is_flagged = is_flagged
+        self.recent: deque[Any] = deque(maxlen=16)
+        _channels.add(self)
         self._rank, self._world_size = group.rank(), group.size()
 
     def total(self, number: int, deadline: float) -> int:
@@ -134,7 +140,7 @@ class Channel:
         try:
             work = start()
             if num_bytes <= _SMALL_BYTES:
-                _recent.append(work)
+                self.recent.append(work)
             self._wait(work, deadline)
         except RuntimeError as error:
             raise ContactLostError(str(error)) from error

@@ -106,9 +106,14 @@ class Steps:
     def clear(self) -> None:
         """Delete what this rank has left in the store, once no rank will ask for it."""
         try:
-            self._board.ask(self._board.clear, _CLEARING_SECONDS)
+            self._board.ask(self._clear, _CLEARING_SECONDS)
         except (StoreSilentError, dist.DistError) as error:
             logger.debug("keys stay in the store: %s", error)
+
+    def _clear(self) -> None:
+        if self._number < 2:  # else that is gone
+            self._arrivals.delete_key(f"here/{self._rank}")
+        self._board.clear()
 
     @contextmanager
     def turn(self, label: str, value: Any = None) -> Iterator[tuple[Record, float]]:

@@ -179,7 +179,12 @@ def _to_bytes(
 
 def checksum_files(folder: Path) -> list[Path]:
     """The tables of a checkpoint, in the order of their keys."""
-    return sorted((folder / CHECKSUMS_NAME).glob(f"*{_SUFFIX}"))
+    tables = folder / CHECKSUMS_NAME
+    try:
+        # Not with glob, which takes a folder that cannot be listed for an empty one.
+        return sorted(path for path in tables.iterdir() if path.suffix == _SUFFIX)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def read_checksums(folder: Path) -> list[StoredPart]:

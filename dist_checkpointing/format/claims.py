@@ -117,8 +117,13 @@ def require_backing(claims: Iterable[Claim], backing_of: Callable[[Claim], Backi
 def size_of_files(folder: Path) -> tuple[int, int]:
     """``(bytes, files)`` of everything below a folder; links are not followed."""
     num_bytes = num_files = 0
-    for path, _, names in os.walk(folder):
+    for path, _, names in os.walk(folder, onerror=_raise):
         for name in names:
             num_bytes += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many of them
             num_files += 1
     return num_bytes, num_files
+
+
+def _raise(error: OSError) -> None:
+    """Let nothing pass for missing that could not be looked at."""
+    raise error

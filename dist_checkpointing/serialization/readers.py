@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -14,7 +15,7 @@ from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint, read_config
 from dist_checkpointing.format.leftovers import clear_temporaries
 from dist_checkpointing.format.removal import PlannedRemoval
-from dist_checkpointing.format.seal import resealing
+from dist_checkpointing.format.seal import read_seal, resealing
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import CONTENT_METADATA_KEY, save
@@ -156,7 +157,10 @@ def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> Pla
     folder = local_folder(checkpoint_dir)
     found = open_checkpoint(folder)
     with _removing(found, folder):
-        return found.sharded.plan_removal(folder, key_prefix)
+        planned = found.sharded.plan_removal(folder, key_prefix)
+    seal = read_seal(folder)
+    # A removal that was cut off at its very end has left no more than an open seal.
+    return replace(planned, is_unfinished=True) if seal is not None and seal.is_open else planned
 
 
 @contextmanager
