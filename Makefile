@@ -1,5 +1,7 @@
 # Every target sets up .venv by itself; only Python >= 3.11 and make must be there.
-#   make demo [BACKEND=zarr] [STEPS=40]   make test [ARGS='-k tree']   make lint   make clean
+#   make demo [BACKEND=zarr] [STEPS=40]   make lint   make clean
+#   make test [ARGS='-k tree']       each test function once, and no kills
+#   make test-all [ARGS='-k tree']   everything
 #   make chaos [ARGS='--kills 200']
 #   make bench   make bench-planning   make docs
 PYTHON ?= python3
@@ -11,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/ready
 DOCS_READY := .venv/docs-ready
 
-.PHONY: demo test lint bench bench-planning chaos docs clean
+.PHONY: demo test test-all lint bench bench-planning chaos docs clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -30,7 +32,10 @@ demo: $(READY)
 	$(BIN)/python examples/reshard_gpt.py $(if $(BACKEND),--backend $(BACKEND)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -q --once-each $(ARGS)
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -q $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

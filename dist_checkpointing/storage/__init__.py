@@ -1,7 +1,7 @@
 """Plans in, bytes out: what a backend implements, and what drives it."""
 
 from dist_checkpointing.storage.driver import read, write, write_plan
-from dist_checkpointing.storage.options import Checksum, ReadMode, StorageOptions
+from dist_checkpointing.storage.options import Checksum, Durability, ReadMode, StorageOptions
 from dist_checkpointing.storage.progress import Progress, ProgressCallback
 from dist_checkpointing.storage.protocol import (
     ChunkPlace,
@@ -14,6 +14,7 @@ from dist_checkpointing.storage.protocol import (
 __all__ = [
     "Checksum",
     "ChunkPlace",
+    "Durability",
     "Progress",
     "ProgressCallback",
     "ReadMode",
