@@ -323,7 +323,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CorruptCheckpointError: if it was deleted or overwritten.
         """
         if not self.is_committed:
-            finding = Finding("deleted or overwritten", path=str(self.path), remedy="Open it anew.")
+            finding = Finding(
+                "deleted or overwritten", path=str(self.path), remedy="Open it again."
+            )
             raise CorruptCheckpointError("this is not the checkpoint that was opened", [finding])
 
     def __getitem__(self, key: str) -> TensorHandle:

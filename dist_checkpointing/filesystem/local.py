@@ -138,7 +138,7 @@ def parse_json(data: bytes) -> Any:
     """What a JSON text says.
 
     Raises:
-        ValueError: if it is none, or nested too deeply to be one of ours.
+        ValueError: if it is not JSON, or nested too deeply to be one of ours.
     """
     try:
         return json.loads(data)

@@ -21,7 +21,7 @@ def optimizer_prefixes(keys: Iterable[str]) -> list[str]:
     """The prefixes with which all keys of optimizers begin, and no others.
 
     Args:
-        keys: of all tensors, of which some may be an optimizer's.
+        keys: of all tensors; some may be an optimizer's.
     """
     known = list(keys)
     found = {match.group() for match in map(_OPTIMIZER.match, known) if match is not None}

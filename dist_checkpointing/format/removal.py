@@ -28,7 +28,7 @@ class PlannedRemoval:
         files: paths relative to the checkpoint of the files that go with them.
         shared: bytes of removed values that stay on the disk, by the file that they share with
             values that are kept.
-        moved_bytes: of kept values that are written anew, so that their file can go.
+        moved_bytes: of kept values that are written again, so that their file can go.
         is_unfinished: whether a removal was cut off here, which another brings to its end.
     """
 
@@ -51,7 +51,7 @@ def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
 
 
 def noted_removal(folder: Path) -> dict[str, tuple[str, ...]]:
-    """What a removal that has not come to its end wrote down; nothing if there is none.
+    """What an unfinished removal has noted; empty if there is none.
 
     Raises:
         CorruptCheckpointError: if it cannot be read, or names what is outside of the checkpoint.

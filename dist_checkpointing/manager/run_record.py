@@ -64,7 +64,7 @@ class RunRecord:
 
 
 def read_record(root: Path) -> RunRecord:
-    """The record of a folder; an empty one where there is none, or none that can be read.
+    """The record of a folder; an empty one if it is missing or cannot be read.
 
     A manager deletes only what its record names, so losing it is safe.
 

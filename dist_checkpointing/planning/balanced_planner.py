@@ -140,7 +140,7 @@ class _Shares:
 
 
 def _finer(layout: Layout, mean_bytes: float) -> RowBlockLayout | None:
-    """A layout of which ranks can have equal shares; None if it would be no finer."""
+    """A layout that gives ranks equal shares; None if it would be no finer."""
     if not isinstance(layout, RowBlockLayout):
         return None
     most = max(_MIN_CHUNK_BYTES, int(mean_bytes) // _CHUNKS_A_RANK)

@@ -27,7 +27,7 @@ _LEVEL = 1
 
 
 def pack(table: ShardTable) -> bytes:
-    """The table without its ranks, of which there must be one only."""
+    """The table without its ranks. There must be one rank only."""
     names = json.dumps(table.names).encode()
     columns = [getattr(table, name).astype(np.int64) for name in _COLUMNS]
     for name in _WIDE_COLUMNS:

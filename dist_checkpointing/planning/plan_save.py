@@ -51,7 +51,7 @@ class PlanCache:
     Whoever saves the same kind of state many times owns one, and passes it to every save. What
     counts is what the plan was made of: keys, shapes, dtypes, offsets, replica ids and order of all
     sharded leaves, the layout, the planner and the ranks. It is compared in full, not by a hash,
-    and one difference on one rank makes all ranks plan anew. Values do not count, and none is kept.
+    and one difference on one rank makes all ranks plan again. Values do not count, and none is kept.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class PlanCache:
         self._plan: tuple[SavePlan, Index, tuple[str, ...], ShardTable | None] | None = None
 
     def number_of(self, description: object) -> int | None:
-        """A number that all ranks share if their plans belong together; None for a plan anew."""
+        """A number that all ranks share if their plans belong together; None for a new plan."""
         return self._number if self._description == description else None
 
     def plan_for(self, planner: SavePlanner) -> PlannedSave:

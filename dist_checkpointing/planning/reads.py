@@ -1,4 +1,4 @@
-"""Resharding, and the only place of it: which parts of which stored chunks fill a wanted shard."""
+"""Resharding, which happens only here: the parts of stored chunks that fill a wanted shard."""
 
 from __future__ import annotations
 

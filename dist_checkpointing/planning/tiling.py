@@ -1,6 +1,6 @@
 """Which parts of a global tensor are not in exactly one of some boxes: pure functions of values.
 
-The cuts of all boxes divide the tensor into cells, of which there may be far too many to count
+The cuts of all boxes divide the tensor into cells. There may be far too many to count
 (two cuts on each of 30 axes make 2**30). Instead every axis gives each of its slabs a random
 weight, and the weight of a cell is the product over the axes. The weights of all boxes then add up
 to the weight of the tensor if every cell is in exactly one box. If any is not, both are different

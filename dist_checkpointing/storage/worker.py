@@ -104,7 +104,7 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the worker; None if there is none."""
+        """Process id of the worker; None if there is no worker."""
         return None if self._worker is None else self._worker.process.pid
 
     def start(self) -> None:

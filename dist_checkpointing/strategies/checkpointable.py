@@ -45,7 +45,7 @@ class _WithoutMemory(torch.Tensor):
 
 
 class CheckpointableShardedTensor(_WithoutMemory):
-    """A ShardedTensor as one tensor of its global shape, of which this rank has one part.
+    """A ShardedTensor as one tensor of its global shape. This rank has one part of it.
 
     It has no memory of its own: DCP saves from and loads into the data of the ShardedTensor. On an
     axis that exists only globally, the part has extent 1.

@@ -41,7 +41,7 @@ def entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
         length: of the archive, in bytes.
 
     Raises:
-        BadRecord: if it is none, or damaged.
+        BadRecord: if it is not an archive, or damaged.
     """
     where, size, count = _find_directory(read, length)
     directory = read(where, size)

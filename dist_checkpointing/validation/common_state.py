@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same common state, of which only rank 0's is saved."""
+"""Whether all ranks hold the same common state. Only that of rank 0 is saved."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class AgreedCache(Generic[T]):
 
     If it is kept, it is used again while every rank brings what it brought when the value was made,
     and all of them hold the value of that same occasion. A difference on any rank makes all ranks
-    share their tables anew.
+    share their tables again.
 
     Args:
         keeps: whether anything is kept at all.

@@ -147,7 +147,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     Args:
         strategy: does the reading.
         parallelization_group: the ranks that share their reads, this one included. By default all.
-        do_cache_distribution: keep who reads what, and share out anew only when some rank of the
+        do_cache_distribution: keep who reads what, and share out again only when some rank of the
             group wants something else, which all of them find out together. The same on all ranks.
         exchange_algo: how what was read is passed on. ``"broadcast"`` from the reader to all, with
             no copy where it can be; ``"gather_rounds"`` one tensor of every rank at a time;
@@ -259,7 +259,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
 
 class _PlannedParallelLoad(PlannedLoadStrategy):
-    """A planned strategy of which each rank reads its share; all else is the strategy's."""
+    """A planned strategy. Each rank reads its share; all else is the strategy's."""
 
     def __init__(self, base: PlannedLoadStrategy, reads: SharedReads) -> None:
         super().__init__(planner=base.planner, comm=base.comm, options=base.options)

@@ -77,7 +77,7 @@ class _Hands:
         return self._buffer[: message.num_bytes]
 
     def room(self, number: int) -> torch.Tensor:
-        """Where a message from another rank shall go."""
+        """Where a message from another rank goes."""
         run = self._runs[number]
         return self._buffer[: self.messages[number].num_bytes] if run is None else run
 

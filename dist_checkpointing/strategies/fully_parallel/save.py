@@ -94,7 +94,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         strategy: does the writing.
         parallelization_group: the ranks among which replicas are shared out, this one included. A
             shard stays in the group of its main replica. By default all ranks.
-        do_cache_distribution: keep who writes which copy, and share out anew only when the leaves
+        do_cache_distribution: keep who writes which copy, and share out again only when the leaves
             of some rank of the group have changed, which all of them find out together. (Balanced
             plans are made of what all ranks say in every save; there only who is in which group is
             kept.) The same on all ranks.

@@ -2,7 +2,7 @@
 
 Deleting keys from a database frees nothing: it writes a new tree beside the old one. Space comes
 back when a data file that nothing kept lies in is deleted, and a few kept values that alone hold up
-a large file are written anew elsewhere.
+a large file are written again elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Split:
 
     Attributes:
         dead: keys of values that no index names.
-        moved: kept values that are written anew.
+        moved: kept values that are written again.
         unused: data files, relative to the checkpoint, that are free then.
         shared: bytes of dead values in files that stay.
     """
@@ -76,7 +76,7 @@ def drop_all_but(root: Path, kept: Index) -> None:
             local.remove(root / name, root)
     for lane in [folder for folder in (root / database.DATA_NAME).glob("*/*") if folder.is_dir()]:
         if not (lane / database.NODES_NAME).exists():
-            local.remove(lane, root)  # a database of which nothing is left
+            local.remove(lane, root)  # nothing is left of this database
 
 
 def _split(root: Path, kept: Index, found: Survey) -> _Split:

@@ -53,7 +53,7 @@ class _Share:
         section: that all of it belongs to.
         lane: number of the lane in its section.
         described: keys of arrays to describe.
-        small: items of which many go through the interpreter quickly.
+        small: small items, which go through the interpreter quickly.
         large: items that are written one by one.
     """
 

@@ -71,7 +71,7 @@ class DataFile:
 
         Args:
             data: on any device, of any strides. Must not change until the file is complete.
-            shape: how the record shall call its shape.
+            shape: shape that the record states.
             digest: is told the values.
         """
         self._align()

@@ -41,7 +41,7 @@ class TorchDistReader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del rank, world_size
-        # An index that a planner made anew does not say where things are.
+        # An index that a planner has made does not say where the chunks are.
         self._index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
         self._maps_files = self.options.maps_files(self.checkpoint_dir)
         self._most_bytes = max(1, self.options.buffer_bytes // self.options.threads)

@@ -1,4 +1,4 @@
-"""Where the values of a tensor are in a record, whoever wrote it."""
+"""Where the values of a tensor are in a record, whichever program wrote it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def find_tensor(read: Read, length: int) -> FoundTensor:
         length: of the record, in bytes.
 
     Raises:
-        BadRecord: if it is none, or damaged.
+        BadRecord: if it is not a record, or damaged.
     """
     found = entries(read, length)
     start, size = found.get("data.pkl") or _missing("data.pkl")

@@ -43,7 +43,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 class OpenRecord:
-    """One record of an open file, of which only what is asked for is read.
+    """One record of an open file. Only what is asked for is read.
 
     Args:
         descriptor: of the file.
@@ -106,7 +106,7 @@ def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
     """The object in a record of Megatron's, which is a list of all cells that had its name.
 
     Raises:
-        BadRecord: if it is none.
+        BadRecord: if it is not a record.
     """
     value = deserialize(record.read(0, record.length), where, trusted=trusted)
     if not isinstance(value, list) or not value:

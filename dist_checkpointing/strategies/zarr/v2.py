@@ -193,7 +193,7 @@ class ZarrV2Reader(ZarrFolderReader):
 
 
 def _array_folders(root: Path) -> Iterator[str]:
-    """Keys of the folders that look like arrays, none of which is looked into."""
+    """Keys of the folders that look like arrays. The arrays themselves are not read."""
     for folder, names, files in os.walk(root, onerror=_raise):
         # Megatron leaves lock folders behind that look like arrays and are none.
         names[:] = sorted(name for name in names if not name.endswith(".sync"))
