@@ -48,10 +48,11 @@ class PlannedSave:
 class PlanCache:
     """The plan of the last save, used again as long as nothing about it has changed on any rank.
 
-    Whoever saves the same kind of state many times owns one, and passes it to every save. What
-    counts is what the plan was made of: keys, shapes, dtypes, offsets, replica ids and order of all
-    sharded leaves, the layout, the planner and the ranks. It is compared in full, not by a hash,
-    and one difference on one rank makes all ranks plan again. Values do not count, and none is kept.
+    A program that saves the same kind of state many times owns one, and passes it to every save.
+    What counts is what the plan was made of: keys, shapes, dtypes, offsets, replica ids and order
+    of all sharded leaves, the layout, the planner and the ranks. It is compared in full, not by a
+    hash. One difference on one rank makes all ranks plan again. Values do not count, and are not
+    kept.
     """
 
     def __init__(self) -> None:
