@@ -15,11 +15,11 @@ import xxhash
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem.paths import check_one_folder
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.planning import LocalPlans, SavePlan, SavePlanner
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage
-from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.packing import pack, unpack_all
 from dist_checkpointing.planning.planners import Leaves

@@ -16,6 +16,7 @@ from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointE
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
 from dist_checkpointing.format.commit import number_of_save
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import read_seal
@@ -30,7 +31,6 @@ from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import value_at
 from dist_checkpointing.mapping.partition import Partition, partition
 from dist_checkpointing.planning.coverage import check_coverage
-from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.protocol import StorageReader

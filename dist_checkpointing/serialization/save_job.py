@@ -28,6 +28,7 @@ from dist_checkpointing.format.commit import (
     CheckpointingConfig,
     check_distinct,
 )
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import is_in_attempt
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
@@ -41,7 +42,6 @@ from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition, partition
 from dist_checkpointing.planning.coverage import check_coverage
-from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.planning.plan_save import PlanCache, PlannedSave
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 from dist_checkpointing.storage.driver import Finished

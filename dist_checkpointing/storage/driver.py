@@ -18,6 +18,7 @@ from dist_checkpointing.format.claims import (
     claim_of,
     meets_many,
 )
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedTensor
@@ -26,7 +27,6 @@ from dist_checkpointing.planning import (
     SavePlan,
     SavePlanner,
 )
-from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.planning.packing import pack, unpack
 from dist_checkpointing.planning.plan_save import PlannedSave
 from dist_checkpointing.planning.planners import Leaves

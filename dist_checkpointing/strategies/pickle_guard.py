@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dist_checkpointing.planning.gc_pause import paused_collector
+from dist_checkpointing.format.gc_pause import paused_collector
 
 MOST_LEVELS = 256
 """Of containers inside each other; every walk over a state dict is recursive."""

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, Window, ravel_offset
 from dist_checkpointing.planning import LoadPlanner, ReadItem
-from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.storage.options import StorageOptions
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import torch
 from dist_checkpointing import ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.comm.protocol import Failure
-from dist_checkpointing.planning.gc_pause import paused_collector
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.planning.plan_save import PlanCache
 
 T = TypeVar("T")

@@ -12,10 +12,10 @@ import numpy as np
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
-from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.raw_chunks import (
     SMALL_BYTES,

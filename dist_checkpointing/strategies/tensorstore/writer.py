@@ -16,6 +16,7 @@ import torch
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum, checksum_of_bytes
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, write_index
 from dist_checkpointing.format.seal import SealedFile, files_below
 from dist_checkpointing.planning import (
@@ -25,7 +26,6 @@ from dist_checkpointing.planning import (
     WriteItem,
     WriteItemType,
 )
-from dist_checkpointing.planning.gc_pause import paused_collector
 from dist_checkpointing.storage.heap import give_back_freed
 from dist_checkpointing.storage.options import Checksum, Durability, StorageOptions
 from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, done
