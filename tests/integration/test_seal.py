@@ -17,6 +17,7 @@ from dist_checkpointing import (
     CorruptCheckpointError,
     ShardedObject,
     ShardedTensor,
+    StateMismatchError,
     UnsupportedFormatError,
     load,
     remove_sharded_tensors,
@@ -229,6 +230,16 @@ def test_files_of_an_older_save_with_their_seal_are_found(tmp_path: Path, name: 
         load(wanted, newer, verify=True)
     with pytest.raises(CorruptCheckpointError, match=r"attempt\.json"):
         verify_checkpoint(newer)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_objects_of_another_grid_are_no_damage(tmp_path: Path, name: str) -> None:
+    state = {"rng": [ShardedObject("rng", rank, (2,), (rank,)) for rank in range(2)]}
+    save(state, tmp_path / "c", STRATEGIES[name])
+    with pytest.raises(StateMismatchError, match=r"found \(2,\)"):
+        load({"rng": ShardedObject("rng", None, (3, 2), (2, 1))}, tmp_path / "c", verify=True)
+    with pytest.raises(StateMismatchError, match="not in the checkpoint"):
+        load({"x": ShardedObject("x", None, (1,), (0,))}, tmp_path / "c", verify=True)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
