@@ -23,7 +23,13 @@ from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointE
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
-from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, attempt_of, leftovers
+from dist_checkpointing.format.leftovers import (
+    ATTEMPT_NAME,
+    CONFIG_FNAME,
+    attempt_of,
+    is_in_attempt,
+    leftovers,
+)
 from dist_checkpointing.format.removal import REMOVAL_NAME
 
 SEAL_NAME: Final = ".dckpt/seal.json"
@@ -310,13 +316,17 @@ def check_files(seal: Seal, folder: Path, names: Iterable[str]) -> list[Finding]
 
 
 def check_config(seal: Seal, folder: Path) -> list[Finding]:
-    """Whether ``metadata.json`` says what the seal says."""
-    found = asdict(read_config(folder))
-    if found == dict(seal.config):
-        return []
-    path = str(folder / CONFIG_FNAME)
-    problem = "the file is not what was saved"
-    return [Finding(problem, expected=dict(seal.config), found=found, path=path)]
+    """Whether the seal is of the last save into the folder, and what that has committed."""
+    said: list[tuple[str, Any, Any]] = []
+    if not is_in_attempt(folder, seal.attempt):
+        said.append((ATTEMPT_NAME, seal.attempt, attempt_of(folder)))
+    said.append((CONFIG_FNAME, dict(seal.config), asdict(read_config(folder))))
+    problem = "the file does not say what the seal says of the save"
+    return [
+        Finding(problem, expected=sealed, found=found, path=str(folder / name))
+        for name, sealed, found in said
+        if sealed != found
+    ]
 
 
 def unnamed_files(seal: Seal, folder: Path) -> tuple[list[str], list[str]]:

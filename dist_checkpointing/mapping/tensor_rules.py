@@ -145,3 +145,9 @@ def require_tensor(data: Any, key: str) -> None:
             found=f"{type(data).__module__}.{type(data).__qualname__}",
             remedy="torch.as_tensor(data) makes one, of an array without a copy.",
         )
+    if data.is_nested:
+        raise _invalid(
+            key,
+            "data is a nested tensor, which has no shape",
+            remedy="Save its values and offsets.",
+        )

@@ -80,7 +80,8 @@ class DefaultSavePlanner(SavePlanner):
         return whole[part.chunk.relative_to(leaf.box.offset).slices()]
 
 
-def _misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
+def misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
+    """Why the checkpoint cannot hold this cell of an object: no such object, or another grid."""
     stored = index.objects.get(leaf.key)
     if stored is None:
         return [Finding("not in the checkpoint", leaf.unique_key)]
@@ -180,7 +181,7 @@ class DefaultLoadPlanner(LoadPlanner):
         findings += uncovered
         for source, leaf in enumerate(self._leaves):
             if isinstance(leaf, ShardedObject):
-                findings += _misfits(leaf, self._index)
+                findings += misfits(leaf, self._index)
                 items.append(_object_item(leaf, source))
         if findings:
             raise StateMismatchError("the checkpoint does not hold what is wanted", findings)

@@ -293,14 +293,14 @@ def _prepare(request: SaveRequest, rank: int) -> Work:
     strategy = selected.resolved()
     common_writer: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, request.common_strategy)
     parts = partition(request.state_dict)
-    refuse_distributed(parts, parts.objects)
+    common = dict(parts.common)
+    if request.content_metadata is not None:
+        common[CONTENT_METADATA_KEY] = request.content_metadata
+    refuse_distributed(replace(parts, common=common), parts.objects)
     _check_data(parts)
     planner = getattr(strategy, "planner", None)
     if planner is None or not planner.makes_data:
         check_storable(parts.tensors)
-    common = dict(parts.common)
-    if request.content_metadata is not None:
-        common[CONTENT_METADATA_KEY] = request.content_metadata
     written = {p: o for p, o in parts.objects.items() if is_main_replica(o.replica_id)}
     check_plain(common if rank == 0 else {}, written, trusted=request.trusted)
     if rank == 0:

@@ -39,6 +39,7 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
+from dist_checkpointing.planning.default import misfits
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import (
@@ -92,6 +93,7 @@ def verify_wanted(
         UnsupportedFormatError: if no checksums were kept.
         CorruptCheckpointError: with key, part and place of everything that is damaged, or that the
             seal or the checksums do not speak of.
+        StateMismatchError: if objects are wanted that are not stored, or in another grid.
         OSError: if the file system, and not the checkpoint, fails.
     """
     keys = {leaf.key for leaf in wanted.tensors}
@@ -108,7 +110,7 @@ def verify_wanted(
         table = joined(read_table(path) for path in checksum_files(checkpoint_dir))
     else:
         names = [*common.file_names(by_common, checkpoint_dir)]
-        if reader is not None and keys:
+        if reader is not None and (keys or (has_objects and wanted.objects)):
             names += reader.describing_names(sorted(keys))
         tables = seal.tables_with(keys | {leaf.key for leaf in wanted.objects})
         findings += check_config(seal, checkpoint_dir)
@@ -116,7 +118,8 @@ def verify_wanted(
         if findings:
             raise CorruptCheckpointError("stored data is not what was saved", findings)
         table = joined(read_table(checkpoint_dir / name) for name in tables)
-    if keys and (planned is None or index is None or not table.parts):
+    has_values = index is None or any(0 not in index[k].global_shape for k in keys if k in index)
+    if keys and (planned is None or index is None or (has_values and not table.parts)):
         finding = Finding(
             "no checksums were kept when it was saved", path=str(checkpoint_dir / CHECKSUMS_NAME)
         )
@@ -124,6 +127,10 @@ def verify_wanted(
     if planned is not None and index is not None and reader is not None:
         findings += _damage_of_wanted(wanted, table, planned, reader, index, meter)
         if seal is not None and has_objects and wanted.objects:
+            misfitting = [finding for leaf in wanted.objects for finding in misfits(leaf, index)]
+            if misfitting and not findings:
+                message = "the checkpoint does not hold what is wanted"
+                raise StateMismatchError(message, misfitting)
             reader.set_up_storage_reader(index, rank=0, world_size=1)
             cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in wanted.objects]
             findings += damage_of_objects(cells, table.objects, reader)

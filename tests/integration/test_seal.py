@@ -17,6 +17,7 @@ from dist_checkpointing import (
     CorruptCheckpointError,
     ShardedObject,
     ShardedTensor,
+    StateMismatchError,
     UnsupportedFormatError,
     load,
     remove_sharded_tensors,
@@ -30,7 +31,7 @@ from dist_checkpointing.filesystem import local
 from dist_checkpointing.filesystem.local import fsync_folder
 from dist_checkpointing.format import checksums as checksum_tables
 from dist_checkpointing.format import seal
-from dist_checkpointing.format.leftovers import is_in_attempt
+from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
 from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
 from dist_checkpointing.serialization import save_job
 from dist_checkpointing.storage.options import Checksum, StorageOptions
@@ -212,6 +213,44 @@ def test_an_older_part_with_its_older_table_is_found(tmp_path: Path, name: str) 
             new,
             verify=True,
         )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_files_of_an_older_save_with_their_seal_are_found(tmp_path: Path, name: str) -> None:
+    for step, folder in enumerate(["older", "newer"]):
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((30,), float(step)))}
+        save(state, tmp_path / folder, STRATEGIES[name])
+    older, newer = tmp_path / "older", tmp_path / "newer"
+    for path in files_of(older):
+        if path.relative_to(older).as_posix() != ATTEMPT_NAME:
+            (newer / path.relative_to(older)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, newer / path.relative_to(older))
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.empty(30))}
+    with pytest.raises(CorruptCheckpointError, match=r"attempt\.json"):
+        load(wanted, newer, verify=True)
+    with pytest.raises(CorruptCheckpointError, match=r"attempt\.json"):
+        verify_checkpoint(newer)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_objects_of_another_grid_are_no_damage(tmp_path: Path, name: str) -> None:
+    state = {"rng": [ShardedObject("rng", rank, (2,), (rank,)) for rank in range(2)]}
+    save(state, tmp_path / "c", STRATEGIES[name])
+    with pytest.raises(StateMismatchError, match=r"found \(2,\)"):
+        load({"rng": ShardedObject("rng", None, (3, 2), (2, 1))}, tmp_path / "c", verify=True)
+    with pytest.raises(StateMismatchError, match="not in the checkpoint"):
+        load({"x": ShardedObject("x", None, (1,), (0,))}, tmp_path / "c", verify=True)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_tensors_without_elements_need_no_checksums(tmp_path: Path, name: str) -> None:
+    state = {
+        "nothing": ShardedTensor.from_rank_offsets("nothing", torch.ones(0, 4)),
+        "w": ShardedTensor.from_rank_offsets("w", torch.ones(3)),
+    }
+    save(state, tmp_path / "c", STRATEGIES[name])
+    loaded = load({"nothing": state["nothing"]}, tmp_path / "c", verify=True)
+    assert loaded["nothing"].shape == (0, 4)
 
 
 def test_another_dtype_of_an_array_is_found(samples: Samples, tmp_path: Path) -> None:

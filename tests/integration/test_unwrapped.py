@@ -106,6 +106,18 @@ def test_a_dtensor_in_a_sharded_object_or_a_sharded_tensor_is_an_error_at_save(
     assert not (tmp_path / "c").exists()
 
 
+def test_a_dtensor_in_the_content_metadata_is_an_error_at_save(tmp_path: Path) -> None:
+    states = fsdp_states(2)
+    metadata = [{"stored": [next(iter(states[rank].values()))]} for rank in range(2)]
+
+    def save_rank(comm: Comm) -> None:
+        with pytest.raises(InvalidShardingError, match="content_metadata"):
+            save({}, tmp_path / "c", content_metadata=metadata[comm.rank], comm=comm)
+
+    run_ranks(2, save_rank)
+    assert not (tmp_path / "c").exists()
+
+
 def test_a_dtensor_in_a_template_is_an_error_and_wrapped_it_is_loaded(tmp_path: Path) -> None:
     states = fsdp_states(2)
     sharded = run_ranks(2, lambda comm: shard_state_dict(states[comm.rank], comm=comm))

@@ -670,3 +670,13 @@ class TestFromRankOffsetsFlat:
             ShardedTensor.from_rank_offsets_flat(
                 "w", torch.zeros(5), (3, 4), (0, 2, 2), flattened_range=slice(5, 10)
             )
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_with_its_key(layout: torch.layout) -> None:
+    data = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout)
+    with pytest.raises(InvalidShardingError, match=r"'w': .*nested tensor"):
+        ShardedTensor.from_rank_offsets("w", data)
+    with pytest.raises(InvalidShardingError, match=r"'w': .*nested tensor"):
+        ShardedTensor("w", data, data.dtype, (3,), (3,), (0,), (1,))
