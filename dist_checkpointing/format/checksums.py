@@ -179,7 +179,8 @@ def _to_bytes(
 
 def checksum_files(folder: Path) -> list[Path]:
     """The tables of a checkpoint, in the order of their keys."""
-    return sorted((folder / CHECKSUMS_NAME).glob(f"*{_SUFFIX}"))
+    names = local.names_in(folder / CHECKSUMS_NAME)
+    return [folder / CHECKSUMS_NAME / name for name in names if name.endswith(_SUFFIX)]
 
 
 def read_checksums(folder: Path) -> list[StoredPart]:
