@@ -68,7 +68,7 @@ class Board:
         """
         if self._question is not None:
             question, self._question = self._question, None
-            self._wait_for(question, timeout_seconds)
+            _wait_for(question, timeout_seconds)
 
     def ask(self, question: Callable[[], T], timeout_seconds: float) -> T:
         """What a function of this store returns.
@@ -76,7 +76,7 @@ class Board:
         Raises:
             StoreSilentError: if it does not return in time.
         """
-        return self._wait_for(_in_thread(question), timeout_seconds)
+        return asked(question, timeout_seconds)
 
     def raise_flag(self) -> None:
         """Tell the ranks that wait in a collective that it will not end."""
@@ -198,14 +198,23 @@ class Board:
     def _read(self, key: str) -> Any:
         return pickle.loads(self._store.get(key).decode().encode("latin-1"))  # noqa: S301 - by our own ranks
 
-    @staticmethod
-    def _wait_for(answer: Future[T], timeout_seconds: float) -> T:
-        try:
-            return answer.result(max(0.0, timeout_seconds))
-        except TimeoutError as error:
-            if answer.done():
-                raise
-            raise StoreSilentError from error
+
+def asked(question: Callable[[], T], timeout_seconds: float) -> T:
+    """What a function returns that may wait for a store for ever.
+
+    Raises:
+        StoreSilentError: if it does not return in time.
+    """
+    return _wait_for(_in_thread(question), timeout_seconds)
+
+
+def _wait_for(answer: Future[T], timeout_seconds: float) -> T:
+    try:
+        return answer.result(max(0.0, timeout_seconds))
+    except TimeoutError as error:
+        if answer.done():
+            raise
+        raise StoreSilentError from error
 
 
 def _text(value: object) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
+from dist_checkpointing.comm.board import StoreSilentError, asked
 from dist_checkpointing.comm.process_group import TorchComm
 from dist_checkpointing.comm.protocol import Comm, SingleProcess, absent_rank, merge_failures
-from dist_checkpointing.comm.steps import forked_error
-from dist_checkpointing.comm.timeouts import default_timeout_seconds
-from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.comm.steps import forked_error, store_error
+from dist_checkpointing.comm.timeouts import default_timeout_seconds, require_timeout
+from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
+
+_ANSWER_SECONDS: Final = 5.0
+"""Beyond its own timeout, for a store to say that it is over."""
 
 _comms: weakref.WeakKeyDictionary[Any, TorchComm] = weakref.WeakKeyDictionary()
 _beside: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -39,7 +41,10 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
             process group, but the process was started as one of several: each of them would save,
             or load, as if it were alone.
         RankFailedError: on first use, if a rank does not come.
+        ValueError: for a timeout that is no number of seconds above 0.
     """
+    if timeout_seconds is not None:
+        require_timeout(timeout_seconds, "timeout_seconds")
     if not (dist.is_available() and dist.is_initialized()):
         _require_alone()
         return SingleProcess()
@@ -49,8 +54,7 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
     comm = _comms.get(world)
     if comm is None:
         seconds = default_timeout_seconds() if timeout_seconds is None else timeout_seconds
-        with _arrivals_noted(seconds):
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        group = _group_of_all(seconds)
         comm = _comms[world] = TorchComm(group, seconds)
     elif timeout_seconds is not None:
         comm.timeout_seconds = timeout_seconds
@@ -121,23 +125,49 @@ def _has_cpu(group: dist.ProcessGroup) -> bool:
     return "cpu:" in dist.get_backend_config(group)
 
 
-@contextmanager
-def _arrivals_noted(timeout_seconds: float) -> Iterator[None]:
-    """Let the error name the ranks that did not come to what torch does in the body."""
-    store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way
-    number = next(_worlds)
-    world_size = dist.get_world_size()
-    keys = [f"dist_checkpointing/worlds/{number}/{rank}" for rank in range(world_size)]
-    store.set(keys[dist.get_rank()], "1")
+def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
+    """A CPU group of the world, once all ranks are here: torch waits without naming anybody.
+
+    Raises:
+        RankFailedError: naming the ranks that do not come, or rank 0 if the store is lost.
+    """
+    step, world_size = "making a channel for all ranks", dist.get_world_size()
     try:
-        yield
-    except RuntimeError as error:
-        step = "making a channel for all ranks"
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        if not absent:
-            raise
+        absent = asked(lambda: _absent(timeout_seconds), timeout_seconds + _ANSWER_SECONDS)
+    except (StoreSilentError, dist.DistError) as error:
+        raise store_error(step, error, world_size, range(world_size)) from error
+    if absent:
         failures = {rank: absent_rank(rank, step, timeout_seconds) for rank in absent}
-        raise merge_failures(step, failures, world_size, range(world_size)) from error
+        raise merge_failures(step, failures, world_size, range(world_size))
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=timeout_seconds)
+        )
+    except RuntimeError as error:
+        finding = Finding(
+            f"lost contact at {step}: {error}",
+            ranks=(dist.get_rank(),),
+            remedy="A process or the network probably failed; see the logs of all ranks.",
+        )
+        raise RankFailedError("a collective failed", [finding]) from error
+    return group
+
+
+def _absent(timeout_seconds: float) -> list[int]:
+    """The ranks that do not come in time."""
+    # torch has no public way to the store. One connection of its own: whoever waits blocks others.
+    shared: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+    store = shared.clone()
+    place, world_size = f"dist_checkpointing/worlds/{next(_worlds)}", dist.get_world_size()
+    keys = [f"{place}/{rank}" for rank in range(world_size)]
+    store.set(keys[dist.get_rank()], "1")
+    if store.add(f"{place}/count", 1) == world_size:
+        store.set(f"{place}/all", "1")
+    try:
+        store.wait([f"{place}/all"], timedelta(seconds=timeout_seconds))
+    except dist.DistStoreError:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
 
 
 def _note_inherited_world() -> None:

@@ -17,7 +17,7 @@ from dist_checkpointing.comm.group_endings import end_group
 from dist_checkpointing.comm.protocol import Comm, Failure, absent_rank
 from dist_checkpointing.comm.records import BROADCAST, COMPARISON, GATHER, agreement
 from dist_checkpointing.comm.steps import Steps
-from dist_checkpointing.comm.timeouts import default_timeout_seconds
+from dist_checkpointing.comm.timeouts import default_timeout_seconds, require_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class TorchComm(Comm):
         self.world_size = dist.get_world_size(group)
         self.global_ranks = dist.get_process_group_ranks(group)
         seconds = default_timeout_seconds() if timeout_seconds is None else timeout_seconds
+        require_timeout(seconds, "timeout_seconds")
         self._group = group
         self._tensor_group = group if tensor_group is None else tensor_group
         self._steps = Steps(group, self._tensor_group, seconds)
@@ -77,6 +78,7 @@ class TorchComm(Comm):
 
     @timeout_seconds.setter
     def timeout_seconds(self, seconds: float) -> None:
+        require_timeout(seconds, "timeout_seconds")
         self._steps.timeout_seconds = seconds
 
     @property

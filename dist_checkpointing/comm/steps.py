@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch.distributed as dist
 import xxhash
 
-from dist_checkpointing.comm.board import Board, StoreSilentError
+from dist_checkpointing.comm.board import Board, StoreSilentError, asked
 from dist_checkpointing.comm.call_sites import described
 from dist_checkpointing.comm.channel import Channel, ContactLostError
 from dist_checkpointing.comm.protocol import Failure, absent_rank, different_calls, merge_failures
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_MAKING: Final = "making a channel"
 _CLEARING_SECONDS: Final = 5.0
 _HEARING_SECONDS: Final = 5.0
 _SHORTEST_PATIENCE_SECONDS: Final = 5.0
@@ -75,7 +76,8 @@ class Steps:
         number = next(_numbers.setdefault(group, itertools.count()))
         name = f"dist_checkpointing/{group.group_name}/{number}"
         # One connection a comm: a thread that waits for a key keeps it from all others.
-        self._arrivals = dist.distributed_c10d.PrefixStore(name, default_store.clone())
+        store = self._answered(_MAKING, lambda: asked(default_store.clone, timeout_seconds))
+        self._arrivals = dist.distributed_c10d.PrefixStore(name, store)
         self._board = Board(self._arrivals, self._rank, self._world_size)
         self.channel = Channel(group, tensor_group, self._board.is_flagged)
         own = dist.distributed_c10d.PrefixStore(self._drawn_name(), self._arrivals)
@@ -84,7 +86,7 @@ class Steps:
 
     def _drawn_name(self) -> str:
         """A part of the store that no other comm has had, as rank 0 draws it."""
-        store, step = self._arrivals, "making a channel"
+        store, step = self._arrivals, _MAKING
         keys = [f"here/{rank}" for rank in range(self._world_size)]
         store.set(keys[self._rank], "1")
         drawn = [uuid.uuid4().int >> 66 if self._rank == 0 else 0 for _ in range(2)]
@@ -283,27 +285,16 @@ class Steps:
         return self._answered(label, lambda: self._board.ask(question, timeout_seconds))
 
     def _answered(self, label: str, question: Callable[[], T]) -> T:
-        problem = "the store, which rank 0 or the launcher holds, does not answer"
         try:
             if self._store_is_lost:
                 raise StoreSilentError
             return question()
-        except StoreSilentError as error:
-            self._store_is_lost = True
-            raise self._store_error(label, problem) from error
-        except dist.DistError as error:
-            problem = f"lost contact with the store, which rank 0 or the launcher holds: {error}"
-            raise self._store_error(label, problem) from error
+        except (StoreSilentError, dist.DistError) as error:
+            self._store_is_lost |= isinstance(error, StoreSilentError)
+            raise store_error(label, error, self._world_size, self._global_ranks) from error
 
     def _note(self, record: Record) -> None:
         self._answered(record.label, lambda: self._board.note(record))
-
-    def _store_error(self, label: str, problem: str) -> CheckpointingException:
-        gone = RankFailedError("", [Finding(problem=problem, ranks=(0,))])
-        gone.names_global_ranks = True
-        return merge_failures(
-            label, {0: Failure(gone, problem, "")}, self._world_size, self._global_ranks
-        )
 
     def _absent_error(self, absent: list[int] | tuple[int, ...], label: str) -> Exception:
         label = label.strip("'")
@@ -319,6 +310,18 @@ class Steps:
         error = RankFailedError("a collective failed", [finding])
         error.names_global_ranks = True
         return error
+
+
+def store_error(
+    label: str, error: Exception, world_size: int, global_ranks: Sequence[int]
+) -> CheckpointingException:
+    """The error of a step in which the store of torch.distributed does not do what it should."""
+    problem = "the store, which rank 0 or the launcher holds, does not answer"
+    if not isinstance(error, StoreSilentError):
+        problem = f"lost contact with the store, which rank 0 or the launcher holds: {error}"
+    gone = RankFailedError("", [Finding(problem=problem, ranks=(0,))])
+    gone.names_global_ranks = True
+    return merge_failures(label, {0: Failure(gone, problem, "")}, world_size, global_ranks)
 
 
 def forked_error(owner: int) -> CheckpointingException:

@@ -15,9 +15,10 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Self
 
@@ -88,18 +89,23 @@ def _let_go(at: int, file: int | None, holder: Holder, owner: int) -> None:
     A process that was forked meanwhile has the descriptor too, and would keep the lock. What such a
     process itself closes is not its own.
     """
-    is_own = os.getpid() == owner
-    try:
-        if is_own and _token_at(at, LOCK_NAME) == holder.token:
-            _unlink(at, LOCK_NAME)
-    except OSError as error:
-        logger.warning("could not delete the lock file %s: %s", LOCK_NAME, error)
-    finally:
+    steps: list[Callable[[], None]] = []
+    if os.getpid() == owner:
+        steps.append(lambda: _unlink_own(at, holder))
         if file is not None:
-            if is_own:
-                fcntl.flock(file, fcntl.LOCK_UN)
-            os.close(file)
-        os.close(at)
+            steps.append(lambda: fcntl.flock(file, fcntl.LOCK_UN))
+    steps += [partial(os.close, descriptor) for descriptor in (file, at) if descriptor is not None]
+    for step in steps:
+        try:
+            step()
+        except OSError as error:
+            # What the lock was for has been done, and an error would say that it failed.
+            logger.warning("the lock %s was not released as it should be: %s", LOCK_NAME, error)
+
+
+def _unlink_own(at: int, holder: Holder) -> None:
+    if _token_at(at, LOCK_NAME) == holder.token:
+        _unlink(at, LOCK_NAME)
 
 
 def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:

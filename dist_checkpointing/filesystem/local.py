@@ -125,6 +125,37 @@ def is_folder(path: Path) -> bool:
     return mode is not None and stat.S_ISDIR(mode)
 
 
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, sorted; none if there is no such folder.
+
+    ``Path.glob`` takes a folder that it may not read for an empty one.
+
+    Raises:
+        OSError: if the folder cannot be read, which is not the same as empty.
+    """
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        if error.errno in NOT_THERE:
+            return []
+        raise
+
+
+def walked(root: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Each folder from ``root`` down with the names of its files; links are not followed.
+
+    Raises:
+        OSError: if a folder cannot be read. ``os.walk`` and ``Path.rglob`` leave it out.
+    """
+    for folder, _, names in os.walk(root, onerror=_raise_unless_gone):
+        yield Path(folder), names
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if error.errno not in NOT_THERE:
+        raise error
+
+
 def _mode(path: Path, *, follows: bool) -> int | None:
     try:
         return path.stat(follow_symlinks=follows).st_mode
@@ -307,10 +338,10 @@ def _descended(parts: Sequence[str], root: Path) -> Iterator[list[int]]:
 
 def fsync_tree(folder: Path) -> None:
     """Make everything below a folder durable, files first."""
-    for path, _, names in os.walk(folder, topdown=False):
+    for path, names in reversed(list(walked(folder))):
         for name in names:
-            fsync_file(Path(path, name))
-        fsync_folder(Path(path))
+            fsync_file(path / name)
+        fsync_folder(path)
 
 
 def fsync_file(path: Path) -> None:

@@ -179,12 +179,8 @@ def _to_bytes(
 
 def checksum_files(folder: Path) -> list[Path]:
     """The tables of a checkpoint, in the order of their keys."""
-    tables = folder / CHECKSUMS_NAME
-    try:
-        # Not with glob, which takes a folder that cannot be listed for an empty one.
-        return sorted(path for path in tables.iterdir() if path.suffix == _SUFFIX)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    names = local.names_in(folder / CHECKSUMS_NAME)
+    return [folder / CHECKSUMS_NAME / name for name in names if name.endswith(_SUFFIX)]
 
 
 def read_checksums(folder: Path) -> list[StoredPart]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 
@@ -117,13 +118,8 @@ def require_backing(claims: Iterable[Claim], backing_of: Callable[[Claim], Backi
 def size_of_files(folder: Path) -> tuple[int, int]:
     """``(bytes, files)`` of everything below a folder; links are not followed."""
     num_bytes = num_files = 0
-    for path, _, names in os.walk(folder, onerror=_raise):
+    for path, names in local.walked(folder):
         for name in names:
             num_bytes += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many of them
             num_files += 1
     return num_bytes, num_files
-
-
-def _raise(error: OSError) -> None:
-    """Let nothing pass for missing that could not be looked at."""
-    raise error

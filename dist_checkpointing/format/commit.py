@@ -27,7 +27,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
 )
 from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.folder_lock import FolderLock
+from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
 from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.leftovers import (
@@ -52,6 +52,7 @@ __all__ = [
     "check_distinct",
     "check_is_distributed_checkpoint",
     "is_committed",
+    "is_spent",
     "leftovers",
     "number_of_save",
     "read_config",
@@ -349,7 +350,7 @@ def remove_checkpoint(folder: Path) -> None:
     """
     with FolderLock.acquire(folder):
         names = leftovers(folder)
-        if attempt_of(folder) is None:
+        if attempt_of(folder) is None and not is_spent(folder):
             finding = Finding("nothing says what is ours", path=str(folder / ATTEMPT_NAME))
             raise CheckpointingException(f"{folder} is not deleted", [finding])
         _end_commit(folder)
@@ -358,9 +359,19 @@ def remove_checkpoint(folder: Path) -> None:
     try:
         folder.rmdir()
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or is_spent(folder):
             raise
         logger.warning("%s is not empty: it holds files that no save of ours made", folder)
+
+
+def is_spent(folder: Path) -> bool:
+    """Whether nothing is left of a checkpoint but what a removal deletes last, if that.
+
+    Raises:
+        OSError: if that cannot be found out.
+    """
+    names = {*local.names_in(folder), *local.names_in(folder / OWN_FOLDER)}
+    return names <= {OWN_FOLDER, LOCK_NAME}
 
 
 CONTENT_METADATA_KEY = "content_metadata"

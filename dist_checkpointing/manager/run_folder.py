@@ -18,6 +18,7 @@ from dist_checkpointing.format.commit import (
     attempt_of,
     check_is_distributed_checkpoint,
     is_committed,
+    is_spent,
     number_of_save,
     remove_checkpoint,
 )
@@ -192,7 +193,7 @@ class RunFiles:
             for step in record.steps
             if step < latest
             and not is_committed(self.folder(step))
-            and attempt_of(self.folder(step)) is not None
+            and (attempt_of(self.folder(step)) is not None or is_spent(self.folder(step)))
         ]
         for step in (*leftovers, *due.delete):
             self._try_to(self._remove, step)
@@ -217,7 +218,8 @@ class RunFiles:
         )
 
     def _remove(self, step: int) -> None:
-        remove_checkpoint(self.folder(step))
+        if is_there(self.folder(step)):
+            remove_checkpoint(self.folder(step))
         self._write(self._current().without_step(step), Durability.PAGE_CACHE)
 
     def _strip(self, step: int) -> None:

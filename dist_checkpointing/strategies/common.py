@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -82,7 +83,8 @@ def _missing(leaves: Sequence[ShardedObject], root: Path) -> Iterator[Finding]:
     grids: dict[str, list[Ints]] = {}
     for leaf in leaves:
         if leaf.key not in grids:
-            cells = _cells((root / leaf.key).glob("shard_*.pt"), root)
+            names = local.names_in(root / leaf.key)
+            cells = _cells((root / leaf.key / name for name in names if _is_cell(name)), root)
             grids[leaf.key] = sorted({cell.global_shape for cell in cells})
         others = [grid for grid in grids[leaf.key] if grid != tuple(leaf.global_shape)]
         if others:
@@ -205,9 +207,14 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: str | PathLike[str]) -> ShardedStateDict:
         root = Path(checkpoint_dir)
-        found = _cells(root.rglob("shard_*.pt"), root)
+        files = (path / name for path, names in local.walked(root) for name in names)
+        found = _cells((file for file in files if _is_cell(file.name)), root)
         _require_cells(found, root)
         return {leaf.unique_key: leaf for leaf in found}
+
+
+def _is_cell(name: str) -> bool:
+    return fnmatchcase(name, "shard_*.pt")
 
 
 def _require_cells(found: Iterable[ShardedObject], root: Path) -> None:

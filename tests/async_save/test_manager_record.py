@@ -30,6 +30,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.errors import Finding
+from dist_checkpointing.filesystem import folder_lock
 from dist_checkpointing.filesystem.local import Durability
 from dist_checkpointing.manager import manager as manager_module
 from dist_checkpointing.manager.run_folder import RunFiles
@@ -169,6 +170,45 @@ def test_a_save_that_failed_is_not_the_latest(
     assert manager.latest() == 1
     manager.save(2, state(2))
     assert manager.latest() == 2
+
+
+@BACKEND
+@pytest.mark.parametrize("place", [(Path, "rmdir"), (folder_lock, "_unlink")], ids=str)
+def test_a_removal_that_stops_before_its_last_step_is_brought_to_its_end(
+    tmp_path: Path, backend: Any, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that named the checkpoint is gone by then: nothing but its folder is left."""
+
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    manager = CheckpointManager(tmp_path, backend, retention=Retention(keep_last=1))
+    manager.save(1, state(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(*place, failing)
+        manager.save(2, state(2))
+    assert manager.folder(1).exists()
+    manager.save(3, state(3))
+    assert not manager.folder(1).exists()
+    assert not manager.folder(2).exists()
+    assert sorted(read_record(tmp_path).steps) == [3]
+
+
+def test_a_removal_that_stops_before_it_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path, retention=Retention(keep_last=1))
+    manager.save(1, state(1))
+
+    def failing(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunRecord, "without_step", failing)
+        manager.save(2, state(2))
+    assert not manager.folder(1).exists()
+    manager.save(3, state(3))
+    assert sorted(read_record(tmp_path).steps) == [3]
 
 
 @pytest.mark.parametrize("value", ['"begun": 1', '"begun": true', '"begun": []'])

@@ -185,6 +185,24 @@ def test_a_rank_that_never_calls_is_named_in_the_time_that_the_environment_says(
     assert "within 2.5 s" in error["text"]
 
 
+def test_a_rank_0_that_is_frozen_before_the_first_call_is_named(tmp_path: Path) -> None:
+    reports = run("frozen_host_from_the_first_call", str(tmp_path / "store.port"))
+    assert reports[0] is DEAD
+    for name in ("error", "again"):
+        error = same_error(reports, name)
+        assert error["class"] == "RankFailedError"
+        assert error["ranks"] == [0]
+        assert "does not answer" in error["text"]
+
+
+def test_a_timeout_that_is_none_is_refused(place: str) -> None:
+    for report in run("nonsense_for_a_timeout", place):
+        assert report.pop("kept") == 1800
+        for given, text in report.items():
+            assert "must be a number of seconds above 0" in text, given
+            assert given.startswith("a") or "DIST_CHECKPOINTING_TIMEOUT_SECONDS" in text, given
+
+
 def test_timeouts_threads_and_forks(tmp_path: Path) -> None:
     for rank, report in enumerate(run("chosen_timeouts+two_threads+forked", str(tmp_path / "s"))):
         chosen = {"variable": 33.5, "argument": 44, "kept": 44, "duplicate": 44, "group": 44}

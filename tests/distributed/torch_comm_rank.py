@@ -29,7 +29,14 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
 )
 
 from dist_checkpointing import load, save
-from dist_checkpointing.comm import SingleProcess, TorchComm, default_comm, group_comm, steps
+from dist_checkpointing.comm import (
+    SingleProcess,
+    TorchComm,
+    default_comm,
+    group_comm,
+    steps,
+)
+from dist_checkpointing.comm import defaults as comm_defaults
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -305,6 +312,47 @@ def absent_from_the_first_call(rank: int) -> Report:
     return report
 
 
+def frozen_host_from_the_first_call(rank: int) -> Report:
+    """Rank 0, which holds the store, is stopped before anybody has made a comm."""
+    comm_defaults._ANSWER_SECONDS = 2.0  # type: ignore[misc]
+    os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = "2.5"
+    pids: list[Any] = [None] * dist.get_world_size()
+    group = dist.new_group(backend="gloo")
+    dist.all_gather_object(pids, os.getpid(), group=group)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    report = {"error": caught(default_comm), "again": caught(lambda: TorchComm(group, 2.5))}
+    Path(sys.argv[4]).with_suffix(f".{rank}").touch()
+    while not Path(sys.argv[4]).with_suffix(f".{3 - rank}").exists():
+        time.sleep(0.02)
+    if rank == 1:
+        os.kill(pids[0], signal.SIGKILL)
+    return report
+
+
+def nonsense_for_a_timeout(_rank: int) -> Report:
+    report: Report = {}
+    for text in ("abc", "", "-3", "0", "nan", "inf", "1e300"):
+        os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = text
+        report[text] = refusal(default_comm)
+    del os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"]
+    comm = default_comm()
+    assert isinstance(comm, TorchComm)
+    for seconds in (-3, 0, float("nan"), 1e300):
+        report[f"argument {seconds}"] = refusal(lambda: default_comm(seconds))  # noqa: B023
+        report[f"attribute {seconds}"] = refusal(lambda: setattr(comm, "timeout_seconds", seconds))  # noqa: B023
+    report["kept"] = comm.timeout_seconds
+    return report
+
+
+def refusal(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def chosen_timeouts(_rank: int) -> Report:
     os.environ["DIST_CHECKPOINTING_TIMEOUT_SECONDS"] = "33.5"
     report: Report = {"variable": default_comm().timeout_seconds}  # type: ignore[attr-defined]
@@ -380,6 +428,8 @@ SCENARIOS: dict[str, Callable[[int], Report]] = {
         frozen_host,
         different_calls,
         absent_from_the_first_call,
+        frozen_host_from_the_first_call,
+        nonsense_for_a_timeout,
         chosen_timeouts,
         two_threads,
         forked,

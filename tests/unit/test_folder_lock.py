@@ -211,6 +211,33 @@ def test_a_lock_that_a_forked_process_keeps_says_so(tmp_path: Path) -> None:
     os.close(read)
 
 
+@pytest.mark.parametrize("name", ["unlink", "flock", "close"])
+def test_what_fails_once_the_work_is_done_is_logged(
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Else a save that is committed would be told to have failed."""
+    before = num_descriptors()
+    lock = FolderLock.acquire(tmp_path)
+    place: Any = fcntl if name == "flock" else os
+    real = getattr(place, name)
+
+    def failing(*arguments: Any, **options: Any) -> None:
+        if name == "close":
+            real(*arguments, **options)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, failing)
+        lock.release()
+    assert not lock.is_held
+    assert num_descriptors() == before
+    assert "was not released as it should be" in caplog.text
+    FolderLock.acquire(tmp_path).release()
+
+
 @pytest.mark.parametrize("code", NO_FLOCK, ids=errno.errorcode.get)
 def test_without_flock_it_is_said_once(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

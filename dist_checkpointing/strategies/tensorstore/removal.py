@@ -56,8 +56,9 @@ def drop_all_but(root: Path, kept: Index) -> None:
         CorruptCheckpointError: if the database then does not hold what it should; nothing that it
             held has been deleted.
     """
-    for path in (root / database.NODES_NAME).glob("*.__lock"):
-        local.remove(path, root)  # of a removal that was killed while it wrote
+    for name in local.names_in(root / database.NODES_NAME):
+        if name.endswith(".__lock"):  # of a removal that was killed while it wrote
+            local.remove(root / database.NODES_NAME / name, root)
     before = survey(root)
     if not before.values:
         return
@@ -74,9 +75,17 @@ def drop_all_but(root: Path, kept: Index) -> None:
         # A node of the tree may still lie in it.
         if name not in after.files:
             local.remove(root / name, root)
-    for lane in [folder for folder in (root / database.DATA_NAME).glob("*/*") if folder.is_dir()]:
+    for lane in _lanes(root):
         if not (lane / database.NODES_NAME).exists():
             local.remove(lane, root)  # nothing is left of this database
+
+
+def _lanes(root: Path) -> list[Path]:
+    """The databases that ranks have filled."""
+    data = root / database.DATA_NAME
+    sections = [data / name for name in local.names_in(data)]
+    found = [section / name for section in sections for name in local.names_in(section)]
+    return [lane for lane in found if lane.is_dir()]
 
 
 def _split(root: Path, kept: Index, found: Survey) -> _Split:
@@ -105,7 +114,8 @@ def _split(root: Path, kept: Index, found: Survey) -> _Split:
             moved |= values
             room -= size
     in_use = {name for name, values in staying.items() if not moved.keys() >= values.keys()}
-    data = (root / database.DATA_NAME).glob(f"*/*/{database.NODES_NAME}/*")
+    nodes = [lane / database.NODES_NAME for lane in _lanes(root)]
+    data = [folder / name for folder in nodes for name in local.names_in(folder)]
     unused = {path.relative_to(root).as_posix() for path in data} - in_use
     return _Split(
         tuple(key for key in found.values if key not in alive),

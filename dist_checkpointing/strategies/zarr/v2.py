@@ -305,5 +305,5 @@ def _going(root: Path, prefix: str) -> list[str]:
 
 
 def _chunk_files(folder: Path) -> list[Path]:
-    named = [path for path in folder.glob("*") if _CHUNK_NAME.fullmatch(path.name)]
+    named = [folder / name for name in local.names_in(folder) if _CHUNK_NAME.fullmatch(name)]
     return [path for path in named if path.is_file()]

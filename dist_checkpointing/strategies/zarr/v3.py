@@ -168,7 +168,8 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
         going = {
             name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
         }
-        found = {path.parent.name for path in checkpoint_dir.glob(f"*/{METADATA_NAME}")}
+        names = local.names_in(checkpoint_dir)
+        found = {name for name in names if (checkpoint_dir / name / METADATA_NAME).exists()}
         unlisted = sorted(found - going - nodes.keys())
         if unlisted:
             raise ValueError(f"it does not list these arrays: {', '.join(unlisted[:20])}")
