@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, cast
 
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
+from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.save_handle import PendingSave, SaveHandle
-from dist_checkpointing.serialization.save_job import SaveRequest, begin
+from dist_checkpointing.serialization.save_job import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave, stage
 from dist_checkpointing.storage.background import Ownership, run_in_background
 from dist_checkpointing.storage.driver import write_plan
@@ -151,12 +151,18 @@ class AsyncSaver:
             if progress is not None:
                 progress(state)
 
-        request = SaveRequest(
-            state_dict=sharded_state_dict,
-            folder=checkpoint_dir,
+        if self._process is not None:
+            # First of all, so that it gets ready while this one plans and copies.
+            with comm.agreed("starting the worker process"):
+                self._process.start()
+        job = prepare(
+            sharded_state_dict,
+            checkpoint_dir,
+            comm,
+            Meter("asynchronous save", comm.rank, report),
             sharded_strategy=sharded_strategy,
             common_strategy=common_strategy,
-            validate=validate_access_integrity,
+            validate_access_integrity=validate_access_integrity,
             content_metadata=content_metadata,
             overwrite=overwrite,
             plan_cache=self._plan_cache,
@@ -165,19 +171,14 @@ class AsyncSaver:
             after_claim=after_claim,
         )
         if self._process is not None:
-            # First of all, so that it gets ready while this one plans and copies.
-            with comm.agreed("starting the worker process"):
-                self._process.start()
-        begun = begin(request, comm, Meter("asynchronous save", comm.rank, report))
-        if self._process is not None:
             with comm.agreed("preparing the save"):
-                self._process.require_sendable(begun.work.strategy, begun.work.writer)
+                self._process.require_sendable(job.strategy, job.writer)
         try:
-            begun.claim(comm)
+            job.claim(comm)
             if self._own_comm is None:
-                begun.secure(comm)
+                job.secure(comm)
             write = write_plan if self._process is None else self._process.write_plan
-            staged = stage(begun, self._buffers, comm, step=step, write=write)
+            staged = stage(job, self._buffers, comm, step=step, write=write)
             try:
                 detector = None
                 if capture == "copy":
@@ -192,7 +193,7 @@ class AsyncSaver:
                 staged.close()
                 raise
         except BaseException as error:
-            begun.give_up(error)
+            job.give_up(error)
             raise
         self._last = pending
         return SaveHandle(pending)
@@ -214,7 +215,7 @@ class AsyncSaver:
                     if own_comm is None:
                         staged.complete(comm)
                     else:
-                        _write_and_complete(staged, own_comm, retries)
+                        staged.write_and_complete(own_comm, retries)
                 finally:
                     staged.close()
                 if on_committed is not None:
@@ -322,27 +323,6 @@ class AsyncSaver:
         # In an error of this rank alone the others will not come: what is under way ends by itself.
         if kind is None:
             self.close()
-
-
-def _write_and_complete(staged: StagedSave, comm: Comm, retries: int) -> None:
-    """Write, finish and commit; all of it once more for every retry that is left. Collective."""
-    for tries_left in range(retries, -1, -1):
-        try:
-            # Both again for every try: the folder was cleared away.
-            if tries_left < retries:
-                staged.start_over(comm)
-            else:
-                staged.begun.secure(comm)
-            staged.write_own()
-            staged.complete(comm)
-        except CheckpointingException as error:
-            staged.begun.give_up(error)
-            somebody_is_gone = isinstance(error, RankFailedError) and error.silent_ranks
-            if not tries_left or somebody_is_gone:
-                raise
-            logger.warning("writing once more (%d tries left): %s", tries_left, error)
-        else:
-            return
 
 
 def _capture_behind(
