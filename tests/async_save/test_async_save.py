@@ -381,6 +381,24 @@ def test_progress(tmp_path: Path) -> None:
     ]
 
 
+def test_unknown_keywords(tmp_path: Path) -> None:
+    """A mistyped option is refused, and no rank waits for another one."""
+
+    def one(comm: Comm) -> None:
+        wrong: dict[str, Any] = {"overwirte": True} if comm.rank == 1 else {}
+        if comm.rank == 1:
+            with pytest.raises(TypeError, match=r"async_save\(\) got .* argument 'overwirte'"):
+                async_save({}, tmp_path / "c", comm=comm, **wrong)
+        with AsyncSaver(comm=comm) as saver:
+            if comm.rank == 1:
+                with pytest.raises(TypeError, match=r"AsyncSaver.save\(\) got .* 'overwirte'"):
+                    saver.save({}, tmp_path / "c", **wrong)
+            saver.save(State(comm, 1).dict, tmp_path / "c").result(30)
+
+    run_ranks(2, one)
+    assert_holds(tmp_path / "c", 1)
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("finalize", "never"), ("when_busy", "queue"), ("capture", "fork"), ("detect_changes", "no")],
