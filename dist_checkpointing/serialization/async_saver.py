@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
@@ -34,7 +33,6 @@ from dist_checkpointing.strategies.selection import Selection
 logger = logging.getLogger(__name__)
 
 Finalize = Literal["background", "caller"]
-WhenBusy = Literal["wait", "raise"]
 Worker = Literal["thread", "process"]
 
 
@@ -56,8 +54,9 @@ def _in_turn(method: Method) -> Method:
 class AsyncSaver:
     """What asynchronous saves of one training run share: buffers, plans, and ranks' own channel.
 
-    One save is under way at a time. Two savers do not interfere. Threads of one process take turns
-    with a saver, and must do so in the same order on all ranks; a forked process is refused.
+    One save is under way at a time: the next one waits for it. Two savers do not interfere. Threads
+    of one process take turns with a saver, and must do so in the same order on all ranks; a forked
+    process is refused.
 
     Args:
         comm: the ranks that save together; by default all of torch.distributed, or this process.
@@ -68,8 +67,6 @@ class AsyncSaver:
         worker: who writes. ``"thread"``: a thread of this process. ``"process"``: one process
             beside it, spawned by the first save and kept, which reads the copies from shared
             memory; only for strategies that are made of a StorageWriter.
-        when_busy: what a save does while the last one is under way: ``"wait"`` for it, or
-            ``"raise"``.
         retries: how often a save that failed is written again, from the same copies. One that
             failed because a rank is gone is not.
         buffers: memory for the copies; with ``worker="process"`` it must be shared.
@@ -87,14 +84,12 @@ class AsyncSaver:
         comm: Comm | None = None,
         finalize: Finalize = "background",
         worker: Worker = "thread",
-        when_busy: WhenBusy = "wait",
         retries: int = 0,
         buffers: StagingBuffers | None = None,
         plan_cache: PlanCache | None = None,
     ) -> None:
         _check_choice("finalize", finalize, ("background", "caller"))
         _check_choice("worker", worker, ("thread", "process"))
-        _check_choice("when_busy", when_busy, ("wait", "raise"))
         if retries and finalize == "caller":
             raise ValueError("only finalize='background' can retry")
         is_apart = worker == "process"
@@ -104,7 +99,6 @@ class AsyncSaver:
         self._process = WriterProcess(self._buffers) if is_apart else None
         self._comm = default_comm() if comm is None else comm
         self._own_comm = self._comm.duplicate() if finalize == "background" else None
-        self._when_busy = when_busy
         self._retries = retries
         self._plan_cache = PlanCache() if plan_cache is None else plan_cache
         self._last: SaveHandle | None = None
@@ -150,7 +144,7 @@ class AsyncSaver:
         if self._is_closed:
             raise ValueError("the saver is closed")
         comm = self._comm
-        self._settle_last()
+        self.wait()
         # Whoever writes may do so when the working directory is another one.
         handle = SaveHandle(Path(checkpoint_dir).absolute(), step, comm)
 
@@ -245,21 +239,6 @@ class AsyncSaver:
             handle.run(write_alone, complete)
         else:
             handle.run(write_all)
-
-    def _settle_last(self) -> None:
-        """Wait for the last save, and raise on all ranks what failed and nobody has seen."""
-        if self._last is None:
-            return
-        last = self._last
-        with self._comm.agreed("starting a save"):
-            if self._when_busy == "raise" and not last.done():
-                finding = Finding(
-                    "the last asynchronous save is not finished",
-                    path=str(last.checkpoint_dir),
-                    remedy="Wait for its result, or choose when_busy='wait'.",
-                )
-                raise CheckpointingException("two asynchronous saves at once", [finding])
-        self.wait()
 
     @_in_turn
     def wait(self, timeout_seconds: float | None = None) -> None:
