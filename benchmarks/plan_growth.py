@@ -15,12 +15,13 @@ from torch.distributed.checkpoint import planner as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as DCPSavePlanner
 
 from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.packing import pack
-from dist_checkpointing.planning.plan_save import PlannedSave, plan_save
+from dist_checkpointing.planning.plan_save import AgreedPlan, plan_save
 
 T = TypeVar("T")
 
@@ -127,18 +128,18 @@ def measure_ours(ranks: int, tensors: int) -> Growth:
     places = [Place.of(rank) for rank in range(ranks)]
     everything = [brought(place.tensor, place.stage, place.copy == 0) for place in places]
     best: tuple[float, float] | None = None
-    planned: PlannedSave | None = None
+    agreed: AgreedPlan | None = None
     for _ in range(3):
         comm = _OneOfMany(everything)
         begin = time.perf_counter()
-        planned = plan_save(
+        agreed = plan_save(
             model_part(places[0], tensors), DefaultSavePlanner(), RowBlockLayout(), comm
         )
         seconds = time.perf_counter() - begin
         best = min(best or (seconds, comm.seconds), (seconds, comm.seconds))
         if seconds > _REPEATED_BELOW_SECONDS:
             break
-    assert planned is not None
+    assert agreed is not None
     assert best is not None
     return Growth(
         ranks,
@@ -146,14 +147,14 @@ def measure_ours(ranks: int, tensors: int) -> Growth:
         sum(map(len, everything)),
         best[1],
         best[0] - best[1],
-        len(planned.index.to_json()),
-        min(_load_plan_seconds(planned, tensors) for _ in range(3)),
+        len(agreed.index.to_json()),
+        min(_load_plan_seconds(agreed.index, tensors) for _ in range(3)),
     )
 
 
-def _load_plan_seconds(planned: PlannedSave, tensors: int) -> float:
+def _load_plan_seconds(stored: Index, tensors: int) -> float:
     wanted = model_part(Place(1, 2, 0), tensors, LOAD_TENSOR_PARALLEL)
-    index = replace(planned.index)  # knows nothing from an earlier round
+    index = replace(stored)  # knows nothing from an earlier round
     planner = DefaultLoadPlanner()
     begin = time.perf_counter()
     planner.configure_planner(wanted, index, is_coordinator=True, rank=0)

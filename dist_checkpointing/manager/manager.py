@@ -30,10 +30,11 @@ from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFiles
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.planning.plan_save import PlanCache
-from dist_checkpointing.serialization.async_saver import AsyncSaver, Capture, Finalize, Worker
+from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize, Worker
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.serialization.save_handle import SaveHandle
+from dist_checkpointing.serialization.save_options import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection, open_checkpoint
 

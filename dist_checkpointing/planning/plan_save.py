@@ -27,22 +27,20 @@ from dist_checkpointing.planning.shard_table import ShardTable, concatenate, des
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlannedSave:
-    """A save decided to the last chunk, before anything is written.
+class AgreedPlan:
+    """What the ranks have agreed to save, to the last chunk. It knows no values.
 
     Attributes:
         plan: what this rank writes.
         index: what the checkpoint will hold.
-        planner: answers for the data of the plan's items.
         dropped: keys in the state dict that a user's planner left out on purpose.
         others: the ShardedObjects of all ranks that the storage does not take, sorted by key.
     """
 
     plan: SavePlan
     index: Index
-    planner: SavePlanner
-    dropped: tuple[str, ...] = ()
-    others: ShardTable | None = None
+    dropped: tuple[str, ...]
+    others: ShardTable
 
 
 class PlanCache:
@@ -58,22 +56,21 @@ class PlanCache:
     def __init__(self) -> None:
         self._description: object = None
         self._number: int | None = None
-        self._plan: tuple[SavePlan, Index, tuple[str, ...], ShardTable | None] | None = None
+        self._agreed: AgreedPlan | None = None
 
     def number_of(self, description: object) -> int | None:
         """A number that all ranks share if their plans belong together; None for a new plan."""
         return self._number if self._description == description else None
 
-    def plan_for(self, planner: SavePlanner) -> PlannedSave:
-        """The plan, for a planner that has been told the leaves."""
-        assert self._plan is not None
-        plan, index, dropped, others = self._plan
-        return PlannedSave(plan, index, planner, dropped, others)
+    @property
+    def agreed(self) -> AgreedPlan:
+        """The plan of the last save; there must have been one."""
+        assert self._agreed is not None
+        return self._agreed
 
-    def keep(self, description: object, planned: PlannedSave, number: int) -> None:
+    def keep(self, description: object, agreed: AgreedPlan, number: int) -> None:
         """Remember a plan and what it was made of, but not the planner, which knows the leaves."""
-        self._description, self._number = description, number
-        self._plan = planned.plan, planned.index, planned.dropped, planned.others
+        self._description, self._number, self._agreed = description, number, agreed
 
 
 def plan_save(
@@ -85,12 +82,12 @@ def plan_save(
     cache: PlanCache | None = None,
     others: Iterable[ShardedBase] = (),
     folder: Path | None = None,
-) -> PlannedSave:
+) -> AgreedPlan:
     """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
 
     Args:
         leaves: of this rank, for the storage.
-        planner: decides what is written.
+        planner: decides what is written, and then answers for the data of the plan's items.
         layout: how the storage wants tensors cut up.
         comm: the ranks that save together.
         cache: the last plan, to be used again if nothing has changed.
@@ -119,7 +116,7 @@ def plan_save(
             planner.configure_planner(
                 leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
             )
-        return cache.plan_for(planner)
+        return cache.agreed
 
     @paused_collector()
     def local_plan() -> tuple[SavePlan | None, bytes, bytes, str]:
@@ -149,13 +146,13 @@ def plan_save(
         announced = local_plans.catalog
         asked = {leaf.key for leaf in leaves.values()}
         dropped = tuple(sorted(asked - {announced.names[k] for k in np.unique(announced.keys)}))
-        planned = PlannedSave(plan, index, planner, dropped, catalog)
+        agreed = AgreedPlan(plan, index, dropped, catalog)
         if cache is not None and description is not None:
             digest = xxhash.xxh3_64()
             for data in (*packed, *packed_others):
                 digest.update(data)
-            cache.keep(description, planned, digest.intdigest() >> 2)
-    return planned
+            cache.keep(description, agreed, digest.intdigest() >> 2)
+    return agreed
 
 
 def checked_plans(

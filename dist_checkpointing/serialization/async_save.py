@@ -7,13 +7,13 @@ import os
 import threading
 import weakref
 from os import PathLike
-from typing import Any, Final, Literal
+from typing import Final, Unpack
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.mapping import ShardedStateDict
-from dist_checkpointing.serialization.async_saver import AsyncSaver, Capture
+from dist_checkpointing.serialization.async_saver import AsyncSaver
 from dist_checkpointing.serialization.save_handle import SaveHandle
-from dist_checkpointing.storage.progress import ProgressCallback
+from dist_checkpointing.serialization.save_options import AsyncSaveOptions, require_known
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
 
@@ -31,15 +31,8 @@ def async_save(
     common_strategy: Selection[SaveCommonStrategy] = None,
     *,
     saver: AsyncSaver | None = None,
-    step: int | None = None,
-    capture: Capture = "copy",
-    detect_changes: Literal["versions", "contents"] = "versions",
-    validate_access_integrity: bool = True,
-    content_metadata: dict[str, Any] | None = None,
-    overwrite: bool = False,
-    progress: ProgressCallback | None = None,
     comm: Comm | None = None,
-    trusted: bool = False,
+    **options: Unpack[AsyncSaveOptions],
 ) -> SaveHandle:
     """Save like ``save``, but write behind the training. Collective.
 
@@ -53,19 +46,8 @@ def async_save(
             options, which this process makes on the first call for a set of ranks and keeps until
             it ends. A save waits for the one before it with the same saver. Threads take turns, in
             the same order on all ranks.
-        step: what the save is for; all ranks must name the same.
-        capture: ``"copy"`` copies everything before it returns: the state may be changed at once.
-            ``"background"`` returns before the copy is made: nothing of the state may change
-            before ``handle.captured`` is set.
-        detect_changes: with ``capture="background"``, how a change that came too early is noticed,
-            which makes the save fail: by torch's own count of in-place operations, or also (slow,
-            for debugging) by comparing all contents.
-        validate_access_integrity: see ``save``.
-        content_metadata: see ``save``.
-        overwrite: see ``save``.
-        progress: see ``save``.
         comm: see ``save``; not together with ``saver``, which has its own.
-        trusted: see ``save``.
+        options: see ``AsyncSaveOptions``.
 
     Returns:
         A handle. The checkpoint exists once its ``result()`` returns, and not before.
@@ -75,6 +57,7 @@ def async_save(
             the handle, and by the next save of the same ``saver``, on all ranks.
         ValueError: for a choice that does not exist, or ``comm`` together with ``saver``.
     """
+    require_known("async_save", options)
     if saver is not None and comm is not None:
         raise ValueError("the saver has its own comm")
     saver = _saver_for(default_comm() if comm is None else comm) if saver is None else saver
@@ -83,14 +66,7 @@ def async_save(
         checkpoint_dir,
         sharded_strategy,
         common_strategy,
-        step=step,
-        capture=capture,
-        detect_changes=detect_changes,
-        validate_access_integrity=validate_access_integrity,
-        content_metadata=content_metadata,
-        overwrite=overwrite,
-        progress=progress,
-        trusted=trusted,
+        **options,
     )
 
 

@@ -8,19 +8,23 @@ from collections.abc import Callable
 from functools import wraps
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
-from dist_checkpointing.serialization.save_handle import PendingSave, SaveHandle
-from dist_checkpointing.serialization.save_job import SaveRequest, begin
+from dist_checkpointing.serialization.save_handle import SaveHandle
+from dist_checkpointing.serialization.save_job import prepare
+from dist_checkpointing.serialization.save_options import (
+    AsyncSaveOptions,
+    SaveOptions,
+    require_known,
+)
 from dist_checkpointing.serialization.staged_save import StagedSave, stage
-from dist_checkpointing.storage.background import Ownership, run_in_background
+from dist_checkpointing.storage.background import Ownership
 from dist_checkpointing.storage.driver import write_plan
-from dist_checkpointing.storage.progress import Meter, Progress, ProgressCallback
+from dist_checkpointing.storage.progress import Meter, Progress
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 from dist_checkpointing.storage.worker import WriterProcess
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
@@ -28,9 +32,7 @@ from dist_checkpointing.strategies.selection import Selection
 
 logger = logging.getLogger(__name__)
 
-Capture = Literal["copy", "background"]
 Finalize = Literal["background", "caller"]
-WhenBusy = Literal["wait", "raise"]
 Worker = Literal["thread", "process"]
 
 
@@ -52,8 +54,9 @@ def _in_turn(method: Method) -> Method:
 class AsyncSaver:
     """What asynchronous saves of one training run share: buffers, plans, and ranks' own channel.
 
-    One save is under way at a time. Two savers do not interfere. Threads of one process take turns
-    with a saver, and must do so in the same order on all ranks; a forked process is refused.
+    One save is under way at a time: the next one waits for it. Two savers do not interfere. Threads
+    of one process take turns with a saver, and must do so in the same order on all ranks; a forked
+    process is refused.
 
     Args:
         comm: the ranks that save together; by default all of torch.distributed, or this process.
@@ -64,8 +67,6 @@ class AsyncSaver:
         worker: who writes. ``"thread"``: a thread of this process. ``"process"``: one process
             beside it, spawned by the first save and kept, which reads the copies from shared
             memory; only for strategies that are made of a StorageWriter.
-        when_busy: what a save does while the last one is under way: ``"wait"`` for it, or
-            ``"raise"``.
         retries: how often a save that failed is written again, from the same copies. One that
             failed because a rank is gone is not.
         buffers: memory for the copies; with ``worker="process"`` it must be shared.
@@ -83,14 +84,12 @@ class AsyncSaver:
         comm: Comm | None = None,
         finalize: Finalize = "background",
         worker: Worker = "thread",
-        when_busy: WhenBusy = "wait",
         retries: int = 0,
         buffers: StagingBuffers | None = None,
         plan_cache: PlanCache | None = None,
     ) -> None:
         _check_choice("finalize", finalize, ("background", "caller"))
         _check_choice("worker", worker, ("thread", "process"))
-        _check_choice("when_busy", when_busy, ("wait", "raise"))
         if retries and finalize == "caller":
             raise ValueError("only finalize='background' can retry")
         is_apart = worker == "process"
@@ -100,10 +99,9 @@ class AsyncSaver:
         self._process = WriterProcess(self._buffers) if is_apart else None
         self._comm = default_comm() if comm is None else comm
         self._own_comm = self._comm.duplicate() if finalize == "background" else None
-        self._when_busy = when_busy
         self._retries = retries
         self._plan_cache = PlanCache() if plan_cache is None else plan_cache
-        self._last: PendingSave | None = None
+        self._last: SaveHandle | None = None
         self._is_closed = False
         self._owner = Ownership("the saver")
         self._turns = threading.RLock()
@@ -116,97 +114,99 @@ class AsyncSaver:
         sharded_strategy: Selection[SaveShardedStrategy] = None,
         common_strategy: Selection[SaveCommonStrategy] = None,
         *,
-        step: int | None = None,
-        capture: Capture = "copy",
-        detect_changes: Literal["versions", "contents"] = "versions",
-        validate_access_integrity: bool = True,
-        content_metadata: dict[str, Any] | None = None,
-        overwrite: bool = False,
-        progress: ProgressCallback | None = None,
         before_claim: Callable[[Index | None], None] | None = None,
         after_claim: Callable[[str], None] | None = None,
         on_committed: Callable[[], None] | None = None,
-        trusted: bool = False,
+        **options: Unpack[AsyncSaveOptions],
     ) -> SaveHandle:
         """``async_save`` with three hooks that run on rank 0.
 
-        ``before_claim`` and ``after_claim`` are those of ``save``. ``on_committed`` is called once
-        the checkpoint is there, in whatever thread finalizes; its error is the save's, but the
-        checkpoint stays.
+        Args:
+            sharded_state_dict: see ``save``.
+            checkpoint_dir: see ``save``.
+            sharded_strategy: see ``async_save``.
+            common_strategy: see ``save``.
+            before_claim: see ``save``.
+            after_claim: see ``save``.
+            on_committed: called once the checkpoint is there, in whatever thread finalizes; its
+                error is the save's, but the checkpoint stays.
+            options: see ``AsyncSaveOptions``.
 
         Raises:
             ValueError: if the saver is closed; and see ``async_save``.
         """
+        require_known("AsyncSaver.save", options)
+        progress, step = options.pop("progress", None), options.pop("step", None)
+        capture = options.pop("capture", "copy")
+        detect_changes = options.pop("detect_changes", "versions")
         _check_choice("capture", capture, ("copy", "background"))
         _check_choice("detect_changes", detect_changes, ("versions", "contents"))
         if self._is_closed:
             raise ValueError("the saver is closed")
         comm = self._comm
-        self._settle_last()
+        self.wait()
         # Whoever writes may do so when the working directory is another one.
-        pending = PendingSave(Path(checkpoint_dir).absolute(), step, comm)
+        handle = SaveHandle(Path(checkpoint_dir).absolute(), step, comm)
 
         def report(state: Progress) -> None:
-            pending.progress = state
+            handle.report(state)
             if progress is not None:
                 progress(state)
 
-        request = SaveRequest(
-            state_dict=sharded_state_dict,
-            folder=checkpoint_dir,
-            sharded_strategy=sharded_strategy,
-            common_strategy=common_strategy,
-            validate=validate_access_integrity,
-            content_metadata=content_metadata,
-            overwrite=overwrite,
-            plan_cache=self._plan_cache,
-            before_claim=before_claim,
-            trusted=trusted,
-            after_claim=after_claim,
-        )
         if self._process is not None:
             # First of all, so that it gets ready while this one plans and copies.
             with comm.agreed("starting the worker process"):
                 self._process.start()
-        begun = begin(request, comm, Meter("asynchronous save", comm.rank, report))
+        shared: SaveOptions = options  # the rest of them
+        job = prepare(
+            sharded_state_dict,
+            checkpoint_dir,
+            comm,
+            Meter("asynchronous save", comm.rank, report),
+            sharded_strategy=sharded_strategy,
+            common_strategy=common_strategy,
+            plan_cache=self._plan_cache,
+            before_claim=before_claim,
+            after_claim=after_claim,
+            **shared,
+        )
         if self._process is not None:
             with comm.agreed("preparing the save"):
-                self._process.require_sendable(begun.work.strategy, begun.work.writer)
+                self._process.require_sendable(job.strategy, job.writer)
         try:
-            begun.claim(comm)
+            job.claim(comm)
             if self._own_comm is None:
-                begun.secure(comm)
+                job.secure(comm)
             write = write_plan if self._process is None else self._process.write_plan
-            staged = stage(begun, self._buffers, comm, step=step, write=write)
+            staged = stage(job, self._buffers, comm, step=step, write=write)
             try:
                 detector = None
                 if capture == "copy":
                     with comm.agreed("copying the state"):
                         staged.capture()
-                    pending.captured.set()
+                    handle.captured.set()
                 else:
                     with comm.agreed("watching the state"):
                         detector = staged.watch(contents=detect_changes == "contents")
-                self._start(staged, pending, detector, on_committed)
+                self._start(staged, handle, detector, on_committed)
             except BaseException:
                 staged.close()
                 raise
         except BaseException as error:
-            begun.give_up(error)
+            job.give_up(error)
             raise
-        self._last = pending
-        return SaveHandle(pending)
+        self._last = handle
+        return handle
 
     def _start(
         self,
         staged: StagedSave,
-        pending: PendingSave,
+        handle: SaveHandle,
         detector: ChangeDetector | None,
         on_committed: Callable[[], None] | None,
     ) -> None:
         # Nothing below refers to the saver, which may be dropped while this goes on.
         own_comm, retries = self._own_comm, self._retries
-        name = f"async-save-{pending.folder.name}"
 
         def complete(comm: Comm) -> None:
             try:
@@ -214,7 +214,7 @@ class AsyncSaver:
                     if own_comm is None:
                         staged.complete(comm)
                     else:
-                        _write_and_complete(staged, own_comm, retries)
+                        staged.write_and_complete(own_comm, retries)
                 finally:
                     staged.close()
                 if on_committed is not None:
@@ -223,38 +223,22 @@ class AsyncSaver:
                             on_committed()
             except BaseException as error:
                 # The tracebacks of all ranks are in its text.
-                logger.error("the save into %s failed: %s", pending.folder, error)  # noqa: TRY400
+                logger.error("the save into %s failed: %s", handle.checkpoint_dir, error)  # noqa: TRY400
                 raise
 
         def write_alone() -> None:
-            _capture_behind(staged, pending, detector)
+            _capture_behind(staged, handle, detector)
             staged.write_own()
 
         def write_all() -> None:
             assert own_comm is not None
-            _capture_behind(staged, pending, detector)
+            _capture_behind(staged, handle, detector)
             complete(own_comm)
 
         if own_comm is None:
-            pending.await_completion(complete)
-            pending.outcome = run_in_background(write_alone, name)
+            handle.run(write_alone, complete)
         else:
-            pending.outcome = run_in_background(write_all, name)
-
-    def _settle_last(self) -> None:
-        """Wait for the last save, and raise on all ranks what failed and nobody has seen."""
-        if self._last is None:
-            return
-        last = self._last
-        with self._comm.agreed("starting a save"):
-            if self._when_busy == "raise" and not last.outcome.done():
-                finding = Finding(
-                    "the last asynchronous save is not finished",
-                    path=str(last.folder),
-                    remedy="Wait for its result, or choose when_busy='wait'.",
-                )
-                raise CheckpointingException("two asynchronous saves at once", [finding])
-        self.wait()
+            handle.run(write_all)
 
     @_in_turn
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -273,16 +257,11 @@ class AsyncSaver:
             return
         is_through = last.is_through_in(timeout_seconds)
         if timeout_seconds is not None and not self._comm.all_same(0 if is_through else None):
-            raise TimeoutError(f"the save into {last.folder} goes on after {timeout_seconds:g} s")
-        if last.needs_completion:
-            self._last = None
-            last.settle(None)
-            return
-        with self._comm.agreed("the save before"):
-            error = last.untold_error()
-            self._last = None
-            if error is not None:
-                raise error
+            raise TimeoutError(
+                f"the save into {last.checkpoint_dir} goes on after {timeout_seconds:g} s"
+            )
+        self._last = None
+        last.settle(self._comm)
 
     @property
     def is_here(self) -> bool:
@@ -324,31 +303,10 @@ class AsyncSaver:
             self.close()
 
 
-def _write_and_complete(staged: StagedSave, comm: Comm, retries: int) -> None:
-    """Write, finish and commit; all of it once more for every retry that is left. Collective."""
-    for tries_left in range(retries, -1, -1):
-        try:
-            # Both again for every try: the folder was cleared away.
-            if tries_left < retries:
-                staged.start_over(comm)
-            else:
-                staged.begun.secure(comm)
-            staged.write_own()
-            staged.complete(comm)
-        except CheckpointingException as error:
-            staged.begun.give_up(error)
-            somebody_is_gone = isinstance(error, RankFailedError) and error.silent_ranks
-            if not tries_left or somebody_is_gone:
-                raise
-            logger.warning("writing once more (%d tries left): %s", tries_left, error)
-        else:
-            return
-
-
 def _capture_behind(
-    staged: StagedSave, pending: PendingSave, detector: ChangeDetector | None
+    staged: StagedSave, handle: SaveHandle, detector: ChangeDetector | None
 ) -> None:
-    if pending.captured.is_set():
+    if handle.captured.is_set():
         return
     try:
         staged.capture()
@@ -357,7 +315,7 @@ def _capture_behind(
     except Exception as error:  # noqa: BLE001 - all ranks must hear of it
         staged.lose(error)
     finally:
-        pending.captured.set()
+        handle.captured.set()
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -10,10 +10,9 @@ from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.commit import CONTENT_METADATA_KEY
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
-from dist_checkpointing.serialization.save_job import BegunSave, SaveRequest, begin
+from dist_checkpointing.serialization.save_job import SaveJob, prepare
 from dist_checkpointing.serialization.staged_save import stage
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.staging import StagingBuffers
@@ -98,13 +97,15 @@ def save(
     """
     comm = default_comm() if comm is None else comm
     meter = Meter("save", comm.rank, progress)
-    request = SaveRequest(
-        state_dict=sharded_state_dict,
-        folder=checkpoint_dir,
+    job = prepare(
+        sharded_state_dict,
+        checkpoint_dir,
+        comm,
+        meter,
         sharded_strategy=sharded_strategy,
         common_strategy=common_strategy,
-        validate=validate_access_integrity,
-        preprocess=preprocess_common_before_consistancy_check,
+        validate_access_integrity=validate_access_integrity,
+        preprocess_common_before_consistancy_check=preprocess_common_before_consistancy_check,
         content_metadata=content_metadata,
         overwrite=overwrite,
         plan_cache=plan_cache,
@@ -112,26 +113,20 @@ def save(
         trusted=trusted,
         after_claim=after_claim,
     )
-    begun = begin(request, comm, meter)
     if async_sharded_save:
         with comm.agreed("preparing the save"):
-            _require_async(begun.work.strategy)
+            _require_async(job.strategy)
     try:
-        begun.claim(comm)
-        begun.secure(comm)
-        if not async_sharded_save:
-            _write(begun, comm)
-            begun.commit(comm)
-            return None
-        if begun.planned is not None:
-            staged = stage(begun, StagingBuffers(), comm)
-            with comm.agreed("copying the state"):
-                staged.capture()
-            return AsyncRequest(staged.write_own, (), [lambda: staged.complete(comm)])
-        return _put_off(begun, comm)
+        job.claim(comm)
+        job.secure(comm)
+        if async_sharded_save:
+            return _write_later(job, comm)
+        job.write(comm)
+        job.commit(comm)
     except BaseException as error:
-        begun.give_up(error)
+        job.give_up(error)
         raise
+    return None
 
 
 def _require_async(strategy: SaveShardedStrategy) -> None:
@@ -139,42 +134,21 @@ def _require_async(strategy: SaveShardedStrategy) -> None:
         raise CheckpointingException(f"Cannot apply async_save to non-async strategy {strategy}")
 
 
-def _write_common(begun: BegunSave) -> list[SealedFile]:
-    work = begun.work
-    objects = work.parts.nested(work.by_common) if work.by_common else None
-    return begun.write_common(work.common, objects, is_coordinator=begun.rank == 0)
-
-
-def _write(begun: BegunSave, comm: Comm) -> None:
-    """Write everything but the commit."""
-    work, planned = begun.work, begun.planned
-    with begun.meter.phase("writing"):
-        begun.meter.expect(0 if planned is None else planned.plan.num_bytes)
-        with comm.agreed("writing the common state"):
-            files = _write_common(begun)
-        if planned is not None and work.writer is not None:
-            assert isinstance(work.strategy, PlannedSaveStrategy)
-            begun.finished = work.strategy.write(planned, work.writer, comm, files)
-            return
-        with comm.agreed("writing"):
-            work.strategy.save(work.parts.nested(work.by_strategy), work.folder)
-
-
-def _put_off(begun: BegunSave, comm: Comm) -> AsyncRequest:
-    """Write the common state, and let a third party's strategy prepare the rest."""
-    work = begun.work
-    assert isinstance(work.strategy, AsyncSaveShardedStrategy)
-    with comm.agreed("writing the common state"):
-        _write_common(begun)
-    with comm.agreed("writing"):
-        request = work.strategy.async_save(work.parts.nested(work.by_strategy), work.folder)
+def _write_later(job: SaveJob, comm: Comm) -> AsyncRequest:
+    """A request that writes copies; a third party's strategy prepares its own."""
+    if job.writer is not None:
+        staged = stage(job, StagingBuffers(), comm)
+        with comm.agreed("copying the state"):
+            staged.capture()
+        return AsyncRequest(staged.write_own, (), [lambda: staged.complete(comm)])
 
     def commit() -> None:
         try:
-            begun.commit(comm)
+            job.commit(comm)
         except BaseException as error:
-            begun.give_up(error)
+            job.give_up(error)
             raise
 
+    request = job.put_off(comm)
     request.add_finalize_fn(commit)
     return request

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.storage.background import Ownership
+from dist_checkpointing.storage.background import Ownership, run_in_background
 from dist_checkpointing.storage.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -31,77 +31,11 @@ class _Captured(threading.Event):
         return super().wait(timeout)
 
 
-class PendingSave:
-    """What a handle shows of a save, and its saver knows of it. One object a rank.
-
-    Attributes:
-        folder: where the checkpoint will be.
-        step: what the caller named it.
-        captured: see ``SaveHandle``.
-        progress: the last report.
-        outcome: of what this rank does behind the training.
-        owner: the process in which it goes on.
-    """
-
-    def __init__(self, folder: Path, step: int | None, comm: Comm) -> None:
-        self.folder = folder
-        self.step = step
-        self.owner = Ownership("the asynchronous save")
-        self.captured: threading.Event = _Captured(self.owner)
-        self.progress = Progress("planning", 0, 0, 0)
-        self.outcome: Future[None] = Future()
-        self._comm = comm
-        self._complete: Callable[[Comm], None] | None = None
-        self._forgotten: weakref.finalize[..., PendingSave] | None = None
-        self._is_told = False
-        self._settling = threading.Lock()
-
-    def await_completion(self, complete: Callable[[Comm], None]) -> None:
-        """Let ``settle`` call ``complete``, on all ranks, once the outcome is there."""
-        self._complete = complete
-        self._forgotten = weakref.finalize(self, _warn_of_forgotten, self.folder)
-
-    @property
-    def needs_completion(self) -> bool:
-        """Whether ``settle`` is still to be called, on all ranks."""
-        return self._complete is not None
-
-    def is_through_in(self, timeout_seconds: float | None) -> bool:
-        """Wait, and tell whether this rank is through by then. Not collective."""
-        self.owner.require()
-        return bool(wait_for([self.outcome], timeout_seconds).done)
-
-    def settle(self, timeout_seconds: float | None) -> None:
-        """``SaveHandle.result``, which see."""
-        self.owner.require()
-        failure = self.outcome.exception(timeout_seconds)
-        with self._settling:
-            if self._complete is not None:
-                complete, self._complete = self._complete, None
-                if self._forgotten is not None:
-                    self._forgotten.detach()
-                try:
-                    complete(self._comm)
-                except BaseException as error:
-                    self.outcome = Future()
-                    self.outcome.set_exception(error)
-                    self._is_told = True
-                    raise
-        if failure is not None:
-            self._is_told = True
-            raise failure
-
-    def untold_error(self) -> BaseException | None:
-        """An error that nobody has seen yet; waits for the outcome."""
-        self.owner.require()
-        self.outcome.exception()  # only to wait
-        with self._settling:  # another thread may be at it
-            error = self.outcome.exception()
-        return None if self._is_told else error
-
-
 class SaveHandle:
     """A save that goes on behind the training. Any thread may ask, but no forked process.
+
+    Its saver makes it and calls ``report``, ``run``, ``is_through_in`` and ``settle``. One object a
+    rank.
 
     Attributes:
         checkpoint_dir: where the checkpoint will be.
@@ -110,16 +44,23 @@ class SaveHandle:
             ``captured.wait()`` before anything may change it.
     """
 
-    def __init__(self, pending: PendingSave) -> None:
-        self.checkpoint_dir = pending.folder
-        self.step = pending.step
-        self.captured = pending.captured
-        self._pending = pending
+    def __init__(self, checkpoint_dir: Path, step: int | None, comm: Comm) -> None:
+        self.checkpoint_dir = checkpoint_dir
+        self.step = step
+        self._owner = Ownership("the asynchronous save")
+        self.captured: threading.Event = _Captured(self._owner)
+        self._progress = Progress("planning", 0, 0, 0)
+        self._outcome: Future[None] = Future()
+        self._comm = comm
+        self._complete: Callable[[Comm], None] | None = None
+        self._forgotten: weakref.finalize[..., SaveHandle] | None = None
+        self._is_told = False
+        self._settling = threading.Lock()
 
     @property
     def progress(self) -> Progress:
         """How far it is, on this rank."""
-        return self._pending.progress
+        return self._progress
 
     def done(self) -> bool:
         """Whether ``result`` would return (or raise) at once; not collective.
@@ -127,8 +68,8 @@ class SaveHandle:
         With ``finalize="caller"``: whether this rank has written its part, so that ``result`` only
         has to wait for the other ranks and the commit.
         """
-        self._pending.owner.require()
-        return self._pending.outcome.done()
+        self._owner.require()
+        return self._outcome.done()
 
     def result(self, timeout_seconds: float | None = None) -> None:
         """Wait for the checkpoint to be committed. Collective with ``finalize="caller"`` only.
@@ -139,17 +80,72 @@ class SaveHandle:
             CheckpointingException: if it failed on any rank, the same on all of them, with the
                 tracebacks (nothing was committed then); or in a forked process.
         """
-        self._pending.settle(timeout_seconds)
+        self._owner.require()
+        failure = self._outcome.exception(timeout_seconds)
+        with self._settling:
+            if self._complete is not None:
+                complete, self._complete = self._complete, None
+                if self._forgotten is not None:
+                    self._forgotten.detach()
+                try:
+                    complete(self._comm)
+                except BaseException as error:
+                    self._outcome = Future()
+                    self._outcome.set_exception(error)
+                    self._is_told = True
+                    raise
+        if failure is not None:
+            self._is_told = True
+            raise failure
 
     def fence(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the next ``optimizer.step()`` wait until the state has been captured."""
 
         def wait(*_: object) -> None:
-            if self._pending.owner.is_here:  # a forked process has a copy of the state
+            if self._owner.is_here:  # a forked process has a copy of the state
                 self.captured.wait()
             hook.remove()
 
         hook = optimizer.register_step_pre_hook(wait)
+
+    def report(self, progress: Progress) -> None:
+        """Remember how far the save is."""
+        self._progress = progress
+
+    def run(self, work: Callable[[], None], complete: Callable[[Comm], None] | None = None) -> None:
+        """Let a thread do this rank's work.
+
+        Args:
+            work: what is done behind the training.
+            complete: called by ``result`` or ``settle``, on all ranks, once the work is done.
+        """
+        if complete is not None:
+            self._complete = complete
+            self._forgotten = weakref.finalize(self, _warn_of_forgotten, self.checkpoint_dir)
+        self._outcome = run_in_background(work, f"async-save-{self.checkpoint_dir.name}")
+
+    def is_through_in(self, timeout_seconds: float | None) -> bool:
+        """Wait, and tell whether this rank is through by then. Not collective."""
+        self._owner.require()
+        return bool(wait_for([self._outcome], timeout_seconds).done)
+
+    def settle(self, comm: Comm) -> None:
+        """Complete what nobody has completed, or raise what nobody has seen. Collective.
+
+        Raises:
+            CheckpointingException: what failed on any rank, on all of them, unless ``result`` has
+                raised it on all.
+        """
+        if self._complete is not None:
+            self.result()
+            return
+        with comm.agreed("the save before"):
+            self._owner.require()
+            self._outcome.exception()  # only to wait
+            with self._settling:  # another thread may be at it
+                error = self._outcome.exception()
+            if error is not None and not self._is_told:
+                raise error
 
 
 def _warn_of_forgotten(folder: Path) -> None:

@@ -1,62 +1,56 @@
-"""A save up to the point where it only remains to write: prepared, planned, its folder claimed."""
+"""SaveJob: what one rank saves and how, from the state dict to the commit."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Unpack
 
-import numpy as np
+import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import (
-    CheckpointingException,
-    Finding,
-    InvalidShardingError,
-    RankFailedError,
-)
-from dist_checkpointing.filesystem.paths import check_one_folder, local_folder
-from dist_checkpointing.format import seal
-from dist_checkpointing.format.commit import (
-    ATTEMPT_NAME,
-    CONTENT_METADATA_KEY,
-    Attempt,
-    CheckpointingConfig,
-    check_distinct,
-)
+from dist_checkpointing.errors import CheckpointingException, RankFailedError
+from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, Attempt, CheckpointingConfig
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.leftovers import is_in_attempt
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
-from dist_checkpointing.mapping import (
-    CommonStateDict,
-    ShardedBase,
-    ShardedStateDict,
-    is_main_replica,
+from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, is_main_replica
+from dist_checkpointing.mapping.partition import partition
+from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.serialization.leaf_copies import (
+    Values,
+    copied_leaves,
+    copied_objects,
+    tensors_by_name,
 )
-from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.mapping.nesting import path_text
-from dist_checkpointing.mapping.partition import Partition, partition
-from dist_checkpointing.planning.coverage import check_coverage
-from dist_checkpointing.planning.plan_save import PlanCache, PlannedSave
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
-from dist_checkpointing.storage.driver import Finished
+from dist_checkpointing.serialization.save_checks import (
+    check_data,
+    check_leaves,
+    refuse_clashes,
+    require_same_folder,
+    require_same_format,
+)
+from dist_checkpointing.serialization.save_options import JobOptions
+from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageWriter
+from dist_checkpointing.storage.staging import StagingBuffers, detached_copy, stage_plan
 from dist_checkpointing.strategies.abstract import require_method
+from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
     PlannedSaveStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
 from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import Selection, handles_objects, select
+from dist_checkpointing.strategies.selection import handles_objects, select
 from dist_checkpointing.validation.common_state import compare_common_state
 from dist_checkpointing.validation.unwrapped import (
     check_storable,
@@ -65,70 +59,6 @@ from dist_checkpointing.validation.unwrapped import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-Leaves = Mapping[TreePath, ShardedBase]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SaveRequest:
-    """What a caller wants saved, and how: the arguments of ``save``.
-
-    Attributes:
-        folder: as the caller named it.
-        before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
-            strategies), before the folder is touched.
-        after_claim: called on rank 0 with the name of the attempt, before anything is written.
-    """
-
-    state_dict: ShardedStateDict
-    folder: str | PathLike[str]
-    sharded_strategy: Selection[SaveShardedStrategy] = None
-    common_strategy: Selection[SaveCommonStrategy] = None
-    validate: bool = True
-    preprocess: Callable[[CommonStateDict], CommonStateDict] | None = None
-    content_metadata: dict[str, Any] | None = None
-    overwrite: bool = False
-    plan_cache: PlanCache | None = None
-    before_claim: Callable[[Index | None], None] | None = None
-    trusted: bool = False
-    after_claim: Callable[[str], None] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Work:
-    """A save as far as one rank can prepare it alone.
-
-    Attributes:
-        strategy: writes ``by_strategy``.
-        common_writer: writes ``common`` and ``by_common``.
-        folder: of the checkpoint, an absolute path.
-        parts: the state dict sorted out.
-        common: the common state, ``content_metadata`` included.
-        by_strategy: the leaves that the sharded strategy writes.
-        by_common: the ShardedObjects, if the sharded strategy does not take them.
-        writer: of a planned strategy.
-    """
-
-    strategy: SaveShardedStrategy
-    common_writer: SaveCommonStrategy
-    folder: Path
-    parts: Partition
-    common: CommonStateDict
-    by_strategy: Leaves
-    by_common: Leaves
-    writer: StorageWriter | None
-
-    @property
-    def durability(self) -> Durability:
-        """What the strategy asks for."""
-        return Durability.FSYNC if self.writer is None else self.writer.options.durability
-
-    @property
-    def config(self) -> CheckpointingConfig:
-        """What the commit will record."""
-        sharded, common = self.strategy, self.common_writer
-        return CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,53 +76,147 @@ class _Claimed:
     config: CheckpointingConfig
 
 
-class BegunSave:
-    """A save of which only the writing and the commit are left. One object a rank.
+class SaveJob:
+    """What is saved, and how. One object a rank; ``prepare`` makes one that is planned.
+
+    In order: ``plan``, ``claim``, ``secure``, then ``write``, or in its place ``get_ready``,
+    ``capture``, ``write_own`` and ``finish``; at last ``commit``. After an error ``give_up``.
+
+    Args:
+        state_dict: of this rank.
+        folder: of the checkpoint, as the caller named it.
+        rank: whose job it is.
+        meter: counts what is done.
+        options: see ``save``.
 
     Attributes:
-        work: what this rank prepared.
-        planned: the plan, of a planned strategy.
+        rank: whose job it is.
+        folder: absolute path of the checkpoint.
+        strategy: writes the sharded state.
+        writer: of a strategy that is made of one, else None.
         meter: counts what is done.
-        rank: whose object it is.
-        finished: what the ranks have written, on rank 0, once that is complete.
+        attempt_id: name of the attempt, the same on every rank, once the folder is claimed.
     """
 
     def __init__(
         self,
-        request: SaveRequest,
-        work: Work,
-        planned: PlannedSave | None,
-        objects: ShardTable,
-        meter: Meter,
+        state_dict: ShardedStateDict,
+        folder: str | PathLike[str],
         rank: int,
+        meter: Meter,
+        **options: Unpack[JobOptions],
     ) -> None:
-        self.rank = rank
-        self.work, self.planned, self.meter = work, planned, meter
-        self._request, self._objects = request, objects
+        self.rank, self.meter = rank, meter
+        # Whoever writes may do so when the working directory is another one.
+        self.folder = local_folder(folder).absolute()
+        selected: SaveShardedStrategy = select(
+            StrategyAction.SAVE_SHARDED, options.get("sharded_strategy")
+        )
+        self.strategy = selected.resolved()
+        common_writer: SaveCommonStrategy = select(
+            StrategyAction.SAVE_COMMON, options.get("common_strategy")
+        )
+        parts = partition(state_dict)
+        common = dict(parts.common)
+        if options.get("content_metadata") is not None:
+            common[CONTENT_METADATA_KEY] = options["content_metadata"]
+        refuse_distributed(replace(parts, common=common), parts.objects)
+        check_data(parts)
+        planner = getattr(self.strategy, "planner", None)
+        if planner is None or not planner.makes_data:
+            check_storable(parts.tensors)
+        written = {p: o for p, o in parts.objects.items() if is_main_replica(o.replica_id)}
+        check_plain(common if rank == 0 else {}, written, trusted=options.get("trusted", False))
+        if rank == 0:
+            warn_of_large_tensors(common)
+        by_strategy: Leaves = parts.tensors
+        by_common: Leaves = parts.objects
+        if handles_objects(self.strategy):
+            by_strategy, by_common = {**parts.tensors, **parts.objects}, {}
+        if by_common:
+            require_method(common_writer, "save_sharded_objects", "writes ShardedObjects")
+        self.writer: StorageWriter | None = None
+        if isinstance(self.strategy, PlannedSaveStrategy):
+            self.writer = self.strategy.make_writer(self.folder)
+            self.writer.report = meter.add
+            common_writer = common_writer.lasting(self.writer.options.durability)
+        self._durability = (
+            Durability.FSYNC if self.writer is None else self.writer.options.durability
+        )
+        self._common_writer = common_writer
+        self._config = CheckpointingConfig(
+            self.strategy.backend,
+            self.strategy.version,
+            common_writer.backend,
+            common_writer.version,
+        )
+        self._parts, self._common = parts, common
+        self._by_strategy, self._by_common = by_strategy, by_common
+        self._options = options
+        self._index: Index | None = None
+        self._plan: SavePlan | None = None
+        self._own_plan: SavePlan | None = None
+        self._planner: SavePlanner | None = None
+        self._copies: Values | None = None
         self._attempt: Attempt | None = None
-        self._attempt_id = ""
-        self.finished = Finished()
-        if work.writer is not None:
-            work.writer.report = meter.add
+        self.attempt_id = ""
+        self._written = driver.Written((), b"", b"", ())
+        self._finalize_fns: Sequence[Callable[[], None]] = ()
+        self._finished = driver.Finished()
 
     @property
-    def attempt_id(self) -> str:
-        """Name of the attempt, the same on every rank."""
-        return self._attempt_id
+    def num_bytes(self) -> int:
+        """What this rank copies and writes, as far as it is known."""
+        plan = self._plan if self._own_plan is None else self._own_plan
+        return 0 if plan is None else plan.num_bytes
+
+    def plan(self, comm: Comm) -> None:
+        """Compare what the ranks bring, and decide who writes what. Collective, touches no file."""
+        validate = self._options.get("validate_access_integrity", True)
+        if validate:
+            preprocess = self._options.get("preprocess_common_before_consistancy_check")
+            compare_common_state(self._common, preprocess, comm)
+        if self.writer is None:
+            if validate:
+                check_leaves(self._by_strategy, self.folder, comm)
+            self._objects = check_leaves(self._by_common, self.folder, comm)
+            return
+        assert isinstance(self.strategy, PlannedSaveStrategy)
+        agreed, self._planner = self.strategy.plan(
+            self._by_strategy,
+            self.writer,
+            comm,
+            cache=self._options.get("plan_cache"),
+            others=self._by_common.values(),
+        )
+        if agreed.dropped and comm.rank == 0:
+            logger.info("left out by the planner: %s", ", ".join(agreed.dropped))
+        self._plan, self._index, self._objects = agreed.plan, agreed.index, agreed.others
 
     def claim(self, comm: Comm) -> None:
         """Take possession of the folder. Collective. ``secure`` must follow."""
-        claimed = comm.from_rank0("claiming the folder", lambda: self._claim(comm.world_size))
-        self._attempt_id = claimed.attempt
-        self._claimed = claimed
+        self._claimed = comm.from_rank0(
+            "claiming the folder", lambda: self._begin_attempt(comm.world_size)
+        )
+        self.attempt_id = self._claimed.attempt
 
-    def _claim(self, world_size: int) -> _Claimed:
-        work = self.work
-        attempt = _claim(work, self.planned, self._objects, self._request, world_size)
-        self._attempt = attempt
-        if self._request.after_claim is not None:
-            self._request.after_claim(attempt.id)
-        return _Claimed(attempt.id, str(work.folder.absolute()), work.config)
+    def _begin_attempt(self, world_size: int) -> _Claimed:
+        before_claim = self._options.get("before_claim")
+        if before_claim is not None:
+            before_claim(self._index)
+        objects = sorted(set(self._objects.key_column))
+        names = [SEAL_NAME, *self._common_writer.created_names(objects)]
+        if self._index is not None and self.writer is not None:
+            names += self.writer.created_names(self._index, world_size=world_size)
+        refuse_clashes(names, self._objects, self._index)
+        overwrite = self._options.get("overwrite", False)
+        self._attempt = Attempt.begin(
+            self.folder, names, overwrite=overwrite, durability=self._durability
+        )
+        after_claim = self._options.get("after_claim")
+        if after_claim is not None:
+            after_claim(self._attempt.id)
+        return _Claimed(self._attempt.id, str(self.folder.absolute()), self._config)
 
     def secure(self, comm: Comm) -> None:
         """Make durable what a crash must not lose, before a byte is written. Collective.
@@ -207,50 +231,133 @@ class BegunSave:
             if self._attempt is not None:
                 self._attempt.secure()
             else:
-                _require_same(self.work, self._claimed, comm.rank)
+                claimed = self._claimed
+                require_same_format(self._config, claimed.config, comm.rank)
+                require_same_folder(self.folder, claimed.attempt, claimed.folder, comm.rank)
 
-    def write_common(
-        self, common: CommonStateDict, objects: ShardedStateDict | None, *, is_coordinator: bool
-    ) -> list[SealedFile]:
-        """Write this rank's part of what the sharded strategy does not take. Not collective.
+    def _values(self) -> Values:
+        if self._copies is not None:
+            return self._copies
+        return self._nested(self._common, self._by_common, self._by_strategy, self._planner)
 
-        Args:
-            common: the common state, written on rank 0.
-            objects: ShardedObjects in a nest, None for none.
-            is_coordinator: whether this is rank 0.
-        """
-        work = self.work
+    def _nested(
+        self,
+        common: CommonStateDict,
+        objects: Leaves,
+        leaves: Leaves,
+        planner: SavePlanner | None,
+    ) -> Values:
+        nested = self._parts.nested
+        return Values(
+            common,
+            nested(objects) if objects else None,
+            nested(leaves) if self.writer is None else {},
+            planner,
+        )
+
+    def _write_common(self, values: Values) -> list[SealedFile]:
         files: list[SealedFile] = []
-        if is_coordinator:
-            files += work.common_writer.save_common(common, work.folder) or ()
-        if objects is not None:
-            files += work.common_writer.save_sharded_objects(objects, work.folder) or ()
+        if self.rank == 0:
+            files += self._common_writer.save_common(values.common, self.folder) or ()
+        if values.objects is not None:
+            files += self._common_writer.save_sharded_objects(values.objects, self.folder) or ()
         return files
 
-    def forget_state(self) -> None:
-        """Let go of the caller's state dict, of which everything has been copied."""
-        self._request = replace(self._request, state_dict={})
-        nothing = partition({})
-        self.work = replace(self.work, parts=nothing, common={}, by_strategy={}, by_common={})
+    def write(self, comm: Comm) -> None:
+        """Write everything but the commit, from the caller's own state. Collective."""
+        with self.meter.phase("writing"):
+            self.meter.expect(self.num_bytes)
+            with comm.agreed("writing the common state"):
+                values = self._values()
+                files = self._write_common(values)
+            if self._plan is None or self._index is None or self.writer is None:
+                with comm.agreed("writing"):
+                    self.strategy.save(values.leaves, self.folder)
+                return
+            assert values.planner is not None
+            self._finished = driver.write(
+                self._plan, self._index, values.planner, self.writer, comm, files
+            )
+
+    def put_off(self, comm: Comm) -> AsyncRequest:
+        """Write the common state, and let an asynchronous strategy prepare the rest. Collective."""
+        assert isinstance(self.strategy, AsyncSaveShardedStrategy)
+        with comm.agreed("writing the common state"):
+            values = self._values()
+            self._write_common(values)
+        with comm.agreed("writing"):
+            return self.strategy.async_save(values.leaves, self.folder)
+
+    def get_ready(self, comm: Comm) -> None:
+        """Let the writer change what this rank will write. Collective, before ``write_own``."""
+        if self._plan is not None and self.writer is not None:
+            self._own_plan = driver.prepare_write(self._plan, self.writer, comm)
+
+    def watched_tensors(self) -> dict[str, list[torch.Tensor]]:
+        """The caller's tensors that ``capture`` may copy, by key or path."""
+        return tensors_by_name(self._by_strategy, self._common if self.rank == 0 else {})
+
+    def capture(self, buffers: StagingBuffers) -> None:
+        """Copy what this rank will write, and let go of the caller's state. Not collective."""
+        common = detached_copy(self._common) if self.rank == 0 else {}
+        objects = copied_objects(self._by_common)
+        leaves: Leaves = {}
+        planner: SavePlanner | None = None
+        if self._own_plan is not None:
+            assert self._planner is not None
+            planner = stage_plan(self._own_plan, self._planner, buffers)
+        else:
+            leaves = copied_leaves(self._by_strategy, buffers)
+        self._copies = self._nested(common, objects, leaves, planner)
+        self._parts, self._common = partition({}), {}
+        self._by_strategy, self._by_common, self._planner = {}, {}, None
+
+    def write_own(self, write_plan: driver.PlanWriter = driver.write_plan) -> None:
+        """Write what this rank has to write. Not collective.
+
+        Args:
+            write_plan: writes the plan of a strategy that is made of a StorageWriter.
+        """
+        with self.meter.phase("writing"):
+            self.meter.expect(self.num_bytes)
+            values = self._values()
+            files = self._write_common(values)
+            if self._own_plan is not None and self.writer is not None:
+                written = write_plan(self._own_plan, values.planner, self.writer, self.rank)
+                self._written = replace(written, files=(*written.files, *files))
+            elif isinstance(self.strategy, AsyncSaveShardedStrategy):
+                request = self.strategy.async_save(values.leaves, self.folder)
+                request.execute()
+                self._finalize_fns = tuple(request.finalize_fns)
+            else:
+                self.strategy.save(values.leaves, self.folder)
+
+    def finish(self, comm: Comm) -> None:
+        """Write what describes the whole, once all ranks have written their own. Collective."""
+        if self._index is not None and self.writer is not None:
+            self._finished = driver.finish_write(self._index, self._written, self.writer, comm)
+        for finalize in self._finalize_fns:
+            with comm.agreed("finishing the write"):
+                finalize()
 
     def commit(self, comm: Comm) -> None:
         """Turn what was written into a checkpoint. Collective."""
         with self.meter.phase("committing"), comm.agreed("committing"):
             if self._attempt is not None:
                 self._seal(self._attempt)
-                self._attempt.commit(self.work.config)
+                self._attempt.commit(self._config)
         self.meter.log()
 
     def _seal(self, attempt: Attempt) -> None:
         # What a strategy of somebody else creates is not known: all that lies there is sealed.
-        created = attempt.creates if self.planned is not None else None
+        created = attempt.creates if self._index is not None else None
         write_seal(
-            self.work.folder,
-            self.work.config,
-            self.finished.files,
-            tables=self.finished.tables,
+            self.folder,
+            self._config,
+            self._finished.files,
+            tables=self._finished.tables,
             created=created,
-            durability=self.work.durability,
+            durability=self._durability,
         )
 
     def give_up(self, error: BaseException) -> None:
@@ -271,7 +378,13 @@ class BegunSave:
         self._attempt = None
 
 
-def begin(request: SaveRequest, comm: Comm, meter: Meter) -> BegunSave:
+def prepare(
+    state_dict: ShardedStateDict,
+    folder: str | PathLike[str],
+    comm: Comm,
+    meter: Meter,
+    **options: Unpack[JobOptions],
+) -> SaveJob:
     """Prepare, plan and check. Collective; touches no file.
 
     Raises:
@@ -279,158 +392,6 @@ def begin(request: SaveRequest, comm: Comm, meter: Meter) -> BegunSave:
     """
     with meter.phase("planning"):
         with comm.agreed("preparing the save"), paused_collector():
-            work = _prepare(request, comm.rank)
-        if request.validate:
-            compare_common_state(work.common, request.preprocess, comm)
-        planned, objects = _plan(work, comm, request.plan_cache, validate=request.validate)
-    return BegunSave(request, work, planned, objects, meter, comm.rank)
-
-
-def _prepare(request: SaveRequest, rank: int) -> Work:
-    # Whoever writes may do so when the working directory is another one.
-    folder = local_folder(request.folder).absolute()
-    selected: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, request.sharded_strategy)
-    strategy = selected.resolved()
-    common_writer: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, request.common_strategy)
-    parts = partition(request.state_dict)
-    common = dict(parts.common)
-    if request.content_metadata is not None:
-        common[CONTENT_METADATA_KEY] = request.content_metadata
-    refuse_distributed(replace(parts, common=common), parts.objects)
-    _check_data(parts)
-    planner = getattr(strategy, "planner", None)
-    if planner is None or not planner.makes_data:
-        check_storable(parts.tensors)
-    written = {p: o for p, o in parts.objects.items() if is_main_replica(o.replica_id)}
-    check_plain(common if rank == 0 else {}, written, trusted=request.trusted)
-    if rank == 0:
-        warn_of_large_tensors(common)
-    by_strategy: Leaves = parts.tensors
-    by_common: Leaves = parts.objects
-    if handles_objects(strategy):
-        by_strategy, by_common = {**parts.tensors, **parts.objects}, {}
-    if by_common:
-        require_method(common_writer, "save_sharded_objects", "writes ShardedObjects")
-    writer = None
-    if isinstance(strategy, PlannedSaveStrategy):
-        writer = strategy.make_writer(folder)
-        common_writer = common_writer.lasting(writer.options.durability)
-    return Work(strategy, common_writer, folder, parts, common, by_strategy, by_common, writer)
-
-
-def _plan(
-    work: Work, comm: Comm, cache: PlanCache | None, *, validate: bool
-) -> tuple[PlannedSave | None, ShardTable]:
-    """Decide who writes what: the plan of a planned strategy, and all ranks' ``by_common``."""
-    planned = None
-    if work.writer is not None:
-        assert isinstance(work.strategy, PlannedSaveStrategy)
-        planned = work.strategy.plan(
-            work.by_strategy, work.writer, comm, cache=cache, others=work.by_common.values()
-        )
-        if planned.dropped and comm.rank == 0:
-            logger.info("left out by the planner: %s", ", ".join(planned.dropped))
-        if planned.others is not None:
-            return planned, planned.others
-    elif validate:
-        _check_leaves(work.by_strategy, work.folder, comm)
-    return planned, _check_leaves(work.by_common, work.folder, comm)
-
-
-def _claim(
-    work: Work,
-    planned: PlannedSave | None,
-    objects: ShardTable,
-    request: SaveRequest,
-    world_size: int,
-) -> Attempt:
-    """Take possession of the folder, on rank 0."""
-    if request.before_claim is not None:
-        request.before_claim(None if planned is None else planned.index)
-    names = [SEAL_NAME, *work.common_writer.created_names(sorted(set(objects.key_column)))]
-    if planned is not None and work.writer is not None:
-        names += work.writer.created_names(planned.index, world_size=world_size)
-    _refuse_clashes(names, objects, planned)
-    return Attempt.begin(
-        work.folder, names, overwrite=request.overwrite, durability=work.durability
-    )
-
-
-def _require_same(work: Work, claimed: _Claimed, rank: int) -> None:
-    """Refuse a rank that writes another format, or into another folder, than rank 0."""
-    if work.config != claimed.config:
-        finding = Finding(
-            "ranks save in different formats",
-            expected=f"{claimed.config}, as on rank 0",
-            found=work.config,
-            ranks=(rank,),
-            remedy="Pass the same strategies on every rank.",
-        )
-        raise CheckpointingException("the ranks do not save the same checkpoint", [finding])
-    deadline, pause = time.monotonic() + seal.VISIBLE_SECONDS, 0.001
-    while not is_in_attempt(work.folder, claimed.attempt):
-        if time.monotonic() > deadline:
-            finding = Finding(
-                "this rank does not see the folder that rank 0 has claimed",
-                expected=f"{claimed.folder}, as on rank 0",
-                found=str(work.folder.absolute()),
-                ranks=(rank,),
-                path=str(work.folder / ATTEMPT_NAME),
-                remedy="Save to a file system that all ranks share, under the same path.",
-            )
-            raise CheckpointingException("the ranks do not save into one folder", [finding])
-        # A network file system may show a new file a little later.
-        time.sleep(pause)
-        pause = min(1.0, 2 * pause)
-
-
-def _check_data(parts: Partition) -> None:
-    findings = [
-        Finding(
-            f"data is None at {path_text(path)}",
-            leaf.key,
-            remedy="A leaf without data can only be loaded.",
-        )
-        for path, leaf in parts.tensors.items()
-        if leaf.data is None and is_main_replica(leaf.replica_id)
-    ]
-    if findings:
-        raise InvalidShardingError("there is nothing to save for some shards", findings)
-
-
-def _check_leaves(leaves: Leaves, folder: Path, comm: Comm) -> ShardTable:
-    """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
-
-    @paused_collector()
-    def describe_own() -> tuple[ShardTable, str]:
-        return describe(list(leaves.values()), comm.rank), str(folder)
-
-    exchanged = comm.exchange("describing the shards", describe_own)
-    with comm.agreed("checking the shards"), paused_collector():
-        tables, folders = zip(*exchanged, strict=True)
-        check_one_folder(folders)
-        catalog = concatenate(tables)
-        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
-    return catalog
-
-
-def _ranks_with(table: ShardTable, key: str) -> tuple[int, ...]:
-    return tuple(np.unique(table.ranks[np.array(table.key_column) == key]).tolist())
-
-
-def _refuse_clashes(names: list[str], objects: ShardTable, planned: PlannedSave | None) -> None:
-    findings = []
-    if planned is not None:
-        findings = [
-            Finding(
-                "is a ShardedTensor on some ranks and a ShardedObject on others",
-                key,
-                ranks=_ranks_with(objects, key),
-                remedy="Rename one of them.",
-            )
-            for key in sorted(set(objects.key_column))
-            if key in planned.index
-        ]
-    if findings:
-        raise InvalidShardingError("keys of the state dict clash", findings)
-    check_distinct(names)
+            job = SaveJob(state_dict, folder, comm.rank, meter, **options)
+        job.plan(comm)
+    return job

@@ -6,8 +6,9 @@ state dicts (the planner answers for them) nor of commits (the driver's caller m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from dist_checkpointing.planning import (
     SavePlanner,
 )
 from dist_checkpointing.planning.packing import pack, unpack
-from dist_checkpointing.planning.plan_save import PlannedSave
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import concatenate
 from dist_checkpointing.storage.options import Durability
@@ -52,6 +52,10 @@ class Written:
     files: tuple[SealedFile, ...]
 
 
+PlanWriter = Callable[[SavePlan, Any, StorageWriter, int], Written]
+"""``write_plan``, or what has the same effect in another process."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """What rank 0 knows of a save whose data is complete; empty on the other ranks.
@@ -66,30 +70,37 @@ class Finished:
 
 
 def write(
-    planned: PlannedSave, writer: StorageWriter, comm: Comm, files: Sequence[SealedFile] = ()
+    plan: SavePlan,
+    index: Index,
+    planner: SavePlanner,
+    writer: StorageWriter,
+    comm: Comm,
+    files: Sequence[SealedFile] = (),
 ) -> Finished:
     """Drive a writer through a planned save. Collective; every rank raises alike.
 
     Durable when it returns, but not committed.
 
     Args:
-        planned: the save.
+        plan: what this rank writes.
+        index: what the checkpoint will hold.
+        planner: answers for the data of the plan's items.
         writer: of this rank.
         comm: the ranks that save together.
         files: what this rank has written besides.
     """
-    plan = prepare_write(planned, writer, comm)
+    plan = prepare_write(plan, writer, comm)
     with comm.agreed("writing"):
-        written = write_plan(plan, planned.planner, writer, comm.rank)
+        written = write_plan(plan, planner, writer, comm.rank)
     written = replace(written, files=(*written.files, *files))
-    return finish_write(planned, written, writer, comm)
+    return finish_write(index, written, writer, comm)
 
 
-def prepare_write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> SavePlan:
-    """Let the writer change what it will write; this rank's plan. Collective."""
+def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan:
+    """Let the writer change this rank's plan, and return that. Collective."""
     with comm.agreed("preparing to write"):
         writer.set_up_storage_writer(rank=comm.rank, world_size=comm.world_size)
-        plan = writer.prepare_local_plan(planned.plan)
+        plan = writer.prepare_local_plan(plan)
     if type(writer).prepare_global_plan is not StorageWriter.prepare_global_plan:
         plans = comm.all_gather(plan)
         plan = comm.from_rank0("preparing to write", lambda: writer.prepare_global_plan(plans))[
@@ -98,15 +109,13 @@ def prepare_write(planned: PlannedSave, writer: StorageWriter, comm: Comm) -> Sa
     return plan
 
 
-def finish_write(
-    planned: PlannedSave, written: Written, writer: StorageWriter, comm: Comm
-) -> Finished:
+def finish_write(index: Index, written: Written, writer: StorageWriter, comm: Comm) -> Finished:
     """Write what describes the whole, once every rank has written its own. Collective."""
     if not writer.gathers_results and comm.rank != 0:
         written = replace(written, noted=())
     of_ranks = comm.all_gather(written)
     with comm.agreed("finishing the write"):
-        return finish_all(planned.index, of_ranks, writer) if comm.rank == 0 else Finished()
+        return finish_all(index, of_ranks, writer) if comm.rank == 0 else Finished()
 
 
 def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:

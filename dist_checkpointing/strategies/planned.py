@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,7 +17,6 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -32,9 +31,9 @@ from dist_checkpointing.planning import (
     LoadPlanner,
     SavePlanner,
 )
-from dist_checkpointing.planning.plan_save import PlanCache, PlannedSave, plan_save
+from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, plan_save
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.storage.driver import Finished, read, write
+from dist_checkpointing.storage.driver import read, write
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
 from dist_checkpointing.strategies.abstract import (
@@ -130,23 +129,18 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         *,
         cache: PlanCache | None = None,
         others: Iterable[ShardedBase] = (),
-    ) -> PlannedSave:
-        """Decide who writes what, see ``plan_save``. Collective, touches no file."""
+    ) -> tuple[AgreedPlan, SavePlanner]:
+        """Decide who writes what, see ``plan_save``. Collective, touches no file.
+
+        Returns:
+            The plan, and the planner that answers for its data.
+        """
         planner = DefaultSavePlanner() if self.planner is None else self.planner
         folder = writer.checkpoint_dir
-        return plan_save(
+        agreed = plan_save(
             leaves, planner, writer.layout, comm, cache=cache, others=others, folder=folder
         )
-
-    def write(
-        self,
-        planned: PlannedSave,
-        writer: StorageWriter,
-        comm: Comm,
-        files: Sequence[SealedFile] = (),
-    ) -> Finished:
-        """Write what was planned, see ``storage.write``. Collective, durable, not committed."""
-        return write(planned, writer, comm, files)
+        return agreed, planner
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
         comm = default_comm() if self.comm is None else self.comm
@@ -154,7 +148,8 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         writer = self.make_writer(local_folder(checkpoint_dir))
         with comm.agreed("making the folder"):
             writer.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        self.write(self.plan(leaves, writer, comm), writer, comm)
+        agreed, planner = self.plan(leaves, writer, comm)
+        write(agreed.plan, agreed.index, planner, writer, comm)
 
 
 class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):

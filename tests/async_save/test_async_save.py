@@ -279,11 +279,11 @@ def test_busy(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def one(comm: Comm) -> None:
-        saver = AsyncSaver(comm=comm, when_busy="raise")
+        saver = AsyncSaver(comm=comm)
         strategy = kind(BACKENDS[0])(planner=Gate(gate))
         first = saver.save(State(comm, 1).dict, tmp_path / "1", strategy, capture="background")
-        with pytest.raises(CheckpointingException, match="not finished"):
-            saver.save(State(comm, 2).dict, tmp_path / "2")
+        with pytest.raises(TimeoutError):
+            saver.wait(0.01)
         with pytest.raises(TimeoutError):
             first.result(0.01)
         comm.all_gather(None)
@@ -381,13 +381,31 @@ def test_progress(tmp_path: Path) -> None:
     ]
 
 
+def test_unknown_keywords(tmp_path: Path) -> None:
+    """A mistyped option is refused, and no rank waits for another one."""
+
+    def one(comm: Comm) -> None:
+        wrong: dict[str, Any] = {"over_write": True} if comm.rank == 1 else {}
+        if comm.rank == 1:
+            with pytest.raises(TypeError, match=r"async_save\(\) got .* argument 'over_write'"):
+                async_save({}, tmp_path / "c", comm=comm, **wrong)
+        with AsyncSaver(comm=comm) as saver:
+            if comm.rank == 1:
+                with pytest.raises(TypeError, match=r"AsyncSaver.save\(\) got .* 'over_write'"):
+                    saver.save({}, tmp_path / "c", **wrong)
+            saver.save(State(comm, 1).dict, tmp_path / "c").result(30)
+
+    run_ranks(2, one)
+    assert_holds(tmp_path / "c", 1)
+
+
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("finalize", "never"), ("when_busy", "queue"), ("capture", "fork"), ("detect_changes", "no")],
+    [("finalize", "never"), ("capture", "fork"), ("detect_changes", "no")],
 )
 def test_unknown_choices(tmp_path: Path, argument: str, value: str) -> None:
     options: dict[str, Any] = {argument: value}
-    calls = {"finalize": AsyncSaver, "when_busy": AsyncSaver}
+    calls = {"finalize": AsyncSaver}
     call: Any = calls.get(argument, partial(async_save, {}, tmp_path / "c"))
     with pytest.raises(ValueError, match=repr(value)):
         call(**options)

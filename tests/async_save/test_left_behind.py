@@ -156,16 +156,16 @@ def test_a_rank_lost_after_the_commit_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything was written: the checkpoint is good, even if nobody can be told so."""
-    from dist_checkpointing.serialization.save_job import BegunSave
+    from dist_checkpointing.serialization.save_job import SaveJob
 
-    real = BegunSave.commit
+    real = SaveJob.commit
 
-    def commit(self: BegunSave, comm: Comm) -> None:
+    def commit(self: SaveJob, comm: Comm) -> None:
         if self.rank == 1:
             raise SystemExit  # never comes to the last agreement
         real(self, comm)
 
-    monkeypatch.setattr(BegunSave, "commit", commit)
+    monkeypatch.setattr(SaveJob, "commit", commit)
 
     def one(comm: Comm) -> None:
         manager = CheckpointManager(tmp_path, comm=comm)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor
 from dist_checkpointing.mapping.nesting import flatten, unflatten
-from dist_checkpointing.planning import BalancedSavePlanner
+from dist_checkpointing.planning import BalancedSavePlanner, SavePlanner
 from dist_checkpointing.planning.balance import choose_writers
 from dist_checkpointing.planning.balanced_planner import check_replicas_have_data
-from dist_checkpointing.planning.plan_save import PlanCache, PlannedSave
+from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
-from dist_checkpointing.storage.driver import Finished
 from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
@@ -179,7 +177,7 @@ class _PlannedParallelSave(PlannedSaveStrategy):
         *,
         cache: PlanCache | None = None,
         others: Iterable[ShardedBase] = (),
-    ) -> PlannedSave:
+    ) -> tuple[AgreedPlan, SavePlanner]:
         planner = BalancedSavePlanner() if self.planner is None else self.planner
         if not isinstance(planner, BalancedSavePlanner):
             with comm.agreed("sharing out the replicas"):
@@ -188,12 +186,3 @@ class _PlannedParallelSave(PlannedSaveStrategy):
         balanced = copy.copy(self._base)
         balanced.planner = planner.within(self._replicas.group.numbers(comm))
         return balanced.plan(leaves, writer, comm, cache=cache, others=others)
-
-    def write(
-        self,
-        planned: PlannedSave,
-        writer: StorageWriter,
-        comm: Comm,
-        files: Sequence[SealedFile] = (),
-    ) -> Finished:
-        return self._base.write(planned, writer, comm, files)

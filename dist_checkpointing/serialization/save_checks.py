@@ -1,0 +1,118 @@
+"""What is checked before a save touches its folder, and that all ranks write into the same one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
+from dist_checkpointing.filesystem.paths import check_one_folder
+from dist_checkpointing.format import seal
+from dist_checkpointing.format.commit import ATTEMPT_NAME, CheckpointingConfig, check_distinct
+from dist_checkpointing.format.gc_pause import paused_collector
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.leftovers import is_in_attempt
+from dist_checkpointing.mapping import is_main_replica
+from dist_checkpointing.mapping.nesting import path_text
+from dist_checkpointing.mapping.partition import Partition
+from dist_checkpointing.planning.coverage import check_coverage
+from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
+
+
+def require_same_format(
+    config: CheckpointingConfig, of_rank0: CheckpointingConfig, rank: int
+) -> None:
+    """Refuse a rank that writes another format than rank 0."""
+    if config != of_rank0:
+        finding = Finding(
+            "ranks save in different formats",
+            expected=f"{of_rank0}, as on rank 0",
+            found=config,
+            ranks=(rank,),
+            remedy="Pass the same strategies on every rank.",
+        )
+        raise CheckpointingException("the ranks do not save the same checkpoint", [finding])
+
+
+def require_same_folder(folder: Path, attempt_id: str, of_rank0: str, rank: int) -> None:
+    """Refuse a rank that does not see the attempt of rank 0 in its own folder.
+
+    Args:
+        folder: of the checkpoint, on this rank.
+        attempt_id: name of the attempt.
+        of_rank0: the folder that rank 0 has claimed.
+        rank: this one.
+    """
+    deadline, pause = time.monotonic() + seal.VISIBLE_SECONDS, 0.001
+    while not is_in_attempt(folder, attempt_id):
+        if time.monotonic() > deadline:
+            finding = Finding(
+                "this rank does not see the folder that rank 0 has claimed",
+                expected=f"{of_rank0}, as on rank 0",
+                found=str(folder.absolute()),
+                ranks=(rank,),
+                path=str(folder / ATTEMPT_NAME),
+                remedy="Save to a file system that all ranks share, under the same path.",
+            )
+            raise CheckpointingException("the ranks do not save into one folder", [finding])
+        # A network file system may show a new file a little later.
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+
+
+def check_data(parts: Partition) -> None:
+    """Refuse main replicas without data."""
+    findings = [
+        Finding(
+            f"data is None at {path_text(path)}",
+            leaf.key,
+            remedy="A leaf without data can only be loaded.",
+        )
+        for path, leaf in parts.tensors.items()
+        if leaf.data is None and is_main_replica(leaf.replica_id)
+    ]
+    if findings:
+        raise InvalidShardingError("there is nothing to save for some shards", findings)
+
+
+def check_leaves(leaves: Leaves, folder: Path, comm: Comm) -> ShardTable:
+    """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
+
+    @paused_collector()
+    def describe_own() -> tuple[ShardTable, str]:
+        return describe(list(leaves.values()), comm.rank), str(folder)
+
+    exchanged = comm.exchange("describing the shards", describe_own)
+    with comm.agreed("checking the shards"), paused_collector():
+        tables, folders = zip(*exchanged, strict=True)
+        check_one_folder(folders)
+        catalog = concatenate(tables)
+        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
+    return catalog
+
+
+def _ranks_with(table: ShardTable, key: str) -> tuple[int, ...]:
+    return tuple(np.unique(table.ranks[np.array(table.key_column) == key]).tolist())
+
+
+def refuse_clashes(names: list[str], objects: ShardTable, index: Index | None) -> None:
+    """Refuse names of files that clash, and keys that are tensors and objects at once."""
+    findings = []
+    if index is not None:
+        findings = [
+            Finding(
+                "is a ShardedTensor on some ranks and a ShardedObject on others",
+                key,
+                ranks=_ranks_with(objects, key),
+                remedy="Rename one of them.",
+            )
+            for key in sorted(set(objects.key_column))
+            if key in index
+        ]
+    if findings:
+        raise InvalidShardingError("keys of the state dict clash", findings)
+    check_distinct(names)

@@ -1,0 +1,72 @@
+"""The keywords of saves, with their types: each kind of save takes some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict
+
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import CommonStateDict
+from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.storage.progress import ProgressCallback
+from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
+from dist_checkpointing.strategies.selection import Selection
+
+Capture = Literal["copy", "background"]
+DetectChanges = Literal["versions", "contents"]
+
+
+class SaveOptions(TypedDict, total=False):
+    """What ``save`` and ``async_save`` have in common; ``save`` describes each."""
+
+    validate_access_integrity: bool
+    content_metadata: dict[str, Any] | None
+    overwrite: bool
+    trusted: bool
+
+
+class JobOptions(SaveOptions, total=False):
+    """What a SaveJob can be told; ``save`` describes each."""
+
+    sharded_strategy: Selection[SaveShardedStrategy]
+    common_strategy: Selection[SaveCommonStrategy]
+    preprocess_common_before_consistancy_check: Callable[[CommonStateDict], CommonStateDict] | None
+    plan_cache: PlanCache | None
+    before_claim: Callable[[Index | None], None] | None
+    after_claim: Callable[[str], None] | None
+
+
+class AsyncSaveOptions(SaveOptions, total=False):
+    """Keywords of ``async_save`` and ``AsyncSaver.save``. All may be left out.
+
+    Attributes:
+        validate_access_integrity: see ``save``.
+        content_metadata: see ``save``.
+        overwrite: see ``save``.
+        trusted: see ``save``.
+        progress: see ``save``.
+        step: what the save is for; all ranks must name the same.
+        capture: ``"copy"``, the default, copies everything before it returns: the state may be
+            changed at once. ``"background"`` returns before the copy is made: nothing of the state
+            may change before ``handle.captured`` is set.
+        detect_changes: with ``capture="background"``, how a change that came too early is noticed,
+            which makes the save fail: by torch's own count of in-place operations
+            (``"versions"``, the default), or also (slow, for debugging) by comparing all
+            ``"contents"``.
+    """
+
+    progress: ProgressCallback | None
+    step: int | None
+    capture: Capture
+    detect_changes: DetectChanges
+
+
+def require_known(function: str, options: Mapping[str, object]) -> None:
+    """Refuse keywords that asynchronous saves do not have, before ranks wait for each other.
+
+    Raises:
+        TypeError: as for any function that does not know its keyword.
+    """
+    for name in options:
+        if name not in AsyncSaveOptions.__optional_keys__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
