@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -431,6 +432,32 @@ def test_an_index_and_files_that_differ(tmp_path: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(text)
         with pytest.raises(CorruptCheckpointError):
             open_source(folder)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"w": torch.ones(4)}, path)
+    opened = open_source(path)
+    opened.check_unchanged()
+    opened.limit_mapped(16)
+    first = Box((0,), (4,))
+    assert_same({"w": opened.read([("w", first)])[0]}, {"w": torch.ones(4)})
+    save_file({"w": torch.zeros(4)}, tmp_path / "new")
+    (tmp_path / "new").replace(path)
+    with pytest.raises(CorruptCheckpointError, match="changed or replaced"):
+        opened.check_unchanged()
+    with pytest.raises(CorruptCheckpointError, match="changed or replaced"):
+        opened.read([("w", first)])
+    opened.close()
+
+
+def test_reading_safetensors_names_the_package_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "m.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(CheckpointingException, match=r"pip install 'dist_checkpointing\[safe"):
+        open_source(tmp_path / "m.safetensors")
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -249,10 +249,11 @@ class _Job:
         local.check_room(self.destination.absolute().parent, self.plan.num_bytes)
         if self.backend is not None:
             # Imports what will be used, so that its memory counts before the rest is shared out.
-            lazy_strategy(self.backend, Spending(1, 1, 1))
+            lazy_strategy(self.backend, Spending(1, 1, 1, 1))
         # Before memory is shared out, like the imports.
         self._find_checksums()
         self.spending = spend(self.options.memory_bytes, self.options.threads)
+        self.source.limit_mapped(self.spending.mapped_bytes)
         if self.checks is not None:
             self.checks.most_bytes = self.spending.box_bytes
             self.source.verify_with(self.checks)

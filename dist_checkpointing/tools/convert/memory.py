@@ -33,11 +33,13 @@ class Spending:
         threads: that read and write.
         box_bytes: of a box that one of them holds.
         buffer_bytes: that a writer may collect.
+        mapped_bytes: that may be read of mapped files before they are mapped again.
     """
 
     threads: int
     box_bytes: int
     buffer_bytes: int
+    mapped_bytes: int
 
 
 def resident_bytes() -> int:
@@ -70,7 +72,7 @@ def spend(memory_bytes: int, threads: int | None = None) -> Spending:
     rest -= _SLACK_BYTES
     count = threads or StorageOptions().threads
     box_bytes = max(2**20, min(_MOST_BOX_BYTES, rest // (2 * _COPIES * count)))
-    return Spending(count, box_bytes, max(2**20, rest // 4))
+    return Spending(count, box_bytes, max(2**20, rest // 4), max(2**23, rest // 8))
 
 
 def return_freed_memory() -> None:

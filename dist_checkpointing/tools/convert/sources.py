@@ -77,6 +77,9 @@ class Source(ABC):
     def verify_with(self, checks: PartChecks) -> None:  # noqa: B027 - a hook
         """Compare from now on what is read with checksums of its own."""
 
+    def limit_mapped(self, most_bytes: int) -> None:  # noqa: B027 - a hook
+        """Map files again after so many bytes were read of them."""
+
     def files(self) -> tuple[Path, ...]:
         """The paths that must not be written to while it is read."""
         return (self.path,)
