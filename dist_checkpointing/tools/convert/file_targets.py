@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -19,20 +19,17 @@ import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import local
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.strategies.torch_archive import entries
 from dist_checkpointing.tools.convert import safetensors_format as st
 from dist_checkpointing.tools.convert.memory import Spending
 from dist_checkpointing.tools.convert.plan import ConversionPlan, PlannedTensor
-from dist_checkpointing.tools.convert.pump import Landing, pump
+from dist_checkpointing.tools.convert.pump import Landing, pump, write_tensor
 from dist_checkpointing.tools.convert.sources import Source
 from dist_checkpointing.tools.convert.torch_file import (
     COMMON_KEY,
     OBJECTS_KEY,
-    TorchFileSource,
     can_be_stored,
-    mappings_of,
-    place_in_file,
 )
 
 logger = logging.getLogger(__name__)
@@ -179,27 +176,39 @@ def write_torch_file(
             state[name] = _with_own_storages(value)
     with torch.serialization.skip_data():
         torch.save(state, path)
-    file = TorchFileSource(path, most_bytes=0)
+    rest = {name: state[name] for name in (COMMON_KEY, OBJECTS_KEY) if name in state}
+    own = [leaf for leaf in flatten(rest)[0].values() if isinstance(leaf, torch.Tensor)]
+    sizes = [tensor.num_bytes for tensor in plan.tensors]
+    starts = _storage_starts(path, [*sizes, *(tensor.nbytes for tensor in own)])
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        rest: dict[str, Any] = {
-            name: state[name] for name in (COMMON_KEY, OBJECTS_KEY) if name in state
-        }
-        _fill_rest(path, rest, file)
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            landings = []
-            for tensor in plan.tensors:
-                if not tensor.num_bytes:
-                    continue
-                start = file.place(tensor.key)
-                assert start is not None, f"torch.save put {tensor.key!r} nowhere"
-                landings.append(Landing(tensor, descriptor, start))
-            landings.sort(key=lambda landing: landing.start)
-            pump(source, landings, spending, stop, report)
-        finally:
-            os.close(descriptor)
+        for tensor, start in zip(own, starts[len(plan.tensors) :], strict=True):
+            write_tensor(descriptor, tensor, start)
+        landings = [
+            Landing(tensor, descriptor, start)
+            for tensor, start in zip(plan.tensors, starts, strict=False)
+        ]
+        pump(source, landings, spending, stop, report)
     finally:
-        file.close()
+        os.close(descriptor)
+
+
+def _storage_starts(path: Path, sizes: Sequence[int]) -> list[int]:
+    """Where in a file of torch.save the values of its storages begin.
+
+    torch.save numbers storages in the order in which it meets their tensors.
+
+    Args:
+        path: The file, whose tensors share no storage.
+        sizes: Bytes of the tensors, in that order.
+    """
+    with path.open("rb") as file:
+        found = entries(
+            lambda start, size: os.pread(file.fileno(), size, start), path.stat().st_size
+        )
+    records = [found[f"data/{number}"] for number in range(len(sizes))]
+    assert [size for _, size in records] == list(sizes), "torch.save wrote other storages"
+    return [start for start, _ in records]
 
 
 def _without_memory(tensors: tuple[PlannedTensor, ...]) -> dict[str, Any]:
@@ -229,21 +238,6 @@ def _with_own_storages(value: Any) -> Any:
         for path, leaf in leaves.items()
     }
     return unflatten(skeleton, own)
-
-
-def _fill_rest(path: Path, rest: dict[str, Any], file: TorchFileSource) -> None:
-    """Put the values of tensors in the common state and in objects into the file."""
-    leaves, _ = flatten(rest)
-    mapped, _ = flatten({COMMON_KEY: file.common, OBJECTS_KEY: file.cells})
-    tensors = [(leaf, mapped[at]) for at, leaf in leaves.items() if isinstance(leaf, torch.Tensor)]
-    mappings = mappings_of(path) if tensors else []
-    with path.open("r+b") as opened:
-        for tensor, place in tensors:
-            if tensor.nbytes:
-                start = place_in_file(place, mappings)
-                assert start is not None, "torch.save put a tensor nowhere"
-                opened.seek(start)
-                opened.write(dtypes.as_numpy(tensor).tobytes())
 
 
 def loadable(values: dict[Any, Any]) -> tuple[dict[Any, Any], list[str]]:

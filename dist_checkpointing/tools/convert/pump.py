@@ -114,7 +114,7 @@ def pump(
             tensor = piece.landing.tensor
             data, values[number] = cast(values[number], tensor.dtype.torch), torch.empty(0)
             start = ravel_offset(piece.box.offset, tensor.shape) * tensor.dtype.itemsize
-            _write(piece.landing.descriptor, data, piece.landing.start + start)
+            write_tensor(piece.landing.descriptor, data, piece.landing.start + start)
             report(data.nbytes)
 
     pool = ThreadPoolExecutor(spending.threads, "convert")
@@ -140,7 +140,8 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _write(descriptor: int, tensor: torch.Tensor, position: int) -> None:
+def write_tensor(descriptor: int, tensor: torch.Tensor, position: int) -> None:
+    """Write the values of a tensor, in C order, to a place in a file."""
     array = np.ascontiguousarray(dtypes.as_numpy(tensor)).reshape(-1)
     view = memoryview(array.view(np.uint8))  # type: ignore[arg-type]
     while view:
