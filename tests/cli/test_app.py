@@ -151,6 +151,6 @@ app.main()
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )
-    app = tmp_path / "dist_checkpointing" / "cli" / "app.py"
+    app = tmp_path / "dist_checkpointing" / "tools" / "cli" / "app.py"
     assert finished.stderr == ""
     assert finished.stdout == f"{app}\ndckpt {__version__}\n"
