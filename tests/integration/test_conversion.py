@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -197,6 +198,30 @@ def test_safetensors_say_what_they_cannot_hold(sources: dict[str, Path], tmp_pat
     assert "rng" in done.left_out[1]
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "note": "a text"}
+
+
+def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) -> None:
+    def values(start: int) -> torch.Tensor:
+        return torch.arange(start, start + 3)
+
+    common = {
+        "a": [values(0), (values(10), {"x": values(20)})],
+        "b": values(30),
+        "none": values(0)[:0],
+    }
+    cell = {"y": [values(40), values(50)], "z": values(60).bfloat16()}
+    tensors = {"w": values(70), "empty": torch.ones(0, 2), "v": torch.tensor(5)}
+    leaves = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in tensors.items()}
+    save({**common, **leaves, "o": ShardedObject("o", cell, (1,), (0,))}, tmp_path / "c")
+    convert(tmp_path / "c", tmp_path / "out.pt", "torch", options=ROOMY)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    expected = {**tensors, COMMON_KEY: common, OBJECTS_KEY: {"o": {(0,): cell}}}
+    assert repr(found) == repr({key: expected[key] for key in found})
+    assert found.keys() == expected.keys()
+    again = open_source(tmp_path / "out.pt")
+    assert repr(again.common) == repr(common)
+    assert repr(again.object_cell("o", (0,))) == repr(cell)
+    again.close()
 
 
 def test_torch_leaves_out_what_weights_only_refuses(tmp_path: Path) -> None:
@@ -431,6 +456,34 @@ def test_an_index_and_files_that_differ(tmp_path: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(text)
         with pytest.raises(CorruptCheckpointError):
             open_source(folder)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+def test_a_file_that_is_replaced_while_it_is_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"m.{kind}"
+    write: Any = save_file if kind == "safetensors" else torch.save
+    write({"w": torch.ones(4)}, path)
+    opened = open_source(path)
+    opened.check_unchanged()
+    opened.limit_mapped(16)
+    first = Box((0,), (4,))
+    assert_same({"w": opened.read([("w", first)])[0]}, {"w": torch.ones(4)})
+    write({"w": torch.zeros(4)}, tmp_path / "new")
+    (tmp_path / "new").replace(path)
+    with pytest.raises(CorruptCheckpointError, match="changed or replaced"):
+        opened.check_unchanged()
+    with pytest.raises(CorruptCheckpointError, match="changed or replaced"):
+        opened.read([("w", first)])
+    opened.close()
+
+
+def test_reading_safetensors_names_the_package_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "m.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(CheckpointingException, match=r"pip install 'dist_checkpointing\[safe"):
+        open_source(tmp_path / "m.safetensors")
 
 
 @pytest.mark.parametrize("to", FORMATS)

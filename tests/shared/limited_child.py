@@ -173,12 +173,9 @@ def _program(arguments: list[str]) -> list[str]:
 
 
 def _safetensors(path: Path) -> list[str]:
-    from dist_checkpointing.tools.convert.safetensors_format import read_header
+    from dist_checkpointing.tools.convert.safetensors_source import SafetensorsSource
 
-    def read() -> None:
-        read_header(path)
-
-    return [_outcome(read)]
+    return [_outcome(lambda: SafetensorsSource(path).close())]
 
 
 def _torch_file(path: Path) -> list[str]:

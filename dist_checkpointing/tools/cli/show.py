@@ -18,7 +18,6 @@ from dist_checkpointing.checkpoint.slicing import parse_slices, select
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.near_names import hint
-from dist_checkpointing.tools.cli.chunk_drawing import draw
 from dist_checkpointing.tools.cli.columns import in_columns, terminal_width
 from dist_checkpointing.tools.cli.screen import (
     counted,
@@ -28,7 +27,6 @@ from dist_checkpointing.tools.cli.screen import (
     progress_bar,
     say,
 )
-from dist_checkpointing.tools.inspect.chunk_layout import chunk_layout
 from dist_checkpointing.tools.inspect.listing import shape_text, sharding_text
 
 if TYPE_CHECKING:
@@ -112,8 +110,10 @@ def _show_tensor(
             say(line)
     say(f"\n{painted(f'Values{title}', 'bold')}")
     say(_values_text(handle, slices))
-    say(f"\n{painted('Chunks', 'bold')}")
-    for line in _chunk_lines(handle, selected.boxes if part is not None else ()):
+    boxes = () if part is None else selected.boxes
+    which = " that hold a part of the slice" if boxes else ""
+    say(f"\n{painted(f'Chunks{which}', 'bold')}")
+    for line in _chunk_lines(handle, boxes):
         say(line)
 
 
@@ -160,31 +160,17 @@ def _values_text(handle: TensorHandle, slices: Any) -> str:
 
 
 def _chunk_lines(handle: TensorHandle, boxes: Collection[Box]) -> Iterator[str]:
-    stored = handle.stored
+    """The first chunks, or the first of those that hold a part of ``boxes``."""
     if 0 in handle.shape:
         yield "none: the tensor has no elements"
         return
-    plane = chunk_layout(stored)
-    marked: set[int] = set()
-    listed: list[tuple[int, StoredChunk]] = []
-    for number, chunk in enumerate(itertools.islice(handle.iter_chunks(), _MOST_JSON)):
-        meets = any(chunk.box.intersect(box) for box in boxes)
-        if meets:
-            marked.add(number)
-        if (meets or not boxes) and len(listed) <= _MOST_LISTED:
-            listed.append((number, chunk))
-    yield from draw(plane, terminal_width() or _PIPE_WIDTH, marked)
-    hidden = [axis for axis in plane.cut_axes if axis not in plane.axes]
-    if hidden:
-        others = ", ".join(map(str, hidden))
-        yield painted(
-            f"axis {plane.axes[0]} down, axis {plane.axes[1]} right, at the start of axis {others}",
-            "dim",
-        )
-    elif len(handle.shape) > 2:
-        yield painted(f"axis {plane.axes[0]} down, axis {plane.axes[1]} right", "dim")
-    if marked:
-        yield painted("* holds a part of the slice", "dim")
+    numbered = enumerate(itertools.islice(handle.iter_chunks(), _MOST_JSON))
+    found = (
+        (number, chunk)
+        for number, chunk in numbered
+        if not boxes or any(chunk.box.intersect(box) for box in boxes)
+    )
+    listed = list(itertools.islice(found, _MOST_LISTED + 1))
     rows = [
         (str(number), _box_text(chunk), bytes_text(chunk.num_bytes), _place(handle, number))
         for number, chunk in listed[:_MOST_LISTED]

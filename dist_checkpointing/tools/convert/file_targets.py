@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -19,20 +19,17 @@ import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import local
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.strategies.torch_archive import entries
 from dist_checkpointing.tools.convert import safetensors_format as st
-from dist_checkpointing.tools.convert.memory import Spending
+from dist_checkpointing.tools.convert.copying import TensorInFile, copy_tensors, write_tensor
+from dist_checkpointing.tools.convert.memory import Budget
 from dist_checkpointing.tools.convert.plan import ConversionPlan, PlannedTensor
-from dist_checkpointing.tools.convert.pump import Landing, pump
 from dist_checkpointing.tools.convert.sources import Source
 from dist_checkpointing.tools.convert.torch_file import (
     COMMON_KEY,
     OBJECTS_KEY,
-    TorchFileSource,
     can_be_stored,
-    mappings_of,
-    place_in_file,
 )
 
 logger = logging.getLogger(__name__)
@@ -83,7 +80,7 @@ def write_safetensors(
     source: Source,
     plan: ConversionPlan,
     path: Path,
-    spending: Spending,
+    budget: Budget,
     *,
     as_folder: bool,
     shard_bytes: int,
@@ -94,15 +91,15 @@ def write_safetensors(
     """Write a model as Hugging Face lays it out: one file, or several and an index.
 
     Args:
-        source: of the values.
-        plan: what to write.
-        path: to write at: a folder to make, or a file.
-        spending: threads and memory.
-        as_folder: make a folder, whose files are divided; else one file.
-        shard_bytes: most bytes of values in one of the files of a folder.
-        texts: for the header.
-        stop: ends it when set.
-        report: called with the number of bytes written since the last call.
+        source: Has the values.
+        plan: What to write.
+        path: A folder to make, or a file.
+        budget: Threads and memory.
+        as_folder: Make a folder, with several files if there are many values; else one file.
+        shard_bytes: Most bytes of values in one of the files of a folder.
+        texts: Texts for the header.
+        stop: Ends it when set.
+        report: Called with the number of bytes written since the last call.
     """
     tensors = {tensor.key: tensor for tensor in plan.tensors}
     sizes = [(tensor.key, tensor.num_bytes) for tensor in plan.tensors]
@@ -111,7 +108,7 @@ def write_safetensors(
     if as_folder:
         path.mkdir()
     with ExitStack() as opened:
-        landings: list[Landing] = []
+        targets: list[TensorInFile] = []
         for name, keys in zip(names, files, strict=True):
             rows = [(key, tensors[key].dtype, tensors[key].shape) for key in keys]
             header, entries = st.header_bytes(rows, {**texts, "format": "pt"})
@@ -121,8 +118,8 @@ def write_safetensors(
             size = len(header) + sum(entry.num_bytes for entry in entries)
             file = opened.enter_context(_created(path / name if as_folder else path, size))
             os.pwrite(file, header, 0)
-            landings += [Landing(tensors[entry.key], file, entry.start) for entry in entries]
-        pump(source, landings, spending, stop, report)
+            targets += [TensorInFile(tensors[entry.key], file, entry.start) for entry in entries]
+        copy_tensors(source, targets, budget, stop, report)
     if len(files) > 1:
         weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
         content = {
@@ -145,7 +142,7 @@ def write_torch_file(
     source: Source,
     plan: ConversionPlan,
     path: Path,
-    spending: Spending,
+    budget: Budget,
     *,
     common: dict[Any, Any],
     objects: dict[str, Any],
@@ -158,17 +155,17 @@ def write_torch_file(
     never in memory together.
 
     Args:
-        source: of the values.
-        plan: what to write.
-        path: of the file.
-        spending: threads and memory.
-        common: kept under ``COMMON_KEY`` if there is any; see ``loadable``.
-        objects: kept under ``OBJECTS_KEY`` if there are any.
-        stop: ends it when set.
-        report: called with the number of bytes written since the last call.
+        source: Has the values.
+        plan: What to write.
+        path: The file.
+        budget: Threads and memory.
+        common: Common state, kept under ``COMMON_KEY``; see ``loadable``.
+        objects: Sharded objects, kept under ``OBJECTS_KEY``.
+        stop: Ends it when set.
+        report: Called with the number of bytes written since the last call.
 
     Raises:
-        CheckpointingException: if a tensor has the name of one of these keys.
+        CheckpointingException: If a tensor has the name of one of these keys.
     """
     state: dict[str, Any] = _without_memory(plan.tensors)
     for name, value in ((COMMON_KEY, common), (OBJECTS_KEY, objects)):
@@ -179,31 +176,43 @@ def write_torch_file(
             state[name] = _with_own_storages(value)
     with torch.serialization.skip_data():
         torch.save(state, path)
-    file = TorchFileSource(path, most_bytes=0)
+    rest = {name: state[name] for name in (COMMON_KEY, OBJECTS_KEY) if name in state}
+    own = [leaf for leaf in flatten(rest)[0].values() if isinstance(leaf, torch.Tensor)]
+    sizes = [tensor.num_bytes for tensor in plan.tensors]
+    starts = _storage_starts(path, [*sizes, *(tensor.nbytes for tensor in own)])
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        rest: dict[str, Any] = {
-            name: state[name] for name in (COMMON_KEY, OBJECTS_KEY) if name in state
-        }
-        _fill_rest(path, rest, file)
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            landings = []
-            for tensor in plan.tensors:
-                if not tensor.num_bytes:
-                    continue
-                start = file.place(tensor.key)
-                assert start is not None, f"torch.save put {tensor.key!r} nowhere"
-                landings.append(Landing(tensor, descriptor, start))
-            landings.sort(key=lambda landing: landing.start)
-            pump(source, landings, spending, stop, report)
-        finally:
-            os.close(descriptor)
+        for tensor, start in zip(own, starts[len(plan.tensors) :], strict=True):
+            write_tensor(descriptor, tensor, start)
+        targets = [
+            TensorInFile(tensor, descriptor, start)
+            for tensor, start in zip(plan.tensors, starts, strict=False)
+        ]
+        copy_tensors(source, targets, budget, stop, report)
     finally:
-        file.close()
+        os.close(descriptor)
+
+
+def _storage_starts(path: Path, sizes: Sequence[int]) -> list[int]:
+    """Where in a file of torch.save the values of its storages begin.
+
+    torch.save numbers storages in the order in which it meets their tensors.
+
+    Args:
+        path: The file, whose tensors share no storage.
+        sizes: Bytes of the tensors, in that order.
+    """
+    with path.open("rb") as file:
+        found = entries(
+            lambda start, size: os.pread(file.fileno(), size, start), path.stat().st_size
+        )
+    records = [found[f"data/{number}"] for number in range(len(sizes))]
+    assert [size for _, size in records] == list(sizes), "torch.save wrote other storages"
+    return [start for start, _ in records]
 
 
 def _without_memory(tensors: tuple[PlannedTensor, ...]) -> dict[str, Any]:
-    """Tensors that look as if they had memory, at addresses where there is none."""
+    """Tensors at addresses that take no memory, because nothing is written there."""
     starts = [
         0,
         *itertools.accumulate(-(-t.num_bytes // _ALIGNMENT) * _ALIGNMENT for t in tensors),
@@ -229,21 +238,6 @@ def _with_own_storages(value: Any) -> Any:
         for path, leaf in leaves.items()
     }
     return unflatten(skeleton, own)
-
-
-def _fill_rest(path: Path, rest: dict[str, Any], file: TorchFileSource) -> None:
-    """Put the values of tensors in the common state and in objects into the file."""
-    leaves, _ = flatten(rest)
-    mapped, _ = flatten({COMMON_KEY: file.common, OBJECTS_KEY: file.cells})
-    tensors = [(leaf, mapped[at]) for at, leaf in leaves.items() if isinstance(leaf, torch.Tensor)]
-    mappings = mappings_of(path) if tensors else []
-    with path.open("r+b") as opened:
-        for tensor, place in tensors:
-            if tensor.nbytes:
-                start = place_in_file(place, mappings)
-                assert start is not None, "torch.save put a tensor nowhere"
-                opened.seek(start)
-                opened.write(dtypes.as_numpy(tensor).tobytes())
 
 
 def loadable(values: dict[Any, Any]) -> tuple[dict[Any, Any], list[str]]:

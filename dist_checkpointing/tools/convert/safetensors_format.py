@@ -1,20 +1,20 @@
-"""The safetensors format: 8 bytes with the length of a JSON header, the header, the values."""
+"""Writes the header of a safetensors file before its values are there.
+
+The library only writes files whose tensors are all in memory. A file is 8 bytes with the length of
+a JSON header, the header, and the values.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
-from dist_checkpointing.format.element_types import DType, from_name
+from dist_checkpointing.format.element_types import DType
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import ints_from_json
 
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
@@ -25,7 +25,7 @@ MAX_HEADER_BYTES: Final = 100_000_000
 """What readers of the format take at most."""
 
 _ALIGNMENT = 8
-_NAMES = {
+DTYPE_NAMES: Final = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -46,7 +46,7 @@ _NAMES = {
     "F64": "float64",
     "C64": "complex64",
 }
-_BY_DTYPE = {name: code for code, name in _NAMES.items()}
+_BY_DTYPE = {name: code for code, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Entry:
     """A tensor in a file.
 
     Attributes:
-        key: its name.
-        dtype: its element type.
-        shape: its shape.
-        start: where its values begin, in bytes from the start of the file.
+        key: Its name.
+        dtype: Its element type.
+        shape: Its shape.
+        start: Where its values begin, in bytes from the start of the file.
     """
 
     key: str
@@ -69,19 +69,6 @@ class Entry:
     def num_bytes(self) -> int:
         """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Header:
-    """What a file says about itself.
-
-    Attributes:
-        entries: its tensors.
-        metadata: texts by name.
-    """
-
-    entries: tuple[Entry, ...]
-    metadata: Mapping[str, str]
 
 
 def can_hold(dtype: DType) -> bool:
@@ -119,7 +106,7 @@ def header_bytes(
 
 
 def divide(tensors: Sequence[tuple[str, int]], most_bytes: int) -> list[list[str]]:
-    """Keys dealt out to files of at most ``most_bytes`` each, in order; a larger tensor is alone.
+    """Assign keys to files of at most ``most_bytes`` each, in order; a larger tensor is alone.
 
     Args:
         tensors: key and size in bytes.
@@ -141,55 +128,3 @@ def file_names(count: int) -> list[str]:
     if count == 1:
         return [SINGLE_NAME]
     return [f"model-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
-
-
-def read_header(path: Path) -> Header:
-    """The header of a file, checked against its size.
-
-    Raises:
-        CorruptCheckpointError: if the file is none of this format.
-        UnsupportedFormatError: if it holds a dtype that we do not.
-    """
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            rows = json.loads(file.read(length), object_pairs_hook=_without_repeats)
-            return _parsed(rows, 8 + length, size)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        finding = Finding(str(error), path=str(path), remedy="Fetch the file again.")
-        raise CorruptCheckpointError("not a safetensors file", [finding]) from error
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name appears twice")
-    return found
-
-
-def _parsed(rows: dict[str, Any], begin: int, size: int) -> Header:
-    metadata = rows.pop(METADATA_KEY, {})
-    if not all(isinstance(text, str) for text in metadata.values()):
-        raise ValueError(f"{METADATA_KEY} holds more than texts")
-    entries = []
-    for key, row in rows.items():
-        if row["dtype"] not in _NAMES:
-            finding = Finding("unknown dtype", key, found=row["dtype"])
-            raise UnsupportedFormatError("a tensor cannot be read", [finding])
-        first, last = ints_from_json(row["data_offsets"])
-        shape = tuple(ints_from_json(row["shape"]))
-        entry = Entry(key, from_name(_NAMES[row["dtype"]]), shape, begin + first)
-        if entry.num_bytes != last - first:
-            raise ValueError(f"{key!r} has {last - first} bytes for shape {shape}")
-        entries.append(entry)
-    end = begin
-    for entry in sorted(entries, key=lambda e: (e.start, e.num_bytes)):
-        if entry.start != end:
-            raise ValueError(f"{entry.key!r} begins at byte {entry.start} instead of {end}")
-        end += entry.num_bytes
-    if end != size:
-        raise ValueError(f"the tensors end at byte {end} of {size}")
-    return Header(tuple(entries), metadata)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.tools.convert.safetensors_format import (
-    INDEX_SUFFIX,
-    SUFFIX,
-    Entry,
-    read_header,
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    UnsupportedFormatError,
 )
-from dist_checkpointing.tools.convert.sources import Source, read_box
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.element_types import from_name
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
+from dist_checkpointing.tools.convert.mapped import MappedFiles
+from dist_checkpointing.tools.convert.safetensors_format import DTYPE_NAMES, INDEX_SUFFIX, SUFFIX
+from dist_checkpointing.tools.convert.sources import Source
 
 _MAX_INDEX_BYTES = 1 << 30
 
@@ -29,36 +31,38 @@ class SafetensorsSource(Source):
     """Safetensors files. The texts in their headers are its common state.
 
     Args:
-        path: a file, an ``...index.json``, or a folder with an index or any safetensors files.
+        path: A file, an ``...index.json``, or a folder with an index or any safetensors files.
 
     Raises:
-        CorruptCheckpointError: if a file is damaged, or files and index differ.
+        CheckpointingException: If the package ``safetensors`` is not installed.
+        CorruptCheckpointError: If a file is damaged, or files and index differ.
+        UnsupportedFormatError: If a file holds a dtype that we do not.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._files, weight_map = _files(path)
-        self._descriptors: dict[Path, int] = {}
-        self._entries: dict[str, tuple[Entry, Path]] = {}
+        self._mapped = MappedFiles(self._files, lambda: {file: _open(file) for file in self._files})
+        self._file_of: dict[str, Path] = {}
         self._texts: dict[str, str] = {}
+        tensors: list[StoredTensor] = []
         findings = []
-        for file in self._files:
-            header = read_header(file)
-            self._texts |= header.metadata
-            for entry in header.entries:
-                if entry.key in self._entries:
-                    findings.append(Finding("is in two files", entry.key, path=str(file)))
-                self._entries[entry.key] = entry, file
+        for file, opened in self._mapped.get(0).items():
+            with _reading(file):
+                self._texts |= opened.metadata() or {}
+                for key in opened.keys():  # noqa: SIM118 - not a dict
+                    if key in self._file_of:
+                        findings.append(Finding("is in two files", key, path=str(file)))
+                    self._file_of[key] = file
+                    tensors.append(_stored(key, opened.get_slice(key)))
         findings += [
             Finding("is not in the file that the index names", key, path=name)
             for key, name in weight_map.items()
-            if key not in self._entries or self._entries[key][1].name != name
+            if key not in self._file_of or self._file_of[key].name != name
         ]
         if findings:
             raise CorruptCheckpointError("the files do not fit together", findings)
-        self._index = Index.of(_stored(entry) for _, (entry, _) in sorted(self._entries.items()))
-        for file in self._files:
-            self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        self._index = Index.of(sorted(tensors, key=lambda stored: stored.key))
 
     @property
     def kind(self) -> str:
@@ -75,26 +79,62 @@ class SafetensorsSource(Source):
         return {name: text for name, text in self._texts.items() if name != "format"}
 
     def read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        itemsizes = {key: self._index[key].dtype.itemsize for key, _ in wanted}
+        num_bytes = sum(box.num_elements * itemsizes[key] for key, box in wanted)
+        opened = self._mapped.get(num_bytes)
         tensors = []
         for key, box in wanted:
-            entry, file = self._entries[key]
-            descriptor = self._descriptors[file]
-            tensors.append(
-                read_box(descriptor, entry.start, entry.shape, entry.dtype.torch, box, file)
-            )
+            file = self._file_of[key]
+            with _reading(file):
+                mapped = opened[file].get_slice(key)[box.slices() or ...]
+                tensors.append(mapped.clone(memory_format=torch.contiguous_format))
         return tensors
+
+    def limit_mapped(self, most_bytes: int) -> None:
+        self._mapped.most_bytes = most_bytes
 
     def files(self) -> tuple[Path, ...]:
         return (self.path, *self._files)
 
+    def check_unchanged(self) -> None:
+        self._mapped.check_unchanged()
+
     def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+        self._mapped.close()
 
 
-def _stored(entry: Entry) -> StoredTensor:
-    chunk = tuple(max(1, extent) for extent in entry.shape)
-    return StoredTensor(entry.key, entry.dtype, entry.shape, chunk)
+def _open(file: Path) -> Any:
+    # Not at the top: the package is an extra.
+    try:
+        from safetensors import safe_open  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'dist_checkpointing[safetensors]'"
+        finding = Finding("the package safetensors is missing", path=str(file), remedy=remedy)
+        raise CheckpointingException("safetensors files cannot be read", [finding]) from error
+    with _reading(file):
+        return safe_open(file, framework="pt")
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    from safetensors import SafetensorError  # noqa: PLC0415
+
+    try:
+        yield
+    except (SafetensorError, ValueError) as error:
+        finding = Finding(str(error), path=str(file), remedy="Fetch the file again.")
+        raise CorruptCheckpointError("not a safetensors file", [finding]) from error
+
+
+def _stored(key: str, mapped: Any) -> StoredTensor:
+    code = mapped.get_dtype()
+    if code not in DTYPE_NAMES:
+        finding = Finding("unknown dtype", key, found=code)
+        raise UnsupportedFormatError("a tensor cannot be read", [finding])
+    # The library takes extents that no tensor can have if another one is 0.
+    shape = tuple(ints_from_json(list(mapped.get_shape())))
+    chunk = tuple(max(1, extent) for extent in shape)
+    return StoredTensor(key, from_name(DTYPE_NAMES[code]), shape, chunk)
 
 
 def holds_safetensors(folder: Path) -> bool:

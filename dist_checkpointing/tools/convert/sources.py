@@ -14,9 +14,8 @@ import torch
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import StoredPart, checksum_files, joined, read_table
-from dist_checkpointing.format.geometry import Box, Ints, Window
+from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
@@ -25,7 +24,6 @@ from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.raw_chunks import read_window
 from dist_checkpointing.strategies.verification import damage_of_objects
 from dist_checkpointing.tools.convert.verification import PartChecks, checks_of
 
@@ -76,6 +74,9 @@ class Source(ABC):
 
     def verify_with(self, checks: PartChecks) -> None:  # noqa: B027 - a hook
         """Compare from now on what is read with checksums of its own."""
+
+    def limit_mapped(self, most_bytes: int) -> None:  # noqa: B027 - a hook
+        """Map files again after so many bytes were read of them."""
 
     def files(self) -> tuple[Path, ...]:
         """The paths that must not be written to while it is read."""
@@ -203,33 +204,6 @@ def _leaf(index: Index, key: str, box: Box) -> ShardedTensor:
     stored = index[key]
     data = torch.empty(box.shape, dtype=stored.dtype.torch)
     return ShardedTensor(key, data, data.dtype, box.shape, stored.global_shape, box.offset, None)
-
-
-def read_box(
-    descriptor: int, start: int, shape: Ints, dtype: torch.dtype, box: Box, path: Path
-) -> torch.Tensor:
-    """A new tensor with a box of a C-order array in a file.
-
-    Args:
-        descriptor: of the file.
-        start: of the array, in bytes.
-        shape: of the array.
-        dtype: of its elements.
-        box: of the array.
-        path: for messages.
-
-    Raises:
-        CorruptCheckpointError: if the file has become shorter.
-    """
-    tensor = torch.empty(box.shape, dtype=dtype)
-    target = dtypes.fillable(tensor, dtype)
-    assert target is not None
-    try:
-        read_window(descriptor, start, Window(0, shape, box), target, STRIDED_BLOCK_BYTES)
-    except EOFError as error:
-        finding = Finding("the file ended early", path=str(path))
-        raise CorruptCheckpointError("a file changed while it was converted", [finding]) from error
-    return tensor
 
 
 def require(condition: object, message: str, finding: Finding) -> None:

@@ -1,8 +1,7 @@
-"""Pictures of how the tensors of a checkpoint are cut into chunks, and who wrote them.
+"""A web page of how the tensors of a checkpoint are cut into chunks, and which rank wrote each.
 
-``contents`` finds out what there is to show; everything else is data in, picture out: ``page``
-makes a web page that explores, ``treemap`` and ``chunk_grid`` lay out a still picture, which
-``svg`` and ``png`` draw.
+``contents`` reads from the checkpoint what there is to show; ``page`` turns that into HTML, whose
+script draws.
 """
 
 from dist_checkpointing.tools.map.contents import CheckpointMap, MappedTensor, checkpoint_map

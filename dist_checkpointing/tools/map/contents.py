@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.checksums import StoredPart, read_checksums
-from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints, boxes_of_part, ravel_offset
+from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, ravel_offset
 from dist_checkpointing.format.index import StoredTensor
 
 _DCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
@@ -24,13 +24,13 @@ class MappedTensor:
     """A tensor and how it is stored.
 
     Attributes:
-        key: its name.
-        dtype: name of its element type.
-        itemsize: bytes of an element.
-        shape: of the whole tensor.
+        key: Its name.
+        dtype: Name of its element type.
+        itemsize: Bytes of an element.
+        shape: Shape of the whole tensor.
         chunk_shape: None if it is stored as pieces.
-        pieces: the boxes that make up each piece; a flattened range is several.
-        writers: of each chunk in C order, or of each piece.
+        pieces: The boxes of each piece; a flattened range has several.
+        writers: The ranks that wrote each chunk, in C order, or each piece.
     """
 
     key: str
@@ -46,34 +46,15 @@ class MappedTensor:
         """Bytes of the whole tensor."""
         return Box.whole(self.shape).num_elements * self.itemsize
 
-    @property
-    def grid(self) -> ChunkGrid:
-        """The chunk grid; only for tensors that have one."""
-        assert self.chunk_shape is not None
-        return ChunkGrid(self.shape, self.chunk_shape)
-
-    @property
-    def counts(self) -> Ints:
-        """Number of chunks along each axis; only for tensors with a chunk grid."""
-        return self.grid.counts
-
-    def parts(self) -> Iterator[tuple[tuple[Box, ...], Writers]]:
-        """The boxes of every chunk or piece, and who wrote it."""
-        boxes: Iterable[tuple[Box, ...]] = self.pieces
-        if self.chunk_shape is not None:
-            indices = itertools.product(*map(range, self.counts))
-            boxes = ((self.grid.box(index),) for index in indices)
-        return zip(boxes, self.writers, strict=True)
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMap:
-    """What a picture is made of.
+    """What a page shows.
 
     Attributes:
-        name: of the checkpoint.
-        backend: name and version in words.
-        tensors: sorted by key.
+        name: The last two folders of the checkpoint's path.
+        backend: Name and version in words.
+        tensors: Sorted by key.
     """
 
     name: str

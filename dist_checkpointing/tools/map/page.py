@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from dist_checkpointing.tools.map.colours import palette, rank_colours
 from dist_checkpointing.tools.map.contents import CheckpointMap, MappedTensor, Writers
-from dist_checkpointing.tools.map.drawing import palette, rank_colours
 
 _SCRIPTS = (
     "contents.js",
@@ -23,7 +23,7 @@ _SCRIPTS = (
     "steps.js",
     "begin.js",
 )
-"""In this order; one scope, so that each knows what those before it define."""
+"""In this order; one scope, so that each can use what those before it define."""
 
 
 def render_page(chunks: CheckpointMap) -> str:
@@ -42,7 +42,7 @@ def render_page(chunks: CheckpointMap) -> str:
 
 
 def page_data(chunks: CheckpointMap) -> dict[str, Any]:
-    """What the script of the page reads; runs of chunks with the same writers are told as one."""
+    """What the script of the page reads; runs of chunks with the same writers are one entry."""
     numbers: dict[Writers, int] = {}
     tensors = [_tensor(tensor, numbers) for tensor in chunks.tensors]
     dtypes = sorted({tensor.dtype for tensor in chunks.tensors})
