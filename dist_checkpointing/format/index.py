@@ -28,6 +28,8 @@ FORMAT = "dist_checkpointing.index"
 FORMAT_MINOR = 0
 _MAX_INDEX_BYTES = 1 << 32
 _MAX_EXTENT = 1 << 62
+MAX_AXES = 64
+"""More axes than that no array of numpy has."""
 _ONLY_INT = frozenset([int])
 _CHECKSUM_BYTES = len('{"checksum":"0123456789abcdef",')
 
@@ -320,6 +322,8 @@ def ints_from_json(values: Any) -> list[int]:
         raise ValueError(f"expected a list of ints >= 0, found {values!r}")
     if values and (min(values) < 0 or max(values) >= _MAX_EXTENT):
         raise ValueError(f"expected a list of ints >= 0, found {values!r}")
+    if len(values) > MAX_AXES:
+        raise ValueError(f"expected at most {MAX_AXES} axes, found {len(values)}")
     return values
 
 

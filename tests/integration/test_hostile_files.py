@@ -237,6 +237,17 @@ def test_dckpt_verify_names_what_is_too_large(victim: Victim) -> None:
     assert "Aborted" not in text
 
 
+@pytest.mark.parametrize("backend", ["zarr 1"])
+def test_more_axes_than_any_array_has_are_damage(victim: Victim) -> None:
+    path = victim.folder / "grid" / ".zarray"
+    content = json.loads(path.read_bytes())
+    path.write_text(json.dumps(content | {"shape": [1] * 65, "chunks": [1] * 65}))
+    code, text = victim.verified()
+    assert code == "1", text
+    assert "'grid'" in text
+    assert "at most 64 axes" in text
+
+
 @pytest.mark.parametrize("extent", HUGE)
 def test_a_safetensors_header_cannot_ask_for_more_than_there_is(
     child: LimitedChild, tmp_path: Path, extent: int

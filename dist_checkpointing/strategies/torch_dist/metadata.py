@@ -15,6 +15,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding, Unsupport
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.commit import DCP_METADATA_NAME
 from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import MAX_AXES
 from dist_checkpointing.strategies.pickle_guard import BadPickle, check_pickle
 
 _MAX_METADATA_BYTES = 1 << 33
@@ -224,6 +225,8 @@ def _ints(values: Any) -> Ints:
         type(v) is int and 0 <= v < _MAX_EXTENT for v in values
     ):
         raise ValueError(f"expected numbers >= 0, found {values!r}")
+    if len(values) > MAX_AXES:
+        raise ValueError(f"expected at most {MAX_AXES} axes, found {len(values)}")
     return tuple(values)
 
 
