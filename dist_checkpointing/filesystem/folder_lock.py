@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME: Final = ".dckpt.lock"
 _NO_FLOCK: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV})
 _MAX_BYTES: Final = 1 << 16
 _OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _without_flock: Final[set[int]] = set()
@@ -110,6 +111,8 @@ def _unlink_own(at: int, holder: Holder) -> None:
 
 def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
     """Take the lock; None if the file has changed meanwhile and another try is due."""
+    if os.fstat(at).st_dev in _without_flock:
+        return _take_file(at, folder)
     file, is_new = _opened(at, LOCK_NAME, folder)
     if file is None:
         return None
@@ -133,13 +136,9 @@ def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
     if not has_flock:
         _say_once(at, folder)
         os.close(file)
-        holder = Holder.own(Kind.FILE)
         if is_new:
-            _write(at, LOCK_NAME, holder)
-        elif not _take_over(at, LOCK_NAME, holder, folder):
-            return None
-        _clear_claims(at)
-        return None, holder
+            _unlink(at, LOCK_NAME)  # it names nobody, so nobody could take it over
+        return None
     with _closing_on_error(file):
         if not _is_at(file, at):
             # Its holder has deleted it: whoever comes now makes a new one.
@@ -153,6 +152,47 @@ def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
         os.ftruncate(file, 0)
         os.pwrite(file, holder.to_json(), 0)
     return file, holder
+
+
+def _take_file(at: int, folder: Path) -> tuple[None, Holder] | None:
+    """As ``_take``, where the file itself is the lock."""
+    holder = Holder.own(Kind.FILE)
+    if not _created(at, LOCK_NAME, holder, folder) and not _take_over(
+        at, LOCK_NAME, holder, folder
+    ):
+        return None
+    _clear_claims(at)
+    return None, holder
+
+
+def _created(at: int, name: str, holder: Holder, folder: Path) -> bool:
+    """Create a lock file; False if there is one.
+
+    It appears with its content: one that named nobody would stay for ever after a kill.
+    """
+    fresh = f"{LOCK_NAME}.{holder.token}"
+    try:
+        os.close(os.open(fresh, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at))
+        _write(at, fresh, holder)
+        os.link(fresh, name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
+    except FileExistsError:
+        # A network file system may say so about a link that it has made.
+        return _token_at(at, name) == holder.token
+    except FileNotFoundError:
+        return False  # cleared away by a process that has the lock
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    else:
+        return True
+    finally:
+        _unlink(at, fresh)
+    file, is_new = _opened(at, name, folder)
+    if file is not None:
+        os.close(file)
+    if is_new:
+        _write(at, name, holder)
+    return is_new
 
 
 @contextmanager
@@ -242,13 +282,7 @@ def _take_over(at: int, name: str, holder: Holder, folder: Path) -> bool:
         raise _held(folder, found, _remedy(found, folder / name))
     claim = f"{name}.{found.token}"
     own = replace(holder, token=uuid.uuid4().hex)
-    file, is_new = _opened(at, claim, folder)
-    if file is None:
-        return False
-    os.close(file)
-    if is_new:
-        _write(at, claim, own)
-    elif not _take_over(at, claim, own, folder):
+    if not _created(at, claim, own, folder) and not _take_over(at, claim, own, folder):
         return False
     try:
         if _token_at(at, name) != found.token:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,8 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import CorruptCheckpointError, ShardedTensor, load, save
+from dist_checkpointing import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    ShardedTensor,
+    load,
+    save,
+)
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.filesystem.folder_lock import FolderLock
 from dist_checkpointing.planning import LoadPlan, LoadPlanner
 from dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
@@ -64,3 +73,23 @@ def test_between_two_ranks(tmp_path: Path) -> None:
         assert (wanted["w"].data == 0).all()
 
     run_ranks(2, one)
+
+
+def test_a_folder_that_another_save_clears_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes while zarr 1 looks for arrays of others says no more than that."""
+    save(state(1.0), tmp_path, ("zarr", 1))
+    scandir = os.scandir
+
+    def clearing(path: Any) -> Any:
+        if Path(path).name == "w":
+            raise FileNotFoundError(errno.ENOENT, "gone", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", clearing)
+    with (
+        FolderLock.acquire(tmp_path),
+        pytest.raises(CheckpointExistsError, match="is being written"),
+    ):
+        save(state(2.0), tmp_path, ("zarr", 1), overwrite=True)

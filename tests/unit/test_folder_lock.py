@@ -384,12 +384,57 @@ def test_killed_while_it_takes_over(
             os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
-    claim = tmp_path / f"{LOCK_NAME}.{stale.token}"
-    assert claim.exists()
-    if name == "to_json":
-        # It had not yet written its name: only a person knows that nobody is at work.
-        with pytest.raises(CheckpointExistsError, match=f"delete {claim}"):
-            FolderLock.acquire(tmp_path)
-        claim.unlink()
+    left = {path.name for path in tmp_path.iterdir()} - {LOCK_NAME}
+    assert left
+    assert (f"{LOCK_NAME}.{stale.token}" in left) == (name == "rename")
     FolderLock.acquire(tmp_path).release()
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["_write", "_unlink", "_clear_claims"])
+def test_killed_while_it_creates_the_file(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file names its holder from the first moment, so it is taken over."""
+    forget_flock(monkeypatch)
+    FolderLock.acquire(tmp_path).release()  # from now on it is known that there is no flock
+
+    def work() -> None:
+        def die(*_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(folder_lock, name, die)
+        FolderLock.acquire(tmp_path)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with FolderLock.acquire(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EEXIST])
+def test_file_systems_with_other_links(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some have none, and some make one and say that it was there."""
+    forget_flock(monkeypatch)
+    link = os.link
+
+    def strange(*arguments: Any, **options: Any) -> None:
+        if code == errno.EEXIST:
+            link(*arguments, **options)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", strange)
+    for _ in range(2):
+        with FolderLock.acquire(tmp_path):
+            with pytest.raises(CheckpointExistsError, match=f"process {os.getpid()}"):
+                FolderLock.acquire(tmp_path)
+            assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+        assert not [*tmp_path.iterdir()]

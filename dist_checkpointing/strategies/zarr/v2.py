@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -74,7 +74,8 @@ class ZarrV2Writer(ZarrFolderWriter):
         if not self.checkpoint_dir.is_dir():
             return
         ours = leftovers(self.checkpoint_dir)
-        foreign = [key for key in _array_folders(self.checkpoint_dir) if key not in ours]
+        found = _array_folders(self.checkpoint_dir, _raise_unless_gone)
+        foreign = [key for key in found if key not in ours]
         if foreign:
             raise CheckpointExistsError(
                 f"{self.checkpoint_dir} holds arrays that no save of ours made",
@@ -192,9 +193,9 @@ class ZarrV2Reader(ZarrFolderReader):
         return self.checkpoint_dir / tensor.key / name
 
 
-def _array_folders(root: Path) -> Iterator[str]:
+def _array_folders(root: Path, on_error: Callable[[OSError], None] | None = None) -> Iterator[str]:
     """Keys of the folders that look like arrays. The arrays themselves are not read."""
-    for folder, names, files in os.walk(root, onerror=_raise):
+    for folder, names, files in os.walk(root, onerror=on_error or _raise):
         # Megatron leaves lock folders behind that look like arrays and are none.
         names[:] = sorted(name for name in names if not name.endswith(".sync"))
         if _METADATA_NAME in files:
@@ -204,6 +205,12 @@ def _array_folders(root: Path) -> Iterator[str]:
 def _raise(error: OSError) -> None:
     # A folder that cannot be listed is no folder without arrays.
     raise error
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    # A save that has the folder clears it, and the lock, which is asked for next, says so.
+    if error.errno not in local.NOT_THERE:
+        raise error
 
 
 def _parse(folder: Path, key: str) -> StoredTensor:
