@@ -35,7 +35,7 @@ from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.cli.app import app, main
 from dist_checkpointing.tools.convert import ConvertOptions, Rules, convert
-from dist_checkpointing.tools.convert.memory import Spending
+from dist_checkpointing.tools.convert.memory import Budget
 from dist_checkpointing.tools.convert.verification import PartChecks
 
 BACKENDS: dict[str, Any] = {
@@ -166,11 +166,13 @@ def test_parts_that_are_larger_than_what_is_read_at_a_time(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def little(*_: object) -> Spending:
-        return Spending(threads=3, box_bytes=1000, buffer_bytes=2000, mapped_bytes=2000)
+    def little(*_: object) -> Budget:
+        return Budget(threads=3, box_bytes=1000, buffer_bytes=2000, mapped_bytes=2000)
 
     # By its name in the package it is the function.
-    monkeypatch.setattr(import_module("dist_checkpointing.tools.convert.convert"), "spend", little)
+    monkeypatch.setattr(
+        import_module("dist_checkpointing.tools.convert.convert"), "budget_of", little
+    )
     rules = Rules.parse(reshard=reshard)
     for to in ("zarr", "safetensors"):
         if to == "safetensors" and reshard:

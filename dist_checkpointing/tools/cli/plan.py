@@ -99,7 +99,7 @@ def plan(
         cuts = cut_keys(opened.index, tp, [*rules, *guessed_rules(opened.index)])
     elif tp > 1 or dp > 1 or rules:
         raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
-    # Not at the top: plans are made of what imports torch.
+    # Not at the top: forecasts import torch.
     from dist_checkpointing.tools.forecast.forecast import forecast_of  # noqa: PLC0415
     from dist_checkpointing.tools.forecast.templates import (  # noqa: PLC0415
         of_function,
@@ -116,7 +116,7 @@ def plan(
             raise ValueError(f"{template} is for {len(wants)} ranks, not {ranks}")
     elif ":" in template:
         if ranks is None:
-            raise ValueError(f"how many ranks shall {template} be called for? pass --ranks")
+            raise ValueError(f"{template} needs the number of ranks: pass --ranks")
         wants = of_function(template, ranks)
     else:
         raise ValueError(f"{template!r} is neither FILE.json nor module:function")
@@ -142,7 +142,7 @@ def _topology(tp: int, replicas: int) -> str:
     return parts if replicas == 1 else f"{parts} x {replicas} replicas"
 
 
-# What a person sees.
+# The text that is printed.
 
 
 def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], tp: int) -> None:

@@ -1,4 +1,4 @@
-"""What a person, or a pipe, sees: tables in the width there is, plain lines elsewhere."""
+"""Prints results and errors: styled for a terminal, plain lines for a pipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", 
 
 
 def fail(message: str) -> None:
-    """Say in one place what went wrong; what follows the first line are its details."""
+    """Print an error; the lines after the first are its details."""
     first, *rest = [one_line(line) for line in message.split("\n")]
     errors.print(f"[bold red]error:[/] {_escaped(first)}", soft_wrap=True)
     for line in rest:
@@ -50,7 +50,7 @@ def say(line: str = "") -> None:
 
 
 def painted(text: str, style: str) -> str:
-    """The text in a style, for a terminal that has colours and a person who wants them."""
+    """The text in a style if the terminal has colours and they are not turned off."""
     if out.color_system is None or out.no_color or not out.is_terminal:
         return text
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
@@ -80,7 +80,7 @@ def json_value(value: Any) -> Any:
 
 
 def bytes_on_disk(paths: Iterable[Path]) -> int:
-    """The blocks that files take; those that are not there take none."""
+    """Bytes of the blocks that files take; a file that is missing takes 0."""
     return sum(path.lstat().st_blocks * 512 for path in paths if path.exists())
 
 

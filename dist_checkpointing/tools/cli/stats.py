@@ -21,7 +21,7 @@ from dist_checkpointing.tools.cli.screen import (
     progress_bar,
     say,
 )
-from dist_checkpointing.tools.inspect.inventory import Inventory, Share, take_inventory
+from dist_checkpointing.tools.inspect.inventory import Inventory, TensorTotal, take_inventory
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.inspect.values import Statistics
@@ -103,7 +103,7 @@ def _lines(opened: Checkpoint, found: Inventory) -> Iterator[str]:
         yield from in_columns(("LARGEST FILES", "SIZE"), rows, right=[1])
 
 
-def _share_lines(title: str, shares: Mapping[str, Share]) -> Iterator[str]:
+def _share_lines(title: str, shares: Mapping[str, TensorTotal]) -> Iterator[str]:
     total = sum(share.num_bytes for share in shares.values())
     if not shares:
         return

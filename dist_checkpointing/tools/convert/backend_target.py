@@ -1,4 +1,4 @@
-"""Converts into a backend of ours (or a third party's): an ordinary save whose data is lazy."""
+"""Converts into a checkpoint of any backend: an ordinary save whose data is lazy."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from dist_checkpointing.storage.progress import ProgressCallback
 from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select
+from dist_checkpointing.tools.convert.copying import cast
 from dist_checkpointing.tools.convert.destination import cleared_on_failure
-from dist_checkpointing.tools.convert.memory import Spending
+from dist_checkpointing.tools.convert.memory import Budget
 from dist_checkpointing.tools.convert.plan import (
     ConversionPlan,
     PlannedTensor,
     is_cut_across,
     shards,
 )
-from dist_checkpointing.tools.convert.pump import cast
 from dist_checkpointing.tools.convert.sources import Source
 
 _LARGE_BYTES = 2**20
 _TOGETHER_BYTES = 8 * 2**20
 _MOST_TOGETHER = 1024
 
-Place = tuple[str, Ints | None]
+ItemId = tuple[str, Ints | None]
 """Key and offset of an item."""
 
 
@@ -46,7 +46,7 @@ def convert_to_backend(
     plan: ConversionPlan,
     destination: Path,
     backend: tuple[str, int],
-    spending: Spending,
+    budget: Budget,
     *,
     overwrite: bool,
     tensors_only: bool,
@@ -59,11 +59,11 @@ def convert_to_backend(
     Raises:
         CheckpointingException: see ``save``. Nothing is left of the checkpoint then.
     """
-    strategy = lazy_strategy(backend, spending, _LazyPlanner(source, plan, spending, stop))
+    strategy = lazy_strategy(backend, budget, _LazyPlanner(source, plan, budget, stop))
     common = {} if tensors_only else dict(source.common)
     layout = strategy.make_writer(destination).layout
     # Cut here as the backend would anyway, but along what is stored.
-    most_bytes = spending.box_bytes
+    most_bytes = budget.box_bytes
     if isinstance(layout, RowBlockLayout):
         most_bytes = min(most_bytes, layout.max_chunk_bytes)
     leaves: list[ShardedTensor | ShardedObject] = []
@@ -74,8 +74,8 @@ def convert_to_backend(
             value = source.object_cell(sharded.source_key, cell)
             leaves.append(ShardedObject(sharded.key, value, sharded.shape, cell))
     # A dict that holds nothing but sharded leaves leaves no trace in the common state.
-    place = next(name for name in map(str, itertools.count()) if name not in common)
-    state_dict = {**common, place: dict(enumerate(leaves))} if leaves else common
+    free_key = next(name for name in map(str, itertools.count()) if name not in common)
+    state_dict = {**common, free_key: dict(enumerate(leaves))} if leaves else common
 
     def check_source(_: object) -> None:
         source.check_unchanged()
@@ -94,7 +94,7 @@ def convert_to_backend(
 
 
 def lazy_strategy(
-    backend: tuple[str, int], spending: Spending, planner: DefaultSavePlanner | None = None
+    backend: tuple[str, int], budget: Budget, planner: DefaultSavePlanner | None = None
 ) -> PlannedSaveStrategy:
     """The strategy that saves what the planner reads.
 
@@ -111,7 +111,7 @@ def lazy_strategy(
     # A copy: a strategy that was registered by hand belongs to somebody else.
     strategy = copy.copy(found)
     strategy.planner = planner
-    strategy.options = StorageOptions(threads=spending.threads, buffer_bytes=spending.buffer_bytes)
+    strategy.options = StorageOptions(threads=budget.threads, buffer_bytes=budget.buffer_bytes)
     return strategy
 
 
@@ -135,29 +135,29 @@ class _Group:
     """Items that are read together, and those of them that were read and not yet asked for.
 
     Attributes:
-        items: in the order of the plan.
-        band: the box that they make up, if it is read as one.
+        items: In the order of the plan.
+        box: The box that they make up, if it is read as one.
     """
 
-    def __init__(self, items: list[WriteItem], band: Box | None = None) -> None:
-        self.items, self.band = items, band
+    def __init__(self, items: list[WriteItem], box: Box | None = None) -> None:
+        self.items, self.box = items, box
         self.lock = threading.Lock()
-        self.waiting: dict[Place, torch.Tensor] | None = None
+        self.waiting: dict[ItemId, torch.Tensor] | None = None
 
 
 class _LazyPlanner(DefaultSavePlanner):
     """Reads from the source when the writer asks for an item; neighbours are read together."""
 
     def __init__(
-        self, source: Source, plan: ConversionPlan, spending: Spending, stop: threading.Event
+        self, source: Source, plan: ConversionPlan, budget: Budget, stop: threading.Event
     ) -> None:
         super().__init__()
         self._source = source
         self._tensors = {tensor.key: tensor for tensor in plan.tensors}
-        self._most_together = spending.box_bytes
-        self._most_waiting = spending.threads * spending.box_bytes
+        self._most_together = budget.box_bytes
+        self._most_waiting = budget.threads * budget.box_bytes
         self._stop = stop
-        self._groups: dict[Place, _Group] = {}
+        self._groups: dict[ItemId, _Group] = {}
         self._waiting_bytes = 0
         self._lock = threading.Lock()
 
@@ -169,7 +169,7 @@ class _LazyPlanner(DefaultSavePlanner):
         final = super().finalize_plan(plan)
         for group in _groups(final.items, self._tensors, self._most_together):
             for item in group.items:
-                self._groups[_place(item)] = group
+                self._groups[_item_id(item)] = group
         return final
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
@@ -177,7 +177,7 @@ class _LazyPlanner(DefaultSavePlanner):
             return super().get_data(item)
         if self._stop.is_set():
             raise CheckpointingException("the conversion was interrupted")
-        group = self._groups.get(_place(item))
+        group = self._groups.get(_item_id(item))
         if group is None:
             return self._read([item])[0]
         with group.lock:
@@ -185,10 +185,10 @@ class _LazyPlanner(DefaultSavePlanner):
                 if self._waiting_bytes >= self._most_waiting:
                     return self._read([item])[0]
                 group.waiting = dict(
-                    zip(map(_place, group.items), self._read_group(group), strict=True)
+                    zip(map(_item_id, group.items), self._read_group(group), strict=True)
                 )
                 self._count(sum(data.nbytes for data in group.waiting.values()))
-            data = group.waiting.pop(_place(item), None)
+            data = group.waiting.pop(_item_id(item), None)
         if data is None:  # it was read alone before the others were
             return self._read([item])[0]
         self._count(-data.nbytes)
@@ -199,13 +199,13 @@ class _LazyPlanner(DefaultSavePlanner):
             self._waiting_bytes += num_bytes
 
     def _read_group(self, group: _Group) -> list[torch.Tensor]:
-        if group.band is None:
+        if group.box is None:
             return self._read(group.items)
         tensor = self._tensors[group.items[0].index.fqn]
-        (band,) = self._source.read([(tensor.source.key, group.band)])
-        band = cast(band, tensor.dtype.torch)
-        origin = group.band.offset
-        return [band[_box(item).relative_to(origin).slices()] for item in group.items]
+        (read,) = self._source.read([(tensor.source.key, group.box)])
+        values = cast(read, tensor.dtype.torch)
+        origin = group.box.offset
+        return [values[_box(item).relative_to(origin).slices()] for item in group.items]
 
     def _read(self, items: Sequence[WriteItem]) -> list[torch.Tensor]:
         tensors = [self._tensors[item.index.fqn] for item in items]
@@ -215,7 +215,7 @@ class _LazyPlanner(DefaultSavePlanner):
         return [cast(data, t.dtype.torch) for t, data in zip(tensors, read, strict=True)]
 
 
-def _place(item: WriteItem) -> Place:
+def _item_id(item: WriteItem) -> ItemId:
     return item.index.fqn, item.index.offset
 
 
@@ -236,11 +236,11 @@ def _groups(
         shape = tensors[key].shape
         if len(row) > 1 and is_cut_across(tensors[key]):
             first = _box(row[0])
-            band = Box((first.offset[0], *[0] * (len(shape) - 1)), (first.shape[0], *shape[1:]))
-            is_whole = sum(_box(item).num_elements for item in row) == band.num_elements
-            size_of_band = band.num_elements * tensors[key].widest_itemsize
-            if is_whole and _LARGE_BYTES <= size_of_band <= 2 * most_bytes:
-                yield _Group(row, band)
+            box = Box((first.offset[0], *[0] * (len(shape) - 1)), (first.shape[0], *shape[1:]))
+            is_whole = sum(_box(item).num_elements for item in row) == box.num_elements
+            num_bytes_of_box = box.num_elements * tensors[key].widest_itemsize
+            if is_whole and _LARGE_BYTES <= num_bytes_of_box <= 2 * most_bytes:
+                yield _Group(row, box)
                 continue
         for item in row:
             num_bytes = item.tensor_storage_size() or 0

@@ -26,6 +26,7 @@ from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 from dist_checkpointing.tools.convert.backend_target import convert_to_backend, lazy_strategy
+from dist_checkpointing.tools.convert.copying import stopping
 from dist_checkpointing.tools.convert.destination import (
     check_apart,
     check_checkpoint_place,
@@ -39,9 +40,8 @@ from dist_checkpointing.tools.convert.file_targets import (
     write_safetensors,
     write_torch_file,
 )
-from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES, Spending, spend
+from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES, Budget, budget_of
 from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
-from dist_checkpointing.tools.convert.pump import stopping
 from dist_checkpointing.tools.convert.rules import Rules
 from dist_checkpointing.tools.convert.safetensors_format import INDEX_SUFFIX, SUFFIX
 from dist_checkpointing.tools.convert.safetensors_source import SafetensorsSource, holds_safetensors
@@ -168,7 +168,7 @@ def parse_backend(text: str) -> tuple[str, int]:
     """A backend and its version; the newest if none is named.
 
     Raises:
-        StrategyNotFoundError: if there is none.
+        StrategyNotFoundError: If no such backend is registered.
     """
     known = available_strategies(StrategyAction.SAVE_SHARDED)
     found = [(n, v) for n, v in known if text in (n, f"{n}:{v}")]
@@ -226,7 +226,7 @@ class _Job:
     common: dict[Any, Any] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     plan: ConversionPlan = field(init=False)
-    spending: Spending = field(init=False)
+    budget: Budget = field(init=False)
     checks: PartChecks | None = None
     not_verified: str | None = None
 
@@ -248,14 +248,14 @@ class _Job:
             self._choose_for_torch()
         local.check_room(self.destination.absolute().parent, self.plan.num_bytes)
         if self.backend is not None:
-            # Imports what will be used, so that its memory counts before the rest is shared out.
-            lazy_strategy(self.backend, Spending(1, 1, 1, 1))
-        # Before memory is shared out, like the imports.
+            # Imports what will be used, so that its memory counts before the rest is divided.
+            lazy_strategy(self.backend, Budget(1, 1, 1, 1))
+        # Before memory is divided, like the imports.
         self._find_checksums()
-        self.spending = spend(self.options.memory_bytes, self.options.threads)
-        self.source.limit_mapped(self.spending.mapped_bytes)
+        self.budget = budget_of(self.options.memory_bytes, self.options.threads)
+        self.source.limit_mapped(self.budget.mapped_bytes)
         if self.checks is not None:
-            self.checks.most_bytes = self.spending.box_bytes
+            self.checks.most_bytes = self.budget.box_bytes
             self.source.verify_with(self.checks)
 
     def _find_checksums(self) -> None:
@@ -305,7 +305,7 @@ class _Job:
                         self.plan,
                         self.destination,
                         self.backend,
-                        self.spending,
+                        self.budget,
                         overwrite=self.options.overwrite,
                         tensors_only=self.rules.tensors_only,
                         trusted=self.options.trusted,
@@ -339,7 +339,7 @@ class _Job:
                     self.source,
                     self.plan,
                     path,
-                    self.spending,
+                    self.budget,
                     as_folder=self.as_folder,
                     shard_bytes=self.options.shard_bytes,
                     texts=self.common,
@@ -351,7 +351,7 @@ class _Job:
                     self.source,
                     self.plan,
                     path,
-                    self.spending,
+                    self.budget,
                     common=self.common,
                     objects=self.objects,
                     stop=stop,
@@ -360,7 +360,7 @@ class _Job:
             self.source.check_unchanged()
 
     def _is_alike(self, path: Path) -> bool:
-        """Whether what is at the destination is such as would be written there."""
+        """Whether the destination holds the same kind of files as would be written there."""
         if not self.as_folder:
             return path.is_file()
         if not path.is_dir():
@@ -369,6 +369,6 @@ class _Job:
 
 
 def _few(names: Iterable[object]) -> str:
-    """The first of some names, for a person."""
+    """The first of some names, as text."""
     listed = list(map(str, names))
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

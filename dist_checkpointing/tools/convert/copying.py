@@ -1,4 +1,4 @@
-"""Moves boxes from a source into files, by a few threads that each hold a little at a time."""
+"""Copies boxes from a source into files, by a few threads that each hold one batch at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, ravel_offset
-from dist_checkpointing.tools.convert.memory import Spending
+from dist_checkpointing.tools.convert.memory import Budget
 from dist_checkpointing.tools.convert.plan import PlannedTensor, runs
 from dist_checkpointing.tools.convert.sources import Source
 
@@ -45,13 +45,13 @@ def stopping(stop: threading.Event) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Landing:
+class TensorInFile:
     """Where a tensor is written.
 
     Attributes:
-        tensor: which.
-        descriptor: of the file.
-        start: of its values in C order, in bytes.
+        tensor: The tensor.
+        descriptor: Descriptor of the file.
+        start: Where its values begin in the file, in bytes; they follow in C order.
     """
 
     tensor: PlannedTensor
@@ -61,21 +61,21 @@ class Landing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    landing: Landing
+    target: TensorInFile
     box: Box
 
     @property
     def num_bytes(self) -> int:
-        return self.box.num_elements * self.landing.tensor.widest_itemsize
+        return self.box.num_elements * self.target.tensor.widest_itemsize
 
 
-def batches(landings: Sequence[Landing], box_bytes: int) -> Iterator[list[_Piece]]:
+def batches(targets: Sequence[TensorInFile], box_bytes: int) -> Iterator[list[_Piece]]:
     """What is read at once: one large box, or many small ones."""
     batch: list[_Piece] = []
     size = 0
-    for landing in landings:
-        for box in runs(landing.tensor, box_bytes):
-            piece = _Piece(landing, box)
+    for target in targets:
+        for box in runs(target.tensor, box_bytes):
+            piece = _Piece(target, box)
             if batch and (size + piece.num_bytes > box_bytes or len(batch) >= _MOST_TOGETHER):
                 yield batch
                 batch, size = [], 0
@@ -85,43 +85,43 @@ def batches(landings: Sequence[Landing], box_bytes: int) -> Iterator[list[_Piece
         yield batch
 
 
-def pump(
+def copy_tensors(
     source: Source,
-    landings: Sequence[Landing],
-    spending: Spending,
+    targets: Sequence[TensorInFile],
+    budget: Budget,
     stop: threading.Event,
     report: Callable[[int], None],
 ) -> None:
     """Copy tensors into files that have room for them.
 
     Args:
-        source: of the tensors.
-        landings: in the order in which they are copied.
-        spending: threads and memory.
-        stop: ends it when set.
-        report: called with the number of bytes written since the last call.
+        source: Has the tensors.
+        targets: Where they are written, in the order in which they are copied.
+        budget: Threads and memory.
+        stop: Ends it when set.
+        report: Called with the number of bytes written since the last call.
 
     Raises:
-        CheckpointingException: if ``stop`` was set.
-        Exception: the first error of any thread, when all have ended.
+        CheckpointingException: If ``stop`` was set.
+        Exception: The first error of any thread, when all have ended.
     """
 
     def move(batch: Sequence[_Piece]) -> None:
         if stop.is_set():
             raise CheckpointingException("the conversion was interrupted")
-        values = source.read([(p.landing.tensor.source.key, p.box) for p in batch])
+        values = source.read([(p.target.tensor.source.key, p.box) for p in batch])
         for number, piece in enumerate(batch):
-            tensor = piece.landing.tensor
+            tensor = piece.target.tensor
             data, values[number] = cast(values[number], tensor.dtype.torch), torch.empty(0)
             start = ravel_offset(piece.box.offset, tensor.shape) * tensor.dtype.itemsize
-            write_tensor(piece.landing.descriptor, data, piece.landing.start + start)
+            write_tensor(piece.target.descriptor, data, piece.target.start + start)
             report(data.nbytes)
 
-    pool = ThreadPoolExecutor(spending.threads, "convert")
+    pool = ThreadPoolExecutor(budget.threads, "convert")
     running: set[Future[None]] = set()
     try:
-        for batch in batches(landings, spending.box_bytes):
-            if len(running) >= 2 * spending.threads:
+        for batch in batches(targets, budget.box_bytes):
+            if len(running) >= 2 * budget.threads:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     future.result()

@@ -22,9 +22,9 @@ from dist_checkpointing.filesystem import local
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.strategies.torch_archive import entries
 from dist_checkpointing.tools.convert import safetensors_format as st
-from dist_checkpointing.tools.convert.memory import Spending
+from dist_checkpointing.tools.convert.copying import TensorInFile, copy_tensors, write_tensor
+from dist_checkpointing.tools.convert.memory import Budget
 from dist_checkpointing.tools.convert.plan import ConversionPlan, PlannedTensor
-from dist_checkpointing.tools.convert.pump import Landing, pump, write_tensor
 from dist_checkpointing.tools.convert.sources import Source
 from dist_checkpointing.tools.convert.torch_file import (
     COMMON_KEY,
@@ -80,7 +80,7 @@ def write_safetensors(
     source: Source,
     plan: ConversionPlan,
     path: Path,
-    spending: Spending,
+    budget: Budget,
     *,
     as_folder: bool,
     shard_bytes: int,
@@ -91,15 +91,15 @@ def write_safetensors(
     """Write a model as Hugging Face lays it out: one file, or several and an index.
 
     Args:
-        source: of the values.
-        plan: what to write.
-        path: to write at: a folder to make, or a file.
-        spending: threads and memory.
-        as_folder: make a folder, whose files are divided; else one file.
-        shard_bytes: most bytes of values in one of the files of a folder.
-        texts: for the header.
-        stop: ends it when set.
-        report: called with the number of bytes written since the last call.
+        source: Has the values.
+        plan: What to write.
+        path: A folder to make, or a file.
+        budget: Threads and memory.
+        as_folder: Make a folder, with several files if there are many values; else one file.
+        shard_bytes: Most bytes of values in one of the files of a folder.
+        texts: Texts for the header.
+        stop: Ends it when set.
+        report: Called with the number of bytes written since the last call.
     """
     tensors = {tensor.key: tensor for tensor in plan.tensors}
     sizes = [(tensor.key, tensor.num_bytes) for tensor in plan.tensors]
@@ -108,7 +108,7 @@ def write_safetensors(
     if as_folder:
         path.mkdir()
     with ExitStack() as opened:
-        landings: list[Landing] = []
+        targets: list[TensorInFile] = []
         for name, keys in zip(names, files, strict=True):
             rows = [(key, tensors[key].dtype, tensors[key].shape) for key in keys]
             header, entries = st.header_bytes(rows, {**texts, "format": "pt"})
@@ -118,8 +118,8 @@ def write_safetensors(
             size = len(header) + sum(entry.num_bytes for entry in entries)
             file = opened.enter_context(_created(path / name if as_folder else path, size))
             os.pwrite(file, header, 0)
-            landings += [Landing(tensors[entry.key], file, entry.start) for entry in entries]
-        pump(source, landings, spending, stop, report)
+            targets += [TensorInFile(tensors[entry.key], file, entry.start) for entry in entries]
+        copy_tensors(source, targets, budget, stop, report)
     if len(files) > 1:
         weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
         content = {
@@ -142,7 +142,7 @@ def write_torch_file(
     source: Source,
     plan: ConversionPlan,
     path: Path,
-    spending: Spending,
+    budget: Budget,
     *,
     common: dict[Any, Any],
     objects: dict[str, Any],
@@ -155,17 +155,17 @@ def write_torch_file(
     never in memory together.
 
     Args:
-        source: of the values.
-        plan: what to write.
-        path: of the file.
-        spending: threads and memory.
-        common: kept under ``COMMON_KEY`` if there is any; see ``loadable``.
-        objects: kept under ``OBJECTS_KEY`` if there are any.
-        stop: ends it when set.
-        report: called with the number of bytes written since the last call.
+        source: Has the values.
+        plan: What to write.
+        path: The file.
+        budget: Threads and memory.
+        common: Common state, kept under ``COMMON_KEY``; see ``loadable``.
+        objects: Sharded objects, kept under ``OBJECTS_KEY``.
+        stop: Ends it when set.
+        report: Called with the number of bytes written since the last call.
 
     Raises:
-        CheckpointingException: if a tensor has the name of one of these keys.
+        CheckpointingException: If a tensor has the name of one of these keys.
     """
     state: dict[str, Any] = _without_memory(plan.tensors)
     for name, value in ((COMMON_KEY, common), (OBJECTS_KEY, objects)):
@@ -184,11 +184,11 @@ def write_torch_file(
     try:
         for tensor, start in zip(own, starts[len(plan.tensors) :], strict=True):
             write_tensor(descriptor, tensor, start)
-        landings = [
-            Landing(tensor, descriptor, start)
+        targets = [
+            TensorInFile(tensor, descriptor, start)
             for tensor, start in zip(plan.tensors, starts, strict=False)
         ]
-        pump(source, landings, spending, stop, report)
+        copy_tensors(source, targets, budget, stop, report)
     finally:
         os.close(descriptor)
 
@@ -212,7 +212,7 @@ def _storage_starts(path: Path, sizes: Sequence[int]) -> list[int]:
 
 
 def _without_memory(tensors: tuple[PlannedTensor, ...]) -> dict[str, Any]:
-    """Tensors that look as if they had memory, at addresses where there is none."""
+    """Tensors at addresses that take no memory, because nothing is written there."""
     starts = [
         0,
         *itertools.accumulate(-(-t.num_bytes // _ALIGNMENT) * _ALIGNMENT for t in tensors),

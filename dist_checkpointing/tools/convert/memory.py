@@ -1,4 +1,4 @@
-"""How a budget of memory is spent."""
+"""How much of the memory each part of a conversion may take."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MOST_BOX_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Spending:
+class Budget:
     """How many threads work on how much at a time.
 
     Attributes:
-        threads: that read and write.
-        box_bytes: of a box that one of them holds.
-        buffer_bytes: that a writer may collect.
-        mapped_bytes: that may be read of mapped files before they are mapped again.
+        threads: Threads that read and write.
+        box_bytes: Bytes of the box that one of them holds.
+        buffer_bytes: Bytes that a writer may collect.
+        mapped_bytes: Bytes to read of mapped files before they are mapped again.
     """
 
     threads: int
@@ -48,15 +48,15 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def spend(memory_bytes: int, threads: int | None = None) -> Spending:
-    """Share out what a budget leaves.
+def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
+    """Divide what the budget leaves among threads and buffers.
 
     Args:
-        memory_bytes: that the whole process may have, with what it has already.
-        threads: as many as are asked for; by default as StorageOptions.
+        memory_bytes: Bytes that the whole process may have, including what it has already.
+        threads: Number of threads; by default as StorageOptions.
 
     Raises:
-        CheckpointingException: if that is too little to begin.
+        CheckpointingException: If that is too little to begin.
     """
     used = resident_bytes()
     rest = memory_bytes - used
@@ -72,7 +72,7 @@ def spend(memory_bytes: int, threads: int | None = None) -> Spending:
     rest -= _SLACK_BYTES
     count = threads or StorageOptions().threads
     box_bytes = max(2**20, min(_MOST_BOX_BYTES, rest // (2 * _COPIES * count)))
-    return Spending(count, box_bytes, max(2**20, rest // 4), max(2**23, rest // 8))
+    return Budget(count, box_bytes, max(2**20, rest // 4), max(2**23, rest // 8))
 
 
 def return_freed_memory() -> None:

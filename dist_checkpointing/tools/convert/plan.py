@@ -34,7 +34,7 @@ class PlannedTensor:
         source: what it is where it comes from.
         key: its new name.
         dtype: its new dtype.
-        chunk_shape: the new shape of its parts; None for those that it has.
+        chunk_shape: the new shape of its parts; None if they stay as they are.
     """
 
     source: StoredTensor
@@ -179,10 +179,10 @@ def _check_lossless(casts: Iterable[CastCount]) -> None:
 
 
 def shards(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
-    """The boxes in which a backend of ours is told a tensor, which make it up.
+    """The boxes in which a tensor is saved; together they cover it.
 
-    Those that it is stored in, or those that are asked for, divided where they are larger than
-    ``most_bytes``; at least one, also for a tensor without elements.
+    They are the boxes that it is stored in, or those that the rules ask for. Boxes larger than
+    ``most_bytes`` are divided. A tensor without elements has one.
     """
     if 0 in tensor.shape:
         yield Box.whole(tensor.shape)
@@ -218,7 +218,7 @@ def _boxes(box: Box, flat: tuple[int, int] | None) -> list[Box]:
 
 
 def divided(shape: Ints, chunk: Ints, itemsize: int, most_bytes: int) -> Ints:
-    """A chunk shape of at most ``most_bytes``, of which the given one is a multiple if possible."""
+    """A chunk shape of at most ``most_bytes`` that divides the given one if possible."""
     for axis, extent in enumerate(chunk):
         if itemsize * math.prod(chunk) <= most_bytes:
             break
@@ -251,5 +251,5 @@ def runs(tensor: PlannedTensor, most_bytes: int) -> Iterator[Box]:
     height = min(tensor.shape[0], chunk[0] * max(1, most // max(1, row * chunk[0])))
     for start in range(0, tensor.shape[0], height):
         extent = min(height, tensor.shape[0] - start)
-        band = Box((start, *whole.offset[1:]), (extent, *tensor.shape[1:]))
-        yield from split_rows(band, most)
+        block = Box((start, *whole.offset[1:]), (extent, *tensor.shape[1:]))
+        yield from split_rows(block, most)

@@ -168,7 +168,7 @@ def _cast(text: str) -> Cast:
     try:
         dtype = from_name(name.removeprefix("torch."))
     except UnsupportedFormatError as error:
-        raise _bad("cast", text, f"{name!r} is none of {', '.join(sorted(FLOATING))}") from error
+        raise _bad("cast", text, f"{name!r} is not one of {', '.join(sorted(FLOATING))}") from error
     if dtype.name not in FLOATING:
         finding = Finding("only floating-point tensors are cast", found=dtype.name)
         raise CheckpointingException(f"cast {text!r}: not to a floating-point dtype", [finding])

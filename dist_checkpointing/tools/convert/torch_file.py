@@ -169,7 +169,7 @@ def _are_objects(value: object) -> bool:
 
 
 def can_be_stored(leaf: object) -> bool:
-    """Whether a leaf is a tensor with a dtype of ours; others stay in the common state."""
+    """Whether a leaf is a tensor that a checkpoint can hold; others stay in the common state."""
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return False
     return any(leaf.dtype is row.torch for row in dtypes.DTYPES) and not leaf.is_meta

@@ -169,7 +169,7 @@ def _is_inside(part: StoredPart, shape: tuple[int, ...]) -> bool:
 
 
 def _blocks(own: torch.Tensor, part: StoredPart, most: int) -> Iterator[torch.Tensor]:
-    """The values of a part, of which all of the box was read, in C order."""
+    """The values of a part in C order; all of its box was read."""
     if part.flat_range is None and own.is_contiguous():
         yield own
         return

@@ -127,7 +127,7 @@ def _cut(stored: StoredTensor, parts: int, rules: Iterable[AxisRule]) -> KeyCut:
     else:
         ndim = len(stored.global_shape)
         if not -ndim <= rule.axis < ndim:
-            if rule in MEGATRON_RULES:  # a guess that does not fit is none
+            if rule in MEGATRON_RULES:  # a guess that does not fit is not used
                 return KeyCut(stored.key, None, Reason.NO_RULE)
             raise ValueError(
                 f"{stored.key!r} of shape {stored.global_shape} has no axis {rule.axis}, "

@@ -16,8 +16,8 @@ from dist_checkpointing.format.seal import SEAL_NAME
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Some of the tensors together."""
+class TensorTotal:
+    """How many tensors, and their bytes."""
 
     num_tensors: int = 0
     num_bytes: int = 0
@@ -48,7 +48,7 @@ class Inventory:
         tensors: all of them; bytes before compression.
         by_dtype: the tensors of each element type, largest share first.
         model: tensors whose keys do not say that they are an optimizer's.
-        optimizer: those of which they do, see ``is_of_optimizer``.
+        optimizer: tensors whose keys do, see ``is_of_optimizer``.
         largest: keys and bytes of the largest tensors.
         num_elements: of all tensors.
         num_chunks: stored chunks and pieces of all tensors.
@@ -58,10 +58,10 @@ class Inventory:
 
     files: Files
     largest_files: tuple[tuple[str, int], ...]
-    tensors: Share
-    by_dtype: Mapping[str, Share]
-    model: Share
-    optimizer: Share
+    tensors: TensorTotal
+    by_dtype: Mapping[str, TensorTotal]
+    model: TensorTotal
+    optimizer: TensorTotal
     largest: tuple[tuple[str, int], ...]
     num_elements: int
     num_chunks: int
@@ -81,13 +81,13 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
     """
     index = checkpoint.index
     sizes = _file_sizes(checkpoint.path)
-    shares: dict[str, Share] = {}
-    by_owner = {True: Share(), False: Share()}
+    shares: dict[str, TensorTotal] = {}
+    by_owner = {True: TensorTotal(), False: TensorTotal()}
     num_elements = num_chunks = largest_chunk = 0
     largest: list[tuple[str, int]] = []
     for key in index:
         stored = index[key]
-        shares[stored.dtype.name] = _with(shares.get(stored.dtype.name, Share()), stored)
+        shares[stored.dtype.name] = _with(shares.get(stored.dtype.name, TensorTotal()), stored)
         owner = is_of_optimizer(key)
         by_owner[owner] = _with(by_owner[owner], stored)
         num_elements += stored.num_bytes // stored.dtype.itemsize
@@ -100,7 +100,7 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
     return Inventory(
         Files(len(sizes), sum(s for s, _ in sizes.values()), sum(d for _, d in sizes.values())),
         tuple(biggest_files[:most_listed]),
-        Share(len(index), sum(share.num_bytes for share in by_owner.values())),
+        TensorTotal(len(index), sum(share.num_bytes for share in by_owner.values())),
         dict(by_size),
         by_owner[False],
         by_owner[True],
@@ -116,8 +116,8 @@ def _by_size(row: tuple[str, int]) -> tuple[int, str]:
     return -row[1], row[0]
 
 
-def _with(share: Share, stored: StoredTensor) -> Share:
-    return Share(share.num_tensors + 1, share.num_bytes + stored.num_bytes)
+def _with(share: TensorTotal, stored: StoredTensor) -> TensorTotal:
+    return TensorTotal(share.num_tensors + 1, share.num_bytes + stored.num_bytes)
 
 
 def _chunks(stored: StoredTensor) -> tuple[int, int]:
