@@ -170,7 +170,9 @@ def test_parts_that_are_larger_than_what_is_read_at_a_time(
         return Budget(threads=3, box_bytes=1000, buffer_bytes=2000, mapped_bytes=2000)
 
     # By its name in the package it is the function.
-    monkeypatch.setattr(import_module("dist_checkpointing.tools.convert.convert"), "spend", little)
+    monkeypatch.setattr(
+        import_module("dist_checkpointing.tools.convert.convert"), "budget_of", little
+    )
     rules = Rules.parse(reshard=reshard)
     for to in ("zarr", "safetensors"):
         if to == "safetensors" and reshard:
