@@ -4,17 +4,14 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
+    from dist_checkpointing.checkpoint.examination import Examination
     from dist_checkpointing.checkpoint.handle import (
         Checkpoint,
         ObjectHandle,
         StoredChunk,
         TensorHandle,
     )
-    from dist_checkpointing.checkpoint.verify import (
-        Examination,
-        examine_checkpoint,
-        verify_checkpoint,
-    )
+    from dist_checkpointing.checkpoint.verify import examine_checkpoint, verify_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -31,7 +28,7 @@ _MODULES = {
     "ObjectHandle": "handle",
     "StoredChunk": "handle",
     "TensorHandle": "handle",
-    "Examination": "verify",
+    "Examination": "examination",
     "examine_checkpoint": "verify",
     "verify_checkpoint": "verify",
 }

@@ -21,7 +21,7 @@ from dist_checkpointing.tools.cli.screen import (
 )
 
 if TYPE_CHECKING:
-    from dist_checkpointing.checkpoint.verify import Examination
+    from dist_checkpointing.checkpoint.examination import Examination
 
 EXIT_DAMAGED = 1
 

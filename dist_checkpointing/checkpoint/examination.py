@@ -1,0 +1,247 @@
+"""What reading all of a checkpoint has shown, and how that is collected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dist_checkpointing.checkpoint.handle import Checkpoint, ObjectHandle
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    Finding,
+    RankFailedError,
+    StateMismatchError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.format.checksums import StoredObject, StoredPart, checksum_files, read_table
+from dist_checkpointing.format.claims import large_tensors
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.removal import noted_removal
+from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal, unnamed_files
+from dist_checkpointing.strategies.verification import (
+    cause_of,
+    in_words,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What reading all of a checkpoint has shown.
+
+    Attributes:
+        findings: everything that is damaged, with key, place and file.
+        refused: objects and common state that were not read, because they hold more than plain data
+            types.
+        remarks: what is strange and may be as it shall be.
+        num_tensors: that were looked at.
+        num_parts: chunks and pieces that were read.
+        num_bytes: of the values that were read.
+        num_bytes_compared: of those whose checksum was compared.
+        num_objects: cells of sharded objects that were read.
+        is_sealed: whether a seal says which files there should be, and what they hold.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    refused: tuple[Finding, ...] = ()
+    remarks: tuple[Finding, ...] = ()
+    num_tensors: int = 0
+    num_parts: int = 0
+    num_bytes: int = 0
+    num_bytes_compared: int = 0
+    num_objects: int = 0
+    is_sealed: bool = False
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.findings
+
+
+class Notes:
+    """What has been noticed so far."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.refused: list[Finding] = []
+        self.remarks: list[Finding] = []
+        self.num_objects = 0
+        self.lacks_checksums = False
+        self.cells: list[StoredObject] = []
+
+    @contextmanager
+    def noting(self, key: str | None = None) -> Iterator[None]:
+        """Note what is damaged in the body, and go on."""
+        try:
+            yield
+        except (CorruptCheckpointError, StateMismatchError) as error:
+            self.findings += _findings(error, key)
+        except RankFailedError as error:
+            # Of this process alone: what it met says nothing about the checkpoint.
+            raise cause_of(error) from None
+
+    @contextmanager
+    def unpickling(self, key: str | None = None) -> Iterator[None]:
+        """Note, too, what the body does not unpickle."""
+        try:
+            with self.noting(key):
+                yield
+        except UnsupportedFormatError as error:
+            self.refused += _findings(error, key)
+
+    def seal_of(self, folder: Path) -> Seal | None:
+        """The seal; None if there is none that can be read."""
+        found: list[Seal | None] = []
+        with self.noting():
+            found.append(read_seal(folder))
+        return found[0] if found else None
+
+    def look_at_files(self, folder: Path, seal: Seal | None, rank: int, world_size: int) -> None:
+        """Compare the files with what the seal says of them."""
+        if seal is None:
+            return
+        if seal.is_open:
+            problem = "tensors are being removed, or a removal was cut off: files are not compared"
+            remedy = "Remove them once more."
+            self.remarks.append(Finding(problem, path=str(folder), remedy=remedy))
+            return
+        findings = check_files(seal, folder, sorted(seal.files)[rank::world_size])
+        if rank == 0:
+            findings += check_config(seal, folder)
+            inside, beside = unnamed_files(seal, folder)
+            problem = "the seal does not name this file: no save of this checkpoint made it"
+            findings += [Finding(problem, path=str(folder / name)) for name in inside]
+            self.remarks += [
+                Finding("this file is not part of the checkpoint", path=str(folder / name))
+                for name in beside
+            ]
+        # What was found out by reading says more than that the file is another one.
+        said = [str(finding.path) for finding in self.findings]
+        self.findings += [
+            finding for finding in findings if not any(str(finding.path) in path for path in said)
+        ]
+
+    def index_of(self, checkpoint: Checkpoint) -> Index | None:
+        """What is stored; None if that cannot be found out."""
+        found: list[Index] = []
+        with self.noting():
+            found.append(checkpoint.index)
+        return found[0] if found else None
+
+    def look_at_state(self, checkpoint: Checkpoint) -> None:
+        """Read the common state and every cell of every sharded object."""
+        with self.unpickling():
+            _ = checkpoint.common
+        objects: Mapping[str, ObjectHandle] = {}
+        with self.noting():
+            objects = checkpoint.objects
+        for key, handle in objects.items():
+            for cell in handle:
+                with self.unpickling(key):
+                    _ = handle[cell]
+                    self.num_objects += 1
+
+    def plausible(self, checkpoint: Checkpoint, index: Index, keys: list[str]) -> list[str]:
+        """The tensors that the files can hold; the others are damaged, and are not looked at."""
+        try:
+            checkpoint.reads.require_stored(large_tensors(index, keys), index)
+        except CorruptCheckpointError as error:
+            self.findings += _findings(error)
+            lost = {finding.key for finding in error.findings}
+            return [key for key in keys if key not in lost]
+        return keys
+
+    def checksums(self, folder: Path, index: Index) -> dict[str, list[StoredPart]]:
+        """The parts that have a checksum, by key."""
+        parts: dict[str, list[StoredPart]] = {}
+        for path in checksum_files(folder):
+            try:
+                table = read_table(path)
+            except CorruptCheckpointError as error:
+                self.findings += error.findings
+                self.lacks_checksums = True
+                continue
+            said = table.parts
+            self.cells += table.objects
+            strange = [part for part in said if not _is_of(index, part)]
+            self.findings += [
+                Finding("a checksum of what is no part of the tensor", part.key, path=str(path))
+                for part in strange
+            ]
+            for part in said:
+                if part not in strange:
+                    parts.setdefault(part.key, []).append(part)
+        return parts
+
+    def look_for_lost(
+        self, checkpoint: Checkpoint, index: Index, digests: Mapping[str, object]
+    ) -> None:
+        """Tensors that only the checksums name, where no index says what there shall be."""
+        if checkpoint.backend != ("zarr", 1):
+            return
+        going = noted_removal(checkpoint.path)
+        for key in sorted(set(digests) - set(index)):
+            folder = checkpoint.path / key
+            if key in going:
+                self.remarks.append(
+                    Finding("its removal was cut off", key, remedy="Remove it once more.")
+                )
+            elif folder.is_dir():
+                self.findings.append(
+                    Finding("its metadata is gone, its chunks are there", key, path=str(folder))
+                )
+            else:
+                self.remarks.append(
+                    Finding("has checksums and no files: removed on purpose, or lost", key)
+                )
+
+    def look_at_what_others_read(self, checkpoint: Checkpoint) -> None:
+        """Our readers have the index; zarr-python and xarray need the consolidated metadata."""
+        if checkpoint.backend != ("zarr", 2):
+            return
+        # Not at the top: the package zarr may be missing.
+        from dist_checkpointing.strategies.zarr.v3 import rebuild_index  # noqa: PLC0415
+
+        try:
+            rebuild_index(checkpoint.path)
+        except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            self.findings += (
+                replace(f, problem=f"zarr-python cannot open it, our own readers can: {f.problem}")
+                for f in error.findings
+            )
+
+
+def said_once(findings: Sequence[Finding], num_tensors: int) -> tuple[Finding, ...]:
+    """The findings; what keeps every single tensor from being read becomes one."""
+    alike: dict[tuple[str, str | None], list[Finding]] = {}
+    for finding in findings:
+        alike.setdefault((finding.problem, finding.path), []).append(finding)
+    found: list[Finding] = []
+    for same in alike.values():
+        keys = {finding.key for finding in same if finding.key is not None}
+        if len(keys) >= max(2, num_tensors):
+            what = f"nothing: {len(keys)} tensors and objects cannot be read"
+            found.append(replace(same[0], key=None, expected=None, found=what))
+        else:
+            found += same
+    return tuple(found)
+
+
+def _findings(error: Exception, key: str | None = None) -> tuple[Finding, ...]:
+    if not isinstance(error, CheckpointingException) or not error.findings:
+        return (Finding(f"{type(error).__name__}: {error}", key),)
+    return tuple(replace(found, key=found.key or key) for found in in_words(error))
+
+
+def _is_of(index: Index, part: StoredPart) -> bool:
+    """Whether a part lies in its tensor, or is one of a tensor that is not there any more."""
+    if part.key not in index:
+        return True
+    shape = index[part.key].global_shape
+    if len(part.box.shape) != len(shape) or min((*part.box.offset, *part.box.shape, 0)) < 0:
+        return False
+    start, stop = part.flat_range or (0, 0)
+    return Box.whole(shape).contains(part.box) and 0 <= start <= stop <= part.box.num_elements
