@@ -7,9 +7,12 @@ over the opcodes, which makes nothing, counts what the pickle would build.
 
 from __future__ import annotations
 
+import decimal
+import fractions
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +29,10 @@ is shared counts at each place."""
 _MOST_LITERAL_BYTES = 1 << 12
 _BYTES_PER_NODE = 64
 _MOST_INT_BYTES = 1 << 10
+_MOST_OF_ONE_HASH = 1 << 10
+_NUMBERS: dict[str, Callable[..., Any]] = {"builtins.complex": complex, "builtins.int": int}
+_NUMBERS |= {"decimal.Decimal": decimal.Decimal, "fractions.Fraction": fractions.Fraction}
+"""Calls that make numbers, of which many can be made that have one hash."""
 
 
 class BadPickle(ValueError):
@@ -152,6 +159,9 @@ class _Walk:
         # What is hashed or handed to a call on the way is work as well.
         self._work = 0
         self._most = 0
+        # Hash -> the first number that has it. As keys, those that share one cost n^2 steps.
+        self._hashes: dict[int, Any] = {}
+        self._clashes = 0
 
     def run(self, start: int) -> Pickle:  # noqa: PLR0912, PLR0915 - one branch an opcode
         data, size = self._data, len(self._data)
@@ -294,9 +304,19 @@ class _Walk:
         begin = position + width
         if length > _MOST_INT_BYTES or begin + length > size:
             raise BadPickle(f"a number of {length} bytes")
-        return int.from_bytes(self._data[begin : begin + length], "little", signed=True), (
-            begin + length
-        )
+        value = int.from_bytes(self._data[begin : begin + length], "little", signed=True)
+        if length > 8 and value.bit_length() > 64:
+            self._note("builtins.int", [value])
+        return value, begin + length
+
+    def _note(self, name: str, arguments: Sequence[Any]) -> None:
+        """Count the numbers that have the hash of another one."""
+        with suppress(ValueError, TypeError, ArithmeticError):  # the unpickler will say so
+            number = _NUMBERS[name](*arguments)
+            first = self._hashes.setdefault(hash(number), number)
+            self._clashes += first is not number and first != number
+        if self._clashes > _MOST_OF_ONE_HASH:
+            raise BadPickle(f"more than {_MOST_OF_ONE_HASH} of its numbers share their hashes")
 
     def _hold(self, node: Node, items: Sequence[Any]) -> None:
         """Count the items as parts of a node."""
@@ -355,6 +375,8 @@ class _Walk:
             self._hold(node, extra)
             self._spend(node.size)
         self._checks.call(called.name, args.items)
+        if self._checks.call is not _accept and called.name in _NUMBERS:
+            self._note(called.name, args.items)
         stack.append(node)
 
     def _build(self) -> None:

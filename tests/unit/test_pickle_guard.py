@@ -24,11 +24,13 @@ from torch import _utils as torch_names
 
 import hostile_pickles
 from dist_checkpointing import CorruptCheckpointError
+from dist_checkpointing.strategies.pickle_calls import check_call
 from dist_checkpointing.strategies.pickle_guard import (
     LEAST_NODES,
     MOST_LEVELS,
     NODES_PER_BYTE,
     BadPickle,
+    Checks,
     check_pickle,
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize, serialize
@@ -145,6 +147,41 @@ def test_a_key_that_is_hashed_again_and_again_costs_as_often() -> None:
     check_pickle(b"\x80\x02" + doubled + b"}h\xffK\x01s" * 2 + b".")
     with pytest.raises(BadPickle, match="steps"):
         check_pickle(b"\x80\x02" + doubled + b"}h\xffK\x01s" * 100 + b".")
+
+
+_MODULUS = (1 << 61) - 1
+"""Of the hashes of numbers."""
+
+SAME_HASHES: dict[str, Any] = {
+    "ints": [number * _MODULUS << 61 for number in range(1, 1100)],
+    "tuples": [(number * _MODULUS << 61,) for number in range(1, 1100)],
+    "complex": [complex(-1000003 * number, number) for number in range(1, 1100)],
+    "decimals": [decimal.Decimal(number * _MODULUS) for number in range(1, 1100)],
+    "fractions": [fractions.Fraction(number * _MODULUS) for number in range(1, 1100)],
+}
+
+
+@pytest.mark.parametrize("name", SAME_HASHES)
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_many_keys_of_one_hash_are_refused(name: str, protocol: int) -> None:
+    keys = SAME_HASHES[name]
+    assert len({hash(key) for key in keys}) == 1
+    for value in (dict.fromkeys(keys), set(keys), frozenset(keys)):
+        content = pickle.dumps(value, protocol)
+        with pytest.raises(BadPickle, match="share their hashes"):
+            check_pickle(content, checks=Checks(check_call))
+
+
+def test_numbers_of_different_hashes_pass() -> None:
+    source = random.Random(5)
+    values: list[Any] = [source.getrandbits(128) for _ in range(5000)]
+    values += [1 << 70] * 5000
+    values += [decimal.Decimal(number).scaleb(-3) for number in range(5000)]
+    values += [complex(number, -number) for number in range(5000)]
+    values += [complex("nan")] * 3000 + [complex(float("nan"), 1.0) for _ in range(3000)]
+    values += [decimal.Decimal("NaN")] * 2 + [decimal.Decimal("sNaN")]
+    values += [complex(1, 2), fractions.Fraction(1, 3)]
+    check_pickle(pickle.dumps(values), checks=Checks(check_call))
 
 
 @pytest.mark.parametrize("name", hostile_pickles.PICKLES)
