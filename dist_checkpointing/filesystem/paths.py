@@ -44,18 +44,31 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     raise UnsupportedFormatError("not a local path", [finding])
 
 
-def check_one_folder(names: Sequence[str]) -> None:
-    """Demand that all ranks name the same folder.
+def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
+    """Demand that all ranks save into the same folder, and in the same format.
 
     Args:
-        names: the absolute path that each rank was given, in rank order.
+        destinations: the absolute path, and the format in words, of each rank, in rank order.
 
     Raises:
         CheckpointingException: if they differ.
     """
     ranks: dict[str, list[int]] = {}
-    for rank, name in enumerate(names):
+    formats: dict[str, list[int]] = {}
+    for rank, (name, saved_as) in enumerate(destinations):
         ranks.setdefault(os.path.normpath(name), []).append(rank)
+        formats.setdefault(saved_as, []).append(rank)
+    if len(formats) > 1:
+        findings = [
+            Finding(
+                "this is the format on some ranks only",
+                found=saved_as,
+                ranks=tuple(of_format[:_MOST_NAMED]),
+                remedy="Pass the same strategy on every rank.",
+            )
+            for saved_as, of_format in formats.items()
+        ]
+        raise CheckpointingException("the ranks save in different formats", findings)
     if len(ranks) < 2:
         return
     findings = [

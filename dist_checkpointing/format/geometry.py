@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -166,18 +166,6 @@ def boxes_of_part(box: Box, flat_range: tuple[int, int] | None) -> list[Box]:
         Box(tuple(a + b for a, b in zip(box.offset, run.offset, strict=True)), run.shape)
         for run in split_flat_range(box.shape, *flat_range)
     ]
-
-
-def most_cut_axes(counts: Sequence[int]) -> Ints:
-    """The two axes, or fewer, that a plane through a tensor shows its cuts best along, ascending.
-
-    Of axes that are cut alike the later ones: rows and columns of a stack of matrices.
-
-    Args:
-        counts: parts along each axis.
-    """
-    order = sorted(range(len(counts)), key=lambda axis: (-counts[axis], -axis))
-    return tuple(sorted(order[:2]))
 
 
 @dataclass(frozen=True, slots=True)

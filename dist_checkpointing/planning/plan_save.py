@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem.paths import check_one_folder
+from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
@@ -82,6 +82,7 @@ def plan_save(
     cache: PlanCache | None = None,
     others: Iterable[ShardedBase] = (),
     folder: Path | None = None,
+    saved_as: str = "",
 ) -> AgreedPlan:
     """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
 
@@ -93,9 +94,10 @@ def plan_save(
         cache: the last plan, to be used again if nothing has changed.
         others: leaves of this rank that are saved in another way, and only checked here.
         folder: of the checkpoint, which all ranks must name alike.
+        saved_as: the format in words, which must be the same on all ranks.
 
     Raises:
-        CheckpointingException: on every rank, if they name different folders.
+        CheckpointingException: on every rank, if they name different folders or formats.
         InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
             tensor exactly once.
     """
@@ -107,9 +109,11 @@ def plan_save(
             rows = _described(itertools.chain(leaves.values(), others))
             description = (*description, len(leaves), *rows)
         number = cache.number_of(description)
-    place = "" if folder is None else str(folder.absolute())
+    place = ("" if folder is None else str(folder.absolute()), saved_as)
     # Ranks that name different folders bring different numbers, and then exchange the names.
-    named = None if number is None else number ^ (xxhash.xxh3_64_intdigest(place.encode()) >> 2)
+    named = None
+    if number is not None:
+        named = number ^ (xxhash.xxh3_64_intdigest("\0".join(place).encode()) >> 2)
     if comm.all_same(named):
         assert cache is not None
         with comm.agreed("planning the save"), paused_collector():
@@ -119,7 +123,7 @@ def plan_save(
         return cache.agreed
 
     @paused_collector()
-    def local_plan() -> tuple[SavePlan | None, bytes, bytes, str]:
+    def local_plan() -> tuple[SavePlan | None, bytes, bytes, tuple[str, str]]:
         planner.configure_planner(
             leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
         )
@@ -134,7 +138,7 @@ def plan_save(
     with comm.agreed("planning the save"), paused_collector():
         # Who brought a plan is who holds its shards, whatever a user's planner put there.
         plans_of_ranks, packed, packed_others, places = zip(*exchanged, strict=True)
-        check_one_folder(places)
+        check_one_destination(places)
         local_plans = LocalPlans(
             SavePlan(table) if plan is None else replace(plan, table=table)
             for plan, table in zip(plans_of_ranks, unpack_all(packed), strict=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
-from dist_checkpointing.filesystem.paths import check_one_folder
+from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format import seal
 from dist_checkpointing.format.commit import ATTEMPT_NAME, CheckpointingConfig, check_distinct
 from dist_checkpointing.format.gc_pause import paused_collector
@@ -79,17 +79,17 @@ def check_data(parts: Partition) -> None:
         raise InvalidShardingError("there is nothing to save for some shards", findings)
 
 
-def check_leaves(leaves: Leaves, folder: Path, comm: Comm) -> ShardTable:
+def check_leaves(leaves: Leaves, folder: Path, saved_as: str, comm: Comm) -> ShardTable:
     """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
 
     @paused_collector()
-    def describe_own() -> tuple[ShardTable, str]:
-        return describe(list(leaves.values()), comm.rank), str(folder)
+    def describe_own() -> tuple[ShardTable, tuple[str, str]]:
+        return describe(list(leaves.values()), comm.rank), (str(folder), saved_as)
 
     exchanged = comm.exchange("describing the shards", describe_own)
     with comm.agreed("checking the shards"), paused_collector():
-        tables, folders = zip(*exchanged, strict=True)
-        check_one_folder(folders)
+        tables, destinations = zip(*exchanged, strict=True)
+        check_one_destination(destinations)
         catalog = concatenate(tables)
         check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
     return catalog

@@ -177,9 +177,10 @@ class SaveJob:
             preprocess = self._options.get("preprocess_common_before_consistancy_check")
             compare_common_state(self._common, preprocess, comm)
         if self.writer is None:
+            saved_as = f"{self.strategy.backend} {self.strategy.version}"
             if validate:
-                check_leaves(self._by_strategy, self.folder, comm)
-            self._objects = check_leaves(self._by_common, self.folder, comm)
+                check_leaves(self._by_strategy, self.folder, saved_as, comm)
+            self._objects = check_leaves(self._by_common, self.folder, saved_as, comm)
             return
         assert isinstance(self.strategy, PlannedSaveStrategy)
         agreed, self._planner = self.strategy.plan(

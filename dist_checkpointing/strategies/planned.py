@@ -136,9 +136,15 @@ class PlannedSaveStrategy(SaveShardedStrategy):
             The plan, and the planner that answers for its data.
         """
         planner = DefaultSavePlanner() if self.planner is None else self.planner
-        folder = writer.checkpoint_dir
         agreed = plan_save(
-            leaves, planner, writer.layout, comm, cache=cache, others=others, folder=folder
+            leaves,
+            planner,
+            writer.layout,
+            comm,
+            cache=cache,
+            others=others,
+            folder=writer.checkpoint_dir,
+            saved_as=f"{self.backend} {self.version}",
         )
         return agreed, planner
 

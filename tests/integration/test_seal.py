@@ -253,6 +253,13 @@ def test_tensors_without_elements_need_no_checksums(tmp_path: Path, name: str) -
     assert loaded["nothing"].shape == (0, 4)
 
 
+def test_a_lost_object_is_found(samples: Samples, tmp_path: Path) -> None:
+    sample = samples("zarr-2").copied(tmp_path / "c")
+    (sample.folder / "rng" / "shard_1_2.pt").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"shard_1_2\.pt"):
+        load(template(sample), sample.folder, verify=True)
+
+
 def test_another_dtype_of_an_array_is_found(samples: Samples, tmp_path: Path) -> None:
     sample = samples("zarr-1").copied(tmp_path / "c")
     path = sample.folder / "decoder.weight" / ".zarray"
@@ -416,16 +423,19 @@ def test_a_folder_that_is_seen_late_is_waited_for(
 
 
 @pytest.mark.usefixtures("quickly")
-def test_ranks_that_write_different_formats(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backends", [(("zarr", 1), ("zarr", 2)), ("tensorstore", "torch_dist")])
+def test_ranks_that_write_different_formats(tmp_path: Path, backends: tuple[Any, Any]) -> None:
     states = list(states_of_ranks())
+    run_ranks(2, lambda comm: save(states[comm.rank], tmp_path / "c", comm=comm))
 
     def save_rank(comm: Comm) -> None:
-        save(states[comm.rank], tmp_path / "c", ("zarr", 1 + comm.rank), comm=comm)
+        save(states[comm.rank], tmp_path / "c", backends[comm.rank], comm=comm, overwrite=True)
 
-    with pytest.raises(CheckpointingException) as raised:
+    with pytest.raises(CheckpointingException, match="different formats") as raised:
         run_ranks(2, save_rank)
-    assert (1,) in [finding.ranks for finding in raised.value.findings]
-    assert not (tmp_path / "c" / "metadata.json").exists()
+    assert [finding.ranks for finding in raised.value.findings] == [(0,), (1,)]
+    # What was there is still there: it is found out before the folder is claimed.
+    verify_checkpoint(tmp_path / "c")
 
 
 class Forgetful(ZarrV3Writer):

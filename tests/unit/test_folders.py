@@ -32,7 +32,7 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.comm import Comm, SingleProcess, default_comm
-from dist_checkpointing.filesystem.paths import check_one_folder, is_url, local_folder
+from dist_checkpointing.filesystem.paths import check_one_destination, is_url, local_folder
 from dist_checkpointing.interop.torch_dcp import DCPReader, DCPWriter
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
@@ -130,10 +130,10 @@ def test_dcp_is_told_that_a_url_is_not_ours() -> None:
 
 
 def test_one_folder_by_several_names_is_one_folder() -> None:
-    check_one_folder(["/a/b", "/a/./b", "/a/b/"])
-    check_one_folder(["/a"])
+    check_one_destination([(name, "zarr 2") for name in ("/a/b", "/a/./b", "/a/b/")])
+    check_one_destination([("/a", "zarr 2")])
     with pytest.raises(CheckpointingException) as raised:
-        check_one_folder(["/a", "/b", "/a", "/c"])
+        check_one_destination([(name, "zarr 2") for name in ("/a", "/b", "/a", "/c")])
     assert [(f.path, f.ranks) for f in raised.value.findings] == [
         ("/a", (0, 2)),
         ("/b", (1,)),

@@ -18,7 +18,6 @@ from dist_checkpointing.format.geometry import (
     Window,
     boxes_of_part,
     largest_divisor_block,
-    most_cut_axes,
     ravel_offset,
     split_flat_range,
     split_rows,
@@ -309,22 +308,6 @@ def test_largest_divisor_block_of_nothing_is_still_a_chunk_extent() -> None:
 def test_largest_divisor_block_of_a_large_prime() -> None:
     # A flat buffer of some billion parameters may well have a prime length.
     assert largest_divisor_block(49_999_991, 8 * 2**20) == 1
-
-
-@pytest.mark.parametrize(
-    ("counts", "axes"),
-    [
-        ((), ()),
-        ((3,), (0,)),
-        ((1, 1, 1), (1, 2)),
-        ((2, 1, 1), (0, 2)),
-        ((2, 2, 1), (0, 1)),
-        ((8, 2, 4), (0, 2)),
-        ((0, 1, 1), (1, 2)),
-    ],
-)
-def test_the_axes_that_are_cut_most(counts: Ints, axes: Ints) -> None:
-    assert most_cut_axes(counts) == axes
 
 
 def test_a_part_is_its_box_or_the_runs_of_its_flat_range() -> None:
