@@ -111,8 +111,8 @@ def verify_wanted(
     else:
         names = [*common.file_names(by_common, checkpoint_dir)]
         # A file that was saved and is gone has been lost, and was not only asked for by mistake.
-        cells = (f"{leaf.unique_key}.pt" for leaf in by_common)
-        names += [name for name in cells if name in seal.files and name not in names]
+        files = (f"{leaf.unique_key}.pt" for leaf in by_common)
+        names += [name for name in files if name in seal.files and name not in names]
         if reader is not None and (keys or (has_objects and wanted.objects)):
             names += reader.describing_names(sorted(keys))
         tables = seal.tables_with(keys | {leaf.key for leaf in wanted.objects})
