@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself; only Python >= 3.11 and make must be there.
 #   make demo [BACKEND=zarr] [STEPS=40]   make lint   make clean
-#   make test [ARGS='-k tree']       each test function once, and no kills
+#   make test [ARGS='-k tree']       each test function once, one slow test a file
 #   make test-all [ARGS='-k tree']   everything
 #   make chaos [ARGS='--kills 200']
 #   make bench   make bench-planning   make docs

@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).parent / "kill_rounds.py"
 ROUNDS, SEED, SECONDS = 200, 20, 20
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_random_kills(tmp_path: Path) -> None:
     """As many as fit into the time; the script alone takes any number."""

@@ -138,6 +138,7 @@ def test_the_table_counts(tmp_path: Path) -> None:
     assert counts["checkpoints left, read in full"] == "3"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not SCRIPT.exists(), reason="not a checkout")

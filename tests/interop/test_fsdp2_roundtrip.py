@@ -15,6 +15,7 @@ ROOT = Path(dist_checkpointing.__file__).parents[1]
 SCRIPT = ROOT / "examples" / "fsdp2_roundtrip.py"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(not SCRIPT.exists(), reason="not a checkout")

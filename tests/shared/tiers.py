@@ -1,4 +1,8 @@
-"""The two tiers of the tests: everything, or each function once and no kills (``--once-each``)."""
+"""The two tiers of the tests: everything, or a quick look (``--once-each``).
+
+The quick look runs each function on one of its parameter sets, one slow test of each file, and no
+exhaustive test.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--once-each",
         action="store_true",
-        help="run each test function on one of its parameter sets, and no exhaustive test",
+        help="run each function on one parameter set, one slow test a file, nothing exhaustive",
     )
 
 
@@ -24,6 +28,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("exhaustive") is None:
             function = getattr(item, "originalname", item.name)
             place = (item.path, getattr(item, "cls", None), function)
+            if item.get_closest_marker("slow") is not None:
+                place = (item.path, None, "slow")  # of tests that start processes one a file
             known = chosen.get(place)
             # By a hash of the name: other functions then take other backends, dtypes and ranks.
             if known is None or _rank(item) < _rank(known):
