@@ -60,6 +60,14 @@ class CheckpointingException(Exception):
     Attributes:
         names_global_ranks: whether the ranks in it are numbers in the world already, and not in the
             group in which it was raised.
+
+    Example:
+        >>> from dist_checkpointing import CheckpointingException
+        >>> try:
+        ...     load({}, "ckpt/1000")
+        ... except CheckpointingException as error:
+        ...     print(type(error).__name__, error.findings[0].path)
+        CheckpointNotFoundError ...ckpt/1000
     """
 
     names_global_ranks: bool = False

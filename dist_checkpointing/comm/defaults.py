@@ -42,6 +42,11 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
             or load, as if it were alone.
         RankFailedError: on first use, if a rank does not come.
         ValueError: for a timeout that is no number of seconds above 0.
+
+    Example:
+        >>> comm = default_comm()  # in one process that is no rank of several
+        >>> comm.rank, comm.world_size
+        (0, 1)
     """
     if timeout_seconds is not None:
         require_timeout(timeout_seconds, "timeout_seconds")

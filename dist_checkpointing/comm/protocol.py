@@ -256,7 +256,12 @@ class Comm(ABC):
 
 
 class SingleProcess(Comm):
-    """A world of one: no process group needed."""
+    """A world of one: no process group needed.
+
+    Example:
+        >>> # Rank 3 of a training writes something by itself, which no other rank takes part in.
+        >>> save({"step": 7}, "ckpt/of-rank-3", comm=SingleProcess())
+    """
 
     rank = 0
     world_size = 1

@@ -28,6 +28,11 @@ class ThreadComm(Comm):
         meeting: where the ranks meet.
         rank: of this thread.
         global_ranks: the number of each rank in the world, if this is a part of it.
+
+    Example:
+        >>> from dist_checkpointing.testing import run_ranks
+        >>> run_ranks(3, lambda comm: comm.all_gather(comm.rank * 10))
+        [[0, 10, 20], [0, 10, 20], [0, 10, 20]]
     """
 
     class Meeting:

@@ -67,6 +67,13 @@ def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> Shar
     Raises:
         InvalidShardingError: for placements that cannot be stored (Partial), tensors of other kinds
             that only look like one, and different paths with the same name.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> state = {"model": model.state_dict(), "step": 17}
+        >>> save(shard_state_dict(state), "ckpt/17")
+        >>> sorted(load_tensors_metadata("ckpt/17"))
+        ['model.bias', 'model.weight']
     """
     comm = default_comm() if comm is None else comm
     leaves, skeleton = flatten(state_dict, only=containers_with(state_dict, _is_tensor))
@@ -92,6 +99,13 @@ def unshard_state_dict(loaded: StateDict, state_dict: StateDict) -> StateDict:
     Args:
         loaded: not changed.
         state_dict: what was given to ``shard_state_dict``.
+
+    Example:
+        >>> state = {"model": torch.nn.Linear(3, 2).state_dict(), "step": 17}
+        >>> save(shard_state_dict(state), "ckpt/17")
+        >>> loaded = load(shard_state_dict(state), "ckpt/17")
+        >>> unshard_state_dict(loaded, state)["step"]
+        17
     """
     leaves, skeleton = flatten(loaded)
     own, _ = flatten(state_dict, only=containers_with(state_dict, _is_tensor))

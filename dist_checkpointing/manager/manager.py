@@ -69,6 +69,14 @@ class CheckpointManager:
         worker: see ``AsyncSaver``.
         trusted: save anything that pickles, and unpickle anything when loading; see ``save`` and
             ``load``.
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "epoch": 2}
+        >>> with CheckpointManager("run", retention=Retention(keep_last=2)) as manager:
+        ...     for step in (100, 200, 300):
+        ...         _ = manager.async_save(step, state)
+        >>> manager.steps(), manager.load(state)["epoch"]
+        ([200, 300], 2)
     """
 
     def __init__(

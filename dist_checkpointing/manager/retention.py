@@ -34,6 +34,12 @@ class Retention:
         optimizer_prefix: keys of optimizer state begin with this; None for what ``dckpt stats``
             counts as the optimizer's: ``optim.``, ``optimizer.``, ``chained_0.optimizer.`` and the
             like.
+
+    Example:
+        >>> # The newest three, every 1000th step, and optimizer state only in the newest two.
+        >>> retention = Retention(keep_last=3, keep_every=1000, drop_optimizer_after=2)
+        >>> retention.due([500, 1000, 1500, 2000, 2500], protected=[2500])
+        Due(delete=(500,), strip=(1000, 1500))
     """
 
     keep_last: int | None = None

@@ -17,7 +17,12 @@ _INT = frozenset({int})
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Whether this is the replica that is written: 0, or a tuple (or list) of zeros."""
+    """Whether this is the replica that is written: 0, or a tuple (or list) of zeros.
+
+    Example:
+        >>> is_main_replica(0), is_main_replica((0, 0)), is_main_replica((0, 1))
+        (True, True, False)
+    """
     if not isinstance(replica_id, tuple | list):
         replica_id = plain_replica_id(replica_id, "replica_id")
     if isinstance(replica_id, int):

@@ -31,6 +31,17 @@ class ShardedTensorFactory(ShardedBase):
         merge_fn: the loaded nest -> the value to put back.
         replica_id: passed to ``build_fn``.
         flattened_range: passed to ``build_fn``.
+
+    Example:
+        >>> def build(key, fused, replica_id, flattened_range):
+        ...     names = (f"{key}.gate", f"{key}.up")
+        ...     return [
+        ...         ShardedTensor.from_rank_offsets(name, half, replica_id=replica_id)
+        ...         for name, half in zip(names, fused.chunk(2))
+        ...     ]
+        >>> fused = ShardedTensorFactory("mlp", torch.ones(8, 3), build, torch.cat)
+        >>> [leaf.key for leaf in fused.build()]
+        ['mlp.gate', 'mlp.up']
     """
 
     key: str
@@ -59,6 +70,14 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
     """Replace every factory in the (nested) dict by what it builds, in place.
 
     ``save`` and ``load`` do this by themselves on a copy; this is for code that does it by hand.
+
+    Example:
+        >>> def build(key, data, replica_id, flattened_range):
+        ...     return ShardedTensor.from_rank_offsets(key, data.T, replica_id=replica_id)
+        >>> state = {"w": ShardedTensorFactory("w", torch.ones(4, 2), build, torch.t)}
+        >>> apply_factories(state)
+        >>> state["w"].global_shape
+        (2, 4)
     """
 
     def visit(container: Any) -> None:
@@ -82,6 +101,12 @@ def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
 
     Raises:
         ValueError: if a place of ``x2`` does not exist in ``x1``.
+
+    Example:
+        >>> halves = {"w": [torch.zeros(1), torch.ones(1)]}
+        >>> factory = ShardedTensorFactory("w", torch.empty(2), lambda *_: None, torch.cat)
+        >>> apply_factory_merges(halves, {"w": factory})
+        {'w': tensor([0., 1.])}
     """
     if isinstance(x2, ShardedTensorFactory):
         return x2.merge_fn(x1)

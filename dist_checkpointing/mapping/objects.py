@@ -26,6 +26,12 @@ class ShardedObject(ShardedBase):
         replica_id: all zeros on exactly one of the ranks that hold the same cell.
 
     Integers of numpy and whatever else has ``__index__`` become plain ints.
+
+    Example:
+        >>> rank, world_size = 1, 4  # each rank has a state of its own
+        >>> state = {"rng": ShardedObject("rng", torch.get_rng_state(), (world_size,), (rank,))}
+        >>> state["rng"].unique_key
+        'rng/shard_1_4'
     """
 
     key: str
@@ -91,7 +97,13 @@ class ShardedObject(ShardedBase):
 
 @dataclass
 class LocalNonpersistentObject:
-    """A value that is never saved; on load it is put back at its place in the result."""
+    """A value that is never saved; on load it is put back at its place in the result.
+
+    Example:
+        >>> save({"step": 7, "loader": LocalNonpersistentObject("an open file")}, "ckpt/7")
+        >>> load({"loader": LocalNonpersistentObject("another file")}, "ckpt/7")
+        {'loader': 'another file', 'step': 7}
+    """
 
     obj: Any
 

@@ -51,6 +51,12 @@ class ShardedTensor(ShardedBase):
 
     Raises:
         InvalidShardingError: from the constructor, if the fields contradict each other.
+
+    Example:
+        >>> rows = torch.ones(2, 3)  # rows 3 and 4 of a tensor of 7 rows, which are cut unevenly
+        >>> shard = ShardedTensor("w", rows, rows.dtype, (2, 3), (7, 3), (3, 0), None)
+        >>> shard.global_slice()
+        (slice(3, 5, None), slice(0, 3, None))
     """
 
     key: str
@@ -252,6 +258,12 @@ class ShardedTensor(ShardedBase):
 
         Raises:
             InvalidShardingError: for impossible positions; ValueError for a flattened range.
+
+        Example:
+            >>> columns = torch.ones(8, 3)  # part 1 of 4 along axis 1
+            >>> shard = ShardedTensor.from_rank_offsets("w", columns, (1, 1, 4))
+            >>> shard.global_shape, shard.global_offset
+            ((8, 12), (0, 3))
         """
         if flattened_range is not None:
             raise ValueError(
@@ -316,6 +328,14 @@ class ShardedTensor(ShardedBase):
 
         Raises:
             InvalidShardingError: if range, data and shape do not fit.
+
+        Example:
+            >>> flat = torch.ones(5)  # elements 3 to 7 of a tensor of 4 x 3
+            >>> shard = ShardedTensor.from_rank_offsets_flat(
+            ...     "w", flat, (4, 3), flattened_range=slice(3, 8)
+            ... )
+            >>> shard.local_shape, shard.flattened_range
+            ((4, 3), slice(3, 8, None))
         """
         if flattened_range is None:
             raise _invalid(key, "from_rank_offsets_flat needs a flattened_range")

@@ -152,6 +152,13 @@ def load(
         StrategyNotFoundError: the backend is unknown here.
         RankFailedError: anything else that failed, on the ranks it names.
         ValueError: for a ``strict`` or ``cast`` that does not exist.
+
+    Example:
+        >>> whole = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
+        >>> save({"w": whole, "step": 1000}, "ckpt/1000")
+        >>> second_half = ShardedTensor.from_rank_offsets("w", torch.empty(2), (0, 1, 2))
+        >>> load({"w": second_half}, "ckpt/1000")
+        {'w': tensor([2., 3.]), 'step': 1000}
     """
     comm = default_comm() if comm is None else comm
     meter = Meter("load", comm.rank, progress)

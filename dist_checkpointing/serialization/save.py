@@ -94,6 +94,12 @@ def save(
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         StrategyNotFoundError: no such backend.
         RankFailedError: anything else that failed, such as an I/O error, on the ranks it names.
+
+    Example:
+        >>> weight = ShardedTensor.from_rank_offsets("decoder.weight", torch.ones(4, 3))
+        >>> save({"weight": weight, "step": 1000}, "ckpt/1000")
+        >>> sorted(load_tensors_metadata("ckpt/1000"))
+        ['decoder.weight']
     """
     comm = default_comm() if comm is None else comm
     meter = Meter("save", comm.rank, progress)

@@ -26,6 +26,15 @@ def run_ranks(
     Raises:
         Exception: the error of the lowest rank that failed by itself. A rank that leaves early does
             not hang the others.
+
+    Example:
+        >>> def save_rows(comm):
+        ...     rows = torch.full((2, 3), float(comm.rank))
+        ...     shard = ShardedTensor.from_rank_offsets("w", rows, (0, comm.rank, comm.world_size))
+        ...     save({"w": shard}, "ckpt/1", comm=comm)
+        >>> _ = run_ranks(4, save_rows)
+        >>> load_tensors_metadata("ckpt/1")["w"].global_shape
+        (8, 3)
     """
     meeting = ThreadComm.Meeting(world_size, timeout_seconds)
 

@@ -10,6 +10,13 @@ class StrictHandling(Enum):
 
     "Unexpected" keys are asked for by this rank and not in the checkpoint; "missing" keys are in
     the checkpoint and asked for by no rank.
+
+    Example:
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, "ckpt/7")
+        >>> template = {"v": ShardedTensor.from_rank_offsets("v", torch.empty(2))}
+        >>> state, missing, unexpected = load(template, "ckpt/7", strict=StrictHandling.RETURN_ALL)
+        >>> missing, unexpected
+        ({'w'}, {'v'})
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
@@ -47,6 +54,10 @@ def parse_strict_flag(strict: StrictHandling | str) -> StrictHandling:
 
     Raises:
         ValueError: for anything else.
+
+    Example:
+        >>> parse_strict_flag("raise_all")
+        <StrictHandling.RAISE_ALL: 'raise_all'>
     """
     try:
         return StrictHandling(strict)

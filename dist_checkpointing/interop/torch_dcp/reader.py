@@ -47,6 +47,14 @@ class DCPReader(dcp_storage.StorageReader):
         backend: backend name, (name, version), or a strategy; by default the one that the
             checkpoint names.
         trusted: unpickle anything in common state and objects. Lets the checkpoint run any code.
+
+    Example:
+        >>> from torch.distributed import checkpoint as dcp
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, "ckpt/17")
+        >>> state = {"w": torch.zeros(3)}
+        >>> dcp.load(state, storage_reader=DCPReader("ckpt/17"))
+        >>> state["w"]
+        tensor([1., 1., 1.])
     """
 
     def __init__(

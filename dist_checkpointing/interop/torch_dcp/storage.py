@@ -61,6 +61,11 @@ class DCPStorageSaveStrategy(PlannedSaveStrategy):
             makes one, such as ``partial(HuggingFaceStorageWriter, save_distributed=True)``.
         planner: used instead of DefaultSavePlanner.
         comm: the ranks that save together when ``save`` is called directly.
+
+    Example:
+        >>> from torch.distributed.checkpoint import FileSystemWriter
+        >>> weight = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+        >>> save({"w": weight}, "ckpt/17", DCPStorageSaveStrategy(FileSystemWriter))
     """
 
     writes = BACKEND
@@ -93,6 +98,13 @@ class DCPStorageLoadStrategy(PlannedLoadStrategy):
             makes one.
         planner: used instead of DefaultLoadPlanner.
         comm: the ranks that load together when ``load`` is called directly.
+
+    Example:
+        >>> from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+        >>> weight = ShardedTensor.from_rank_offsets("w", torch.ones(3))
+        >>> save({"w": weight}, "ckpt/17", DCPStorageSaveStrategy(FileSystemWriter))
+        >>> load({"w": weight}, "ckpt/17", DCPStorageLoadStrategy(FileSystemReader))
+        {'w': tensor([1., 1., 1.])}
     """
 
     reads = frozenset({BACKEND})

@@ -77,6 +77,13 @@ class DCPWriter(dcp_storage.StorageWriter):
         StrategyNotFoundError: no such backend.
         UnsupportedFormatError: a strategy that is not made of a planner and a StorageWriter, or
             that has a planner of its own (DCP has one).
+
+    Example:
+        >>> from torch.distributed import checkpoint as dcp
+        >>> state = {"w": torch.ones(2, 3), "step": 17}
+        >>> _ = dcp.save(state, storage_writer=DCPWriter("ckpt/17"))
+        >>> load_common_state_dict("ckpt/17")
+        {'step': 17}
     """
 
     def __init__(

@@ -35,4 +35,8 @@ class StrategyConformance(RoundTrips, Contents, StorageProtocol, Failures):
     Set ``backend``. May be overridden: ``save_strategy``, ``load_strategy``, ``dtypes``,
     ``refused_keys``, ``damage``, ``shorten``; see BackendHooks. The tests are the methods of the
     four bases, which may be used by themselves too.
+
+    Example:
+        >>> class TestZarr(StrategyConformance):
+        ...     backend = ("zarr", 2)
     """

@@ -1,0 +1,189 @@
+"""The examples in docstrings run, and every public name that a user calls has one."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import dist_checkpointing
+
+PACKAGE = Path(dist_checkpointing.__file__).parent
+NAMES: dict[str, list[str]] = json.loads(
+    (Path(__file__).parent / "public_names.json").read_text(encoding="utf-8")
+)
+
+WITHOUT = {
+    # Types, values, and what the library makes for a user.
+    "CommonStateDict",
+    "FactoryBuildFn",
+    "FactoryMergeFn",
+    "PathOrStr",
+    "ProgressCallback",
+    "ReplicaId",
+    "ShardedBase",
+    "ShardedStateDict",
+    "StateDict",
+    "__version__",
+    "Checksum",
+    "ChunkPlace",
+    "Durability",
+    "LoadItemType",
+    "LoadPlan",
+    "LocalPlans",
+    "MetadataIndex",
+    "Progress",
+    "ReadItem",
+    "ReadMode",
+    "SavePlan",
+    "StoredChunk",
+    "StrategyAction",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+    "WriteResult",
+    "default_strategies",
+    # Errors: one example at their root.
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CorruptCheckpointError",
+    "Finding",
+    "InvalidShardingError",
+    "RankFailedError",
+    "StateMismatchError",
+    "StrategyNotFoundError",
+    "UnsupportedFormatError",
+    # What a third party subclasses: tests/plugin is an example of all of them.
+    "AsyncSaveShardedStrategy",
+    "Comm",
+    "LoadCommonStrategy",
+    "LoadPlanner",
+    "LoadStrategyBase",
+    "SaveCommonStrategy",
+    "SavePlanner",
+    "SaveStrategyBase",
+    "StorageReader",
+    "StorageWriter",
+    "done",
+    # They need processes, or torch.distributed.
+    "TorchComm",
+    "group_comm",
+}
+"""Public names that need no example."""
+
+TO_BE_WRITTEN = {
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "AsyncSaver",
+    "BalancedSavePlanner",
+    "Checkpoint",
+    "CheckpointableShardedTensor",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "FullyParallelLoadStrategyWrapper",
+    "FullyParallelSaveStrategyWrapper",
+    "LoadShardedStrategy",
+    "LocalShardsContainer",
+    "ObjectHandle",
+    "PlanCache",
+    "PlannedLoadStrategy",
+    "PlannedSaveStrategy",
+    "SaveHandle",
+    "SaveShardedStrategy",
+    "StagingBuffers",
+    "StorageOptions",
+    "TensorHandle",
+    "TensorStoreLoadShardedStrategy",
+    "TensorStoreSaveShardedStrategy",
+    "TorchCommonLoadStrategy",
+    "TorchCommonSaveStrategy",
+    "TorchDistCommonLoadStrategy",
+    "TorchDistLoadShardedStrategy",
+    "TorchDistSaveShardedStrategy",
+    "Zarr3LoadShardedStrategy",
+    "Zarr3SaveShardedStrategy",
+    "ZarrLoadShardedStrategy",
+    "ZarrSaveShardedStrategy",
+    "async_save",
+    "available_strategies",
+    "check_is_distributed_checkpoint",
+    "distribute_shards_to_ranks",
+    "get_default_load_sharded_strategy",
+    "get_default_save_common_strategy",
+    "get_default_save_sharded_strategy",
+    "get_default_strategy",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "plan_load",
+    "preview_removal",
+    "register_default_strategy",
+    "remove_sharded_tensors",
+    "verify_checkpoint",
+}
+"""Public names of which the example is still missing: take a name off with its example."""
+
+
+def _modules_with_examples() -> list[str]:
+    paths = (path for path in sorted(PACKAGE.rglob("*.py")) if ">>> " in path.read_text())
+    return [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in paths
+    ]
+
+
+def _examples(module: ModuleType) -> Iterator[doctest.DocTest]:
+    """Every docstring of a module with an example; the names in it are those that users import."""
+    public = {name: getattr(dist_checkpointing, name) for name in dist_checkpointing.__all__}
+    names = {"torch": torch, **vars(module), **public}
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    yield from (test for test in finder.find(module, globs=names) if test.examples)
+
+
+# torch says this of single processes.
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+@pytest.mark.parametrize("module", _modules_with_examples())
+def test_the_examples_of_a_module_run(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    found = list(_examples(importlib.import_module(module)))
+    assert found, "none of its examples is in a docstring"
+    said: list[str] = []
+    failed = 0
+    for number, example in enumerate(found):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        failed += runner.run(example, out=said.append).failed
+    assert not failed, "".join(said)
+
+
+def _has_example(value: Any) -> bool:
+    own = inspect.getdoc(value) or ""
+    methods = [m for m in vars(value).values() if callable(m)] if inspect.isclass(value) else []
+    docs = [own, *(inspect.getdoc(getattr(m, "__func__", m)) or "" for m in methods)]
+    return any("Example:\n" in doc and ">>> " in doc for doc in docs)
+
+
+def test_every_public_name_that_is_called_has_an_example() -> None:
+    values = {
+        name: getattr(importlib.import_module(module), name)
+        for module, names in NAMES.items()
+        for name in names
+    }
+    assert values.keys() >= WITHOUT | TO_BE_WRITTEN
+    without = {name for name, value in values.items() if not _has_example(value)}
+    missing = without - WITHOUT
+    assert missing <= TO_BE_WRITTEN, "give it an example"
+    assert missing == TO_BE_WRITTEN, "it has an example now: take it off TO_BE_WRITTEN"
