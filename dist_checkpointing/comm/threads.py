@@ -25,7 +25,7 @@ class ThreadComm(Comm):
     Values are handed over by reference: treat what you receive as read-only.
 
     Args:
-        meeting: where the ranks meet.
+        rendezvous: where the ranks meet.
         rank: of this thread.
         global_ranks: the number of each rank in the world, if this is a part of it.
 
@@ -35,14 +35,14 @@ class ThreadComm(Comm):
         [[0, 10, 20], [0, 10, 20], [0, 10, 20]]
     """
 
-    class Meeting:
+    class Rendezvous:
         """The place where the threads of one world meet."""
 
         def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
             self.world_size = world_size
             self.timeout_seconds = timeout_seconds
             self.first_to_leave: int | None = None
-            self.duplicates: list[ThreadComm.Meeting] = []
+            self.duplicates: list[ThreadComm.Rendezvous] = []
             self.kept: list[dict[str, Any]] = [{} for _ in range(world_size)]
             self._changed = threading.Condition()
             self._round = 0
@@ -58,8 +58,8 @@ class ThreadComm(Comm):
                     self.first_to_leave = rank
                 self._gone.add(rank)
                 self._changed.notify_all()
-            for meeting in self.duplicates:
-                meeting.leave(rank)
+            for rendezvous in self.duplicates:
+                rendezvous.leave(rank)
 
         def meet(self, rank: int, value: Any) -> tuple[list[Any], set[int]]:
             """What all ranks brought, or the ranks that did not come (in time)."""
@@ -93,18 +93,18 @@ class ThreadComm(Comm):
 
     def __init__(
         self,
-        meeting: ThreadComm.Meeting,
+        rendezvous: ThreadComm.Rendezvous,
         rank: int,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.global_ranks = global_ranks
-        self.world_size = meeting.world_size
-        self._meeting = meeting
+        self.world_size = rendezvous.world_size
+        self._rendezvous = rendezvous
 
     @property
     def kept(self) -> dict[str, Any]:
-        return self._meeting.kept[self.rank]
+        return self._rendezvous.kept[self.rank]
 
     def all_gather(self, value: T) -> list[T]:
         values: list[T] = self._meet(GATHER, value)
@@ -120,11 +120,11 @@ class ThreadComm(Comm):
     def duplicate(self) -> ThreadComm:
         own = None
         if self.rank == 0:
-            own = ThreadComm.Meeting(self.world_size, self._meeting.timeout_seconds)
-        meeting = self.broadcast(own)
-        assert meeting is not None
-        self._meeting.duplicates.append(meeting)
-        return ThreadComm(meeting, self.rank, self.global_ranks)
+            own = ThreadComm.Rendezvous(self.world_size, self._rendezvous.timeout_seconds)
+        rendezvous = self.broadcast(own)
+        assert rendezvous is not None
+        self._rendezvous.duplicates.append(rendezvous)
+        return ThreadComm(rendezvous, self.rank, self.global_ranks)
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
         outcomes: list[Failure | None] = self._meet(agreement(step), failure)
@@ -139,9 +139,9 @@ class ThreadComm(Comm):
         return [value for _, value in met]
 
     def _met(self, label: str, value: Any) -> list[Any]:
-        values, absent = self._meeting.meet(self.rank, value)
+        values, absent = self._rendezvous.meet(self.rank, value)
         if absent:
-            step, seconds = label.strip("'"), self._meeting.timeout_seconds
+            step, seconds = label.strip("'"), self._rendezvous.timeout_seconds
             failures = {rank: absent_rank(rank, step, seconds) for rank in sorted(absent)}
             raise merge_failures(step, failures, self.world_size, self.global_ranks)
         return values

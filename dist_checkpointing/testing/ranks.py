@@ -21,7 +21,7 @@ def run_ranks(
     Args:
         world_size: number of ranks.
         fn: called with the comm of each rank.
-        timeout_seconds: how long a rank waits for the others at a meeting point.
+        timeout_seconds: how long a rank waits for the others at a rendezvous.
 
     Raises:
         Exception: the error of the lowest rank that failed by itself. A rank that leaves early does
@@ -36,18 +36,18 @@ def run_ranks(
         >>> load_tensors_metadata("ckpt/1")["w"].global_shape
         (8, 3)
     """
-    meeting = ThreadComm.Meeting(world_size, timeout_seconds)
+    rendezvous = ThreadComm.Rendezvous(world_size, timeout_seconds)
 
     def run(rank: int) -> T:
         try:
-            return fn(ThreadComm(meeting, rank))
+            return fn(ThreadComm(rendezvous, rank))
         except BaseException:
-            meeting.leave(rank)
+            rendezvous.leave(rank)
             raise
 
     with ThreadPoolExecutor(world_size, thread_name_prefix="rank") as pool:
         futures = [pool.submit(run, rank) for rank in range(world_size)]
-    first = meeting.first_to_leave
+    first = rendezvous.first_to_leave
     if first is not None:
         futures[first].result()
     return [future.result() for future in futures]

@@ -71,7 +71,7 @@ def train(root: Path, number: int, comm: ThreadComm, stop_at: int | None) -> Non
         nonlocal reports
         reports += 1
         if stop_at is not None and reports >= stop_at:
-            comm._meeting.leave(comm.rank)
+            comm._rendezvous.leave(comm.rank)
             raise Stopped
 
     manager = CheckpointManager(
@@ -92,19 +92,19 @@ def train(root: Path, number: int, comm: ThreadComm, stop_at: int | None) -> Non
 
 def world(root: Path, number: int, stop_at: tuple[int, int] | None) -> int:
     """Train, with a rank that stops at its n-th report: SURVIVED or ERROR_HEARD."""
-    meeting = ThreadComm.Meeting(WORLD, 10.0)
+    rendezvous = ThreadComm.Rendezvous(WORLD, 10.0)
     ends: list[str] = [""] * WORLD
 
     def one(rank: int) -> None:
         mine = stop_at[1] if stop_at is not None and stop_at[0] == rank else None
         try:
-            train(root, number, ThreadComm(meeting, rank), mine)
+            train(root, number, ThreadComm(rendezvous, rank), mine)
             ends[rank] = "survived"
         except Stopped:
             ends[rank] = "stopped"
         except CheckpointingException:
             ends[rank] = "heard"
-            meeting.leave(rank)
+            rendezvous.leave(rank)
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(WORLD)]
     for thread in threads:

@@ -122,8 +122,8 @@ class Late(Zarr3SaveShardedStrategy):
 
 
 def worlds(world_size: int, seconds: float) -> list[ThreadComm]:
-    meeting = ThreadComm.Meeting(world_size, seconds)
-    return [ThreadComm(meeting, rank) for rank in range(world_size)]
+    rendezvous = ThreadComm.Rendezvous(world_size, seconds)
+    return [ThreadComm(rendezvous, rank) for rank in range(world_size)]
 
 
 def test_a_rank_that_is_only_late_does_not_spoil_the_folder(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_async_save_keeps_one_saver_for_its_ranks(
         assert isinstance(comm, ThreadComm)
         pointers = set()
         for step in (1, 2, 3):
-            again = ThreadComm(comm._meeting, comm.rank)  # the same ranks
+            again = ThreadComm(comm._rendezvous, comm.rank)  # the same ranks
             async_save(state(step, again), tmp_path / str(step), comm=again)
             pointers.add(comm.kept[_KEPT_AS]._buffers._memory.data_ptr())
         assert len(pointers) == 1

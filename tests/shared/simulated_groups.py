@@ -30,7 +30,7 @@ class TinyChunks(Zarr3SaveShardedStrategy):
 
 def each_rank(groups: Sequence[Sequence[int]], step: Callable[[Comm, Comm], T]) -> list[T]:
     """``step(everybody, group)`` on every rank; a group of one rank is no group."""
-    meetings = [ThreadComm.Meeting(len(group), SECONDS) for group in groups]
+    rendezvous_points = [ThreadComm.Rendezvous(len(group), SECONDS) for group in groups]
     number_of = {rank: number for number, group in enumerate(groups) for rank in group}
 
     def one(comm: Comm) -> T:
@@ -38,7 +38,7 @@ def each_rank(groups: Sequence[Sequence[int]], step: Callable[[Comm, Comm], T]) 
         group = groups[number]
         own: Comm = SingleProcess()
         if len(group) > 1:
-            own = ThreadComm(meetings[number], group.index(comm.rank))
+            own = ThreadComm(rendezvous_points[number], group.index(comm.rank))
         return step(comm, own)
 
     return run_ranks(len(number_of), one, timeout_seconds=SECONDS)

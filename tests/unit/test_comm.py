@@ -33,16 +33,16 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 8, 64])
 def outcomes(
     world_size: int, fn: Callable[[Comm], Any], *, timeout_seconds: float = 30.0
 ) -> list[Any]:
-    """What each rank returned or raised. A rank that raises leaves the meeting."""
-    meeting = ThreadComm.Meeting(world_size, timeout_seconds)
+    """What each rank returned or raised. A rank that raises leaves the rendezvous."""
+    rendezvous = ThreadComm.Rendezvous(world_size, timeout_seconds)
     results: list[Any] = [None] * world_size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = fn(ThreadComm(meeting, rank))
+            results[rank] = fn(ThreadComm(rendezvous, rank))
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt is one of the outcomes
             results[rank] = error
-            meeting.leave(rank)
+            rendezvous.leave(rank)
 
     threads = [
         threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)
@@ -411,7 +411,7 @@ def test_nobody_waits_for_a_rank_that_left() -> None:
 
 
 def test_all_hear_the_same_even_if_the_first_to_hear_leaves_at_once() -> None:
-    """The first rank out of an agreement unwinds, and its runner aborts the meeting."""
+    """The first rank out of an agreement unwinds, and its runner aborts the rendezvous."""
     body = bring({0: StateMismatchError("template", [Finding("p")])})
     for _ in range(40):
         assert type(the_one_error(16, body)) is StateMismatchError
@@ -471,10 +471,10 @@ def test_steps_without_a_name_are_told_apart(calls: Any, words: tuple[str, str])
 
 def in_a_group(errors: dict[int, Exception], global_ranks: list[int]) -> list[Any]:
     """What ranks of a group raise, by their numbers in the group."""
-    meeting = ThreadComm.Meeting(len(global_ranks), 30.0)
+    rendezvous = ThreadComm.Rendezvous(len(global_ranks), 30.0)
 
     def body(comm: Comm) -> Any:
-        member = ThreadComm(meeting, comm.rank, global_ranks)
+        member = ThreadComm(rendezvous, comm.rank, global_ranks)
         try:
             with member.agreed("outer"):  # agreements within agreements translate once
                 bring(errors)(member)
@@ -509,9 +509,9 @@ def test_tracebacks_and_absent_ranks_of_a_group_have_global_numbers() -> None:
     assert raised[0].ranks == (7,)
     assert raised[0].silent_ranks == ()
     assert "rank 7 of the 2 of its group" in str(raised[0])
-    meeting = ThreadComm.Meeting(2, 0.2)
+    rendezvous = ThreadComm.Rendezvous(2, 0.2)
     with pytest.raises(RankFailedError) as caught:
-        ThreadComm(meeting, 0, [4, 7]).all_gather(1)
+        ThreadComm(rendezvous, 0, [4, 7]).all_gather(1)
     assert caught.value.ranks == (7,)
 
 
