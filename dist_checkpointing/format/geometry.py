@@ -205,7 +205,7 @@ class ChunkGrid:
         places = zip(box.offset, box.shape, self.chunk_shape, self.global_shape, strict=True)
         return all(n == c and o % c == 0 and o + n <= g for o, n, c, g in places)
 
-    def meeting(self, box: Box) -> Iterator[tuple[Ints, Box]]:
+    def intersecting(self, box: Box) -> Iterator[tuple[Ints, Box]]:
         """Every chunk that meets ``box``, with the common part; none for an empty box."""
         if box.num_elements == 0:
             return

@@ -100,7 +100,7 @@ class RowBlockLayout:
         if tensor.chunk_shape is None:
             yield from self._split(box, flat, tensor.dtype.name)
         else:
-            yield from ((common, None) for _, common in tensor.grid.meeting(box))
+            yield from ((common, None) for _, common in tensor.grid.intersecting(box))
 
 
 @dataclass(frozen=True, slots=True)

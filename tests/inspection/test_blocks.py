@@ -48,7 +48,7 @@ def test_blocks_make_up_the_region_once_and_are_small(
         fitting = (
             np.prod(np.minimum(tensor.grid.chunk_shape, tensor.global_shape)) * 4 <= most_bytes
         )
-        chunks = [index for box in found for index, _ in tensor.grid.meeting(box)]
+        chunks = [index for box in found for index, _ in tensor.grid.intersecting(box)]
         if fitting and wanted == Box.whole(tensor.global_shape):
             assert len(set(chunks)) == len(chunks)  # no chunk is read twice
 

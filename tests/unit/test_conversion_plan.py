@@ -127,7 +127,7 @@ def test_no_chunk_is_read_twice_if_memory_allows(
     tensor = StoredTensor("k", FLOAT32, (rows * high, columns * wide), (high, wide))
     seen: dict[tuple[int, ...], int] = {}
     for box in runs(PlannedTensor(tensor, "k", FLOAT32), 4 * high * columns * wide):
-        for index, _ in tensor.grid.meeting(box):
+        for index, _ in tensor.grid.intersecting(box):
             seen[index] = seen.get(index, 0) + 1
     assert set(seen.values()) == {1}
 

@@ -197,26 +197,29 @@ def test_meeting_is_what_a_scan_over_all_chunks_finds(data: st.DataObject) -> No
     grid = data.draw(grids())
     box = data.draw(boxes_in(grid.global_shape))
     scan = [(index, grid.box(index).intersect(box)) for index in all_indices(grid)]
-    assert list(grid.meeting(box)) == [(i, common) for i, common in scan if common is not None]
+    assert list(grid.intersecting(box)) == [(i, common) for i, common in scan if common is not None]
 
 
 def test_meeting_ignores_what_sticks_out_of_the_tensor() -> None:
     grid = ChunkGrid((5,), (2,))
-    assert list(grid.meeting(Box((3,), (9,)))) == [((1,), Box((3,), (1,))), ((2,), Box((4,), (1,)))]
+    assert list(grid.intersecting(Box((3,), (9,)))) == [
+        ((1,), Box((3,), (1,))),
+        ((2,), Box((4,), (1,))),
+    ]
 
 
 def test_grid_of_a_scalar_and_of_nothing() -> None:
     point = ChunkGrid((), ())
     assert point.counts == ()
-    assert list(point.meeting(Box((), ()))) == [((), Box((), ()))]
+    assert list(point.intersecting(Box((), ()))) == [((), Box((), ()))]
     empty = ChunkGrid((0, 4), (1, 2))
     assert empty.counts == (0, 2)
-    assert list(empty.meeting(Box((0, 0), (0, 4)))) == []
+    assert list(empty.intersecting(Box((0, 0), (0, 4)))) == []
 
 
 def test_meeting_of_a_small_box_in_a_huge_grid_is_quick() -> None:
     grid = ChunkGrid((10**9, 10**9), (1, 1))
-    met = list(grid.meeting(Box((10**8, 10**8), (2, 2))))
+    met = list(grid.intersecting(Box((10**8, 10**8), (2, 2))))
     assert [index for index, _ in met] == [
         (10**8 + i, 10**8 + j) for i, j in itertools.product(range(2), range(2))
     ]

@@ -137,7 +137,7 @@ def _chunk_parts(
             boxes.append((Box(offset, local.shape), values))
             start += local.num_elements
     for box, values in boxes:
-        for index, common in tensor.grid.meeting(box):
+        for index, common in tensor.grid.intersecting(box):
             yield index, common, values[common.relative_to(box.offset).slices()]
 
 

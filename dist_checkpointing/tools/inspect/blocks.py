@@ -25,7 +25,7 @@ def blocks(stored: StoredTensor, region: Box, most_bytes: int) -> Iterator[Box]:
     grid = stored.grid
     chunk = tuple(map(min, grid.chunk_shape, grid.global_shape))
     block = chunk if math.prod(chunk) > most_elements else _grown(chunk, grid, most_elements)
-    for _, part in ChunkGrid(grid.global_shape, block).meeting(region):
+    for _, part in ChunkGrid(grid.global_shape, block).intersecting(region):
         yield from split_rows(part, most_elements)
 
 

@@ -109,7 +109,7 @@ def _by_checksums(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Wri
     found: list[set[int]] = [set() for _ in itertools.product(*map(range, grid.counts))]
     for part in parts:
         for box in boxes_of_part(part.box, part.flat_range):
-            for chunk, _ in grid.meeting(box):
+            for chunk, _ in grid.intersecting(box):
                 found[ravel_offset(chunk, grid.counts)].add(_rank(part))
     return [tuple(sorted(ranks)) for ranks in found]
 
