@@ -48,7 +48,7 @@ MISSING: Final = _Missing()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Node:
+class Skeleton:
     """The shape of one container: an empty one of its kind, and what was under each key.
 
     For a tuple, which cannot be emptied and filled, the prototype is its class. A child of None is
@@ -56,7 +56,7 @@ class Node:
     """
 
     prototype: Any
-    entries: tuple[tuple[Step, Node | None], ...]
+    entries: tuple[tuple[Step, Skeleton | None], ...]
 
     @property
     def is_tuple(self) -> bool:
@@ -123,7 +123,7 @@ def _mark(value: Any, wanted: Callable[[object], bool], found: set[int]) -> bool
 
 def flatten(
     tree: object, prefix: Path = (), *, only: Container[int] | None = None
-) -> tuple[dict[Path, Any], Node | None]:
+) -> tuple[dict[Path, Any], Skeleton | None]:
     """All leaves by path, in order, and the skeleton (None if ``tree`` itself is a leaf).
 
     The tree is read, never changed.
@@ -139,7 +139,7 @@ def flatten(
 
 def _take_apart(
     value: Any, path: Path, only: Container[int] | None, leaves: dict[Path, Any]
-) -> Node | None:
+) -> Skeleton | None:
     if not is_container(value) or (only is not None and id(value) not in only):
         leaves[path] = value
         return None
@@ -149,7 +149,7 @@ def _take_apart(
     else:
         steps = [(Position(index), child) for index, child in enumerate(value)]
     entries = [(step, _take_apart(child, (*path, step), only, leaves)) for step, child in steps]
-    return Node(_empty_copy(value), tuple(entries))
+    return Skeleton(_empty_copy(value), tuple(entries))
 
 
 def value_at(tree: Any, path: Path) -> Any:
@@ -159,7 +159,7 @@ def value_at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def unflatten(skeleton: Node | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
+def unflatten(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
     """The inverse of ``flatten``; every leaf must be there."""
     if skeleton is None:
         return leaves[prefix]
@@ -168,7 +168,7 @@ def unflatten(skeleton: Node | None, leaves: Mapping[Path, Any], prefix: Path = 
     )
 
 
-def unflatten_part(skeleton: Node | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
+def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
     """The tree with only the given leaves in it, or MISSING if nothing is left of it.
 
     What is absent vanishes from a dict. In a list or tuple that keeps anything it leaves a None, so
@@ -190,7 +190,9 @@ def unflatten_part(skeleton: Node | None, leaves: Mapping[Path, Any], prefix: Pa
     return skeleton.fill(kept)
 
 
-def overlay(base: Any, skeleton: Node | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
+def overlay(
+    base: Any, skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()
+) -> Any:
     """``base`` with ``leaves`` put in at their places in ``skeleton``.
 
     A leaf that is MISSING has its place, but no value. ``base`` is a tree that ``unflatten_part``
@@ -205,7 +207,7 @@ def overlay(base: Any, skeleton: Node | None, leaves: Mapping[Path, Any], prefix
 
 
 def _overlay(
-    base: Any, node: Node | None, leaves: Mapping[Path, Any], above: Container[Path], path: Path
+    base: Any, node: Skeleton | None, leaves: Mapping[Path, Any], above: Container[Path], path: Path
 ) -> Any:
     if path not in above:
         return base
@@ -222,7 +224,7 @@ def _overlay(
 
 
 def _overlay_dict(
-    base: Any, node: Node, leaves: Mapping[Path, Any], above: Container[Path], path: Path
+    base: Any, node: Skeleton, leaves: Mapping[Path, Any], above: Container[Path], path: Path
 ) -> Any:
     if base is MISSING or base is None:
         base = {}
@@ -240,7 +242,7 @@ def _overlay_dict(
 
 
 def _overlay_sequence(
-    base: Any, node: Node, leaves: Mapping[Path, Any], above: Container[Path], path: Path
+    base: Any, node: Skeleton, leaves: Mapping[Path, Any], above: Container[Path], path: Path
 ) -> Any:
     if base is MISSING or base is None:
         base = ()
@@ -268,7 +270,7 @@ def _overlay_sequence(
     return node.fill([(step, None if value is MISSING else value) for step, value in values])
 
 
-def _leaves_something(node: Node | None, leaves: Mapping[Path, Any], path: Path) -> bool:
+def _leaves_something(node: Skeleton | None, leaves: Mapping[Path, Any], path: Path) -> bool:
     """Whether anything is left of a part of the tree when ``leaves`` are taken out."""
     if node is None:
         return path not in leaves

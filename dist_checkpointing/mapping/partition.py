@@ -17,7 +17,7 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nesting import (
     MISSING,
     DictKey,
-    Node,
+    Skeleton,
     Path,
     Position,
     containers_with,
@@ -46,8 +46,8 @@ class Partition:
     objects: Mapping[Path, ShardedObject]
     common: dict[Any, Any]
     local: Mapping[Path, Any]
-    factories: Mapping[Path, tuple[ShardedTensorFactory, Node | None]]
-    skeleton: Node | None
+    factories: Mapping[Path, tuple[ShardedTensorFactory, Skeleton | None]]
+    skeleton: Skeleton | None
 
     def rebuild(self, common: dict[Any, Any], loaded: Mapping[Path, Any]) -> Any:
         """The state dict with loaded values: nested as the template, plus all of ``common``.
@@ -98,7 +98,7 @@ class Partition:
         tree = self._nest(self.skeleton, (), leaves)
         return {} if tree is MISSING else tree
 
-    def _nest(self, node: Node | None, path: Path, leaves: Mapping[Path, ShardedBase]) -> Any:
+    def _nest(self, node: Skeleton | None, path: Path, leaves: Mapping[Path, ShardedBase]) -> Any:
         if node is None and path in self.factories:
             node = self.factories[path][1]
         if node is None:
@@ -133,7 +133,7 @@ def partition(state_dict: Mapping[Any, Any]) -> Partition:
     objects: dict[Path, ShardedObject] = {}
     local: dict[Path, Any] = {}
     plain: dict[Path, Any] = {}
-    factories: dict[Path, tuple[ShardedTensorFactory, Node | None]] = {}
+    factories: dict[Path, tuple[ShardedTensorFactory, Skeleton | None]] = {}
 
     def sort_in(path: Path, leaf: Any, owner: ShardedTensorFactory | None) -> None:
         if isinstance(leaf, ShardedTensor):
