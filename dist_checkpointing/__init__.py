@@ -81,7 +81,7 @@ __all__ = [
     "verify_checkpoint",
 ]
 
-# On first use: to look into a checkpoint, torch need not be imported.
+# Imported on first use: looking into a checkpoint needs no torch.
 _NAMES_BY_MODULE = {
     "checkpoint.handle": ("Checkpoint",),
     "checkpoint.verify": ("verify_checkpoint",),
@@ -126,7 +126,7 @@ _MODULES = {name: module for module, names in _NAMES_BY_MODULE.items() for name 
 
 
 if not typing.TYPE_CHECKING:
-    # Unseen by type checkers, which then know every name that there is, and no other.
+    # Hidden from type checkers, which then report a name that does not exist.
     def __getattr__(name: str) -> typing.Any:
         if name == "interop":
             return importlib.import_module(f"{__name__}.interop")

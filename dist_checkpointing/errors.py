@@ -1,18 +1,18 @@
-"""The error tree: one root, one class for each thing a handler would do about it.
+"""The error tree: one root, and one class for each way to handle an error.
 
 ::
 
     CheckpointingException
     ├── InvalidShardingError (ValueError)        the state dict is wrapped wrongly: fix the call
     ├── StateMismatchError                       template and checkpoint differ: fix the template
-    ├── CheckpointNotFoundError (FileNotFoundError)   nothing committed here
+    ├── CheckpointNotFoundError (FileNotFoundError)   nothing is committed here
     ├── CheckpointExistsError (FileExistsError)  something is here already: nothing was touched
-    ├── CorruptCheckpointError                   committed, but damaged: restore or use another
-    ├── UnsupportedFormatError                   valid, but not readable or writable by us
+    ├── CorruptCheckpointError                   committed, but damaged: restore it or use another
+    ├── UnsupportedFormatError                   valid, but this library cannot read or write it
     ├── StrategyNotFoundError (LookupError)      unknown backend or version
     └── RankFailedError                          an I/O error, a bug or a dead process on some rank
 
-Every error carries ``findings``: what is wrong, where, on which ranks and what to do, all at once.
+Every error has ``findings``: everything that is wrong, where, on which ranks and what to do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,17 @@ _MAX_PRINTED_FINDINGS = 50
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, in words a user can act on."""
+    """One thing that is wrong.
+
+    Attributes:
+        problem: the problem, as a clause.
+        key: key of the tensor or object.
+        expected: the expected value.
+        found: the value found instead.
+        ranks: the ranks that have the problem.
+        path: path of the file or folder.
+        remedy: what the user can do about it, as sentences.
+    """
 
     problem: str
     key: str | None = None
@@ -51,15 +61,15 @@ class Finding:
 
 
 class CheckpointingException(Exception):
-    """Root of all errors raised on purpose by this library.
+    """Root of all errors that this library raises on purpose.
 
     Args:
         message: what failed, as one sentence.
-        findings: every single thing that is wrong; printed below the message.
+        findings: everything that is wrong; printed below the message.
 
     Attributes:
-        names_global_ranks: whether the ranks in it are numbers in the world already, and not in the
-            group in which it was raised.
+        names_global_ranks: whether the ranks in the findings are ranks in the world, and not in the
+            group that raised the error.
 
     Example:
         >>> from dist_checkpointing import CheckpointingException
@@ -75,7 +85,7 @@ class CheckpointingException(Exception):
     def __init__(self, message: str = "", findings: Iterable[Finding] = ()) -> None:
         self.message = message
         self.findings = tuple(findings)
-        # OSError, a base of some of these, takes a second argument for the text of an errno.
+        # Some subclasses are OSErrors too, which take a second argument for the text of an errno.
         super().__init__(message)
         self.args = (message, self.findings)
 
@@ -89,27 +99,27 @@ class CheckpointingException(Exception):
 
 
 class InvalidShardingError(CheckpointingException, ValueError):
-    """The sharded state dict is wrong by itself: shapes, offsets, gaps, overlaps, names."""
+    """The sharded state dict is wrong in itself: shapes, offsets, gaps, overlaps, names."""
 
 
 class StateMismatchError(CheckpointingException):
-    """What the template asks for is not what the checkpoint holds."""
+    """The template asks for something else than the checkpoint holds."""
 
 
 class CheckpointNotFoundError(CheckpointingException, FileNotFoundError):
-    """There is no committed checkpoint at the given place."""
+    """The given folder holds no committed checkpoint."""
 
 
 class CheckpointExistsError(CheckpointingException, FileExistsError):
-    """The place is taken: a committed checkpoint, a live save or files of somebody else."""
+    """The folder is taken: by a committed checkpoint, a save in progress or files of others."""
 
 
 class CorruptCheckpointError(CheckpointingException):
-    """A committed checkpoint lacks or contradicts something it says it holds."""
+    """A committed checkpoint is damaged: something is missing, or contradicts its own records."""
 
 
 class UnsupportedFormatError(CheckpointingException):
-    """A format, codec, dtype or pickled class that this library does not (or will not) handle."""
+    """A format, codec, dtype or pickled class that this library does not handle."""
 
 
 class StrategyNotFoundError(CheckpointingException, LookupError):
@@ -117,12 +127,12 @@ class StrategyNotFoundError(CheckpointingException, LookupError):
 
 
 class RankFailedError(CheckpointingException):
-    """A step failed on some ranks; every rank raises this same error.
+    """A step failed on some ranks; every rank raises the same error.
 
     Args:
         message: the step that failed.
-        findings: one finding a failed rank.
-        tracebacks: rank -> the traceback on that rank, as text.
+        findings: one finding for each failed rank.
+        tracebacks: the traceback of each rank that sent one, as text.
     """
 
     def __init__(
@@ -142,7 +152,7 @@ class RankFailedError(CheckpointingException):
 
     @property
     def silent_ranks(self) -> tuple[int, ...]:
-        """Those of ``ranks`` that did not say what happened: dead, hung, or still at work."""
+        """The failed ranks that sent no error: they are dead, hung, or still at work."""
         return tuple(rank for rank in self.ranks if rank not in self.tracebacks)
 
     def __str__(self) -> str:
@@ -153,12 +163,12 @@ class RankFailedError(CheckpointingException):
 
 
 def merge_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The same findings, those that differ only in their ranks united."""
-    alike: dict[str, list[Finding]] = {}
+    """The findings, where those that differ only in their ranks become one."""
+    equal: dict[str, list[Finding]] = {}
     for finding in findings:
-        # By text: what was expected or found may be a list, which has no hash.
-        alike.setdefault(repr(replace(finding, ranks=())), []).append(finding)
+        # By text: ``expected`` and ``found`` may be lists, which have no hash.
+        equal.setdefault(repr(replace(finding, ranks=())), []).append(finding)
     return tuple(
         replace(same[0], ranks=tuple(sorted({rank for f in same for rank in f.ranks})))
-        for same in alike.values()
+        for same in equal.values()
     )

@@ -1,8 +1,8 @@
-"""How ranks talk to each other: a small protocol, and the three worlds it runs in.
+"""How ranks talk to each other: a small protocol, and the three kinds of ranks that it runs on.
 
-``agree`` is the only way an exception crosses ranks: each rank brings its error or nothing, and all
-leave with the same error or with nothing. ``exchange``, ``from_rank0`` and ``agreed`` are built on
-it, so a reader finds every such point by searching for these four names.
+An exception crosses ranks only in ``agree``: each rank passes its error or None, and all ranks
+raise the same error or none. ``exchange``, ``from_rank0`` and ``agreed`` are built on it, so
+searching for these four names finds every such point.
 """
 
 from __future__ import annotations

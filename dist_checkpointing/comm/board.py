@@ -1,4 +1,4 @@
-"""Where ranks leave notes for each other: a part of the key-value store of torch.distributed."""
+"""Notes of the ranks for each other, in the key-value store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class StoreSilentError(Exception):
 class Board:
     """The notes of one comm.
 
-    A store whose host is frozen answers nothing, for ever: what needs an answer is asked in a
-    thread, and the caller waits only as long as it wants.
+    A store whose host is frozen never answers. So a thread asks, and the caller waits for it only
+    for a limited time.
 
     Args:
-        store: of all ranks, which nobody else waits on.
-        rank: of this process.
+        store: key-value store of all ranks, over a connection that nothing else uses.
+        rank: rank of this process.
         world_size: number of ranks.
     """
 
@@ -43,16 +43,16 @@ class Board:
         self._rank = rank
         self._world_size = world_size
         self._question: Future[bool] | None = None
-        self._heard: int | None = None
+        self._acknowledged: int | None = None
         self._verdicts: list[int] = []
-        self._brought: list[int] = []
+        self._written: list[int] = []
 
     def note(self, record: Record) -> None:
-        """Tell where this rank is, which needs no answer."""
+        """Write where this rank is; the store sends no answer to this."""
         self._set(f"at/{self._rank}", record)
 
     def is_flagged(self) -> bool:
-        """Whether a rank is known to have found the group broken; asks without waiting."""
+        """Whether a rank has reported that the group is broken; does not wait for the answer."""
         if self._question is None:
             self._question = _in_thread(lambda: bool(self._store.check([_FLAG])))
         elif self._question.done():
@@ -61,17 +61,17 @@ class Board:
         return False
 
     def require_answer(self, timeout_seconds: float) -> None:
-        """Wait for the last question, which would hold up everything else.
+        """Wait for the answer to the last question; until then the store answers nothing else.
 
         Raises:
-            StoreSilentError: if it is not answered.
+            StoreSilentError: if there is no answer.
         """
         if self._question is not None:
             question, self._question = self._question, None
             _wait_for(question, timeout_seconds)
 
     def ask(self, question: Callable[[], T], timeout_seconds: float) -> T:
-        """What a function of this store returns.
+        """The result of a function that uses this store.
 
         Raises:
             StoreSilentError: if it does not return in time.
@@ -79,34 +79,34 @@ class Board:
         return asked(question, timeout_seconds)
 
     def raise_flag(self) -> None:
-        """Tell the ranks that wait in a collective that it will not end."""
+        """Let ranks that wait in a collective know that it will not end."""
         self._store.set(_FLAG, "1")
 
-    def bring(self, number: int, payload: bytes) -> None:
-        """Leave what this rank hands over in a step."""
+    def put_payload(self, number: int, payload: bytes) -> None:
+        """Write the payload of this rank in a step."""
         self._store.set(f"{number}/value/{self._rank}", payload.decode("latin-1"))
-        self._brought.append(number)
+        self._written.append(number)
 
-    def brought(self, number: int, rank: int) -> bytes:
-        """What a rank has brought."""
+    def payload(self, number: int, rank: int) -> bytes:
+        """The payload of a rank in a step."""
         found: bytes = self._store.get(f"{number}/value/{rank}").decode().encode("latin-1")
         return found
 
     def verdict(
         self, step: Record, deadline: float, patience: float, *, has_payload: bool
     ) -> tuple[int, Verdict]:
-        """What all ranks believe about a step, and its number, which may be that of the last one.
+        """The verdict of all ranks on a step or on the one before it, with the number of that step.
 
         Args:
-            step: which this rank has noted.
-            deadline: until when the others have time to come, on the monotonic clock.
-            patience: seconds that they have to come back.
+            step: the record that this rank has written.
+            deadline: when the time of the other ranks to come ends, on the monotonic clock.
+            patience: how many seconds they have to come back.
             has_payload: see ``conclude``.
         """
         number = step.number
-        # From now on nobody waits in a collective for longer than a look at the flag.
+        # From now on no rank waits in a collective for longer than it takes to see the flag.
         back_by = min(deadline, time.monotonic()) + patience
-        # Rank 0 speaks first. It may be gone, or have left a step that others did not end.
+        # Rank 0 decides first. It may be gone, or have left a step that others did not end.
         own_turn = 0.0 if self._rank == 0 else patience
         interval = _POLL_SECONDS
         if self._rank:
@@ -115,7 +115,7 @@ class Board:
         while True:
             if self._await([f"{number}/verdict"], 0.0 if self._rank == 0 else _SHORT_SECONDS):
                 return number, self._read(f"{number}/verdict")
-            if self._heard != number - 1 and self._await([f"{number - 1}/verdict"], 0.0):
+            if self._acknowledged != number - 1 and self._await([f"{number - 1}/verdict"], 0.0):
                 last: Verdict = self._read(f"{number - 1}/verdict")
                 if last.absent or last.is_lost:
                     return number - 1, last
@@ -136,28 +136,28 @@ class Board:
             if self._rank == 0:
                 time.sleep(_POLL_SECONDS)
 
-    def hear(self, number: int, verdict: Verdict, timeout_seconds: float) -> None:
-        """Note that this rank knows a verdict and all that it needs of it.
+    def acknowledge(self, number: int, verdict: Verdict, timeout_seconds: float) -> None:
+        """Write that this rank has read a verdict and the payloads that it needs.
 
         Args:
-            number: of the step.
-            verdict: on it.
-            timeout_seconds: how long rank 0 waits for the others to know it.
+            number: number of the step.
+            verdict: the verdict on it.
+            timeout_seconds: how long rank 0 waits until the others have read it.
         """
-        self._heard = number
+        self._acknowledged = number
         self._verdicts.append(number)
         if self._rank:
             self._store.set(f"{number}/heard/{self._rank}", "1")
         else:
-            # If rank 0 holds the store, it must not end before all have read the verdict.
+            # Rank 0 may hold the store: it must not end before all ranks have read the verdict.
             keys = [f"{number}/heard/{rank}" for rank in verdict.present if rank]
             self._await(keys, timeout_seconds)
         if not verdict.absent:
             self._forget_before(number)
 
     def clear(self) -> None:
-        """Delete what this rank has left, once no rank will ask for it."""
-        keys = [f"at/{self._rank}", *(f"{number}/value/{self._rank}" for number in self._brought)]
+        """Delete the keys of this rank, once no rank will read them."""
+        keys = [f"at/{self._rank}", *(f"{number}/value/{self._rank}" for number in self._written)]
         if self._rank == 0:
             keys.append(_FLAG)
             keys += [key for number in self._verdicts for key in self._verdict_keys(number)]
@@ -169,10 +169,10 @@ class Board:
         return [f"{number}/verdict", *heard]
 
     def _forget_before(self, number: int) -> None:
-        """Delete what all ranks, which have come to this step, have done with."""
-        for old in [old for old in self._brought if old < number]:
+        """Delete the keys of earlier steps: all ranks have come to this one."""
+        for old in [old for old in self._written if old < number]:
             self._store.delete_key(f"{old}/value/{self._rank}")
-        self._brought = [old for old in self._brought if old >= number]
+        self._written = [old for old in self._written if old >= number]
         if self._rank == 0:
             for old in [old for old in self._verdicts if old < number]:
                 for key in self._verdict_keys(old):
@@ -200,7 +200,7 @@ class Board:
 
 
 def asked(question: Callable[[], T], timeout_seconds: float) -> T:
-    """What a function returns that may wait for a store for ever.
+    """The result of a function that may wait for a store for ever.
 
     Raises:
         StoreSilentError: if it does not return in time.
@@ -227,7 +227,7 @@ def _in_thread(question: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             answer.set_result(question())
-        except BaseException as error:  # noqa: BLE001 - the future is how it gets out
+        except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
             answer.set_exception(error)
 
     threading.Thread(target=run, name="asking the store", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Collectives of a process group, each with a deadline of ours."""
+"""Collectives of a process group, each with a deadline."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Channel:
     """What ranks send each other over a process group.
 
     Args:
-        group: with a CPU (gloo) backend.
-        tensor_group: carries tensors.
-        is_flagged: whether another rank has given up; asked about once a second.
+        group: process group with a CPU (gloo) backend.
+        tensor_group: process group that carries tensors.
+        is_flagged: tells whether another rank has given up; called about once a second.
 
     Attributes:
-        recent: the last small collectives. A thread of gloo says that one is done a moment before
-            it lets go of it. Should it be the last to let go of a tensor while the interpreter
-            ends, the process would abort; while these are kept, it never is the last.
+        recent: the last small collectives. A thread of gloo reports that a collective is done just
+            before it drops its reference. If that were the last reference to a tensor while the
+            interpreter ends, the process would abort. With these kept, it never is.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Channel:
         """The payload of every rank.
 
         Args:
-            payload: of this rank.
+            payload: payload of this rank.
             longest: number of bytes of the longest payload.
-            deadline: on the monotonic clock.
+            deadline: deadline on the monotonic clock.
         """
         own = torch.zeros(_LENGTH_BYTES + longest, dtype=torch.uint8)
         data = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
@@ -97,7 +97,7 @@ class Channel:
         return [_without_length(row) for row in rows.numpy()]
 
     def broadcast(self, payload: bytes, length: int, deadline: float) -> bytes:
-        """The payload of rank 0, of so many bytes."""
+        """The payload of rank 0, which has ``length`` bytes."""
         tensor = torch.empty(length, dtype=torch.uint8)
         if self._rank == 0:
             tensor.numpy()[:] = np.frombuffer(payload, np.uint8)
@@ -146,7 +146,7 @@ class Channel:
             raise ContactLostError(str(error)) from error
 
     def _wait(self, work: Any, deadline: float) -> None:
-        """Wait for a collective, unless it has become clear that it will not end."""
+        """Wait for a collective, until the deadline or until another rank has given up."""
         while True:
             left = deadline - time.monotonic()
             try:
@@ -163,7 +163,7 @@ class Channel:
 
 
 def _signed(number: int) -> int:
-    """The 64 bits of a number as those of a signed one."""
+    """The signed number with the same 64 bits."""
     return (number + _MODULUS // 2) % _MODULUS - _MODULUS // 2
 
 

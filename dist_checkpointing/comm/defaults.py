@@ -1,4 +1,4 @@
-"""Which ranks talk together where nobody says: the world, or the members of a process group."""
+"""The default ranks: the world of torch.distributed, or the members of a process group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from dist_checkpointing.comm.board import StoreSilentError, asked
-from dist_checkpointing.comm.process_group import TorchComm
+from dist_checkpointing.comm.process_group import (
+    TorchComm,
+    default_timeout_seconds,
+    require_timeout,
+)
 from dist_checkpointing.comm.protocol import Comm, SingleProcess, absent_rank, merge_failures
 from dist_checkpointing.comm.steps import forked_error, store_error
-from dist_checkpointing.comm.timeouts import default_timeout_seconds, require_timeout
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 
 _ANSWER_SECONDS: Final = 5.0
-"""Beyond its own timeout, for a store to say that it is over."""
+"""How much longer than its own timeout a store may take to report the timeout."""
 
 _comms: weakref.WeakKeyDictionary[Any, TorchComm] = weakref.WeakKeyDictionary()
 _beside: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -27,21 +30,22 @@ _worlds = itertools.count()
 
 
 def default_comm(timeout_seconds: float | None = None) -> Comm:
-    """The comm of this process: the world of torch.distributed if it is initialised, else alone.
+    """The comm of this process: the world of torch.distributed, or this process alone.
 
-    The CPU group it needs is made on first use (a collective call) and kept as long as the world.
+    The first call makes the CPU group that the comm needs, so it is collective. The group is kept
+    as long as the world.
 
     Args:
-        timeout_seconds: how long its steps wait for the slowest rank, from now on, in this and
-            every later call that uses it; the same on all ranks. By default what the environment
-            variable DIST_CHECKPOINTING_TIMEOUT_SECONDS said on first use, or half an hour.
+        timeout_seconds: how long the steps of this comm wait for the slowest rank, from now on and
+            wherever it is used; the same on all ranks. By default the environment variable
+            DIST_CHECKPOINTING_TIMEOUT_SECONDS as it was on first use, or half an hour.
 
     Raises:
         CheckpointingException: in a process that was forked from a rank. Also if there is no
             process group, but the process was started as one of several: each of them would save,
             or load, as if it were alone.
         RankFailedError: on first use, if a rank does not come.
-        ValueError: for a timeout that is no number of seconds above 0.
+        ValueError: for a timeout that is not a number of seconds above 0.
 
     Example:
         >>> comm = default_comm()  # in one process that is no rank of several
@@ -67,7 +71,7 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
 
 
 def _require_alone() -> None:
-    """Refuse to take one of several processes, such as torchrun starts, for the only one."""
+    """Raise an error if this is one of several processes, such as torchrun starts."""
     count = os.environ.get("WORLD_SIZE", "").strip()
     if not count.isdecimal() or int(count) < 2:
         return
@@ -84,20 +88,24 @@ def _require_alone() -> None:
 
 
 def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
-    """The comm of a group of ranks; None is ``everybody``, and a rank outside its group is alone.
+    """The comm of a group of ranks.
 
-    Collective over ``everybody``, each rank with its own group. One without a CPU backend (NCCL)
-    gets a gloo group beside it, on first use, which is kept as long as the group itself. It waits
-    for its ranks as long as ``everybody`` does.
+    Collective over ``everybody``, each rank with its own group. For a group without a CPU backend
+    (NCCL), the first call makes a gloo group of the same ranks, which is kept as long as the group.
+
+    Args:
+        group: a process group or a comm; None for ``everybody``. A rank that is not in its group
+            gets a comm of itself alone.
+        everybody: the ranks that make this call. The result has its timeout.
 
     Raises:
-        CheckpointingException: if such a group must be made, and not all processes are here.
+        CheckpointingException: if a gloo group is needed, and not all processes make this call.
     """
     mine = None
     if isinstance(group, dist.ProcessGroup) and group not in _beside and not _has_cpu(group):
         mine = tuple(dist.get_process_group_ranks(group))
-    # Every process has to take part in the making of every group, in the same order. (torch also
-    # lets the members alone make one, but hangs if they have been in different numbers of groups.)
+    # All processes have to make all groups, in the same order. (torch also lets only the members
+    # make one, but then hangs if they have been in different numbers of groups.)
     wanted = sorted({ranks for ranks in everybody.all_gather(mine) if ranks is not None})
     if wanted and everybody.world_size < dist.get_world_size():
         finding = Finding(
@@ -126,12 +134,14 @@ def group_comm(group: dist.ProcessGroup | Comm | None, everybody: Comm) -> Comm:
 
 
 def _has_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether tensors on the CPU may travel over a group, such as "cpu:gloo,cuda:nccl"."""
+    """Whether a group can carry tensors on the CPU; "cpu:gloo,cuda:nccl" can."""
     return "cpu:" in dist.get_backend_config(group)
 
 
 def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
-    """A CPU group of the world, once all ranks are here: torch waits without naming anybody.
+    """A CPU group of the world.
+
+    It first waits for all ranks, because torch would wait without naming a rank.
 
     Raises:
         RankFailedError: naming the ranks that do not come, or rank 0 if the store is lost.
@@ -160,7 +170,7 @@ def _group_of_all(timeout_seconds: float) -> dist.ProcessGroup:
 
 def _absent(timeout_seconds: float) -> list[int]:
     """The ranks that do not come in time."""
-    # torch has no public way to the store. One connection of its own: whoever waits blocks others.
+    # torch has no public way to the store. Its own connection: a wait blocks all its users.
     shared: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
     store = shared.clone()
     place, world_size = f"dist_checkpointing/worlds/{next(_worlds)}", dist.get_world_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import weakref
@@ -13,16 +14,17 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing.comm.group_endings import end_group
 from dist_checkpointing.comm.protocol import Comm, Failure, absent_rank
 from dist_checkpointing.comm.records import BROADCAST, COMPARISON, GATHER, agreement
 from dist_checkpointing.comm.steps import Steps
-from dist_checkpointing.comm.timeouts import default_timeout_seconds, require_timeout
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
+_LONGEST_SECONDS: Final = 1e9
+_TIMEOUT_VARIABLE: Final = "DIST_CHECKPOINTING_TIMEOUT_SECONDS"
 _NO_NUMBER: Final = 2**62
 _MOST_BYTES: Final = 2**40
 
@@ -35,20 +37,21 @@ class TorchComm(Comm):
     """The ranks of a torch.distributed process group.
 
     Everything travels over ``group``, which must be a CPU (gloo) group. Every step begins with an
-    all-reduce of one number, in which all ranks find out whether they make the same call; an
-    agreement is no more than that as long as nobody failed. What failed is told through the
-    key-value store of torch.distributed, where each rank notes the step it enters, because a
-    collective cannot tell which rank it is waiting for: one that does not show up within
-    ``timeout_seconds``, or does not come back, is named on all others. Once a collective has
-    failed, the ranks talk through the store alone. Creating a TorchComm is collective over the
-    group. One that nobody refers to any more takes its keys out of the store; a duplicate also ends
-    its group.
+    all-reduce of one number, by which all ranks find out whether they make the same call. If no
+    rank failed, an agreement needs nothing else. Errors travel through the key-value store of
+    torch.distributed, where each rank notes the step that it enters: a collective cannot tell which
+    rank it is waiting for. If a rank does not come within ``timeout_seconds``, or does not come
+    back, the error of all others names it. Once a collective has failed, the ranks talk through the
+    store alone.
+
+    Creating a TorchComm is collective over the group. A TorchComm deletes its keys from the store
+    when nothing refers to it any more; a duplicate also destroys its group.
 
     Args:
-        group: the ranks.
-        timeout_seconds: how long a step waits for the slowest rank; by default what the environment
-            variable DIST_CHECKPOINTING_TIMEOUT_SECONDS says, or half an hour.
-        tensor_group: carries tensors, if it is not ``group``.
+        group: process group of the ranks.
+        timeout_seconds: how long a step waits for the slowest rank; by default the environment
+            variable DIST_CHECKPOINTING_TIMEOUT_SECONDS, or half an hour.
+        tensor_group: process group that carries tensors, if it is not ``group``.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class TorchComm(Comm):
         self._group = group
         self._tensor_group = group if tensor_group is None else tensor_group
         self._steps = Steps(group, self._tensor_group, seconds)
-        # Nobody has to close a comm: its keys go with it, and a duplicate also ends its group.
+        # A comm need not be closed: its keys go with it, and a duplicate also destroys its group.
         self._forget = weakref.finalize(self, _forget, self._steps, os.getpid())
         self._forget.atexit = False
         self._end: weakref.finalize[..., Any] | None = None
@@ -90,7 +93,7 @@ class TorchComm(Comm):
         payload = pickle.dumps(value)
         room: int | None = _room_for(len(payload))
         with self._steps.turn(GATHER) as (step, deadline):
-            if self._steps.surplus(step, deadline, content=str(room)) != 0:
+            if self._steps.sum_of_extras(step, deadline, content=str(room)) != 0:
                 highest = self._steps.meet(step, (len(payload), 0), deadline)
                 room = None if highest is None else highest[0]
             payloads = None
@@ -105,7 +108,7 @@ class TorchComm(Comm):
     def broadcast(self, value: T) -> T:
         payload = pickle.dumps(value) if self.rank == 0 else b""
         with self._steps.turn(BROADCAST) as (step, deadline):
-            length = self._steps.surplus(step, deadline, extra=len(payload))
+            length = self._steps.sum_of_extras(step, deadline, extra=len(payload))
             if length is None or length > _MOST_BYTES:
                 highest = self._steps.meet(step, (len(payload), 0), deadline)
                 length = None if highest is None else highest[0]
@@ -120,10 +123,10 @@ class TorchComm(Comm):
         return result
 
     def all_same(self, number: int | None) -> bool:
-        # Equal numbers have equal maxima of themselves and of their negatives; None has none.
+        # If all numbers are equal, their maximum and their minimum (as -max(-x)) are equal too.
         extremes = (_NO_NUMBER, _NO_NUMBER) if number is None else (number, -number)
         with self._steps.turn(COMPARISON, number) as (step, deadline):
-            if self._steps.surplus(step, deadline, content=str(number)) == 0:
+            if self._steps.sum_of_extras(step, deadline, content=str(number)) == 0:
                 return number is not None
             found = self._steps.meet(step, extremes, deadline)
             if found is not None:
@@ -163,19 +166,19 @@ class TorchComm(Comm):
                 ranks,
                 timeout=timedelta(seconds=self.timeout_seconds),
                 backend="gloo",
-                # Ranks outside the group do not take part in what it does.
+                # Ranks outside the group take no part in this.
                 use_local_synchronization=is_part,
             )
             own = TorchComm(group, self.timeout_seconds)
         # torch itself keeps a group until it is destroyed.
-        own._end = weakref.finalize(own, end_group, group, os.getpid())
+        own._end = weakref.finalize(own, _end_group, group, os.getpid())
         own._end.atexit = False
         return own
 
     def close(self) -> None:
         self._forget()
         if self._end is None:
-            end_group(self._group, os.getpid())
+            _end_group(self._group, os.getpid())
         else:
             self._end()
 
@@ -187,7 +190,7 @@ class TorchComm(Comm):
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
         with self._steps.turn(agreement(step), failure) as (record, deadline):
-            if self._steps.surplus(record, deadline, extra=int(failure is not None)) == 0:
+            if self._steps.sum_of_extras(record, deadline, extra=int(failure is not None)) == 0:
                 return {}
             self._steps.meet(record, (0, 0), deadline)
             verdict = self._steps.settle(record, deadline).verdict
@@ -196,12 +199,71 @@ class TorchComm(Comm):
 
 
 def _forget(steps: Steps, owner: int) -> None:
-    """Delete what a comm has left in the store; one that was forked leaves it alone."""
+    """Delete what a comm has left in the store, but not in a forked process."""
     if os.getpid() == owner and dist.is_initialized():
         steps.clear()
 
 
 def _room_for(num_bytes: int) -> int:
-    """The same for most ranks, which describe about as much, and at most an eighth more."""
+    """``num_bytes`` rounded up by at most an eighth: the same for ranks that say about as much."""
     step = 1 << max(6, num_bytes.bit_length() - 4)
     return -(-num_bytes // step) * step
+
+
+def _end_group(group: dist.ProcessGroup, owner: int) -> None:
+    """Destroy a group that this rank has no more use for. Not collective.
+
+    Args:
+        group: a group of this rank.
+        owner: the process that made it. A process forked from that one has none of its threads.
+    """
+    if os.getpid() != owner or not dist.is_initialized():
+        return
+    try:
+        name, rank = group.group_name, dist.get_rank(group)
+        dist.destroy_process_group(group)
+    except ValueError as error:
+        # It has gone already, with the world that it belonged to.
+        logger.debug("nothing to close: %s", error)
+        return
+    # torch leaves the address of this rank in the store. All ranks have connected by now.
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public way to it
+    try:
+        store.delete_key(f"{name}//cpu//0/{rank}")
+    except RuntimeError as error:
+        logger.debug("a key stays in the store: %s", error)
+
+
+def default_timeout_seconds() -> float:
+    """What the environment variable says, or half an hour.
+
+    Raises:
+        ValueError: if the variable is not a number of seconds above 0.
+    """
+    text = os.environ.get(_TIMEOUT_VARIABLE)
+    if text is None:
+        return DEFAULT_TIMEOUT_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    require_timeout(seconds, f"the environment variable {_TIMEOUT_VARIABLE}", text)
+    return seconds
+
+
+def require_timeout(seconds: float, name: str, text: str | None = None) -> None:
+    """Refuse a timeout that no clock of torch can count.
+
+    Args:
+        seconds: the timeout.
+        name: name of the setting, for the error.
+        text: the setting as it was given, if that was text.
+
+    Raises:
+        ValueError: if the timeout is not a number of seconds above 0.
+    """
+    if not 0 < seconds <= _LONGEST_SECONDS:
+        raise ValueError(
+            f"{name} must be a number of seconds above 0, and at most {_LONGEST_SECONDS:g}, "
+            f"not {seconds if text is None else text!r}"
+        )

@@ -1,4 +1,4 @@
-"""What ranks may say to each other, and how an error of some becomes the error of all."""
+"""What ranks can do together, and how the error of some ranks becomes the error of all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 
@@ -21,10 +21,19 @@ from dist_checkpointing.errors import (
 
 T = TypeVar("T")
 
+_PACKAGE: Final = __name__.partition(".")[0]
+_SIMULATION: Final = f"{_PACKAGE}.testing"
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank says about its exception: plain text, and the error itself if it is ours."""
+    """What a rank tells the others about its exception.
+
+    Attributes:
+        error: the exception itself, if it is a CheckpointingException that can be pickled.
+        summary: class and message of the exception.
+        traceback: the traceback as text.
+    """
 
     error: CheckpointingException | None
     summary: str
@@ -35,13 +44,13 @@ class Failure:
         try:
             text = "".join(traceback.format_exception(error))
             summary = f"{type(error).__name__}: {error}"
-        except Exception:  # noqa: BLE001 - an error whose __str__ fails must still be heard of
+        except Exception:  # noqa: BLE001 - an error whose __str__ fails must still be reported
             text = "".join(traceback.format_tb(error.__traceback__))
             summary = f"{type(error).__name__} (which cannot be printed)"
         if isinstance(error, CheckpointingException):
             try:
                 pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
-            except Exception:  # noqa: BLE001 - a foreign subclass that cannot travel goes as text
+            except Exception:  # noqa: BLE001 - a subclass that cannot be pickled goes as text
                 return cls(None, summary, text)
             return cls(error, summary, text)
         return cls(None, summary, text)
@@ -56,9 +65,9 @@ def merge_failures(
     """The one error that all ranks raise for these failures.
 
     Args:
-        step: what was being done.
-        failures: by rank of the group.
-        world_size: of the group.
+        step: name of the step that failed.
+        failures: failure of each failed rank, by rank in the group.
+        world_size: number of ranks in the group.
         global_ranks: see ``Comm.global_ranks``.
     """
     errors = {rank: failure.error for rank, failure in sorted(failures.items())}
@@ -100,13 +109,18 @@ def merge_failures(
     return _marked(merged, global_ranks)
 
 
+def absent_rank(rank: int, step: str, timeout_seconds: float) -> Failure:
+    problem = f"did not reach '{step}' within {timeout_seconds:g} s: dead, hung or far behind"
+    return Failure(RankFailedError("", [Finding(problem=problem, ranks=(rank,))]), problem, "")
+
+
 def different_calls(
     calls: Mapping[int, str], global_ranks: Sequence[int] | None = None
 ) -> CheckpointingException:
-    """The error of all ranks when they do not make the same call.
+    """The error that all ranks raise when they do not make the same call.
 
     Args:
-        calls: what each rank calls, by rank of the group.
+        calls: what each rank calls, by rank in the group.
         global_ranks: see ``Comm.global_ranks``.
     """
     remedy = "Every rank must make the same calls, in the same order."
@@ -118,6 +132,33 @@ def different_calls(
     return _marked(error, global_ranks)
 
 
+def call_site() -> str | None:
+    """Which function of this library the user called, and in which line; None in other threads."""
+    called = None
+    for frame, line in traceback.walk_stack(None):
+        module = frame.f_globals.get("__name__", "")
+        if module == "contextlib":
+            continue
+        if module.partition(".")[0] == _PACKAGE and not module.startswith(_SIMULATION):
+            called = frame.f_code.co_qualname
+        elif called is not None:
+            is_user = module != "threading"
+            return f"{called} ({frame.f_code.co_filename}:{line})" if is_user else None
+    return None
+
+
+def described(label: str, failure: str | None = None) -> str:
+    """What this rank is doing, as text for an error.
+
+    Args:
+        label: label of the step.
+        failure: what failed in it on this rank.
+    """
+    site = call_site()
+    text = f"calls {site}, and is at {label}" if site is not None else f"is at {label}"
+    return f"{text}, which failed: {failure}" if failure is not None else text
+
+
 def _global(rank: int, global_ranks: Sequence[int] | None) -> int:
     is_known = global_ranks is not None and 0 <= rank < len(global_ranks)
     return global_ranks[rank] if is_known and global_ranks is not None else rank
@@ -126,7 +167,7 @@ def _global(rank: int, global_ranks: Sequence[int] | None) -> int:
 def _findings(
     error: CheckpointingException, global_ranks: Sequence[int] | None
 ) -> tuple[Finding, ...]:
-    """What an error says, with global ranks."""
+    """The findings of an error, with global ranks."""
     if global_ranks is None or error.names_global_ranks:
         return error.findings
     return tuple(
@@ -153,9 +194,9 @@ class Comm(ABC):
     @property
     @abstractmethod
     def kept(self) -> dict[str, Any]:
-        """What this process keeps for these ranks, by name, until they can talk no longer.
+        """Objects that this process keeps for these ranks, by name, as long as the ranks can talk.
 
-        The same for every comm of the same ranks.
+        Every comm of the same ranks has the same dict.
         """
 
     @property
@@ -164,15 +205,15 @@ class Comm(ABC):
         return torch.device("cpu")
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill ``tensor`` with that of rank ``source``: 1-D, uint8, as long on every rank."""
-        # What is handed over by reference must not change when the source goes on with its own.
+        """Fill ``tensor`` with that of rank ``source``: 1-D, uint8, equally long on all ranks."""
+        # A copy: ranks that are threads get a reference, and the source may change its tensor.
         given = self.all_gather(tensor.clone() if self.rank == source else None)[source]
         if self.rank != source:
             assert given is not None
             tensor.copy_(given)
 
     def all_gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """``tensor`` of every rank, in rank order: 1-D, uint8, as long on every rank."""
+        """``tensor`` of every rank, in rank order: 1-D, uint8, equally long on all ranks."""
         return self.all_gather(tensor.clone())
 
     @abstractmethod
@@ -185,7 +226,7 @@ class Comm(ABC):
 
     @abstractmethod
     def all_same(self, number: int | None) -> bool:
-        """Whether every rank brings the same number, and none brings None.
+        """Whether every rank passes the same number, and no rank passes None.
 
         Args:
             number: from 0 to 2**62 - 1.
@@ -193,24 +234,24 @@ class Comm(ABC):
 
     @abstractmethod
     def duplicate(self) -> Comm:
-        """The same ranks over a channel of their own, for another thread. Collective."""
+        """A comm of the same ranks with a channel of its own, for another thread. Collective."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Give back the channel of a duplicate. Not collective; it must not be used again."""
+        """Close the channel of a duplicate, which must not be used again. Not collective."""
 
     @abstractmethod
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
-        """The failures that ranks bring to ``step``; an absent rank counts as failed."""
+        """The failures of all ranks in ``step``; an absent rank counts as failed."""
 
     def agree(self, step: str, error: Exception | None) -> None:
-        """Raise the same error on every rank if any rank brings one.
+        """Raise the same error on every rank if any rank passes one.
 
-        A class of ours that all failing ranks share is raised as that class, with the findings of
-        all ranks; anything else is a RankFailedError with the original tracebacks as text.
+        If all failed ranks have a CheckpointingException of one class, the error has that class and
+        the findings of all ranks. Otherwise it is a RankFailedError with the tracebacks as text.
 
         Args:
-            step: what was being done, for the message.
-            error: what went wrong on this rank, or None.
+            step: name of the step, for the message.
+            error: the error of this rank, or None.
         """
         failures = self._all_failures(step, None if error is None else Failure.of(error))
         if failures:
@@ -221,22 +262,22 @@ class Comm(ABC):
 
     @contextmanager
     def agreed(self, step: str) -> Iterator[None]:
-        """Run the body on every rank; leave it together, or raise the same error together."""
+        """Run the body on every rank; if it fails on any, all ranks raise the same error."""
         error: Exception | None = None
         try:
             yield
-        except Exception as raised:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        except Exception as raised:  # noqa: BLE001 - the other ranks must get any error
             error = raised
         self.agree(step, error)
 
     def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
-        """``produce()`` of every rank, in rank order; all raise alike if it fails on any."""
+        """``produce()`` of every rank, in rank order; if one fails, all raise the same error."""
         with self.agreed(step):
             packed = self._pack(produce())
         return [self._unpack(value) for value in self.all_gather(packed)]
 
     def from_rank0(self, step: str, produce: Callable[[], T]) -> T:
-        """``produce()`` as rank 0 computes it; all ranks raise alike if it fails there."""
+        """``produce()`` of rank 0 alone, on all ranks; if it fails, all raise the same error."""
         packed: Any = None
         with self.agreed(step):
             if self.rank == 0:
@@ -245,8 +286,8 @@ class Comm(ABC):
         result: T = self._unpack(packed)
         return result
 
-    # A value that cannot travel must be noticed inside the agreement, not in the collective after
-    # it, where the other ranks would wait in vain.
+    # A value that cannot be pickled must fail inside the agreement. In the collective after it, the
+    # other ranks would wait in vain.
 
     def _pack(self, value: Any) -> Any:
         return value
@@ -256,7 +297,7 @@ class Comm(ABC):
 
 
 class SingleProcess(Comm):
-    """A world of one: no process group needed.
+    """One process alone, without a process group.
 
     Example:
         >>> # Rank 3 of a training writes something by itself, which no other rank takes part in.
@@ -285,8 +326,3 @@ class SingleProcess(Comm):
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:  # noqa: ARG002
         return {} if failure is None else {0: failure}
-
-
-def absent_rank(rank: int, step: str, timeout_seconds: float) -> Failure:
-    problem = f"did not reach '{step}' within {timeout_seconds:g} s: dead, hung or far behind"
-    return Failure(RankFailedError("", [Finding(problem=problem, ranks=(rank,))]), problem, "")

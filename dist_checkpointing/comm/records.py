@@ -1,7 +1,7 @@
-"""What ranks note about themselves, and what follows for a step that the group could not end.
+"""Records that ranks write about themselves, and the verdict on a step that the group cannot end.
 
-A collective tells nobody whom it waits for. So each rank notes in the key-value store of
-torch.distributed which step it enters, and one rank concludes for all from these notes.
+A collective does not tell which rank it waits for. So each rank writes into the key-value store of
+torch.distributed which step it enters, and one rank concludes from these records for all.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ GATHER: Final = "gathering values"
 BROADCAST: Final = "broadcasting a value"
 COMPARISON: Final = "comparing a number"
 TENSORS: Final = "handing on tensors"
-"""Label of a step that exists only on ranks on which handing on tensors has failed."""
+"""Label of a step that only ranks have on which passing tensors has failed."""
 
 
 def agreement(step: str) -> str:
-    """The label of an agreement about a step."""
+    """The label of the agreement about a step."""
     return f"'{step}'"
 
 
 def is_agreement(label: str) -> bool:
-    """Whether it is that of an agreement."""
+    """Whether this is the label of an agreement."""
     return label.startswith("'")
 
 
 class State(Enum):
     """Where a rank is in its step."""
 
-    INSIDE = "it has entered, and maybe left without noting it"
-    DONE = "it has what it wanted"
-    OUTSIDE = "it could not end it with the group, and asks what to do"
+    INSIDE = "the rank has entered, and maybe left without writing so"
+    DONE = "the rank has its result"
+    OUTSIDE = "the rank could not end the step with the group, and asks for a verdict"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a rank notes about itself.
+    """What a rank writes about itself.
 
     Attributes:
-        number: of the step, counted alike on all ranks.
-        label: what the step is, the same on all ranks if they make the same call.
-        value: what it brings, if that is small: a failure, a number.
-        last_value: what it brought to the step before.
-        state: where it is.
+        number: number of the step; all ranks count the same steps.
+        label: name of the step, the same on all ranks if they make the same call.
+        value: what the rank passes, if that is small: a failure, a number.
+        last_value: what the rank passed in the step before.
+        state: where the rank is in the step.
         call: which call of the user led here; only with ``State.OUTSIDE``.
     """
 
@@ -59,14 +59,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks that are here believe about a step.
+    """What the ranks that are here decide about a step.
 
     Attributes:
-        label: of the step.
+        label: label of the step.
         absent: ranks that did not come, or did not come back.
-        values: of the other ranks.
-        calls: what each rank does, if they do not do the same.
-        is_lost: whether the step cannot be made up for, because some have what others lack.
+        values: values of the other ranks.
+        calls: what each rank calls, if the ranks do not call the same.
+        is_lost: whether the step cannot be repeated: some ranks have its result and others do not.
     """
 
     label: str
@@ -90,21 +90,21 @@ def conclude(
     is_late: bool,
     is_too_late: bool,
 ) -> Verdict | None:
-    """What follows from the notes of all ranks; None if it is too early to say.
+    """The verdict that follows from the records of all ranks; None if it is too early.
 
     Args:
-        records: those that are there.
-        step: the note of the rank that asks.
+        records: the records that exist, by rank.
+        step: the record of the rank that asks.
         world_size: number of ranks.
-        has_payload: whether the step hands over more than its records say.
+        has_payload: whether ranks pass more in this step than what is in their records.
         is_late: whether the time to come is over.
-        is_too_late: whether those that were inside have had time to come back.
+        is_too_late: whether the time to come back is over, for ranks that were inside.
     """
     number = step.number
     came = {rank: record for rank, record in records.items() if record.number >= number}
     here = {rank: record for rank, record in came.items() if record.number == number}
     labels = {record.label for record in here.values()}
-    # Ranks learn one after the other that a tensor did not arrive.
+    # The ranks find out one after the other that a tensor did not arrive.
     has_tensors = TENSORS in labels
     missing = set(range(world_size)) - came.keys()
     inside: set[int] = set()

@@ -1,4 +1,4 @@
-"""Steps that all ranks take together, in the same order, and what becomes of one that fails."""
+"""Steps that all ranks take together, in the same order, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ import torch.distributed as dist
 import xxhash
 
 from dist_checkpointing.comm.board import Board, StoreSilentError, asked
-from dist_checkpointing.comm.call_sites import described
 from dist_checkpointing.comm.channel import Channel, ContactLostError
-from dist_checkpointing.comm.protocol import Failure, absent_rank, different_calls, merge_failures
+from dist_checkpointing.comm.protocol import (
+    Failure,
+    absent_rank,
+    described,
+    different_calls,
+    merge_failures,
+)
 from dist_checkpointing.comm.records import GATHER, TENSORS, Record, State, Verdict, is_agreement
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 
@@ -40,9 +45,9 @@ class Settled(NamedTuple):
     """A step that was ended through the store.
 
     Attributes:
-        number: of the step.
-        verdict: on it.
-        payloads: what ranks handed over.
+        number: number of the step.
+        verdict: verdict on the step.
+        payloads: payloads of the ranks that passed one.
     """
 
     number: int
@@ -51,12 +56,12 @@ class Settled(NamedTuple):
 
 
 class Steps:
-    """The steps of one comm. Making one is collective.
+    """The steps of one comm. Creating one is collective.
 
     Args:
-        group: of the ranks, with a CPU (gloo) backend.
-        tensor_group: carries tensors.
-        timeout_seconds: how long this first step waits.
+        group: process group of the ranks, with a CPU (gloo) backend.
+        tensor_group: process group that carries tensors.
+        timeout_seconds: how long a step waits for the slowest rank, this first one included.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class Steps:
         default_store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001
         number = next(_numbers.setdefault(group, itertools.count()))
         name = f"dist_checkpointing/{group.group_name}/{number}"
-        # One connection a comm: a thread that waits for a key keeps it from all others.
+        # A connection of its own: a thread that waits for a key blocks all users of its connection.
         store = self._answered(_MAKING, lambda: asked(default_store.clone, timeout_seconds))
         self._arrivals = dist.distributed_c10d.PrefixStore(name, store)
         self._board = Board(self._arrivals, self._rank, self._world_size)
@@ -85,7 +90,7 @@ class Steps:
         self.channel = Channel(group, tensor_group, self._board.is_flagged)
 
     def _drawn_name(self) -> str:
-        """A part of the store that no other comm has had, as rank 0 draws it."""
+        """A random name, chosen by rank 0, for a part of the store that only this comm uses."""
         store, step = self._arrivals, _MAKING
         keys = [f"here/{rank}" for rank in range(self._world_size)]
         store.set(keys[self._rank], "1")
@@ -106,37 +111,37 @@ class Steps:
         return f"{first:x}.{second:x}"
 
     def clear(self) -> None:
-        """Delete what this rank has left in the store, once no rank will ask for it."""
+        """Delete the keys of this rank in the store, once no rank will read them."""
         try:
             self._board.ask(self._clear, _CLEARING_SECONDS)
         except (StoreSilentError, dist.DistError) as error:
             logger.debug("keys stay in the store: %s", error)
 
     def _clear(self) -> None:
-        if self._number < 2:  # else that is gone
+        if self._number < 2:  # the second step has deleted it
             self._arrivals.delete_key(f"here/{self._rank}")
         self._board.clear()
 
     @contextmanager
     def turn(self, label: str, value: Any = None) -> Iterator[tuple[Record, float]]:
-        """One step of all ranks, and until when it may last: noted, and by one thread at a time."""
-        with self._own_line():
+        """One step of all ranks, by one thread at a time: its record, and its deadline."""
+        with self._one_thread():
             deadline = time.monotonic() + self.timeout_seconds
             self._number += 1
             record = Record(self._number, label, value, self._last_value)
             self._answered(label, lambda: self._board.require_answer(self.timeout_seconds))
-            # Noted before the collective, which tells nobody who is missing when it fails.
+            # Written before the collective, because that does not tell who is missing if it fails.
             self._note(record)
             if self._number == 2:
-                # All ranks have been in the first step, so none is still in the making of this.
+                # All ranks have been in the first step, so this comm exists on all of them.
                 self._arrivals.delete_key(f"here/{self._rank}")
             self._last_value = value
             yield record, deadline
 
     @contextmanager
     def tensor_turn(self) -> Iterator[float]:
-        """Tensors follow each other fast, so nothing is noted before one of them is lost."""
-        with self._own_line():
+        """One step that passes a tensor. It is fast: a record is only written if the step fails."""
+        with self._one_thread():
             deadline = time.monotonic() + self.timeout_seconds
             try:
                 yield deadline
@@ -149,7 +154,7 @@ class Steps:
                 raise AssertionError("a tensor that did not arrive is lost") from error
 
     @contextmanager
-    def _own_line(self) -> Iterator[None]:
+    def _one_thread(self) -> Iterator[None]:
         if self._owner != os.getpid():
             raise forked_error(self._owner)
         if not self._busy.acquire(blocking=False):
@@ -164,21 +169,21 @@ class Steps:
         finally:
             self._busy.release()
 
-    def surplus(
+    def sum_of_extras(
         self, step: Record, deadline: float, *, content: str = "", extra: int = 0
     ) -> int | None:
-        """The sum of what all ranks add, if they are at the same step; None if it cannot be told.
+        """The sum of ``extra`` over all ranks if they are at the same step; None if the group failed.
 
-        One all-reduce of one number, which costs half as much as one of four: a digest that all
-        ranks share if they are at the same step, and what they add. If they are not, or ``content``
-        differs, the result is as good as a random number of 64 bits, on every rank. So all ranks
-        see that it is not what it should be, and must go on to ``meet``.
+        It takes one all-reduce of one number, which costs half as much as one of four numbers: each
+        rank adds ``extra`` to a digest of the step. If the ranks are at different steps, or
+        ``content`` differs, the result is a random number of 64 bits, the same on every rank. Then
+        all ranks see that it cannot be the sum, and call ``meet``.
 
         Args:
-            step: the step.
-            deadline: on the monotonic clock.
-            content: what else should be the same.
-            extra: what this rank adds.
+            step: record of the step.
+            deadline: deadline on the monotonic clock.
+            content: text that should be the same on all ranks too.
+            extra: number that this rank adds.
         """
         if self.is_broken:
             return None
@@ -193,7 +198,7 @@ class Steps:
     def meet(
         self, step: Record, numbers: tuple[int, int], deadline: float
     ) -> tuple[int, int] | None:
-        """The maxima of two numbers over all ranks; None if the group cannot tell.
+        """The maxima of two numbers over all ranks; None if the group failed.
 
         Raises:
             CheckpointingException: on all ranks, if they do not make the same call.
@@ -210,17 +215,17 @@ class Steps:
             return None
         if highest != -lowest:
             self.settle(step, deadline)
-            raise AssertionError("the notes of the ranks do not tell what they call")
+            raise AssertionError("the records of the ranks do not show what they call")
         return first, second
 
     def transferred(self, step: Record, transfer: Callable[[], T]) -> T | None:
-        """What the group hands over; None if it did not."""
+        """The result of ``transfer``; None if the group failed."""
         try:
             result = transfer()
         except ContactLostError as error:
             self._lose_group(step.label, error)
             return None
-        # One rank may have what it wanted while another waits for ever.
+        # This rank may have its result while another one waits for ever.
         self._note(_with_state(step, State.DONE))
         return result
 
@@ -232,9 +237,9 @@ class Steps:
         """End a step through the store.
 
         Args:
-            step: the step.
-            deadline: until when the others have time to come.
-            payload: what this rank hands over; None for a step in which nobody does.
+            step: record of the step.
+            deadline: when the time of the other ranks to come ends.
+            payload: what this rank passes; None for a step without payloads.
 
         Raises:
             CheckpointingException: the same on all ranks that are here.
@@ -248,30 +253,30 @@ class Steps:
             if self.is_broken:
                 self._board.raise_flag()
             if payload is not None and self._rank in sources:
-                self._board.bring(step.number, payload)
+                self._board.put_payload(step.number, payload)
             self._board.note(_with_state(step, State.OUTSIDE, call))
             has_payload = payload is not None
             number, verdict = self._board.verdict(step, deadline, patience, has_payload=has_payload)
             payloads = []
             is_whole = not (verdict.absent or verdict.is_lost or verdict.calls)
             if has_payload and is_whole and number == step.number:
-                payloads = [self._board.brought(number, rank) for rank in sources]
-            # A rank that is frozen inside hears nothing, and the others are at the next step.
+                payloads = [self._board.payload(number, rank) for rank in sources]
+            # A frozen rank acknowledges nothing, and the others are already at the next step.
             hearing = patience / 2 if self.is_broken else _HEARING_SECONDS
-            self._board.hear(number, verdict, hearing)
+            self._board.acknowledge(number, verdict, hearing)
             return Settled(number, verdict, payloads)
 
-        # The others speak up to two patiences after the deadline; then what they said is read.
+        # The others decide up to two patiences after the deadline; then their verdict is read.
         longest = deadline - time.monotonic() + 4 * patience
         found = self._asked(settled, longest, step.label)
         verdict = found.verdict
         if found.number < step.number:
-            # The others failed in a step that this rank had left: all go on from there.
+            # The others failed in a step that this rank had ended: all go on from that step.
             self._number, self._last_value = found.number, None
             self._note(Record(found.number, verdict.label, state=State.OUTSIDE))
         if verdict.calls:
             raise different_calls(verdict.calls, self._global_ranks)
-        # An agreement tells of absent ranks and of failures alike.
+        # An agreement itself reports absent ranks, as failures.
         is_whole = found.number == step.number and not verdict.is_lost
         if verdict.absent and not (is_whole and is_agreement(step.label)):
             raise self._absent_error(verdict.absent, verdict.label)
@@ -281,7 +286,7 @@ class Steps:
         return found
 
     def _asked(self, question: Callable[[], T], timeout_seconds: float, label: str) -> T:
-        """The answer of the store, or the error that it has none."""
+        """The answer of the store, or an error if it does not answer in time."""
         return self._answered(label, lambda: self._board.ask(question, timeout_seconds))
 
     def _answered(self, label: str, question: Callable[[], T]) -> T:
@@ -315,7 +320,7 @@ class Steps:
 def store_error(
     label: str, error: Exception, world_size: int, global_ranks: Sequence[int]
 ) -> CheckpointingException:
-    """The error of a step in which the store of torch.distributed does not do what it should."""
+    """The error of a step in which the store of torch.distributed fails."""
     problem = "the store, which rank 0 or the launcher holds, does not answer"
     if not isinstance(error, StoreSilentError):
         problem = f"lost contact with the store, which rank 0 or the launcher holds: {error}"
@@ -337,7 +342,7 @@ def forked_error(owner: int) -> CheckpointingException:
 
 
 def _patience(timeout_seconds: float) -> float:
-    """How long ranks that wait in a collective have to hear that it will not end."""
+    """How many seconds ranks that wait in a collective have to find out that it will not end."""
     return max(_SHORTEST_PATIENCE_SECONDS, min(_LONGEST_PATIENCE_SECONDS, timeout_seconds / 60))
 
 

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from dist_checkpointing.comm.call_sites import described
 from dist_checkpointing.comm.protocol import (
     Comm,
     Failure,
     absent_rank,
+    described,
     different_calls,
     merge_failures,
 )
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 
 class ThreadComm(Comm):
-    """One rank of many that live as threads in this process; see ``testing.run_ranks``.
+    """One of many ranks that are threads of this process; see ``testing.run_ranks``.
 
-    Values are handed over by reference: treat what you receive as read-only.
+    Ranks pass values by reference: treat what you receive as read-only.
 
     Args:
-        rendezvous: where the ranks meet.
-        rank: of this thread.
-        global_ranks: the number of each rank in the world, if this is a part of it.
+        rendezvous: the object that all ranks share.
+        rank: rank of this thread.
+        global_ranks: the number of each rank in the world, if the ranks are a part of it.
 
     Example:
         >>> from dist_checkpointing.testing import run_ranks
@@ -36,7 +36,7 @@ class ThreadComm(Comm):
     """
 
     class Rendezvous:
-        """The place where the threads of one world meet."""
+        """What the ranks of one world share: here they wait for each other."""
 
         def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
             self.world_size = world_size
@@ -52,7 +52,7 @@ class ThreadComm(Comm):
             self._given_up: set[int] = set()
 
         def leave(self, rank: int) -> None:
-            """Let nobody wait for a rank that is gone."""
+            """Tell the other ranks not to wait for this one any more."""
             with self._changed:
                 if self.first_to_leave is None:
                     self.first_to_leave = rank
@@ -62,7 +62,7 @@ class ThreadComm(Comm):
                 rendezvous.leave(rank)
 
         def meet(self, rank: int, value: Any) -> tuple[list[Any], set[int]]:
-            """What all ranks brought, or the ranks that did not come (in time)."""
+            """The values of all ranks, and the ranks that did not come in time (then no values)."""
             with self._changed:
                 if self._given_up:
                     return [], self._given_up
@@ -83,10 +83,10 @@ class ThreadComm(Comm):
                     self.timeout_seconds,
                 )
                 if self._round != this_round:
-                    # The next round cannot end, and replace this, before this rank is in it.
+                    # The next round needs this rank: until then it cannot replace the last one.
                     return self._last_round, set()
                 if not self._given_up:
-                    # A rank that comes too late must not meet those who went on without it.
+                    # A rank that comes too late must not meet ranks that went on without it.
                     self._given_up = set(range(self.world_size)) - self._brought.keys()
                     self._changed.notify_all()
                 return [], self._given_up

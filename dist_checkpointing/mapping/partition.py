@@ -17,9 +17,9 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nesting import (
     MISSING,
     DictKey,
-    Skeleton,
     Path,
     Position,
+    Skeleton,
     containers_with,
     flatten,
     overlay,

@@ -1,4 +1,4 @@
-"""Shows the ``Example:`` of a docstring on the site as code, for which griffe knows ``Examples:``."""
+"""Shows the ``Example:`` of a docstring as code on the site: griffe calls it ``Examples:``."""
 
 from __future__ import annotations
 
