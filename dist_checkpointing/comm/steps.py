@@ -172,7 +172,7 @@ class Steps:
     def sum_of_extras(
         self, step: Record, deadline: float, *, content: str = "", extra: int = 0
     ) -> int | None:
-        """The sum of ``extra`` over all ranks if they are at the same step; None if the group failed.
+        """The sum of ``extra`` over all ranks at the same step; None if the group failed.
 
         It takes one all-reduce of one number, which costs half as much as one of four numbers: each
         rank adds ``extra`` to a digest of the step. If the ranks are at different steps, or

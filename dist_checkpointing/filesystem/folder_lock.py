@@ -1,10 +1,11 @@
-"""The one lock of a checkpoint folder: saves, overwrites and removals keep each other out.
+"""The lock of a checkpoint folder: it keeps saves, overwrites and removals apart.
 
-``.dckpt.lock`` is in the folder while the lock is held. Where the file system has ``flock``, that
-is the lock: it goes with the process, however that ends, and a file that a killed process left is
-only a file. Where it has none (Lustre mounted without ``flock``, some FUSE file systems), the file
-itself is the lock: who creates it has it. It names its holder, so that one whose process is gone is
-taken over on the same machine; no machine can tell that of another one.
+``.dckpt.lock`` is in the folder while the lock is held. If the file system has ``flock``, that is
+the lock: it ends with the process, and a file that a killed process left behind locks nothing. If
+it has none (Lustre mounted without ``flock``, some FUSE file systems), the file itself is the lock:
+the process that creates it has the lock. The file names its holder, so that another process on the
+same machine can take the lock over once the holder is gone. A process on another machine cannot:
+it cannot find out whether the holder is gone.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno
 _MAX_BYTES: Final = 1 << 16
 _OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _without_flock: Final[set[int]] = set()
-"""Devices of which the log has said that they have no flock."""
+"""Devices without flock that have been logged."""
 
 
 class FolderLock:
-    """A lock that is held, until ``release`` or the end of the process.
+    """A lock that is held until ``release`` or the end of the process.
 
     Args:
-        at: descriptor of the folder, which the lock closes.
-        file: descriptor of the locked file; None where the file itself is the lock.
-        holder: what the lock file says.
+        at: descriptor of the folder; the lock closes it.
+        file: descriptor of the locked file; None if the file itself is the lock.
+        holder: content of the lock file.
     """
 
     def __init__(self, at: int, file: int | None, holder: Holder) -> None:
-        # A save may be interrupted, or a request for one dropped: the lock goes with this object.
+        # A save may be interrupted, or its request forgotten: the lock ends with this object.
         self._close = weakref.finalize(self, _let_go, at, file, holder, os.getpid())
         self._file = file
 
@@ -55,7 +56,7 @@ class FolderLock:
         """Take the lock of a folder, which must exist.
 
         Raises:
-            CheckpointExistsError: if somebody has it; names who, and what to do.
+            CheckpointExistsError: if another process has it; names that and what to do.
             OSError: if the file system fails.
         """
         at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -70,11 +71,11 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether it has not been released."""
+        """Whether the lock has not been released."""
         return self._close.alive
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -85,10 +86,10 @@ class FolderLock:
 
 
 def _let_go(at: int, file: int | None, holder: Holder, owner: int) -> None:
-    """Delete the lock file and unlock it, and not only close it.
+    """Delete the lock file, unlock it, and close it.
 
-    A process that was forked meanwhile has the descriptor too, and would keep the lock. What such a
-    process itself closes is not its own.
+    Closing alone would not release the lock if a process has been forked meanwhile, because that
+    has the descriptor too. The forked process itself only closes: the lock is not its own.
     """
     steps: list[Callable[[], None]] = []
     if os.getpid() == owner:
@@ -100,7 +101,7 @@ def _let_go(at: int, file: int | None, holder: Holder, owner: int) -> None:
         try:
             step()
         except OSError as error:
-            # What the lock was for has been done, and an error would say that it failed.
+            # The work under the lock is done: an error would say that it failed.
             logger.warning("the lock %s was not released as it should be: %s", LOCK_NAME, error)
 
 
@@ -110,7 +111,7 @@ def _unlink_own(at: int, holder: Holder) -> None:
 
 
 def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
-    """Take the lock; None if the file has changed meanwhile and another try is due."""
+    """Take the lock; None if the file has changed meanwhile, and the caller must try again."""
     if os.fstat(at).st_dev in _without_flock:
         return _take_file(at, folder)
     file, is_new = _opened(at, LOCK_NAME, folder)
@@ -123,7 +124,7 @@ def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
         os.close(file)
         remedy = "Wait for it to end."
         if found is not None and found.is_gone:
-            remedy = "It is gone, but a process that it forked has the lock: end that."
+            remedy = "It is gone, but a process that it forked has the lock: end that process."
         raise _held(folder, found, remedy) from None
     except OSError as error:
         os.close(file)
@@ -137,16 +138,16 @@ def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
         _say_once(at, folder)
         os.close(file)
         if is_new:
-            _unlink(at, LOCK_NAME)  # it names nobody, so nobody could take it over
+            _unlink(at, LOCK_NAME)  # it names no holder, so no process could take it over
         return None
     with _closing_on_error(file):
         if not _is_at(file, at):
-            # Its holder has deleted it: whoever comes now makes a new one.
+            # Its holder has deleted it: the next process creates a new one.
             os.close(file)
             return None
         found = Holder.parsed(os.pread(file, _MAX_BYTES, 0))
         if found is not None and found.kind is Kind.FILE and not found.is_gone:
-            # By a process that sees the folder without flock.
+            # Locked by a process that sees the folder without flock.
             raise _held(folder, found, _remedy(found, folder / LOCK_NAME))
         holder = Holder.own(Kind.FLOCK)
         os.ftruncate(file, 0)
@@ -155,7 +156,7 @@ def _take(at: int, folder: Path) -> tuple[int | None, Holder] | None:
 
 
 def _take_file(at: int, folder: Path) -> tuple[None, Holder] | None:
-    """As ``_take``, where the file itself is the lock."""
+    """Like ``_take``, if the file itself is the lock."""
     holder = Holder.own(Kind.FILE)
     if not _created(at, LOCK_NAME, holder, folder) and not _take_over(
         at, LOCK_NAME, holder, folder
@@ -166,9 +167,10 @@ def _take_file(at: int, folder: Path) -> tuple[None, Holder] | None:
 
 
 def _created(at: int, name: str, holder: Holder, folder: Path) -> bool:
-    """Create a lock file; False if there is one.
+    """Create a lock file; False if it exists.
 
-    It appears with its content: one that named nobody would stay for ever after a kill.
+    The file appears with its content: a lock file without a holder would stay for ever after a
+    kill.
     """
     fresh = f"{LOCK_NAME}.{holder.token}"
     try:
@@ -176,10 +178,10 @@ def _created(at: int, name: str, holder: Holder, folder: Path) -> bool:
         _write(at, fresh, holder)
         os.link(fresh, name, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
     except FileExistsError:
-        # A network file system may say so about a link that it has made.
+        # A network file system may report this although it has made the link.
         return _token_at(at, name) == holder.token
     except FileNotFoundError:
-        return False  # cleared away by a process that has the lock
+        return False  # deleted by a process that has the lock
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
@@ -205,9 +207,9 @@ def _closing_on_error(file: int) -> Iterator[None]:
 
 
 def _opened(at: int, name: str, folder: Path) -> tuple[int | None, bool]:
-    """The lock file, and whether it was created; None if it went between two looks at it."""
+    """The lock file, and whether this created it; None if it disappeared meanwhile."""
     try:
-        # For writing: a network file system locks nothing else for one process alone.
+        # Open for writing: network file systems give an exclusive lock only on such a descriptor.
         return os.open(name, _OPEN | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at), True
     except FileExistsError:
         pass
@@ -219,7 +221,7 @@ def _opened(at: int, name: str, folder: Path) -> tuple[int | None, bool]:
         if error.errno != errno.ELOOP:
             raise
         finding = Finding(
-            "is a link, which no save of ours made",
+            "is a link, which no save made",
             path=str(folder / name),
             remedy="Find out what it is, and delete it.",
         )
@@ -242,10 +244,10 @@ def _flock(file: int) -> bool:
 
 
 def _is_at(file: int, at: int) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Whether an open file is still the lock file."""
     own = os.fstat(file)
     try:
-        # Opened, because a network file system may answer anything else from memory.
+        # Opened, because a network file system may answer everything else from a cache.
         other = os.open(LOCK_NAME, _OPEN, dir_fd=at)
     except FileNotFoundError:
         return False
@@ -261,18 +263,18 @@ def _say_once(at: int, folder: Path) -> None:
     if device not in _without_flock:
         _without_flock.add(device)
         logger.warning(
-            "the file system of %s has no flock: saves keep each other out by the file %s, which a "
-            "killed process leaves behind; on another machine it must be deleted by hand",
+            "the file system of %s has no flock: the file %s is the lock, and a killed process "
+            "leaves it behind; on another machine it must be deleted by hand",
             folder,
             LOCK_NAME,
         )
 
 
 def _take_over(at: int, name: str, holder: Holder, folder: Path) -> bool:
-    """Replace a lock file whose process is gone; False if it has changed meanwhile.
+    """Replace a lock file whose process is gone; False if the file has changed meanwhile.
 
-    Whoever wants to replace a file must first create one that is named by its token. So only one
-    process replaces it, and a process that is late finds another token and leaves that alone.
+    To replace a lock file, a process must first create a file whose name ends in the token of the
+    lock file. So only one process replaces it; a later one finds another token and gives up.
     """
     try:
         found = _read(at, name)
@@ -302,7 +304,7 @@ def _take_over(at: int, name: str, holder: Holder, folder: Path) -> bool:
 
 
 def _clear_claims(at: int) -> None:
-    """Delete what processes left that were killed while they took the lock over."""
+    """Delete the files of processes that were killed while they took the lock over."""
     for name in os.listdir(at):
         if name.startswith(f"{LOCK_NAME}."):
             _unlink(at, name)
@@ -314,7 +316,7 @@ def _unlink(at: int, name: str) -> None:
 
 
 def _write(at: int, name: str, holder: Holder) -> None:
-    """Write the name of the holder, and close the file: only then do other machines see it."""
+    """Write the holder, and close the file: other machines see the content only then."""
     try:
         file = os.open(name, _OPEN, dir_fd=at)
         try:
@@ -327,7 +329,7 @@ def _write(at: int, name: str, holder: Holder) -> None:
 
 
 def _read(at: int, name: str) -> Holder | None:
-    """Who a lock file names; None if it does not say."""
+    """The holder that a lock file names; None if it names none."""
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=at)
     try:
         return Holder.parsed(os.read(file, _MAX_BYTES))
@@ -344,14 +346,14 @@ def _token_at(at: int, name: str) -> str | None:
 
 
 def _remedy(holder: Holder | None, path: Path) -> str:
-    """What to do about a lock that is nothing but a file."""
+    """What to do about a lock that is only a file."""
     if holder is not None and holder.is_here:
         return "Wait for it to end."
     return f"Wait for it to end. If no such process is left, delete {path}."
 
 
 def _held(folder: Path, holder: Holder | None, remedy: str) -> CheckpointExistsError:
-    """The error about a lock that somebody else has."""
+    """The error if another process has the lock."""
     finding = Finding(
         "another save is writing here, or tensors are being removed",
         found=None if holder is None else f"process {holder.pid} on host {holder.host}",

@@ -25,12 +25,12 @@ from dist_checkpointing.errors import (
 )
 
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
-"""Errors that say that there is nothing of that name, or a link; any other one says nothing."""
+"""Errors that mean: nothing has this name, or a link has it. No other error means that."""
 _MAX_NAME_BYTES = 200
 _MAX_COMPONENT_BYTES = 255
 _PLAIN_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{,{_MAX_NAME_BYTES - 1}}}")
 _TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__lock)")
-"""Of ``write_atomic``, and of TensorStore's driver for files."""
+"""Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
 _TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
 _OWN_NAMES = frozenset({".dckpt", ".dckpt.lock"})
 
@@ -38,9 +38,9 @@ _OWN_NAMES = frozenset({".dckpt", ".dckpt.lock"})
 def disk_name(key: str) -> str:
     """The folder name of a key: one path component, the same on every file system.
 
-    UTF-8, percent-encoded outside ``[A-Za-z0-9._-]``, for a leading dot and for names that a
-    checkpoint uses itself. A name over 200 bytes is cut and ends in ``~`` and 16 hex digits; the
-    index maps it back.
+    The name is UTF-8, percent-encoded outside ``[A-Za-z0-9._-]``. A leading dot is encoded too, and
+    the first letter of names that a checkpoint uses itself. A name over 200 bytes is cut and ends
+    in ``~`` and 16 hex digits; the index maps it back to the key.
     """
     if _PLAIN_NAME.fullmatch(key) and key not in _TAKEN_NAMES:
         return key
@@ -54,10 +54,10 @@ def disk_name(key: str) -> str:
 
 
 def check_raw_key(key: str) -> None:
-    """Refuse a key that cannot be used as a relative path as it is.
+    """Check that a key can be used as a relative path as it is.
 
     Raises:
-        InvalidShardingError: for a key that would leave the folder or clash with other files.
+        InvalidShardingError: if it would leave the folder or clash with other files.
     """
     parts = key.split("/")
     problem = None
@@ -68,7 +68,7 @@ def check_raw_key(key: str) -> None:
     elif parts[0] in _TAKEN_NAMES | _OWN_NAMES:
         problem = "the checkpoint itself uses this name"
     elif any(part.endswith(".sync") for part in parts):
-        problem = "readers take folders that end in .sync for Megatron's locks"
+        problem = "readers think that folders that end in .sync are Megatron's locks"
     if problem is not None:
         finding = Finding(problem, key, remedy="Rename the key, or use a backend that encodes it.")
         raise InvalidShardingError("a key cannot be a file name", [finding])
@@ -81,10 +81,10 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 
 def check_size(size: int, path: Path, max_bytes: int) -> None:
-    """Refuse a file that is too large to be what it should be.
+    """Check that a file is not too large to be what it should be.
 
     Raises:
-        CorruptCheckpointError: naming it.
+        CorruptCheckpointError: if it is.
     """
     if size > max_bytes:
         finding = Finding(
@@ -97,29 +97,29 @@ def check_size(size: int, path: Path, max_bytes: int) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is something of that name, be it a link to nothing.
+    """Whether anything has this path, even a link to nothing.
 
     Raises:
-        OSError: if that cannot be found out, which is not the same as no.
+        OSError: if the file system cannot tell, which is not the same as no.
     """
     return _mode(path, follows=False) is not None
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file, or a link to one.
+    """Whether the path is a file, or a link to one.
 
     Raises:
-        OSError: if that cannot be found out, which is not the same as no.
+        OSError: if the file system cannot tell, which is not the same as no.
     """
     mode = _mode(path, follows=True)
     return mode is not None and stat.S_ISREG(mode)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder, or a link to one.
+    """Whether the path is a folder, or a link to one.
 
     Raises:
-        OSError: if that cannot be found out, which is not the same as no.
+        OSError: if the file system cannot tell, which is not the same as no.
     """
     mode = _mode(path, follows=True)
     return mode is not None and stat.S_ISDIR(mode)
@@ -128,7 +128,7 @@ def is_folder(path: Path) -> bool:
 def names_in(folder: Path) -> list[str]:
     """The names in a folder, sorted; none if there is no such folder.
 
-    ``Path.glob`` takes a folder that it may not read for an empty one.
+    ``Path.glob`` is not used: it finds nothing in a folder that it may not read.
 
     Raises:
         OSError: if the folder cannot be read, which is not the same as empty.
@@ -145,7 +145,7 @@ def walked(root: Path) -> Iterator[tuple[Path, list[str]]]:
     """Each folder from ``root`` down with the names of its files; links are not followed.
 
     Raises:
-        OSError: if a folder cannot be read. ``os.walk`` and ``Path.rglob`` leave it out.
+        OSError: if a folder cannot be read; ``os.walk`` and ``Path.rglob`` skip it.
     """
     for folder, _, names in os.walk(root, onerror=_raise_unless_gone):
         yield Path(folder), names
@@ -166,10 +166,10 @@ def _mode(path: Path, *, follows: bool) -> int | None:
 
 
 def parse_json(data: bytes) -> Any:
-    """What a JSON text says.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: if it is not JSON, or nested too deeply to be one of ours.
+        ValueError: if it is not JSON, or nested too deeply.
     """
     try:
         return json.loads(data)
@@ -178,18 +178,18 @@ def parse_json(data: bytes) -> Any:
 
 
 class Durability(Enum):
-    """When a save may call itself finished."""
+    """What must be true before a save commits."""
 
     FSYNC = "fsync"
-    """Every file and folder is on the disk before the commit: survives a power cut."""
+    """Every file and folder is on the disk: the checkpoint survives a power cut."""
 
     PAGE_CACHE = "page_cache"
-    """The operating system has everything: survives a killed process, not a killed machine. For
-    scratch disks and tests."""
+    """The operating system has everything: the checkpoint survives a killed process, but not a
+    crash of the machine. For scratch disks and tests."""
 
 
 def write_atomic(path: Path, data: bytes, durability: Durability = Durability.FSYNC) -> None:
-    """Put ``data`` at ``path`` so that a reader, or a crash, sees all of it or nothing new."""
+    """Write ``data`` to ``path`` such that readers, also after a crash, see all of it or none."""
     durable = durability is Durability.FSYNC
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -207,7 +207,7 @@ def write_atomic(path: Path, data: bytes, durability: Durability = Durability.FS
 
 
 def temporaries(names: Iterable[str], root: Path) -> list[Path]:
-    """What was left by writers of these files below ``root`` that were killed.
+    """Temporary files that killed writers of these files below ``root`` have left.
 
     Raises:
         OSError: if a folder cannot be read.
@@ -229,10 +229,12 @@ def temporaries(names: Iterable[str], root: Path) -> list[Path]:
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Find out, before a byte is written, whether ``num_bytes`` can be written below a folder.
+    """Check before a save that ``num_bytes`` can be written below a folder.
+
+    Quotas are not checked.
 
     Raises:
-        CheckpointingException: if the place is write-protected or too full. Quotas are not seen.
+        CheckpointingException: if the folder is write-protected, or its file system too full.
     """
     place = folder
     while not place.exists():
@@ -267,7 +269,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def fsync_folders(files: Iterable[Path], root: Path) -> None:
-    """Make the names of ``files`` durable: every folder between them and ``root``, once."""
+    """Make the names of ``files`` durable: every folder from them up to ``root``, once."""
     folders: set[Path] = {root}
     for file in files:
         folder = file.parent
@@ -279,10 +281,9 @@ def fsync_folders(files: Iterable[Path], root: Path) -> None:
 
 
 def remove(path: Path, root: Path) -> None:
-    """Delete a file or folder below ``root`` and the parents that it leaves empty.
+    """Delete a file or folder below ``root``, and the parents that are empty then.
 
-    Never leaves ``root``: a link is deleted, not followed, and what lies behind a link to a folder
-    is not touched.
+    Nothing outside ``root`` is touched: a link is deleted and not followed.
 
     Raises:
         ValueError: for a path that is not below ``root``.
@@ -311,7 +312,7 @@ def remove(path: Path, root: Path) -> None:
 
 
 def is_real_folder(path: Path, root: Path) -> bool:
-    """Whether there is a folder at ``path``, and no link on the way to it from ``root``."""
+    """Whether ``path`` is a folder that is reached from ``root`` without following a link."""
     parts = path.relative_to(root).parts
     with _descended(parts, root) as folders:
         return ".." not in parts and len(folders) > len(parts)
@@ -319,7 +320,7 @@ def is_real_folder(path: Path, root: Path) -> bool:
 
 @contextmanager
 def _descended(parts: Sequence[str], root: Path) -> Iterator[list[int]]:
-    """Descriptors of ``root`` and of the folders on the way down, as far as there are any."""
+    """Descriptors of ``root`` and of the folders on the way down, as far as they exist."""
     options = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     folders: list[int] = []
     try:
@@ -354,7 +355,7 @@ def fsync_file(path: Path) -> None:
 
 
 def file_system_type(path: Path) -> str:
-    """The kernel's name for the file system that ``path`` is on; "" where it does not say."""
+    """The kernel's name for the type of the file system of ``path``; "" if it is unknown."""
     mounts = Path("/proc/self/mountinfo")
     if not mounts.exists():
         return ""

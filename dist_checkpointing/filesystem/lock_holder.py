@@ -19,7 +19,7 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Kind(Enum):
-    """What keeps others out."""
+    """What the lock is: a ``flock``, or the file itself."""
 
     FLOCK = "flock"
     FILE = "file"
@@ -30,13 +30,13 @@ class Holder:
     """The content of a lock file: who holds the lock.
 
     Attributes:
-        token: a name for this one time that the lock was taken.
-        kind: of the lock.
+        token: random name of this one holding of the lock.
+        kind: kind of the lock.
         host: name of the machine.
-        boot: id of its last start.
-        pid_space: the namespace that ``pid`` is of: containers number their processes themselves.
-        pid: of the process.
-        started: when it started, in the kernel's ticks, which tells it from a later one of that id.
+        boot: id of the last start of the machine.
+        pid_space: namespace of ``pid``: each container numbers its own processes.
+        pid: id of the process.
+        started: when the process started, in ticks of the kernel; a later process may have its id.
     """
 
     token: str
@@ -64,7 +64,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process has ended, for certain: no other machine can know."""
+        """Whether the process has certainly ended; False on another machine, which cannot know."""
         if not (self.boot and self.is_here):
             return False
         try:
@@ -72,23 +72,23 @@ class Holder:
         except ProcessLookupError:
             return True
         except PermissionError:
-            pass  # there is one, of somebody else
+            pass  # it exists, and belongs to another user
         return _start_of(self.pid) not in (self.started, None)
 
     @property
     def is_here(self) -> bool:
-        """Whether its process is, or was, where this one would see it."""
+        """Whether the process runs, or ran, where this one can see it."""
         own = Holder.own(self.kind)
         here = (own.host, own.boot, own.pid_space)
         return (self.host, self.boot, self.pid_space) == here
 
     def to_json(self) -> bytes:
-        """As the content of a lock file."""
+        """The content of a lock file."""
         return json.dumps({**asdict(self), "kind": self.kind.value}).encode()
 
     @classmethod
     def parsed(cls, data: bytes) -> Holder | None:
-        """What a lock file says; None if it does not name its holder."""
+        """The holder that a lock file names; None if it names none."""
         try:
             content = local.parse_json(data)
             holder = cls(**{**content, "kind": Kind(content["kind"])})
@@ -98,16 +98,16 @@ class Holder:
         numbers = (holder.pid, holder.started)
         if [*map(type, texts)] != [str] * 4 or [*map(type, numbers)] != [int] * 2:
             return None
-        # A process id that is no such number would mean a whole group of them to the kernel.
+        # Any other number would mean a group of processes to the kernel.
         return holder if _TOKEN.fullmatch(holder.token) and 0 < holder.pid < 1 << 31 else None
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process started; None if that is not shown, 0 for one that only waits to be reaped."""
+    """When a process started; 0 if it has ended but is still listed, None if that is unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name of the program, in parentheses, may hold anything.
+    # The name of the program, in parentheses, may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return 0 if fields[0] in "ZX" else int(fields[19])

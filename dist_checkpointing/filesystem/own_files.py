@@ -1,4 +1,4 @@
-"""The few files and the folder that only this library writes: no link is taken for them."""
+"""The folder ``.dckpt`` and the files that only this library writes: links are never followed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ OWN_FOLDER: Final = ".dckpt"
 
 
 def read_own(path: Path, max_bytes: int) -> bytes | None:
-    """The content of a file that only we write; None if there is none, or something else.
-
-    A link of that name is not followed.
+    """The content of a file that only this library writes; None if there is no regular file.
 
     Raises:
         CorruptCheckpointError: if it is larger than ``max_bytes``.
@@ -32,7 +30,7 @@ def read_own(path: Path, max_bytes: int) -> bytes | None:
 
 
 def read_own_start(path: Path, num_bytes: int) -> bytes | None:
-    """As ``read_own``, the first bytes of a file of any size."""
+    """Like ``read_own``, but the first bytes of a file of any size."""
     file = _opened_own(path)
     if file is None:
         return None
@@ -54,17 +52,17 @@ def _opened_own(path: Path) -> IO[bytes] | None:
 
 
 def make_own_folder(folder: Path) -> None:
-    """Make the folder of a checkpoint's own files.
+    """Make the folder ``.dckpt`` of a checkpoint.
 
     Raises:
-        CheckpointExistsError: if a link or a file has its name.
+        CheckpointExistsError: if a link or a file has this name.
     """
     path = folder / OWN_FOLDER
     with suppress(FileExistsError):
         path.mkdir()
     if not stat.S_ISDIR(path.lstat().st_mode):
         finding = Finding(
-            "is no folder, and no save of ours made it",
+            "is not a folder, and no save made it",
             path=str(path),
             remedy="Find out what it is, and delete it.",
         )

@@ -1,4 +1,4 @@
-"""Which folder a caller means: a local path, the same on every rank."""
+"""The path of a checkpoint: local, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Final
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
 
-# pathlib makes one slash of the two.
+# One slash: pathlib removes the second.
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 
 _MOST_NAMED: Final = 16
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL, such as ``s3://bucket/x``, also once pathlib has shortened it."""
+    """Whether a path is a URL, such as ``s3://bucket/x`` or, as a Path, ``s3:/bucket/x``."""
     return _URL.match(os.fspath(path)) is not None
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """The path of a checkpoint, or of a file of tensors, on a mounted file system, without "..".
+    """The path of a checkpoint or file of tensors on a mounted file system, without "..".
 
-    Every function that takes such a path from a caller takes it through here: as a relative path,
-    ``s3://bucket/x`` would be the folder ``./s3:/bucket/x``.
+    Every function that takes such a path from a user calls this. Without it, ``s3://bucket/x``
+    would be the relative path ``./s3:/bucket/x``.
 
     Raises:
-        UnsupportedFormatError: if it is a URL.
+        UnsupportedFormatError: if the path is a URL.
     """
     match = _URL.match(os.fspath(path))
     if match is None:
-        # TensorStore takes no path that goes up.
+        # TensorStore refuses paths with "..".
         return Path(path).resolve() if ".." in Path(path).parts else Path(path)
     finding = Finding(
         f"URLs of scheme {match[1]!r} are not supported",
@@ -45,10 +45,10 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
 
 
 def check_one_destination(destinations: Sequence[tuple[str, str]]) -> None:
-    """Demand that all ranks save into the same folder, and in the same format.
+    """Check that all ranks save into the same folder, in the same format.
 
     Args:
-        destinations: the absolute path, and the format in words, of each rank, in rank order.
+        destinations: absolute path and format of each rank, in rank order.
 
     Raises:
         CheckpointingException: if they differ.

@@ -1,6 +1,6 @@
-"""Element types as torch has them, and the way of bits between torch and numpy.
+"""Element types of torch, and how bits get from torch to numpy and back.
 
-Bits travel through views: no value is ever converted on its way to or from a file.
+They get there through views: no value is converted on its way to or from a file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
     """The dtype for a torch dtype.
 
     Raises:
-        InvalidShardingError: if no checkpoint format of ours can hold it.
+        InvalidShardingError: if it cannot be stored.
     """
     try:
         return _BY_TORCH[dtype]
@@ -53,7 +53,7 @@ def from_torch(dtype: torch.dtype, *, key: str | None = None) -> DType:
 def is_lossless(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether every value of ``stored``, signed zeros and infinities included, is in ``wanted``.
 
-    numpy's "safe" casting is not that: it lets int64 pass into float64.
+    This is stricter than numpy's "safe" casting, which allows int64 to float64.
 
     Raises:
         InvalidShardingError: for a dtype that is not in the table.
@@ -64,7 +64,7 @@ def is_lossless(stored: torch.dtype, wanted: torch.dtype) -> bool:
     if wanted.is_complex:
         return is_lossless(stored.to_real(), wanted.to_real())
     if stored == torch.bool:
-        return target.name != "float8_e8m0fnu"  # which has no zero
+        return target.name != "float8_e8m0fnu"  # it has no zero
     if wanted.is_floating_point and not stored.is_complex:
         return _fits_float(stored, wanted)
     if stored.is_complex or stored.is_floating_point or wanted == torch.bool:
@@ -74,7 +74,7 @@ def is_lossless(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _fits_float(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    # The 8-bit floats differ in their special values: nothing fits into them but themselves.
+    # The 8-bit floats differ in their special values: no other type fits into one.
     if wanted.itemsize == 1:
         return False
     target: Any = ml_dtypes.finfo(from_torch(wanted).numpy)  # type: ignore[no-untyped-call]
@@ -99,7 +99,7 @@ _BITS_BY_TORCH = {
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """A numpy array over the memory of a CPU tensor: same shape, same strides, same bits.
 
-    Conjugate or negative views have no such memory and are materialised first.
+    A conjugate or negative view is copied first, because its memory holds other values.
     """
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -113,10 +113,10 @@ def as_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] | None:
-    """A numpy array over a destination's own memory, into which bits of ``dtype`` may be put.
+    """A numpy array over the memory of a tensor, if bits of ``dtype`` can be written there.
 
-    None if they must be copied there by torch: from another device, with a conversion, or because
-    the destination is a conjugate or negative view, whose memory holds other values than it shows.
+    None if torch must copy them: to another device, to another dtype, or into a conjugate or
+    negative view, whose memory holds other values than the view.
     """
     if destination.dtype is not dtype or destination.device.type != "cpu":
         return None
@@ -127,6 +127,6 @@ def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] 
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """A CPU tensor over the memory of a numpy array whose elements have the bits of ``dtype``."""
+    """A CPU tensor of ``dtype`` over the memory of a numpy array with the same bits."""
     known = from_torch(dtype)
     return torch.from_numpy(array.view(known.bits)).view(dtype)

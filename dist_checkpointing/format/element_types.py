@@ -1,6 +1,6 @@
-"""Every element type a checkpoint may hold, in one table: numpy and zarr names side by side.
+"""Every element type that a checkpoint can hold: a table with numpy's and zarr's names.
 
-Without torch, so that a checkpoint can be listed without importing it; see ``dtypes``.
+It does not import torch, so that a checkpoint can be listed without torch; see ``dtypes``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One storable element type.
+    """One element type that can be stored.
 
-    ``name`` is the zarr v3 name (also used in our index, and torch's own), ``zarr_v2`` the v2 one
-    as Megatron and TensorStore spell it. ``bits`` is a dtype of the same size that numpy itself
-    knows, and copies at full speed.
+    Attributes:
+        name: the name in zarr v3, in the index, and in torch.
+        numpy: the numpy dtype, of ml_dtypes where numpy has none.
+        zarr_v2: the name in zarr v2, as Megatron and TensorStore write it.
+        bits: a dtype of numpy itself with the same size, which it copies at full speed.
     """
 
     name: str
@@ -79,7 +81,7 @@ def from_name(name: str) -> DType:
     """The dtype with this zarr v3 name.
 
     Raises:
-        UnsupportedFormatError: if we do not store it.
+        UnsupportedFormatError: if it cannot be stored.
     """
     try:
         return _BY_NAME[name]
@@ -91,7 +93,7 @@ def from_zarr_v2(name: object) -> DType:
     """The dtype with this zarr v2 name.
 
     Raises:
-        UnsupportedFormatError: if we do not store it, big-endian ones included.
+        UnsupportedFormatError: if it cannot be stored; no big-endian dtype can.
     """
     if not isinstance(name, str) or name not in _BY_ZARR_V2:
         raise _unsupported(name, _BY_ZARR_V2)

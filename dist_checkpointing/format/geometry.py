@@ -1,4 +1,4 @@
-"""Boxes, chunk grids and flat ranges: all the index arithmetic there is, on plain integers."""
+"""Boxes, chunk grids and flat ranges: all index arithmetic, on plain integers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Box:
 
     @property
     def stop(self) -> Ints:
-        """First index behind the box on every axis."""
+        """First index after the box on every axis."""
         return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
 
     @property
@@ -39,7 +39,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None if there is none."""
+        """The common part of both boxes; None if it is empty."""
         start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         shape = tuple(b - a for a, b in zip(start, stop, strict=True))
@@ -65,9 +65,14 @@ class Box:
 class Window:
     """A box inside a C-order array of ``shape`` that begins at element ``start`` of a buffer.
 
-    Windows address stored chunks and destination tensors alike: an ordinary chunk has
-    ``start == 0`` and its own shape; a part of a flattened range begins somewhere inside the 1-D
-    buffer and is seen there as an n-dimensional array.
+    Windows address both stored chunks and destination tensors. An ordinary chunk has ``start == 0``
+    and its own shape. A part of a flattened range begins inside the 1-D buffer, and is treated as
+    an n-dimensional array there.
+
+    Attributes:
+        start: first element of the array in the buffer.
+        shape: shape of the array.
+        box: the box in the array.
     """
 
     start: int
@@ -80,12 +85,12 @@ class Window:
         return math.prod(self.shape)
 
     def part(self, block: Box) -> Window:
-        """The window of a block of this one's box, given from the first element of that box."""
+        """The window of a block inside the box; the block is given relative to the box."""
         offset = tuple(a + b for a, b in zip(self.box.offset, block.offset, strict=True))
         return Window(self.start, self.shape, Box(offset, block.shape))
 
     def contiguous_range(self) -> tuple[int, int] | None:
-        """``(start, stop)`` in elements of the buffer if the box is one run there, else None."""
+        """``(start, stop)`` in elements of the buffer if the box is contiguous there, else None."""
         begin = self.start + ravel_offset(self.box.offset, self.shape)
         seen_partial = False
         for extent, full in zip(reversed(self.box.shape), reversed(self.shape), strict=True):
@@ -104,7 +109,7 @@ def ravel_offset(offset: Ints, shape: Ints) -> int:
 
 
 def unravel(position: int, shape: Ints) -> Ints:
-    """The offset of the element at ``position`` in the C-order flattening; undoes ravel_offset."""
+    """Offset of the element at ``position`` in the C-order flattening; inverts ``ravel_offset``."""
     offset = []
     for extent in reversed(shape):
         position, index = divmod(position, extent)
@@ -122,9 +127,9 @@ def unravel_range(start: int, stop: int, shape: Ints) -> tuple[npt.NDArray[np.in
 def split_flat_range(shape: Ints, start: int, stop: int) -> list[Box]:
     """Boxes of an array of ``shape`` that make up elements ``start .. stop`` of its flattening.
 
-    Each box is one contiguous run, and the boxes follow each other in flat order. There are at
-    most ``2 * ndim - 1`` of them: a range climbs from the first element to whole rows, planes, ...,
-    runs over the largest whole blocks, and climbs down again.
+    Each box is contiguous, and the boxes follow each other in flat order. There are at most
+    ``2 * ndim - 1`` of them: the range begins with single elements, goes on with whole rows,
+    planes, ..., up to the largest whole blocks, and ends with smaller ones again.
 
     Raises:
         ValueError: if the range does not lie inside the array.
@@ -137,7 +142,7 @@ def split_flat_range(shape: Ints, start: int, stop: int) -> list[Box]:
     while position < stop:
         if not shape:
             return [Box((), ())]
-        # The outermost axis on which a whole step starts here and fits; innermost axis always does.
+        # The outermost axis on which a whole step begins here and fits. The innermost always fits.
         axis = next(
             a
             for a, stride in enumerate(strides)
@@ -151,10 +156,10 @@ def split_flat_range(shape: Ints, start: int, stop: int) -> list[Box]:
 
 
 def boxes_of_part(box: Box, flat_range: tuple[int, int] | None) -> list[Box]:
-    """The boxes that a part of a tensor is made of, in elements of the tensor.
+    """The boxes that make up a part of a tensor, in elements of the tensor.
 
     Args:
-        box: of the part.
+        box: box of the part.
         flat_range: if given, the part holds only these elements of the flattening of the box.
 
     Raises:
@@ -229,8 +234,8 @@ def largest_divisor_block(extent: int, max_block: int) -> int:
 def split_rows(box: Box, max_elements: int) -> list[Box]:
     """``box`` cut into contiguous blocks of rows with at most ``max_elements`` elements each.
 
-    An axis whose single rows are still too large is cut completely and the next axis is cut in
-    turn, so a block is always one run of the box's own C order.
+    If single rows are still too large, the axis is cut into single rows and the next axis is cut
+    too. So every block is contiguous in the C order of the box.
     """
     if box.num_elements <= max(max_elements, 1):
         return [box]

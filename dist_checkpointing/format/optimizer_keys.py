@@ -1,4 +1,4 @@
-"""Which tensors are an optimizer's, as far as their keys say so."""
+"""Which tensors belong to an optimizer, judged by their keys."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 from collections.abc import Iterable
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optim(?:izer)?s?(?:[^a-z]|$)")
-"""Megatron chains several optimizers. "optimal" and "optimism" are other words."""
+"""Megatron numbers chained optimizers. "optimal" and "optimism" do not match."""
 
 
 def is_of_optimizer(key: str) -> bool:
-    """Whether a key says that it is an optimizer's: ``optim.exp_avg``, ``chained_0.optimizer.0``.
+    """Whether a key belongs to an optimizer: ``optim.exp_avg``, ``chained_0.optimizer.0``.
 
-    ``dckpt stats``, retention and the tensorstore backend all go by this.
+    ``dckpt stats``, retention and the tensorstore backend use this.
     """
     return _OPTIMIZER.match(key) is not None
 
 
 def optimizer_prefixes(keys: Iterable[str]) -> list[str]:
-    """The prefixes with which all keys of optimizers begin, and no others.
+    """The prefixes of the keys of optimizers, with which no other key begins.
 
     Args:
-        keys: of all tensors; some may be an optimizer's.
+        keys: the keys of all tensors.
     """
     known = list(keys)
     found = {match.group() for match in map(_OPTIMIZER.match, known) if match is not None}
-    # A key that is nothing but the word has no end of its own: "optim" begins "optimal" too.
+    # A key that is only the word is a prefix of other words too: "optim" of "optimal".
     return sorted(
         prefix
         for prefix in found
