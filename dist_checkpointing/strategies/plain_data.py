@@ -87,14 +87,14 @@ class _Odd:
     @property
     def key(self) -> str:
         """What names it in messages."""
-        return path_text(self.found.place) if self.object_key is None else self.object_key
+        return path_text(self.found.path) if self.object_key is None else self.object_key
 
     @property
     def where(self) -> str:
         """What ``key`` does not say."""
         if self.object_key is None:
             return self.detail
-        return f"{self.detail} (in the ShardedObject at {path_text(self.found.place)})"
+        return f"{self.detail} (in the ShardedObject at {path_text(self.found.path)})"
 
 
 def check_plain(

@@ -56,7 +56,7 @@ class Attribute:
         return f".{self.name}"
 
 
-Place = tuple[Any, ...]
+ValuePath = tuple[Any, ...]
 """A path, of which some steps may be Attributes."""
 
 _NUMBERS_AND_TEXTS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -67,21 +67,21 @@ class Found(NamedTuple):
 
     Attributes:
         value: it.
-        parent: what holds it; for the outermost value its place.
-        step: makes the last step of its place.
+        parent: what holds it; for the outermost value its path.
+        step: makes the last step of its path.
         argument: of ``step``.
     """
 
     value: Any
-    parent: Found | Place
+    parent: Found | ValuePath
     step: Callable[[Any], Any] | None = None
     argument: Any = None
 
     @property
-    def place(self) -> Place:
+    def path(self) -> ValuePath:
         """Where it is; made when it is asked for, because few values are ever named."""
         steps: list[Any] = []
-        found: Found | Place = self
+        found: Found | ValuePath = self
         while isinstance(found, Found):
             if found.step is not None:
                 steps.append(found.step(found.argument))
@@ -89,14 +89,14 @@ class Found(NamedTuple):
         return (*found, *reversed(steps))
 
 
-def walk(tree: object, place: Place = ()) -> Iterator[Found]:
+def walk(tree: object, path: ValuePath = ()) -> Iterator[Found]:
     """Everything in a nest but numbers and texts, containers too, each container once.
 
     Beside dicts, lists and tuples it opens what else holds plain data: sets (whose members have the
-    place of the set), deques and namespaces.
+    path of the set), deques and namespaces.
     """
     seen: set[int] = set()
-    waiting = [Found(tree, place)]
+    waiting = [Found(tree, path)]
     while waiting:
         found = waiting.pop()
         below = _children(found)
@@ -147,14 +147,14 @@ def refuse_distributed(parts: Partition, objects: Mapping[Path, ShardedObject]) 
         InvalidShardingError: with all that are found.
     """
     findings = [
-        _unwrapped(found.value, path_text(found.place))
+        _unwrapped(found.value, path_text(found.path))
         for found in walk(parts.common)
         if is_distributed_tensor(found.value)
     ]
     for path, leaf in objects.items():
         findings += [
             _unwrapped(
-                found.value, leaf.key, f" inside a ShardedObject at {path_text(found.place)}"
+                found.value, leaf.key, f" inside a ShardedObject at {path_text(found.path)}"
             )
             for found in walk(leaf.data, path)
             if is_distributed_tensor(found.value)
@@ -187,11 +187,11 @@ def unfilled_tensors(parts: Partition, stored: Mapping[Any, Any]) -> list[Findin
         parts: the template.
         stored: the common state of the checkpoint.
     """
-    tensors = {f.place: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
+    tensors = {f.path: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
     wanted = {
-        place: tensor
-        for place, tensor in tensors.items()
-        if all(isinstance(step, DictKey | Position) for step in place)
+        path: tensor
+        for path, tensor in tensors.items()
+        if all(isinstance(step, DictKey | Position) for step in path)
     }
     if not wanted:
         return []
@@ -203,17 +203,17 @@ def unfilled_tensors(parts: Partition, stored: Mapping[Any, Any]) -> list[Findin
         Finding(
             "this tensor of the template is not wrapped, and the common state of the checkpoint "
             "has no value for it: it would not be filled",
-            path_text(place),
+            path_text(path),
             found=f"{value.dtype} of shape {tuple(value.shape)}",
             remedy=WRAP_REMEDY,
         )
-        for place, value in wanted.items()
-        if not _is_there(result, place)
+        for path, value in wanted.items()
+        if not _is_there(result, path)
     ]
 
 
-def _is_there(tree: Any, place: Place) -> bool:
-    for step in place:
+def _is_there(tree: Any, path: ValuePath) -> bool:
+    for step in path:
         if isinstance(step, DictKey):
             if not isinstance(tree, dict) or step.key not in tree:
                 return False
@@ -294,6 +294,6 @@ def warn_of_large_tensors(common: Mapping[Any, Any]) -> None:
         "    save(shard_state_dict(state_dict), path)\n"
         "    load(shard_state_dict(state_dict), path)",
         bytes_text(num_bytes),
-        path_text(largest.place),
+        path_text(largest.path),
         bytes_text(largest.value.nbytes),
     )
