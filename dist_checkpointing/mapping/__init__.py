@@ -1,4 +1,4 @@
-"""The four leaves with which a state dict says which part of which global tensor it holds."""
+"""The four kinds of leaves of a sharded state dict: each says what it is a part of."""
 
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.mapping.base import (

@@ -1,4 +1,4 @@
-"""What all sharded leaves share."""
+"""The base of all sharded leaves, and the checks of their fields."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 def invalid_sharding(key: str, problem: str, **details: Any) -> InvalidShardingError:
-    """The error for one thing that is wrong with the leaf ``key``."""
+    """The error about one thing that is wrong with the leaf ``key``."""
     return InvalidShardingError(f"invalid sharding of {key!r}", [Finding(problem, key, **details)])
 
 
 def plain_int(value: Any, name: str, key: str) -> int:
-    """A field of the leaf ``key`` as an int; numpy's integers and their like are taken too.
+    """A field of the leaf ``key`` as an int; anything with ``__index__`` is an integer.
 
     Raises:
-        InvalidShardingError: if it is no integer.
+        InvalidShardingError: if it is not an integer.
     """
     if type(value) is int:
         return value
@@ -50,7 +50,7 @@ def plain_int(value: Any, name: str, key: str) -> int:
 
 
 def plain_ints(values: Any, name: str, key: str) -> tuple[int, ...]:
-    """Likewise, a field that is a sequence of integers, as a tuple."""
+    """Like ``plain_int``, for a field that is a sequence of integers: a tuple."""
     if type(values) is tuple and _INT.issuperset(map(type, values)):
         return values
     try:
@@ -60,7 +60,7 @@ def plain_ints(values: Any, name: str, key: str) -> tuple[int, ...]:
 
 
 def plain_replica_id(replica_id: Any, key: str) -> ReplicaId:
-    """Likewise, a replica id: one integer or a sequence of them."""
+    """Like ``plain_int``, for a replica id: an integer or a sequence of integers."""
     if type(replica_id) is int:
         return replica_id
     try:
@@ -70,7 +70,7 @@ def plain_replica_id(replica_id: Any, key: str) -> ReplicaId:
 
 
 def plain_range(flat: Any, key: str) -> slice | None:
-    """Likewise, a flattened range; ends that are None stay, for the check that refuses them."""
+    """Like ``plain_int``, for a flattened range; an end that is None stays for a later check."""
     if flat is None:
         return None
     if not isinstance(flat, slice):
@@ -87,7 +87,7 @@ def _no_integer(key: str, problem: str, value: Any) -> InvalidShardingError:
 
 
 class ShardedBase(ABC):
-    """Anything in a state dict that is not common state: it has a key, data and a replica id."""
+    """A sharded leaf of a state dict: it has a key, data and a replica id."""
 
     key: str
     data: Any

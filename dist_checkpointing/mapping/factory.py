@@ -1,4 +1,4 @@
-"""ShardedTensorFactory: values that are saved in another form than they are used in."""
+"""ShardedTensorFactory: values whose form in a checkpoint is another one than in training."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FactoryMergeFn = Callable[[Any], Any]
 
 @dataclass
 class ShardedTensorFactory(ShardedBase):
-    """Something that is saved in another form than it is used in.
+    """A value that is saved in another form than it has in training.
 
     Attributes:
-        key: passed to ``build_fn``.
-        data: passed to ``build_fn``.
+        key: key, which ``build_fn`` gets.
+        data: tensor, which ``build_fn`` gets.
         build_fn: ``(key, data, replica_id, flattened_range)`` -> a sharded leaf or a nest of them.
-        merge_fn: the loaded nest -> the value to put back.
-        replica_id: passed to ``build_fn``.
-        flattened_range: passed to ``build_fn``.
+        merge_fn: the loaded nest -> the value that ``load`` returns.
+        replica_id: replica id, which ``build_fn`` gets.
+        flattened_range: flattened range, which ``build_fn`` gets.
 
     Example:
         >>> def build(key, fused, replica_id, flattened_range):
@@ -56,20 +56,20 @@ class ShardedTensorFactory(ShardedBase):
         self.flattened_range = plain_range(self.flattened_range, self.key)
 
     def build(self) -> Any:
-        """The sharded leaf or nest of leaves that stands for this in the checkpoint."""
+        """The sharded leaf, or nest of leaves, that is saved or loaded instead."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def validate_metadata_integrity(self) -> None:
-        """Nothing to check before the factory is built."""
+        """Do nothing: only what the factory builds can be checked."""
 
     def without_data(self) -> ShardedTensorFactory:
         return replace(self, data=None)  # type: ignore[arg-type]
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
-    """Replace every factory in the (nested) dict by what it builds, in place.
+    """Replace every factory in the nested dict by what it builds, in place.
 
-    ``save`` and ``load`` do this by themselves on a copy; this is for code that does it by hand.
+    ``save`` and ``load`` do this themselves, on a copy.
 
     Example:
         >>> def build(key, data, replica_id, flattened_range):
@@ -92,15 +92,15 @@ def apply_factories(sharded_state_dict: ShardedStateDict) -> None:
 
 
 def apply_factory_merges(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
-    """``x1`` with what stands at the places of the factories in ``x2`` merged, in place.
+    """``x1``, where each factory in ``x2`` has merged the values at its path. In place.
 
     Args:
-        x1: loaded values, nested like ``x2`` (a list in ``x1`` may meet a dict with integer keys).
-        x2: factories only, at their places.
-        key: the place reached so far, for messages.
+        x1: loaded values, nested like ``x2``; a list may correspond to a dict with integer keys.
+        x2: the factories alone, at their paths.
+        key: the path so far, for messages.
 
     Raises:
-        ValueError: if a place of ``x2`` does not exist in ``x1``.
+        ValueError: if a path of ``x2`` does not exist in ``x1``.
 
     Example:
         >>> halves = {"w": [torch.zeros(1), torch.ones(1)]}

@@ -1,8 +1,8 @@
-"""Nested state dicts taken apart once and put together again, nothing lost.
+"""Nested state dicts: flattened into leaves and a skeleton, and put together again.
 
-``flatten`` turns a nest of dicts, lists and tuples into ``{path: leaf}`` and a skeleton. Paths keep
-the type of every step (dict key ``1``, dict key ``"1"`` and list position 1 all differ), and the
-skeleton keeps container types, key order and empty containers.
+``flatten`` turns a nest of dicts, lists and tuples into ``{path: leaf}`` and a skeleton. Nothing is
+lost: paths keep the type of every step (dict key ``1``, dict key ``"1"`` and list position 1 all
+differ), and the skeleton keeps container types, key order and empty containers.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ MISSING: Final = _Missing()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Skeleton:
-    """The shape of one container: an empty one of its kind, and what was under each key.
+    """The structure of one container.
 
-    For a tuple, which cannot be emptied and filled, the prototype is its class. A child of None is
-    a leaf.
+    Attributes:
+        prototype: an empty container of its kind; for a tuple, which cannot be filled, its class.
+        entries: the skeleton under each key or position; None for a leaf.
     """
 
     prototype: Any
@@ -78,14 +79,14 @@ class Skeleton:
 
 
 def path_text(path: Path) -> str:
-    """How a user would write the path in code."""
+    """The path as Python code: ``state_dict['a'][0]``."""
     return "state_dict" + "".join(map(str, path))
 
 
 def is_container(value: object) -> bool:
-    """Dicts and lists of any class, tuples and named tuples; other tuple classes are leaves.
+    """Whether this is a dict or list of any class, a tuple or a named tuple.
 
-    ``torch.Size`` and struct sequences look like tuples, but mean one value.
+    Other subclasses of tuple, such as ``torch.Size`` and struct sequences, are single values.
     """
     if isinstance(value, (dict, list)):
         return True
@@ -97,14 +98,14 @@ def _empty_copy(container: Any) -> Any:
         return type(container)
     if type(container) in (dict, list):
         return type(container)()
-    # A subclass may carry attributes (a defaultdict its factory): copy the object, then empty it.
+    # A subclass may have attributes (a defaultdict has one): copy it, then empty the copy.
     empty = copy.copy(container)
     empty.clear()
     return empty
 
 
 def containers_with(tree: object, wanted: Callable[[object], bool]) -> set[int]:
-    """The ``id`` of every container in ``tree`` that has a wanted leaf somewhere below it."""
+    """The ``id`` of every container in ``tree`` with a wanted leaf below it, at any depth."""
     found: set[int] = set()
     _mark(tree, wanted, found)
     return found
@@ -126,12 +127,10 @@ def flatten(
 ) -> tuple[dict[Path, Any], Skeleton | None]:
     """All leaves by path, in order, and the skeleton (None if ``tree`` itself is a leaf).
 
-    The tree is read, never changed.
-
     Args:
-        tree: any nest.
-        prefix: put in front of every path.
-        only: if given, the ``id`` of the containers to open; others count as leaves.
+        tree: any nest; not changed.
+        prefix: path of the tree, with which every path begins.
+        only: the ``id`` of the containers to open, others count as leaves; None opens all.
     """
     leaves: dict[Path, Any] = {}
     return leaves, _take_apart(tree, prefix, only, leaves)
@@ -153,14 +152,14 @@ def _take_apart(
 
 
 def value_at(tree: Any, path: Path) -> Any:
-    """What stands at a path."""
+    """The value at a path."""
     for step in path:
         tree = tree[step.key if isinstance(step, DictKey) else step.index]
     return tree
 
 
 def unflatten(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
-    """The inverse of ``flatten``; every leaf must be there."""
+    """The inverse of ``flatten``; ``leaves`` must have every leaf."""
     if skeleton is None:
         return leaves[prefix]
     return skeleton.fill(
@@ -169,10 +168,10 @@ def unflatten(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Pat
 
 
 def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
-    """The tree with only the given leaves in it, or MISSING if nothing is left of it.
+    """The tree with only the given leaves, or MISSING if nothing is left of it.
 
-    What is absent vanishes from a dict. In a list or tuple that keeps anything it leaves a None, so
-    that the rest stays in place. Containers that were empty from the start are kept.
+    A dict loses the keys of absent leaves. In a list or tuple, None replaces an absent leaf, so
+    that the others keep their positions. Containers that were empty from the start are kept.
     """
     if skeleton is None:
         return leaves.get(prefix, MISSING)
@@ -185,7 +184,7 @@ def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix
         return skeleton.fill([(step, value) for step, value in values if value is not MISSING])
     kept = [(step, None if value is MISSING else value) for step, value in values]
     if skeleton.is_tuple and any(value is MISSING for _, value in values):
-        # A named tuple with holes in it would be a lie about its type.
+        # Not a named tuple: its fields would have values of a wrong type.
         return tuple(value for _, value in kept)
     return skeleton.fill(kept)
 
@@ -193,14 +192,16 @@ def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix
 def overlay(
     base: Any, skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()
 ) -> Any:
-    """``base`` with ``leaves`` put in at their places in ``skeleton``.
+    """``base`` with ``leaves`` put in at their paths.
 
-    A leaf that is MISSING has its place, but no value. ``base`` is a tree that ``unflatten_part``
-    (or an older writer, which closed the gaps in lists) left over; parts of the skeleton without
-    any of ``leaves`` below them are ignored.
+    Args:
+        base: a tree that ``unflatten_part`` made, or an older writer, which left no None in lists.
+        skeleton: skeleton of the whole tree. Parts without any of ``leaves`` below are ignored.
+        leaves: leaves by path; MISSING for one that keeps its position, but has no value.
+        prefix: path of the tree.
 
     Raises:
-        StateMismatchError: if ``base`` has something else at a place where a leaf must go.
+        StateMismatchError: if ``base`` has a value at the path of a leaf.
     """
     above = {path[:depth] for path in leaves for depth in range(len(path) + 1)}
     return _overlay(base, skeleton, leaves, above, prefix)
@@ -257,7 +258,7 @@ def _overlay_sequence(
     below_at: dict[int, Any] = {}
     if len(base) == len(paths):
         below_at = dict(enumerate(base))
-    elif len(base) == len(plain):  # written by a library that closes the gaps
+    elif len(base) == len(plain):  # the writer left no None for sharded leaves
         below_at = dict(zip(plain, base, strict=True))
     else:
         expected = f"{len(plain)} plain values among {len(paths)} entries"
@@ -266,12 +267,12 @@ def _overlay_sequence(
         (step, _overlay(below_at.get(i, MISSING), child, leaves, above, paths[i]))
         for i, (step, child) in enumerate(node.entries)
     ]
-    # A leaf without a value must not let the others move up.
+    # A leaf without a value must keep its position, or the others would move up.
     return node.fill([(step, None if value is MISSING else value) for step, value in values])
 
 
 def _leaves_something(node: Skeleton | None, leaves: Mapping[Path, Any], path: Path) -> bool:
-    """Whether anything is left of a part of the tree when ``leaves`` are taken out."""
+    """Whether anything is left of this part of the tree without ``leaves``."""
     if node is None:
         return path not in leaves
     if not node.entries:

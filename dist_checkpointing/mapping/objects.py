@@ -1,4 +1,4 @@
-"""Leaves that are not tensors: objects that are saved, and objects that never are."""
+"""Leaves that are not tensors: objects that are saved, and objects that are never saved."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ShardedObject(ShardedBase):
         key: name of the global object.
         data: any object that ``torch.load(weights_only=True)`` can read back.
         global_shape: number of cells along each axis.
-        global_offset: which cell this is.
+        global_offset: index of this cell.
         replica_id: all zeros on exactly one of the ranks that hold the same cell.
 
-    Integers of numpy and whatever else has ``__index__`` become plain ints.
+    Integers of other types, such as numpy's, become plain ints.
 
     Example:
         >>> rank, world_size = 1, 4  # each rank has a state of its own
@@ -91,13 +91,13 @@ class ShardedObject(ShardedBase):
                 unique_key, "not the name of a sharded object", expected="key/shard_0.1_2.2"
             ) from None
         if len(shape) + 1 == len(offset):
-            shape = (*shape, -1)  # writers of old lost the last extent as if it were a file suffix
+            shape = (*shape, -1)  # old writers cut off the last extent like a file suffix
         return cls(key, None, shape, offset, replica_id)
 
 
 @dataclass
 class LocalNonpersistentObject:
-    """A value that is never saved; on load it is put back at its place in the result.
+    """A value that is never saved; ``load`` returns it at the same path.
 
     Example:
         >>> save({"step": 7, "loader": LocalNonpersistentObject("an open file")}, "ckpt/7")

@@ -1,4 +1,4 @@
-"""A state dict sorted out: tensors, objects, common state, local values, and how to rebuild it."""
+"""A state dict taken apart: tensors, objects, common state, local values; and how to rebuild it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from dist_checkpointing.mapping.nesting import (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """What one state dict consists of. The dict itself was read once and not changed.
+    """The parts of one state dict, which itself is not changed.
 
     Attributes:
-        tensors: the ShardedTensors, those that factories built included (below their paths).
-        objects: the ShardedObjects, likewise.
-        common: everything else, nested as it was.
-        local: the values of LocalNonpersistentObjects.
-        factories: each factory, and the skeleton of what it built.
-        skeleton: of the whole dict.
+        tensors: the ShardedTensors by path. Those that a factory built have paths below its own.
+        objects: the ShardedObjects by path, likewise.
+        common: everything else, nested as in the state dict.
+        local: the values of LocalNonpersistentObjects by path.
+        factories: each factory by path, with the skeleton of what it built.
+        skeleton: skeleton of the whole state dict.
     """
 
     tensors: Mapping[Path, ShardedTensor]
@@ -50,12 +50,12 @@ class Partition:
     skeleton: Skeleton | None
 
     def rebuild(self, common: dict[Any, Any], loaded: Mapping[Path, Any]) -> Any:
-        """The state dict with loaded values: nested as the template, plus all of ``common``.
+        """The state dict with loaded values: nested like the template, with all of ``common``.
 
         Args:
             common: the common state of a checkpoint.
-            loaded: values for the paths in ``tensors`` and ``objects``; what has none is left out
-                of the result (and leaves a None in a list).
+            loaded: values for the paths in ``tensors`` and ``objects``. A leaf without a value is
+                left out of a dict, and is None in a list.
 
         Raises:
             StateMismatchError: if template and checkpoint are nested differently.
@@ -81,7 +81,7 @@ class Partition:
             Finding(
                 "not in the checkpoint, but other parts of the same factory are",
                 leaves[path].key,
-                remedy="merge_fn needs all of them: mend the factory or leave it out.",
+                remedy="merge_fn needs all parts: correct the factory or leave it out.",
             )
             for path, part in parts.items()
             if part is MISSING
@@ -90,10 +90,10 @@ class Partition:
             raise StateMismatchError("a factory cannot be merged", findings)
 
     def nested(self, leaves: Mapping[Path, ShardedBase]) -> dict[Any, Any]:
-        """Some of the sharded leaves, nested as in the state dict, for strategies that want a dict.
+        """Some of the sharded leaves, nested as in the state dict, for strategies that need a dict.
 
-        A list or tuple of which other entries are missing becomes a dict with the positions as
-        keys, so ``value_at`` finds every path. What a factory built stands at the factory's place.
+        A list or tuple without all of its entries becomes a dict with positions as keys, so that
+        ``value_at`` finds every path. What a factory built is at the path of the factory.
         """
         tree = self._nest(self.skeleton, (), leaves)
         return {} if tree is MISSING else tree

@@ -43,11 +43,11 @@ class ShardedTensor(ShardedBase):
         replica_id: all zeros on exactly one of the ranks that hold the same part.
         prepend_axis_num: number of leading axes that exist only globally (local extent 1).
         allow_shape_mismatch: on load, the stored global shape may differ, and the local tensor may
-            stick out of the global one; what is not stored is zero.
+            extend beyond the global one; elements that are not stored are zero.
         flattened_range: if given, ``data`` is 1-D and holds this slice of the C-order flattening
             of a tensor of ``local_shape``.
 
-    Integers of numpy and whatever else has ``__index__`` become plain ints.
+    Integers of other types, such as numpy's, become plain ints.
 
     Raises:
         InvalidShardingError: from the constructor, if the fields contradict each other.
@@ -90,7 +90,7 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """Whether the user declared a regular grid."""
+        """Whether a regular grid was declared."""
         return self.axis_fragmentations is not None
 
     @property
@@ -101,7 +101,7 @@ class ShardedTensor(ShardedBase):
 
     @property
     def sticks_out(self) -> bool:
-        """Whether the box lies partly outside the global tensor, as a padded shard's may."""
+        """Whether the box extends beyond the global tensor, which a padded shard may."""
         return not Box.whole(tuple(self.global_shape)).contains(self.box)
 
     @property
@@ -148,12 +148,12 @@ class ShardedTensor(ShardedBase):
         return tuple(chunks)
 
     def local_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Index arrays, one a local axis, of the elements in ``flattened_range``."""
+        """Index arrays of the elements in ``flattened_range``, one for each local axis."""
         flat = self._require_flat()
         return unravel_range(flat.start, flat.stop, tuple(self.local_shape))
 
     def global_coordinates(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Index arrays, one a global axis, of the elements in ``flattened_range``."""
+        """Index arrays of the elements in ``flattened_range``, one for each global axis."""
         flat, box = self._require_flat(), self.box
         axes = unravel_range(flat.start, flat.stop, box.shape)
         return tuple(a + offset for a, offset in zip(axes, box.offset, strict=True))
@@ -169,7 +169,7 @@ class ShardedTensor(ShardedBase):
     def init_data(
         self, device: torch.device | str, init_fn: Callable[..., torch.Tensor] = torch.empty
     ) -> None:
-        """If ``data`` is None, make it: ``init_fn(shape, dtype=, device=)``."""
+        """Set ``data`` to ``init_fn(shape, dtype=, device=)`` if it is None."""
         if self.data is not None:
             return
         flat = self.flattened_range
@@ -179,13 +179,14 @@ class ShardedTensor(ShardedBase):
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """The shard cut to ``length`` rows from ``start`` along local axis ``dim``.
 
-        Every rank is taken to narrow alike, so the global shape and offset shrink in proportion.
+        All ranks must narrow in the same way, because the global shape and offset shrink in
+        proportion.
 
         Returns:
-            One shard; for a flattened one, none if the range has no element in common.
+            A list of one shard. It is empty if a flattened shard has no element in the rows.
 
         Raises:
-            InvalidShardingError: if the axis is not evenly cut, or a flattened shard is narrowed
+            InvalidShardingError: if the axis is not cut evenly, or a flattened shard is narrowed
                 along another axis than 0.
         """
         if not -len(self.local_shape) <= dim < len(self.local_shape):
@@ -249,9 +250,9 @@ class ShardedTensor(ShardedBase):
             key: name of the global tensor.
             data: the local tensor.
             *rank_offsets: ``(axis, position, count)``: along global ``axis`` (prepended axes
-                included) the tensor is cut into ``count`` equal parts and this is number
-                ``position``. Axes that are not named are not cut.
-            replica_id: zero(s) on exactly one holder of this part.
+                included) the tensor is cut into ``count`` equal parts and this is part
+                ``position``. Other axes are not cut.
+            replica_id: all zeros on exactly one of the ranks that hold this part.
             prepend_axis_num: number of leading axes that exist only globally.
             flattened_range: must be None; see ``from_rank_offsets_flat``.
             **init_kwargs: passed to the constructor, e.g. ``allow_shape_mismatch``.

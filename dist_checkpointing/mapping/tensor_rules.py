@@ -1,4 +1,4 @@
-"""What the fields of a ShardedTensor must be, and whether they contradict each other."""
+"""The checks of the fields of a ShardedTensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dist_checkpointing.mapping.base import invalid_sharding as _invalid
 
 
 class TensorFields(Protocol):
-    """The fields of a ShardedTensor, whose meaning its class explains."""
+    """The fields of a ShardedTensor; that class explains them."""
 
     key: str
     data: torch.Tensor | None
@@ -122,7 +122,7 @@ def _check_grid(leaf: TensorFields, local: Ints, offset: Ints) -> None:
 
 
 def _check_bounds(leaf: TensorFields) -> None:
-    if leaf.allow_shape_mismatch:  # the last shards of a padded axis may stick out
+    if leaf.allow_shape_mismatch:  # the last shards of a padded axis may extend beyond the tensor
         return
     shape = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
     places = zip(leaf.global_offset, shape, leaf.global_shape, strict=True)
@@ -143,7 +143,7 @@ def require_tensor(data: Any, key: str) -> None:
             key,
             "data must be a torch tensor",
             found=f"{type(data).__module__}.{type(data).__qualname__}",
-            remedy="torch.as_tensor(data) makes one, of an array without a copy.",
+            remedy="torch.as_tensor(data) makes one; from an array, it makes no copy.",
         )
     if data.is_nested:
         raise _invalid(

@@ -1,4 +1,4 @@
-"""Whether all ranks hold the same common state. Only that of rank 0 is saved."""
+"""Whether all ranks hold the same common state, because only that of rank 0 is saved."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _MOST_NAMED: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """What ranks tell each other of a value.
+    """What ranks tell each other about a value.
 
     Attributes:
-        digest: equal for equal values.
-        text: dtype and shape of a tensor that may be a part of a larger one; "" for anything else.
+        digest: digest of the value.
+        text: dtype and shape of a tensor that may be a part of a larger one; "" for other values.
     """
 
     digest: bytes
@@ -42,14 +42,13 @@ def compare_common_state(
     preprocess: Callable[[CommonStateDict], CommonStateDict] | None,
     comm: Comm,
 ) -> None:
-    """Compare the common state of all ranks with rank 0's, which is the one that is saved.
+    """Compare the common state of all ranks with that of rank 0, which is saved. Collective.
 
-    Collective. Rank 0 logs one warning of all values that differ.
+    Rank 0 logs one warning about all values that differ.
 
     Raises:
-        InvalidShardingError: on every rank, if a tensor of any rank differs from rank 0's, or rank
-            0 has none: that rank's would be lost. (A tensor of one element and no axes counts as a
-            number.)
+        InvalidShardingError: on every rank, if a tensor of any rank is not the same on rank 0, and
+            so would be lost. A tensor without axes counts as a number.
     """
     if comm.world_size == 1:
         return
@@ -73,7 +72,7 @@ def compare_common_state(
 
 
 def _lost_tensors(reference: Mapping[str, _Leaf], own: Mapping[str, _Leaf]) -> list[Finding]:
-    """The tensors of this rank that would not be saved, because rank 0 has others."""
+    """The tensors of this rank that would be lost, because rank 0 has others or none."""
     findings = []
     for path, leaf in own.items():
         at_rank0 = reference.get(path)
@@ -98,7 +97,7 @@ def _kind(leaf: _Leaf) -> str:
 
 
 def _differences(reference: Mapping[str, _Leaf], own: Mapping[str, _Leaf]) -> dict[str, str]:
-    """Path -> what is different about it on this rank, in words that a rank's number ends."""
+    """Path -> how its value differs on this rank, as text that ends before the rank's number."""
     found = dict.fromkeys(reference.keys() - own.keys(), "missing on")
     found |= dict.fromkeys(own.keys() - reference.keys(), "missing on rank 0, so not saved; is on")
     both = reference.keys() & own.keys()
@@ -139,7 +138,7 @@ def _described(leaf: object) -> _Leaf:
 
 
 class _DigestingPickler(pickle.Pickler):
-    """Pickles tensors as what they hold: their own pickles also say where they lie in memory."""
+    """Pickles tensors by value: their own pickles also depend on their place in memory."""
 
     def reducer_override(self, obj: Any) -> Any:
         return (bytes, (_digest(obj),)) if isinstance(obj, torch.Tensor) else NotImplemented
@@ -152,7 +151,7 @@ def _pickled(value: object) -> bytes:
 
 
 def _digest(leaf: object) -> bytes:
-    """Equal for equal leaves; a pickle alone also depends on which objects are the same one."""
+    """Equal for equal leaves, unlike a pickle, which depends on which objects are identical."""
     try:
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested:
             bits = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What to do about keys that only a template or only a checkpoint has."""
+"""How ``load`` treats keys that only the template or only the checkpoint has."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from enum import Enum
 
 
 class StrictHandling(Enum):
-    """What ``load`` does about keys that only the template or only the checkpoint has.
+    """How ``load`` treats keys that only the template or only the checkpoint has.
 
-    "Unexpected" keys are asked for by this rank and not in the checkpoint; "missing" keys are in
-    the checkpoint and asked for by no rank.
+    An "unexpected" key is in the template of this rank and not in the checkpoint. A "missing" key
+    is in the checkpoint and in the template of no rank.
 
     Example:
         >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, "ckpt/7")
@@ -45,15 +45,15 @@ class StrictHandling(Enum):
 
     @staticmethod
     def requires_returning_mismatch_keys(value: StrictHandling) -> bool:
-        """Whether ``load`` returns the two sets beside the state dict."""
+        """Whether ``load`` also returns the sets of missing and unexpected keys."""
         return value in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
 
 
 def parse_strict_flag(strict: StrictHandling | str) -> StrictHandling:
-    """The flag, given itself or its lower-case name.
+    """The flag, given as such or by its name in lower case.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for any other value.
 
     Example:
         >>> parse_strict_flag("raise_all")

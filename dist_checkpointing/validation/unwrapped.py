@@ -1,4 +1,4 @@
-"""Tensors in a state dict that nobody has wrapped: found, and refused where they would be lost."""
+"""Tensors that are not wrapped: how they are found, and refused where they would be lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dist_checkpointing.validation.strictness import StrictHandling
 logger = logging.getLogger(__name__)
 
 LARGE_BYTES: Final = 64 << 20
-"""Of tensors in the common state, from which on ``save`` asks to wrap them."""
+"""``save`` warns about more than this of tensors in the common state."""
 
 WRAP_REMEDY: Final = (
     "Wrap it: ShardedTensor.from_rank_offsets(key, tensor, (axis, part, number of parts)), or the "
@@ -57,19 +57,19 @@ class Attribute:
 
 
 ValuePath = tuple[Any, ...]
-"""A path, of which some steps may be Attributes."""
+"""A path in which some steps may be Attributes."""
 
 _NUMBERS_AND_TEXTS: Final = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 class Found(NamedTuple):
-    """A value somewhere in a nest.
+    """A value in a nest.
 
     Attributes:
-        value: it.
-        parent: what holds it; for the outermost value its path.
-        step: makes the last step of its path.
-        argument: of ``step``.
+        value: the value.
+        parent: the container of the value; for the outermost value its path.
+        step: makes the last step of the path, from ``argument``.
+        argument: argument of ``step``.
     """
 
     value: Any
@@ -79,7 +79,7 @@ class Found(NamedTuple):
 
     @property
     def path(self) -> ValuePath:
-        """Where it is; made when it is asked for, because few values are ever named."""
+        """Path of the value; only computed on request, because few values are ever named."""
         steps: list[Any] = []
         found: Found | ValuePath = self
         while isinstance(found, Found):
@@ -90,10 +90,10 @@ class Found(NamedTuple):
 
 
 def walk(tree: object, path: ValuePath = ()) -> Iterator[Found]:
-    """Everything in a nest but numbers and texts, containers too, each container once.
+    """Every value in a nest but numbers and texts; every container once.
 
-    Beside dicts, lists and tuples it opens what else holds plain data: sets (whose members have the
-    path of the set), deques and namespaces.
+    Not only dicts, lists and tuples are opened, but also sets (members have the path of the set),
+    deques and namespaces.
     """
     seen: set[int] = set()
     waiting = [Found(tree, path)]
@@ -127,8 +127,8 @@ def _children(found: Found) -> list[Found] | None:
 
 
 def is_distributed_tensor(value: object) -> bool:
-    """Whether it is a DTensor, or a ShardedTensor of torch: one that knows its own sharding."""
-    # By what they have, so that torch.distributed need not be imported to look at plain tensors.
+    """Whether this is a tensor that knows its own sharding: a DTensor or torch's ShardedTensor."""
+    # By attributes, so that looking at plain tensors does not import torch.distributed.
     if type(value) in _PLAIN_TENSORS or not isinstance(value, torch.Tensor):
         return False
     return any(
@@ -137,14 +137,14 @@ def is_distributed_tensor(value: object) -> bool:
 
 
 def refuse_distributed(parts: Partition, objects: Mapping[Path, ShardedObject]) -> None:
-    """Refuse tensors that know their sharding where it would be ignored.
+    """Refuse tensors that know their own sharding where that would be ignored.
 
     Args:
-        parts: a state dict, of which the common state and the ShardedTensors are searched.
-        objects: the ShardedObjects that are searched too.
+        parts: parts of a state dict. The common state and the ShardedTensors are searched.
+        objects: the ShardedObjects to search.
 
     Raises:
-        InvalidShardingError: with all that are found.
+        InvalidShardingError: with all such tensors.
     """
     findings = [
         _unwrapped(found.value, path_text(found.path))
@@ -153,9 +153,7 @@ def refuse_distributed(parts: Partition, objects: Mapping[Path, ShardedObject]) 
     ]
     for path, leaf in objects.items():
         findings += [
-            _unwrapped(
-                found.value, leaf.key, f" inside a ShardedObject at {path_text(found.path)}"
-            )
+            _unwrapped(found.value, leaf.key, f" inside a ShardedObject at {path_text(found.path)}")
             for found in walk(leaf.data, path)
             if is_distributed_tensor(found.value)
         ]
@@ -181,10 +179,10 @@ def _unwrapped(value: object, key: str, where: str = "") -> Finding:
 
 
 def unfilled_tensors(parts: Partition, stored: Mapping[Any, Any]) -> list[Finding]:
-    """Plain tensors of a template that ``load`` would leave as they are.
+    """Plain tensors of a template that ``load`` would not fill.
 
     Args:
-        parts: the template.
+        parts: parts of the template.
         stored: the common state of the checkpoint.
     """
     tensors = {f.path: f.value for f in walk(parts.common) if isinstance(f.value, torch.Tensor)}
@@ -219,7 +217,7 @@ def _is_there(tree: Any, path: ValuePath) -> bool:
                 return False
             tree = tree[step.key]
         else:
-            # In a list, None stands where a sharded leaf was.
+            # In a list, None replaces a sharded leaf.
             if not isinstance(tree, list | tuple) or step.index >= len(tree):
                 return False
             tree = tree[step.index]
@@ -229,15 +227,15 @@ def _is_there(tree: Any, path: ValuePath) -> bool:
 
 
 def check_filled(parts: Partition, stored: Mapping[Any, Any], flag: StrictHandling) -> None:
-    """Demand that every plain tensor of a template gets a value.
+    """Check that every plain tensor of a template gets a value.
 
     Args:
-        parts: the template.
+        parts: parts of the template.
         stored: the common state of the checkpoint.
-        flag: those that tolerate keys that are not stored only log it.
+        flag: a flag that tolerates unexpected keys makes this a warning.
 
     Raises:
-        StateMismatchError: with all that get none.
+        StateMismatchError: with all tensors that get none.
     """
     findings = unfilled_tensors(parts, stored)
     if not findings:
@@ -249,10 +247,10 @@ def check_filled(parts: Partition, stored: Mapping[Any, Any], flag: StrictHandli
 
 
 def check_storable(tensors: Mapping[Path, ShardedTensor]) -> None:
-    """Demand that the data of shards is dense and in memory.
+    """Check that the data of shards is dense and in memory.
 
     Raises:
-        InvalidShardingError: with all shards whose data is neither.
+        InvalidShardingError: with all other shards.
     """
     findings = [
         Finding(f"the data at {path_text(path)} is {problem}", leaf.key, remedy=remedy)
@@ -265,7 +263,7 @@ def check_storable(tensors: Mapping[Path, ShardedTensor]) -> None:
 
 
 def without_values(tensor: torch.Tensor) -> list[tuple[str, str]]:
-    """Why a tensor has no dense values to write, and what to do; nothing if it has."""
+    """Why a tensor has no dense values to write, with a remedy; empty if it has."""
     if tensor.is_meta:
         return [("on the meta device", "Materialise it, for example with to_empty() and a load.")]
     if tensor.is_nested:
@@ -277,7 +275,7 @@ def without_values(tensor: torch.Tensor) -> list[tuple[str, str]]:
 
 
 def warn_of_large_tensors(common: Mapping[Any, Any]) -> None:
-    """Log if so many bytes of tensors are in the common state that they should be sharded."""
+    """Log a warning if the tensors in the common state are so large that they should be sharded."""
     tensors = {
         id(found.value): found
         for found in walk(common)
@@ -288,8 +286,8 @@ def warn_of_large_tensors(common: Mapping[Any, Any]) -> None:
         return
     largest = max(tensors.values(), key=lambda found: int(found.value.nbytes))
     logger.warning(
-        "the common state holds %s of tensors, of which the largest is %s (%s). Rank 0 writes all "
-        "of it, and every rank reads all of it. Wrap what is sharded or large:\n"
+        "the common state holds %s of tensors; the largest is %s (%s). Rank 0 writes all of it, "
+        "and every rank reads all of it. Wrap tensors that are sharded or large:\n"
         "    from dist_checkpointing.interop import shard_state_dict\n"
         "    save(shard_state_dict(state_dict), path)\n"
         "    load(shard_state_dict(state_dict), path)",
