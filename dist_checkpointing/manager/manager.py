@@ -27,7 +27,7 @@ from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.run_folder import RunFiles
+from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize, Worker
@@ -97,7 +97,7 @@ class CheckpointManager:
         self.root = local_folder(root)
         self._strategy = sharded_strategy
         self._comm = default_comm() if comm is None else comm
-        self._files = RunFiles(self.root, Retention() if retention is None else retention)
+        self._files = RunFolder(self.root, Retention() if retention is None else retention)
         self._on_error = on_error
         self._trusted = trusted
         self._plan_cache = PlanCache()

@@ -41,7 +41,7 @@ _NO_PREFIX: Final = "\0no tensor\0"
 _FOLDER: Final = re.compile(r"step-(\d+)")
 
 
-class RunFiles:
+class RunFolder:
     """Checkpoints of one run below one root, one folder a step. Nothing here is collective.
 
     Whatever changes files is for rank 0 alone.

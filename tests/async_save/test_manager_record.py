@@ -33,7 +33,7 @@ from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import folder_lock
 from dist_checkpointing.filesystem.local import Durability
 from dist_checkpointing.manager import manager as manager_module
-from dist_checkpointing.manager.run_folder import RunFiles
+from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.run_record import RunRecord, StepRecord, read_record, write_record
 from dist_checkpointing.testing import run_ranks
 
@@ -74,7 +74,7 @@ def killed_before_the_pointer(
         def end(*_: Any) -> None:
             raise SystemExit
 
-        patched.setattr(RunFiles, "committed", end)
+        patched.setattr(RunFolder, "committed", end)
         with pytest.raises(SystemExit):
             CheckpointManager(root, **options).save(step, state(step))
 
