@@ -33,14 +33,14 @@ from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SEAL_NAME, write_seal
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys
-from dist_checkpointing.interop.torch_dcp.shares import (
+from dist_checkpointing.interop.torch_dcp.rank_plans import (
+    RankPlan,
     Report,
-    Share,
     check_complete,
     full_plans,
     is_usable,
     lay_out,
-    make_shares,
+    make_rank_plans,
 )
 from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
 from dist_checkpointing.storage.driver import finish_all, write_plan
@@ -163,32 +163,34 @@ class DCPWriter(dcp_storage.StorageWriter):
         self._attempt.secure()
         writer.set_up_storage_writer(rank=0, world_size=len(plans))
         self._writer = writer
-        shares = make_shares(laid_out[0][0], writer, self._writes)
+        rank_plans = make_rank_plans(laid_out[0][0], writer, self._writes)
         if not any(map(is_usable, plans)):
-            return plans  # nothing has changed: every rank has its share from an earlier save
-        pairs = zip(every[0], shares, strict=True)
-        return [replace(plan, storage_data=share) for plan, share in pairs]
+            return plans  # nothing has changed: every rank has its rank_plan from an earlier save
+        pairs = zip(every[0], rank_plans, strict=True)
+        return [replace(plan, storage_data=rank_plan) for plan, rank_plan in pairs]
 
     def write_data(
         self, plan: dcp.SavePlan, planner: dcp.SavePlanner
     ) -> Future[list[dcp_storage.WriteResult]]:
-        share = plan.storage_data
-        if not isinstance(share, Share) or share.writes != self._writes:
+        rank_plan = plan.storage_data
+        if not isinstance(rank_plan, RankPlan) or rank_plan.writes != self._writes:
             finding = Finding(
                 "the plan was cached by a save into another storage",
                 expected=self._writes,
-                found=share.writes if isinstance(share, Share) else type(share).__name__,
+                found=rank_plan.writes
+                if isinstance(rank_plan, RankPlan)
+                else type(rank_plan).__name__,
                 remedy="With enable_plan_caching, use a planner class of its own a storage.",
             )
             raise CheckpointingException("the plan is not for this storage", [finding])
-        self._index = share.plan.index
+        self._index = rank_plan.plan.index
         if self._writer is None:
             self._writer = self._strategy.make_writer(self.path)
-            self._writer.set_up_storage_writer(rank=share.rank, world_size=share.world_size)
-        data = _ResolvedData(plan.items, share.plan.items, planner)
-        written = write_plan(share.plan, data, self._writer, share.rank)
+            self._writer.set_up_storage_writer(rank=rank_plan.rank, world_size=rank_plan.world_size)
+        data = _ResolvedData(plan.items, rank_plan.plan.items, planner)
+        written = write_plan(rank_plan.plan, data, self._writer, rank_plan.rank)
         report = Report(
-            share.save_plan_id,
+            rank_plan.save_plan_id,
             written if self._writer.gathers_results else replace(written, noted=()),
             {
                 item.index.fqn: _content(planner.resolve_data(item))

@@ -1,4 +1,4 @@
-"""What DCPWriter sends inside of DCP's plans and results: each rank's share of a save, laid out."""
+"""What DCPWriter sends inside of the plans and results of DCP: the plan of each rank, laid out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dist_checkpointing.storage.protocol import StorageWriter
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankPlan:
     """What the coordinator tells a rank, inside of DCP's plan.
 
     Attributes:
@@ -30,7 +30,7 @@ class Share:
         rank: this rank.
         world_size: number of ranks.
         writes: the (backend, version) that this was made for.
-        save_plan_id: the same for all shares of one plan.
+        save_plan_id: the same for all rank_plans of one plan.
     """
 
     plan: SavePlan
@@ -45,7 +45,7 @@ class Report:
     """What a rank tells the coordinator, as the last of its results.
 
     Attributes:
-        save_plan_id: of its share.
+        save_plan_id: of its rank_plan.
         written: what the rank has written.
         contents: the bytes of what is not a tensor.
     """
@@ -101,15 +101,17 @@ def lay_out(plans: Sequence[dcp.SavePlan], layout: Layout) -> tuple[list[SavePla
     return [planner.finalize_plan(plan) for plan in own_plans], index
 
 
-def make_shares(
+def make_rank_plans(
     plans: Sequence[SavePlan], writer: StorageWriter, writes: tuple[str, int]
-) -> list[Share]:
-    """The share of every rank, once the storage has seen all plans."""
+) -> list[RankPlan]:
+    """The rank_plan of every rank, once the storage has seen all plans."""
     # Nothing of ours comes between DCP's local and global plans, so here the coordinator's writer
     # prepares the local plans of all ranks.
     final = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
     save_plan_id = uuid.uuid4().hex
-    return [Share(plan, rank, len(plans), writes, save_plan_id) for rank, plan in enumerate(final)]
+    return [
+        RankPlan(plan, rank, len(plans), writes, save_plan_id) for rank, plan in enumerate(final)
+    ]
 
 
 def _announced(plan: dcp.SavePlan, rank: int) -> SavePlan:
