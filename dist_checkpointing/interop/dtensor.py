@@ -1,12 +1,6 @@
 """DTensor state dicts as sharded state dicts, and back: FSDP2, tensor parallel, and their product.
 
-::
-
-    state = {"model": model.state_dict(), "step": 17}
-    save(shard_state_dict(state), path)
-
-    loaded = load(shard_state_dict(state), path)  # fills the tensors of ``state`` in place
-    state = unshard_state_dict(loaded, state)  # the same tensors, and what else was stored
+A DTensor becomes one shard, or several if its local part is not one box of the global tensor.
 """
 
 from __future__ import annotations
@@ -45,28 +39,28 @@ from dist_checkpointing.mapping.nesting import (
 
 
 def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> ShardedStateDict:
-    """The state dict with every tensor wrapped, so that ``save`` and ``load`` take it. Collective.
+    """The state dict with every tensor wrapped for ``save`` and ``load``. Collective.
 
     The key of a tensor is its path, joined with dots: its fully qualified name. ``data`` is the
     local tensor itself, so ``load`` fills the DTensors and tensors of ``state_dict`` in place.
 
     A DTensor may be on any mesh, with any Shard and Replicate placements: uneven, with empty
     shards, several on one axis, in FSDP2's strided order. A local tensor whose rows are not
-    neighbours in the global one becomes a ShardedTensorFactory. A plain tensor is a whole one.
-    Everything else stays as it is, and is common state.
+    neighbours in the global one becomes a ShardedTensorFactory. A plain tensor is a whole global
+    tensor. All other values stay as they are, and are common state.
 
-    Ranks that hold the same part of the same tensor are replicas, numbered in rank order, whatever
-    meshes they hold it through (a mesh does not know of the meshes beside it): number 0 is written.
+    Ranks that hold the same part of the same tensor are replicas, also if they hold it through
+    different meshes. They are numbered in rank order, and replica 0 is written.
 
     Args:
-        state_dict: any nest of dicts, lists and tuples, such as ``model.state_dict()`` or what
-            ``get_state_dict`` of torch.distributed.checkpoint.state_dict returns. Not changed.
+        state_dict: any nest of dicts, lists and tuples, such as ``model.state_dict()`` or the
+            result of ``get_state_dict`` of torch.distributed.checkpoint.state_dict. Not changed.
         comm: the ranks that save or load together; by default all of torch.distributed, or this
             process.
 
     Raises:
-        InvalidShardingError: for placements that cannot be stored (Partial), tensors of other kinds
-            that only look like one, and different paths with the same name.
+        InvalidShardingError: for placements that cannot be stored (Partial), for classes of tensors
+            without memory of their own, and for different paths with the same name.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -90,15 +84,15 @@ def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> Shar
 
 
 def unshard_state_dict(loaded: StateDict, state_dict: StateDict) -> StateDict:
-    """What ``load`` returned for ``shard_state_dict(state_dict)``, with the DTensors back.
+    """What ``load`` returned for ``shard_state_dict(state_dict)``, with DTensors again.
 
-    Give the result to ``model.load_state_dict``, or ``set_state_dict`` of
-    torch.distributed.checkpoint.state_dict: it has the tensors of ``state_dict``, which ``load``
-    has filled, and the common state of the checkpoint.
+    The result has the tensors of ``state_dict``, which ``load`` has filled, and the common state of
+    the checkpoint. Pass it to ``model.load_state_dict``, or to ``set_state_dict`` of
+    torch.distributed.checkpoint.state_dict.
 
     Args:
-        loaded: not changed.
-        state_dict: what was given to ``shard_state_dict``.
+        loaded: result of ``load``; not changed.
+        state_dict: state dict that was passed to ``shard_state_dict``.
 
     Example:
         >>> state = {"model": torch.nn.Linear(3, 2).state_dict(), "step": 17}
@@ -123,7 +117,7 @@ def _name(path: Path) -> str:
 
 
 def _describe_all(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, _Held | None]:
-    """What this rank holds of each tensor; None of one whose mesh it is not in."""
+    """What this rank holds of each tensor; None if this rank is not in the tensor's mesh."""
     held: dict[Path, _Held | None] = {}
     by_name: dict[str, list[Path]] = {}
     findings: list[Finding] = []
@@ -154,19 +148,19 @@ class _Held:
     """What this rank holds of one tensor.
 
     Attributes:
-        key: of the tensor.
+        key: key of the tensor.
         data: the local tensor.
-        global_shape: of the whole.
-        boxes: what ``data`` consists of, in C order of its ``places``.
-        places: where each box lies in ``data``.
-        grid: cuts along each axis if they are even, else None.
+        global_shape: shape of the global tensor.
+        boxes: boxes of the global tensor that make up ``data``, in C order of ``local_boxes``.
+        local_boxes: the box of ``data`` that each of ``boxes`` fills.
+        grid: number of parts along each axis if they are even, else None.
     """
 
     key: str
     data: torch.Tensor
     global_shape: Ints
     boxes: tuple[Box, ...]
-    places: tuple[Box, ...]
+    local_boxes: tuple[Box, ...]
     grid: Ints | None
 
     def leaf(self, replica_id: int) -> ShardedTensor | ShardedTensorFactory:
@@ -179,10 +173,10 @@ class _Held:
 
     def _build(self, key: str, data: torch.Tensor, replica_id: ReplicaId, flat: Any) -> Any:
         del key, flat
-        pairs = enumerate(zip(self.boxes, self.places, strict=True))
+        pairs = enumerate(zip(self.boxes, self.local_boxes, strict=True))
         return {
-            str(i): self._shard(data[place.slices()], box, None, replica_id)
-            for i, (box, place) in pairs
+            str(i): self._shard(data[local_box.slices()], box, None, replica_id)
+            for i, (box, local_box) in pairs
         }
 
     def _shard(
@@ -199,7 +193,7 @@ def _first(filled: torch.Tensor, parts: object) -> torch.Tensor:
 
 
 def _describe(key: str, tensor: torch.Tensor) -> _Held | None:
-    """What this rank holds of a tensor; None if it is not in its mesh."""
+    """What this rank holds of a tensor; None if this rank is not in its mesh."""
     if isinstance(tensor, DTensor):
         return _describe_dtensor(key, tensor)
     if hasattr(tensor, "local_shards") or hasattr(tensor, "__create_chunk_list__"):
@@ -228,7 +222,7 @@ def _describe_dtensor(key: str, tensor: DTensor) -> _Held | None:
         if placement.is_replicate():
             continue
         if axis is not None and not placement.is_partial():
-            # Only FSDP2's strided shards have a split factor.
+            # Only strided shards (FSDP2) have a split factor.
             factor = int(getattr(placement, "split_factor", 1))
             cuts[axis].append(_Cut(tensor.device_mesh.size(mesh_axis), own, factor))
         else:
@@ -237,7 +231,7 @@ def _describe_dtensor(key: str, tensor: DTensor) -> _Held | None:
                 key,
                 expected="Shard or Replicate",
                 found=repr(placement),
-                remedy="Call redistribute() first, which sums the parts up.",
+                remedy="Call redistribute() first: it adds up the parts.",
             )
             raise InvalidShardingError("cannot be sharded", [finding])
     with torch.no_grad():
@@ -254,17 +248,17 @@ def _describe_dtensor(key: str, tensor: DTensor) -> _Held | None:
             found=f"{tuple(data.shape)} at {coordinates}",
         )
         raise InvalidShardingError("cannot be sharded", [finding])
-    boxes, places = _boxes([found for found in runs if found is not None])
+    boxes, local_boxes = _boxes([found for found in runs if found is not None])
     counts = tuple(math.prod(cut.count for cut in of_axis) for of_axis in cuts)
     even = all(extent % count == 0 for extent, count in zip(shape, counts, strict=True))
-    return _Held(key, data, shape, boxes, places, counts if even else None)
+    return _Held(key, data, shape, boxes, local_boxes, counts if even else None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
     """One placement: this rank has part ``index`` of ``count``.
 
-    A strided cut first cuts into ``factor`` parts, and takes part ``index`` of each.
+    A strided cut first cuts into ``factor`` parts, and then takes part ``index`` of each.
     """
 
     count: int
@@ -273,11 +267,11 @@ class _Cut:
 
 
 def _runs_of_axis(extent: int, cuts: Sequence[_Cut], local_extent: int) -> list[range] | None:
-    """The indices of one axis that a rank holds, as runs; None if they are not so many.
+    """The indices of one axis that a rank holds, as ranges; None if there are not so many.
 
-    FSDP2 cuts what tensor parallelism has cut already, but its mesh axis comes first: a strided cut
-    stands for "after those that follow". Taken literally, from the left, it means other rows where
-    the extent is uneven, so both readings are tried against the tensor that is there.
+    FSDP2 cuts what tensor parallelism has already cut, but its mesh axis comes first: a strided cut
+    means "after the cuts that follow". Applied from left to right, it gives other rows if the
+    extent is uneven. So both are tried, and compared with the extent of the local tensor.
     """
     for runs in (_cut_as_fsdp(extent, cuts), _cut_from_left(extent, cuts)):
         if runs is not None and sum(map(len, runs)) == local_extent:
@@ -304,7 +298,7 @@ def _cut_from_left(extent: int, cuts: Sequence[_Cut]) -> list[range]:
 
 
 def _part(runs: Sequence[range], count: int, index: int) -> list[range]:
-    """Part ``index`` of ``count``, as torch.chunk cuts: all of one size, the last ones less."""
+    """Part ``index`` of ``count`` as ``torch.chunk`` cuts: equal parts, the last ones smaller."""
     block = -(-sum(map(len, runs)) // count)
     start, stop = index * block, (index + 1) * block
     taken = []
@@ -325,20 +319,20 @@ def _joined(runs: Iterable[range]) -> list[range]:
 
 
 def _boxes(runs: Sequence[Sequence[range]]) -> tuple[tuple[Box, ...], tuple[Box, ...]]:
-    """The boxes that runs along every axis make up, and where each lies in the local tensor."""
+    """The boxes that ranges along every axis make up, and the box of each in the local tensor."""
     starts = [[*itertools.accumulate(map(len, of_axis), initial=0)] for of_axis in runs]
-    boxes, places = [], []
+    boxes, local_boxes = [], []
     for choice in itertools.product(*(range(len(of_axis)) for of_axis in runs)):
         chosen = [of_axis[i] for of_axis, i in zip(runs, choice, strict=True)]
         shape = tuple(map(len, chosen))
         boxes.append(Box(tuple(run.start for run in chosen), shape))
-        places.append(Box(tuple(s[i] for s, i in zip(starts, choice, strict=True)), shape))
-    return tuple(boxes), tuple(places)
+        local_boxes.append(Box(tuple(s[i] for s, i in zip(starts, choice, strict=True)), shape))
+    return tuple(boxes), tuple(local_boxes)
 
 
 def _replica_numbers(held: Sequence[_Held], comm: Comm) -> list[int]:
     """For each part, how many lower ranks hold it too. Collective."""
-    # Hashes, because every rank gets those of all: a false match would be found as a gap.
+    # Hashes, because every rank gets those of all ranks. A collision would be found as a gap.
     own = np.array(
         [xxhash.xxh3_64_intdigest(repr((part.key, part.boxes)).encode()) for part in held],
         dtype=np.uint64,

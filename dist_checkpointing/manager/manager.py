@@ -1,4 +1,4 @@
-"""CheckpointManager: the checkpoints of one training run, one folder a step."""
+"""CheckpointManager: the checkpoints of one training run, each step in a folder of its own."""
 
 from __future__ import annotations
 
@@ -44,31 +44,31 @@ OnError = Literal["raise", "warn", "retry"]
 
 
 class CheckpointManager:
-    """Saves, finds, loads and thins out the checkpoints of one run.
+    """Saves, finds, loads and deletes the checkpoints of one run.
 
-    ``ROOT/step-00000100`` is the checkpoint of step 100; ``ROOT/manager.json`` names the latest
-    one and all steps that were written here. One run uses a root at a time. All methods are
-    collective, and none is for several threads at once.
+    ``ROOT/step-00000100`` is the checkpoint of step 100. ``ROOT/manager.json`` has a pointer to the
+    latest one, and lists all steps that were written here. Only one run at a time may use a root.
+    All methods are collective, and only one thread at a time may call them.
 
-    The pointer moves only after a commit is durable, and old checkpoints go only after the pointer
-    has moved; a manager that finds it behind, because a process was killed in between, brings it up
-    to date. The latest and the last verified one always stay, and nothing is deleted that the
-    manager did not write. A damaged one that ``latest_valid`` has skipped makes room for a new save
-    of its step, once that has claimed the folder. An I/O error is no damage.
+    The pointer moves after a commit is durable, and old checkpoints are deleted after the pointer
+    has moved. If a process was killed in between, the next manager corrects the pointer. The latest
+    and the last verified checkpoint are always kept, and so is everything that no manager of this
+    root wrote. A damaged checkpoint that ``latest_valid`` has skipped is replaced by a new save of
+    its step. A checkpoint with an I/O error does not count as damaged.
 
     Args:
-        root: made if it is missing.
+        root: folder of the run, made if it is missing.
         sharded_strategy: see ``save``.
         comm: the ranks of the run; by default all of torch.distributed, or this process.
         retention: which checkpoints are kept; by default all.
-        on_error: what the next call does about an asynchronous save that failed: ``"raise"``;
-            ``"warn"``, so that training goes on without that checkpoint; or ``"retry"``: it has
-            been written ``retries`` more times by then, and raises if that was in vain.
-        retries: how often, for ``"retry"``.
+        on_error: what the next call does if an asynchronous save has failed. ``"raise"``: it raises
+            the error. ``"warn"``: it logs the error, and training goes on without that checkpoint.
+            ``"retry"``: the save is repeated, and the call raises if all attempts failed.
+        retries: number of repeated attempts, for ``"retry"``.
         finalize: see ``AsyncSaver``.
         worker: see ``AsyncSaver``.
-        trusted: save anything that pickles, and unpickle anything when loading; see ``save`` and
-            ``load``.
+        trusted: save anything that can be pickled, and unpickle anything when loading; see ``save``
+            and ``load``.
 
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "epoch": 2}
@@ -112,19 +112,19 @@ class CheckpointManager:
         self._signalled = threading.Event()
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Folder of the checkpoint of a step, whether or not it exists."""
         return self._files.folder(step)
 
     def save(self, step: int, state: ShardedStateDict, **options: Any) -> None:
         """Save a step and return when it is committed.
 
         Args:
-            step: its folder must hold no checkpoint.
+            step: number of the step; its folder must hold no checkpoint.
             state: see ``save``.
-            options: of ``save``.
+            options: options of ``save``.
 
         Raises:
-            CheckpointingException: see ``save``; also if there is no room.
+            CheckpointingException: see ``save``; also if the disk is too full.
         """
         self.wait()
         overwrite = options.pop("overwrite", False) | self._begin(step)
@@ -155,14 +155,14 @@ class CheckpointManager:
         """Save a step behind the training, after the last such save has ended.
 
         Args:
-            step: its folder must hold no checkpoint.
+            step: number of the step; its folder must hold no checkpoint.
             state: see ``save``.
             capture: see ``async_save``.
-            options: of ``async_save``.
+            options: options of ``async_save``.
 
         Raises:
-            CheckpointingException: what ``save`` raises before it writes, and, unless
-                ``on_error="warn"``, what the last asynchronous save ended with.
+            CheckpointingException: errors that ``save`` raises before it writes; also the error of
+                the last asynchronous save, unless ``on_error="warn"``.
         """
         self.wait()
         overwrite = options.pop("overwrite", False) | self._begin(step)
@@ -181,10 +181,10 @@ class CheckpointManager:
         )
 
     def wait(self) -> None:
-        """Wait for the asynchronous save under way.
+        """Wait for the asynchronous save in progress.
 
         Raises:
-            CheckpointingException: what it ended with, unless ``on_error="warn"``.
+            CheckpointingException: the error of that save, unless ``on_error="warn"``.
         """
         try:
             self._saver.wait()
@@ -194,7 +194,7 @@ class CheckpointManager:
             logger.warning("training goes on without a checkpoint: %s", error)
 
     def close(self) -> None:
-        """Wait, and free what the manager holds."""
+        """Wait for the save in progress, and free the buffers and threads of the manager."""
         try:
             self.wait()
         finally:
@@ -204,7 +204,8 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # In an error of this rank alone the others will not come: what is under way ends by itself.
+        # After an error of this rank alone, the others would not come. A save in progress ends by
+        # itself.
         if kind is None:
             self.close()
 
@@ -213,29 +214,29 @@ class CheckpointManager:
         return self._comm.from_rank0("listing the checkpoints", self._files.committed_steps)
 
     def latest(self) -> int | None:
-        """The step that was committed last; the newest committed one if the pointer is lost."""
+        """The step that was committed last; the newest committed step if the pointer is lost."""
         return self._comm.from_rank0("finding the latest checkpoint", self._files.latest)
 
     def latest_valid(self, *, check: Literal["contents", "structure"] = "contents") -> int | None:
-        """The newest step that can be loaded; logs why it skipped each one that is newer.
+        """The newest step that can be loaded; logs why it skips newer ones.
 
         Args:
-            check: ``"contents"`` reads all of a checkpoint, shared out among the ranks, and
-                compares its checksums; ``"structure"`` reads only what describes it.
+            check: ``"contents"`` reads all of a checkpoint, divided among the ranks, and compares
+                its checksums; ``"structure"`` reads only its metadata.
 
         Raises:
-            RankFailedError: if a rank cannot read: an I/O error says nothing about a checkpoint.
+            RankFailedError: if a rank has an I/O error, which does not mean damage.
         """
         return self._find_valid(check)[0]
 
     def verify(self, step: int) -> None:
-        """Read all of a checkpoint, shared out among the ranks, and compare its checksums.
+        """Read all of a checkpoint, divided among the ranks, and compare its checksums.
 
         Raises:
             CheckpointNotFoundError: if it is not committed.
             CorruptCheckpointError: with everything that is damaged.
-            CheckpointingException: if it cannot be read here, see ``load``.
-            RankFailedError: if a rank cannot read: an I/O error says nothing about a checkpoint.
+            CheckpointingException: if it cannot be read, see ``load``.
+            RankFailedError: if a rank has an I/O error, which does not mean damage.
         """
         rank, world_size = self._comm.rank, self._comm.world_size
         self._judge(
@@ -255,12 +256,12 @@ class CheckpointManager:
 
         Args:
             template: see ``load``.
-            step: None for ``latest_valid()``; the common state tells which one it was if the
-                training keeps its step there.
-            options: of ``load``.
+            step: number of the step; None for ``latest_valid()``. The result does not tell which
+                step that was, unless the training keeps its step in the common state.
+            options: options of ``load``.
 
         Raises:
-            CheckpointNotFoundError: if there is none; says what is wrong with each that there is.
+            CheckpointNotFoundError: if no step can be loaded; with the reason for each.
             CheckpointingException: see ``load``.
         """
         self.wait()
@@ -273,10 +274,10 @@ class CheckpointManager:
         return loaded
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint that this manager (or one before it, in the same root) wrote.
+        """Delete a checkpoint that this manager, or an earlier one of the same root, wrote.
 
         Raises:
-            CheckpointingException: if it did not, or if the step is the last verified one.
+            CheckpointingException: if neither wrote it, or if it is the last verified one.
         """
         self.wait()
         with self._comm.agreed(f"deleting step {step}"):
@@ -284,9 +285,10 @@ class CheckpointManager:
                 self._files.delete(step)
 
     def save_on_signal(self, signum: signal.Signals = signal.SIGTERM) -> None:
-        """From now on ``preempted()`` tells when any rank has received the signal.
+        """Make ``preempted()`` return True after any rank has received the signal.
 
-        The handler only takes a note: a training loop asks, saves, and ends. Main thread only.
+        The signal does nothing else: a training loop calls ``preempted()``, saves, and ends. Only
+        the main thread may call this.
         """
         signal.signal(signum, lambda *_: self._signalled.set())
 
@@ -295,17 +297,16 @@ class CheckpointManager:
         return not self._comm.all_same(None if self._signalled.is_set() else 0)
 
     def _begin(self, step: int) -> bool:
-        """Check the step, and note on rank 0 that its folder will be ours.
+        """Check the step, and record on rank 0 that this manager will write its folder.
 
         Returns:
-            On rank 0, whether a damaged checkpoint of ours makes room there: one that was skipped,
-            before training came here again, is of no use. It goes when the new one has been planned
-            and has claimed the folder.
+            On rank 0, whether the save may overwrite a checkpoint of ours that was found damaged.
+            It is deleted when the new one has been planned and has claimed the folder.
         """
         makes_room = False
         with self._comm.agreed("beginning a save"):
             if type(step) is not int or step < 0:
-                finding = Finding("a step is an int of at least 0", found=repr(step))
+                finding = Finding("a step must be an int of at least 0", found=repr(step))
                 raise CheckpointingException("cannot save this step", [finding])
             if self._comm.rank == 0:
                 makes_room = self._files.begin(step, self._damaged.get(step))
@@ -337,7 +338,7 @@ class CheckpointManager:
                 else:
                     self._judge(step, partial(_check_structure, folder))
             except RankFailedError:
-                raise  # that says something about the ranks, not about the checkpoint
+                raise  # this is about the ranks, not about the checkpoint
             except CheckpointingException as error:
                 logger.warning("step %d is skipped: %s", step, error)
                 skipped.append(Finding(str(error), path=str(folder)))
@@ -348,9 +349,9 @@ class CheckpointManager:
         return None, skipped
 
     def _judge(self, step: int, work: Callable[[], None]) -> None:
-        """Raise what any rank finds wrong with a checkpoint; damage before anything else.
+        """Raise the errors that ranks find in a checkpoint; if some find damage, only that.
 
-        Collective. Whatever else goes wrong on a rank is no verdict, and a RankFailedError.
+        Collective. Any other exception on a rank becomes a RankFailedError.
         """
         verdicts = self._comm.exchange(f"verifying step {step}", lambda: _verdict(work))
         found = {rank: verdict for rank, verdict in enumerate(verdicts) if verdict is not None}
@@ -368,7 +369,7 @@ def _check_structure(folder: Path) -> None:
 
 
 def _verdict(work: Callable[[], None]) -> CheckpointingException | None:
-    """What is wrong with a checkpoint; an I/O error says nothing about that, and is raised."""
+    """The error that ``work`` finds in a checkpoint; other exceptions are raised."""
     try:
         work()
     except RankFailedError:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept; a pure function of their steps."""
+"""Which checkpoints of a run are kept: a pure function of their steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dist_checkpointing.format.optimizer_keys import optimizer_prefixes
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What retention asks for.
+    """What is due by the rules of retention.
 
     Attributes:
         delete: steps to delete, oldest first.
-        strip: steps that shall lose their optimizer state.
+        strip: steps whose optimizer state is to be deleted.
     """
 
     delete: tuple[int, ...]
@@ -27,13 +27,12 @@ class Retention:
     """How many checkpoints are kept, and how complete.
 
     Attributes:
-        keep_last: the newest so many are kept; None for all.
-        keep_every: steps that are multiples of this are kept for good.
-        drop_optimizer_after: what is kept beyond the newest so many loses its optimizer state: it
-            can be evaluated, but training cannot go on from it.
-        optimizer_prefix: keys of optimizer state begin with this; None for what ``dckpt stats``
-            counts as the optimizer's: ``optim.``, ``optimizer.``, ``chained_0.optimizer.`` and the
-            like.
+        keep_last: number of the newest checkpoints that are kept; None for all.
+        keep_every: steps that are multiples of this are always kept.
+        drop_optimizer_after: number of the newest checkpoints that keep their optimizer state.
+            Older ones can still be evaluated, but training cannot go on from them.
+        optimizer_prefix: prefix of the keys of optimizer state; None for ``optim.``,
+            ``optimizer.``, ``chained_0.optimizer.`` and others that ``dckpt stats`` counts so.
 
     Example:
         >>> # The newest three, every 1000th step, and optimizer state only in the newest two.
@@ -55,15 +54,15 @@ class Retention:
             if value is not None and value < 1
         ]
         if self.optimizer_prefix == "":
-            findings.append(Finding("an empty optimizer_prefix would drop every tensor"))
+            findings.append(Finding("an empty optimizer_prefix would delete every tensor"))
         if findings:
             raise CheckpointingException("invalid retention", findings)
 
     def prefixes(self, keys: Iterable[str]) -> list[str]:
-        """The prefixes of the optimizer state among the keys of a checkpoint; none if it has none.
+        """The prefixes of the optimizer state of a checkpoint; empty if it has none.
 
         Args:
-            keys: of all its tensors.
+            keys: keys of all tensors of the checkpoint.
         """
         if self.optimizer_prefix is None:
             return optimizer_prefixes(keys)
@@ -71,7 +70,7 @@ class Retention:
         return [self.optimizer_prefix] if found else []
 
     def due(self, steps: Collection[int], protected: Collection[int]) -> Due:
-        """What to do about committed steps, of which the protected ones are never touched."""
+        """What is due for the committed ``steps``; ``protected`` ones are never touched."""
         newest_first = sorted(steps, reverse=True)
         kept = set(newest_first if self.keep_last is None else newest_first[: self.keep_last])
         if self.keep_every is not None:

@@ -1,4 +1,4 @@
-"""The folder of a run, as rank 0 sees it: the record, what is committed, what goes."""
+"""The folder of a run: its record, its committed steps, and what retention deletes."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from dist_checkpointing.storage.options import Durability
 logger = logging.getLogger(__name__)
 
 _NO_PREFIX: Final = "\0no tensor\0"
-"""No tensor has a key that begins so."""
+"""A prefix that no key has."""
 
 _FOLDER: Final = re.compile(r"step-(\d+)")
 
 
 class RunFolder:
-    """Checkpoints of one run below one root, one folder a step. Nothing here is collective.
+    """The checkpoints of one run in one folder, each step in a folder of its own.
 
-    Whatever changes files is for rank 0 alone.
+    No method is collective; only rank 0 may call methods that change files.
 
     Args:
-        root: of the run.
+        root: folder of the run.
         retention: which checkpoints are kept.
     """
 
@@ -56,11 +56,11 @@ class RunFolder:
         self._retention = retention
         self._is_tidy = False
         self._without_optimizer: set[int] = set()
-        # The thread that commits moves the pointer while the training may ask for steps.
+        # One thread commits and moves the pointer while the training may ask for steps.
         self._lock = threading.RLock()
 
     def folder(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Folder of the checkpoint of a step, whether or not it exists."""
         return self.root / f"step-{step:08d}"
 
     def all_steps(self) -> list[int]:
@@ -72,7 +72,7 @@ class RunFolder:
         return sorted((step for step in steps if is_folder(self.folder(step))), reverse=True)
 
     def all_saves(self) -> list[tuple[int, int]]:
-        """Every step that has a folder, newest first, and the number of the save there."""
+        """Every step that has a folder, newest first, with the number of its save."""
         return [(step, number_of_save(self.folder(step))) for step in self.all_steps()]
 
     def committed_steps(self) -> list[int]:
@@ -81,21 +81,22 @@ class RunFolder:
         return [s for s in reversed(steps) if check_is_distributed_checkpoint(self.folder(s))]
 
     def latest(self) -> int | None:
-        """The step that was committed last; the newest committed one if the pointer is lost."""
+        """The step that was committed last; the newest committed step if the pointer is lost."""
         pointer = self._current().latest
         if pointer is not None and check_is_distributed_checkpoint(self.folder(pointer)):
             return pointer
         return max(self.committed_steps(), default=None)
 
     def begin(self, step: int, damaged: int | None) -> bool:
-        """Note that the folder of a step will be ours, before there is anything in it.
+        """Record that this manager will write the folder of a step, before the folder exists.
 
         Args:
-            step: about to be saved.
-            damaged: number of the save of this step that was found damaged; None for none.
+            step: step that is about to be saved.
+            damaged: number of the save of this step that was found damaged, or None.
 
         Returns:
-            Whether what is there makes room: it is that damaged save, and ours.
+            Whether the new save may replace the checkpoint there: it is that damaged save, and a
+            manager of this root wrote it.
         """
         check_room(self.root, 0)
         with self._lock:
@@ -116,7 +117,7 @@ class RunFolder:
             )
 
     def claimed(self, step: int, attempt: str) -> None:
-        """Note which save is about to write a step: should its end not be seen, it is known."""
+        """Record which save is about to write a step, in case this process does not see its end."""
         with self._lock:
             record = self._current()
             known = record.steps.get(step, StepRecord())
@@ -124,7 +125,7 @@ class RunFolder:
             self._write(changed, Durability.PAGE_CACHE)
 
     def committed(self, step: int) -> None:
-        """Move the pointer to a step that is committed, durably, and then let old ones go."""
+        """Move the pointer to a committed step, durably; then delete what retention asks for."""
         with self._lock:
             known = StepRecord(attempt_of(self.folder(step)))
             record = replace(self._current().with_step(step, known), latest=step)
@@ -132,14 +133,14 @@ class RunFolder:
             try:
                 self._thin_out(record)
             except (OSError, CheckpointingException) as error:
-                # What cannot be looked at must not end a training either.
+                # A folder that cannot be read must not end a training.
                 logger.warning("retention could not go through %s: %s", self.root, error)
 
     def _current(self) -> RunRecord:
         """The record, brought up to date with what is committed.
 
-        The pointer only remembers that. A process that was killed between a commit and the pointer
-        has left it behind, and so has a rank that was lost.
+        The stored pointer may be out of date: a process was killed, or a rank lost, between a
+        commit and moving the pointer.
         """
         record = read_record(self.root)
         for step, known in sorted(record.steps.items()):
@@ -151,19 +152,21 @@ class RunFolder:
             if known.begun is not None and known.begun == attempt_of(folder):
                 record = replace(record.with_step(step, StepRecord(known.begun)), latest=step)
             elif known.attempt is None and (record.latest is None or step > record.latest):
-                # Noted by an older version, or saved by somebody else: there, but not ours.
+                # Recorded by an older version, or saved without a manager: it exists, but no
+                # manager of this root may delete it.
                 record = replace(record, latest=step)
         return record
 
     def verified(self, step: int) -> None:
-        """Note that all of a step has been read back and compared."""
+        """Record that all of a step has been read back and compared."""
         self._change(step, lambda known: replace(known, verified=True))
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint that a manager of this root wrote.
 
         Raises:
-            CheckpointingException: if none did, or if the step is the last verified one.
+            CheckpointingException: if no manager of this root wrote it, or if it is the last
+                verified one.
         """
         with self._lock:
             record = self._current()
@@ -182,7 +185,7 @@ class RunFolder:
 
     def _thin_out(self, record: RunRecord) -> None:
         committed = self.committed_steps()
-        # What was saved after going back to an older step counts; what lies ahead of it stays.
+        # After going back to an older step, only steps up to the latest count; later ones stay.
         latest = record.latest
         assert latest is not None
         own = [step for step in committed if self._is_own(record, step) and step <= latest]
@@ -203,7 +206,7 @@ class RunFolder:
 
     @staticmethod
     def _try_to(work: Callable[[int], None], step: int) -> None:
-        """What cannot be deleted must not end a training: the next pass tries again."""
+        """Log an error instead of raising it: training goes on, and the next pass tries again."""
         try:
             work(step)
         except (OSError, CheckpointingException) as error:
@@ -225,21 +228,21 @@ class RunFolder:
     def _strip(self, step: int) -> None:
         folder = self.folder(step)
         prefixes = self._optimizer_prefixes(step)
-        # Without tensors to drop it brings a removal that was cut off to its end.
+        # Without tensors to delete, this completes a removal that was interrupted.
         for prefix in prefixes or [_NO_PREFIX]:
             remove_sharded_tensors(folder, prefix, comm=SingleProcess())
         latest = self.latest()
         if prefixes or (latest is not None and self._optimizer_prefixes(latest)):
             self._change(step, lambda known: replace(known, stripped=True))
             return
-        # Not noted as stripped: a run with another prefix finds it.
+        # Not recorded as stripped: a run with another prefix can still strip it.
         if not self._without_optimizer:
             known = self._retention.optimizer_prefix
             logger.warning(
-                "retention should drop the optimizer state of step %d, and none of its keys %s: "
-                "nothing was dropped; say what they begin with: Retention(optimizer_prefix=...)",
+                "retention should delete the optimizer state of step %d, but no key of it %s: "
+                "nothing was deleted; pass the prefix of its keys: Retention(optimizer_prefix=...)",
                 step,
-                "says that it is an optimizer's" if known is None else f"begins with {known!r}",
+                "looks like an optimizer's" if known is None else f"begins with {known!r}",
             )
         self._without_optimizer.add(step)
 

@@ -1,4 +1,4 @@
-"""What a CheckpointManager knows of its folder: one small JSON file, replaced as a whole."""
+"""What a CheckpointManager knows about its folder: one small JSON file, replaced as a whole."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _MAX_BYTES: Final = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What is known of one step.
+    """What is known about one step.
 
     Attributes:
-        attempt: name of the save that committed it; None as long as none has.
-        begun: name of the save that has claimed its folder since, and was not seen to commit.
+        attempt: name of the save that committed it; None if none has.
+        begun: name of the save that claimed its folder after that, and is not known to have
+            committed.
         verified: whether all of it has been read back and compared.
-        stripped: whether it has lost its optimizer state.
+        stripped: whether its optimizer state has been deleted.
     """
 
     attempt: str | None = None
@@ -40,8 +41,8 @@ class RunRecord:
     """The pointer, and every step that the manager has begun to write.
 
     Attributes:
-        latest: the newest step that was committed, durably, before this was written.
-        steps: step -> what is known of it.
+        latest: the step that was last committed, durably, before this was written.
+        steps: what is known about each step.
     """
 
     latest: int | None = None
@@ -57,7 +58,7 @@ class RunRecord:
 
     @property
     def last_verified(self) -> int | None:
-        """The newest step that was verified and is complete."""
+        """The newest step that was verified and has its optimizer state."""
         return max(
             (s for s, r in self.steps.items() if r.verified and not r.stripped), default=None
         )
@@ -66,7 +67,7 @@ class RunRecord:
 def read_record(root: Path) -> RunRecord:
     """The record of a folder; an empty one if it is missing or cannot be read.
 
-    A manager deletes only what its record names, so losing it is safe.
+    It is safe to lose the record: a manager deletes only what its record names.
 
     Raises:
         OSError: if the file system fails.
@@ -95,7 +96,7 @@ def read_record(root: Path) -> RunRecord:
 
 
 def clear_temporaries(root: Path) -> None:
-    """Delete what a killed ``write_record`` has left."""
+    """Delete the temporary files of a killed ``write_record``."""
     for path in local.temporaries([RECORD_NAME], root):
         path.unlink()
 
@@ -112,5 +113,5 @@ def write_record(record: RunRecord, root: Path, durability: local.Durability) ->
 
 
 def _as_json(known: StepRecord) -> dict[str, object]:
-    # Older versions know no ``begun``, and it is rarely there.
+    # Older versions do not know ``begun``; it is rarely there.
     return {k: v for k, v in asdict(known).items() if k != "begun" or v is not None}

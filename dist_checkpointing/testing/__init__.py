@@ -1,4 +1,4 @@
-"""For tests: ranks simulated by threads, and the conformance suite that every backend passes."""
+"""For tests: ranks simulated by threads, and the conformance suite for backends."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SUITE = f"{__name__}.conformance"
 
 
 def __getattr__(name: str) -> Any:
-    # On first use, so that run_ranks works where pytest is not installed.
+    # Imported on first use, so that run_ranks works without pytest.
     if name != "StrategyConformance":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _SUITE not in sys.modules:
         import pytest  # noqa: PLC0415
 
-        # Without this a failing assert in the suite would not show the values it compared.
+        # Without this, a failing assert in the suite would not show the values that it compared.
         pytest.register_assert_rewrite(_SUITE)
     from dist_checkpointing.testing.conformance import StrategyConformance  # noqa: PLC0415
 

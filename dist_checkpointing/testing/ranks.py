@@ -14,18 +14,17 @@ T = TypeVar("T")
 def run_ranks(
     world_size: int, fn: Callable[[Comm], T], *, timeout_seconds: float = 60.0
 ) -> list[T]:
-    """``fn(comm)`` once a rank, all at the same time; the results in rank order.
+    """Call ``fn(comm)`` for every rank at the same time; returns the results in rank order.
 
-    No torch.distributed is involved: 64 ranks take no longer to start than 64 threads.
+    The ranks are threads, without torch.distributed: 64 of them start at once.
 
     Args:
         world_size: number of ranks.
-        fn: called with the comm of each rank.
-        timeout_seconds: how long a rank waits for the others at a rendezvous.
+        fn: function that gets the comm of each rank.
+        timeout_seconds: how long a rank waits for the others.
 
     Raises:
-        Exception: the error of the lowest rank that failed by itself. A rank that leaves early does
-            not hang the others.
+        Exception: the error of the first rank that failed. The other ranks do not wait for it.
 
     Example:
         >>> def save_rows(comm):

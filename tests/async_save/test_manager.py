@@ -219,10 +219,10 @@ def test_it_is_said_once_that_there_was_nothing_to_drop(
     manager = CheckpointManager(tmp_path, retention=retention)
     for step in (1, 2, 3, 4):
         manager.save(step, leaves())
-    (said,) = [r.getMessage() for r in caplog.records if "nothing was dropped" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "nothing was deleted" in r.getMessage()]
     assert "step 1" in said
     assert "optimizer_prefix" in said
-    assert (f"begins with {prefix!r}" if prefix else "is an optimizer's") in said
+    assert (f"begins with {prefix!r}" if prefix else "looks like an optimizer's") in said
     for step in (1, 2, 3, 4):
         assert load_plain_tensors(manager.folder(step)).keys() == leaves().keys()
     # With the right prefix all of them are found, also the ones that were passed over.

@@ -1,4 +1,4 @@
-"""torch DCP, both ways: our backends as DCP storages, DCP storages as our strategies."""
+"""torch DCP in both directions: our backends as DCP storages, DCP storages as our strategies."""
 
 from dist_checkpointing.interop.torch_dcp.reader import DCPReader
 from dist_checkpointing.interop.torch_dcp.storage import (

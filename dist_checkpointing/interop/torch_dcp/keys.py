@@ -1,8 +1,8 @@
-"""What DCP calls the values of a state dict, and where they stand in it.
+"""DCP's names for the values of a state dict, and their paths in it.
 
-DCP flattens: to it a checkpoint is a dict of names. We nest: common state is stored as it was. In
-what DCPWriter wrote, ``.dckpt/dcp.json`` says where each name belongs; for checkpoints without it
-the names follow from the nesting, by DCP's rules.
+DCP flattens: its checkpoint is a dict of names. We keep the nesting of common state. DCPWriter
+writes the path of each name into ``.dckpt/dcp.json``; in checkpoints without that file, the names
+follow from the nesting, by DCP's rules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FORMAT = "dist_checkpointing.dcp_keys"
 _MAX_BYTES = 1 << 32
 
 KeyPath = tuple[str | int, ...]
-"""Steps into dicts (text) and lists (numbers)."""
+"""Steps into dicts (texts) and lists (numbers)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class DCPKeys:
     """The names of a DCP checkpoint.
 
     Attributes:
-        paths: name -> where it stands in the nested state dict, for tensors and other values.
-        values: the names of what is not a tensor.
-        raw: those whose bytes were not written by torch.save, and are stored as they came.
+        paths: path of each name in the nested state dict, of tensors and of other values.
+        values: names of the values that are not tensors.
+        raw: names of the values whose bytes ``torch.load`` does not read; stored as bytes.
     """
 
     paths: Mapping[str, KeyPath]
@@ -45,11 +45,11 @@ class DCPKeys:
         """The names of a save.
 
         Args:
-            names: all of them.
-            values: those of what is not a tensor.
-            raw: those with bytes of their own format.
-            planner_data: where DCP's default planner notes paths; a planner that does not flatten,
-                or notes something else, leaves every name a key at the top.
+            names: all names.
+            values: names of the values that are not tensors.
+            raw: names of the values with bytes in a format of their own.
+            planner_data: paths by name, as DCP's default planner has them. If the planner has
+                anything else here, every name becomes a key of the outermost dict.
         """
         noted = planner_data if isinstance(planner_data, Mapping) else {}
         paths = {name: _path(noted.get(name)) or (name,) for name in names}
@@ -58,7 +58,7 @@ class DCPKeys:
         return cls(paths, tuple(values), tuple(raw))
 
     def nest(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values at their places; a None stands in lists where a tensor was."""
+        """The values at their paths; in lists, None replaces a tensor."""
         root = _Inner()
         for name, path in self.paths.items():
             inner = root
@@ -72,7 +72,7 @@ class DCPKeys:
         """The inverse of ``nest``.
 
         Raises:
-            KeyError, IndexError, TypeError: if something is not there.
+            KeyError, IndexError, TypeError: if a value is missing.
         """
         found = {}
         for name in self.values:
@@ -96,10 +96,10 @@ class DCPKeys:
 
     @classmethod
     def read(cls, folder: Path) -> DCPKeys | None:
-        """The file of a checkpoint; None if it has none.
+        """The names in the file of a checkpoint; None if it has no such file.
 
         Raises:
-            CorruptCheckpointError: if it is not what it should be.
+            CorruptCheckpointError: if the file is damaged.
         """
         path = folder / DCP_KEYS_NAME
         if not path.exists():
@@ -119,12 +119,12 @@ class DCPKeys:
 
 
 def names_in(common: Mapping[Any, Any], tensors: Iterable[str]) -> dict[str, tuple[KeyPath, Any]]:
-    """Name -> path and value of everything in common state, as DCP would flatten it.
+    """Path and value of everything in common state, by the name that DCP would give it.
 
     Args:
-        common: of a checkpoint that DCP has not written.
-        tensors: the keys of its tensors: a list that they stood in was taken apart, and holds a
-            None where each of them was.
+        common: common state of a checkpoint that DCP has not written.
+        tensors: keys of its tensors. A list that held one counts as flattened; None replaces the
+            tensor there.
 
     Raises:
         UnsupportedFormatError: if two values have one name.
@@ -139,11 +139,11 @@ def names_in(common: Mapping[Any, Any], tensors: Iterable[str]) -> dict[str, tup
         name = ".".join(map(str, path))
         if name in found:
             places = f"{found[name][0]} and {path}"
-            remedy = "Load it with dist_checkpointing.load, which tells them apart."
+            remedy = "Load it with dist_checkpointing.load, which distinguishes them."
             findings.append(Finding("two values have this name", name, None, places, remedy=remedy))
         found[name] = path, value
     if findings:
-        raise UnsupportedFormatError("DCP knows one thing by one name", findings)
+        raise UnsupportedFormatError("in DCP, a name belongs to one value", findings)
     return found
 
 
@@ -174,7 +174,7 @@ _ABSENT: Any = object()
 
 
 class _Inner(dict[str | int, Any]):
-    """A container that is being filled, and no value of the user's."""
+    """A container that is being filled, in contrast to a dict that is a value of the user."""
 
 
 def _finished(inner: _Inner) -> Any:
@@ -191,15 +191,15 @@ def _finished(inner: _Inner) -> Any:
 def _path(steps: object) -> KeyPath | None:
     if not isinstance(steps, list | tuple) or not steps:
         return None
-    # A number is a place in a list, which may not be as long as a hostile file says.
+    # A number is a position in a list. A limit keeps a hostile file from asking for a huge list.
     fits = all(type(s) is str or (type(s) is int and 0 <= s < 1 << 24) for s in steps)
     return tuple(steps) if fits else None
 
 
 def _fit_together(paths: Iterable[KeyPath]) -> bool:
-    """Whether no path leads through the end of another, and lists and dicts are not mixed."""
+    """Whether no path is the beginning of another, and no container is both a list and a dict."""
     leaves = list(paths)
-    kinds: dict[KeyPath, type] = {(): str}  # a state dict is no list
+    kinds: dict[KeyPath, type] = {(): str}  # the outermost container is a dict
     for path in leaves:
         for depth, step in enumerate(path):
             if kinds.setdefault(path[:depth], type(step)) is not type(step):

@@ -1,4 +1,4 @@
-"""What DCPWriter sends inside of the plans and results of DCP: the plan of each rank, laid out."""
+"""What DCPWriter sends in the plans and results of DCP: the plan of each rank, and its report."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dist_checkpointing.storage.protocol import StorageWriter
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What the coordinator tells a rank, inside of DCP's plan.
+    """What the coordinator sends to a rank, inside of DCP's plan.
 
     Attributes:
-        plan: the rank's part of the save, cut up as it is stored. ``sources`` are positions among
-            the items of DCP's plan.
-        rank: this rank.
+        plan: what the rank writes, cut as it is stored. ``sources`` are positions of items in DCP's
+            plan.
+        rank: the rank.
         world_size: number of ranks.
-        writes: the (backend, version) that this was made for.
-        save_plan_id: the same for all rank_plans of one plan.
+        writes: (backend, version) of the strategy that it was made for.
+        save_plan_id: id that the plans of all ranks in one save share.
     """
 
     plan: SavePlan
@@ -42,12 +42,12 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank tells the coordinator, as the last of its results.
+    """What a rank sends to the coordinator, as the last of its results.
 
     Attributes:
-        save_plan_id: of its rank_plan.
+        save_plan_id: ``save_plan_id`` of its RankPlan.
         written: what the rank has written.
-        contents: the bytes of what is not a tensor.
+        contents: the bytes of each value that is not a tensor, by name.
     """
 
     save_plan_id: str
@@ -60,14 +60,14 @@ def is_usable(plan: dcp.SavePlan) -> bool:
 
 
 def full_plans(plans: Sequence[dcp.SavePlan]) -> list[list[dcp.SavePlan]]:
-    """The plans with all items: more than one possibility if DCP's plan cache leaves them open.
+    """The plans of all ranks with all items; several lists if DCP's plan cache allows several.
 
-    With plan caching the coordinator is given nothing for ranks whose part of the global plan has
-    not changed. The layout of a tensor follows from the parts on all ranks, so these are looked up
-    where the planner has them.
+    With plan caching, the coordinator gets no items from ranks whose plan has not changed. But the
+    layout of a tensor depends on its parts on all ranks, so the plans are looked up in the cache of
+    the planner.
 
     Raises:
-        CheckpointingException: if they are not found there.
+        CheckpointingException: if they are not there.
     """
     if all(map(is_usable, plans)):
         return [list(plans)]
@@ -89,10 +89,10 @@ def full_plans(plans: Sequence[dcp.SavePlan]) -> list[list[dcp.SavePlan]]:
 
 
 def lay_out(plans: Sequence[dcp.SavePlan], layout: Layout) -> tuple[list[SavePlan], Index]:
-    """What each rank stores of what DCP wants it to write, and what the checkpoint then holds.
+    """What each rank stores for DCP's plans, and the index of the checkpoint.
 
     Raises:
-        InvalidShardingError: if it is not every element exactly once, or cannot be stored.
+        InvalidShardingError: if an element is written more than once or never, or cannot be stored.
     """
     planner = DefaultSavePlanner()
     planner.configure_planner({}, is_coordinator=True, rank=0, layout=layout)
@@ -104,9 +104,9 @@ def lay_out(plans: Sequence[dcp.SavePlan], layout: Layout) -> tuple[list[SavePla
 def make_rank_plans(
     plans: Sequence[SavePlan], writer: StorageWriter, writes: tuple[str, int]
 ) -> list[RankPlan]:
-    """The rank_plan of every rank, once the storage has seen all plans."""
-    # Nothing of ours comes between DCP's local and global plans, so here the coordinator's writer
-    # prepares the local plans of all ranks.
+    """The RankPlan of every rank, after the storage has seen all plans."""
+    # Between its local and global plans, DCP calls nothing of this library. So the writer of the
+    # coordinator prepares the local plans of all ranks.
     final = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
     save_plan_id = uuid.uuid4().hex
     return [
@@ -139,7 +139,7 @@ def check_complete(
     index: Index,
     values: Collection[str],
 ) -> None:
-    """Refuse to commit if what was written is not what DCP thinks: its plan cache can be old.
+    """Refuse to commit something else than DCP's plans say, whose cache may be out of date.
 
     Raises:
         CheckpointingException: with every name that is missing or has another shape.

@@ -34,16 +34,16 @@ from dist_checkpointing.strategies.selection import (
 
 
 class DCPReader(dcp_storage.StorageReader):
-    """A storage for ``torch.distributed.checkpoint.load``, for every checkpoint of this library.
+    """A storage for ``torch.distributed.checkpoint.load``: it reads checkpoints of this library.
 
-    To DCP every tensor is one chunk, whatever it is cut into: DCP plans with few items, and what of
-    which stored chunk fills them is found here. As in DCP, a dtype that differs is converted.
+    To DCP, every tensor is one chunk, so DCP plans few items; this reader finds the stored chunks
+    that fill them. As in DCP, a tensor of another dtype is converted.
 
-    Common state has the names that DCP gives it when it flattens a state dict; a sharded object has
+    Common state has the names that DCP gives it when it flattens a state dict. A sharded object has
     its unique key (``key/shard_0_1``).
 
     Args:
-        path: a committed checkpoint. ``checkpoint_id`` of ``dcp.load`` takes its place.
+        path: a committed checkpoint. ``checkpoint_id`` of ``dcp.load`` replaces it.
         backend: backend name, (name, version), or a strategy; by default the one that the
             checkpoint names.
         trusted: unpickle anything in common state and objects. Lets the checkpoint run any code.
@@ -77,12 +77,12 @@ class DCPReader(dcp_storage.StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The folder."""
+        """Folder of the checkpoint."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Whether a committed checkpoint is there."""
+        """Whether ``checkpoint_id`` is a folder with a committed checkpoint."""
         if not isinstance(checkpoint_id, str | os.PathLike) or is_url(checkpoint_id):
             return False
         return check_is_distributed_checkpoint(checkpoint_id)
@@ -91,14 +91,14 @@ class DCPReader(dcp_storage.StorageReader):
         if checkpoint_id is not None:
             self.path = local_folder(checkpoint_id)
 
-    # Without **kwargs, DCP does not go on to look for metadata of each rank, which there never is.
+    # Without **kwargs: with it, DCP would look for metadata of each rank too.
     def read_metadata(self) -> dcp_metadata.Metadata:
-        """What the checkpoint holds, in DCP's words.
+        """What the checkpoint holds, as metadata of DCP.
 
         Raises:
-            CheckpointNotFoundError: nothing is committed there.
-            UnsupportedFormatError: the backend's strategy cannot be driven by DCP.
-            CorruptCheckpointError: something is missing or damaged.
+            CheckpointNotFoundError: if the folder holds no committed checkpoint.
+            UnsupportedFormatError: if the strategy cannot be a DCP storage.
+            CorruptCheckpointError: if something is missing or damaged.
         """
         found = open_checkpoint(self.path, self._backend)
         sharded, common = found.sharded, found.common
@@ -132,19 +132,19 @@ class DCPReader(dcp_storage.StorageReader):
         counts = Counter([*self._index, *self._values, *self._objects])
         findings = [
             Finding(
-                "this name has a tensor, and a value or object too",
+                "both a tensor and another value or object have this name",
                 name,
                 path=str(self.path),
-                remedy="Load it with dist_checkpointing.load, which tells them apart.",
+                remedy="Load it with dist_checkpointing.load, which distinguishes them.",
             )
             for name, count in counts.items()
             if count > 1
         ]
         if findings:
-            raise UnsupportedFormatError("DCP knows one thing by one name", findings)
+            raise UnsupportedFormatError("in DCP, a name belongs to one value", findings)
 
     def _name_values(self, state: dict[str, Any]) -> Mapping[str, KeyPath]:
-        """Take the values of common state; the paths that are known."""
+        """Set the values of common state; returns the known paths."""
         keys = DCPKeys.read(self.path)
         if keys is None:
             named = names_in(state, self._index)
@@ -167,7 +167,7 @@ class DCPReader(dcp_storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: dcp_metadata.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to do: each rank has read what there is."""
+        """Do nothing: each rank has read the metadata."""
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
         return plan
@@ -194,7 +194,7 @@ class DCPReader(dcp_storage.StorageReader):
         own_objects: dict[str, ShardedObject] = objects if handles_objects(strategy) else {}
         for leaf in own_objects.values():
             leaves[(Position(len(leaves)),)] = leaf
-        # Every rank reads for itself: what all of them do together is DCP's.
+        # Every rank reads by itself: DCP does what needs all ranks.
         strategy.read(leaves, self._index, self._reader, SingleProcess())
         read = {name: leaf.data for name, leaf in own_objects.items()}
         if objects and not own_objects:
@@ -214,7 +214,7 @@ class DCPReader(dcp_storage.StorageReader):
         return ShardedTensor(name, tensor, tensor.dtype, shape, whole, start, None)
 
     def _stream(self, name: str, objects: Mapping[str, Any]) -> io.BytesIO:
-        """What DCP's planners expect to unpickle."""
+        """The value as bytes that DCP's planners can load."""
         value = objects[name] if name in objects else self._values[name]
         if name in self._raw:
             return io.BytesIO(value)

@@ -1,11 +1,6 @@
-"""Any DCP storage (files, fsspec, Hugging Face safetensors, your own) as a strategy of ours.
+"""Any DCP storage (files, fsspec, Hugging Face safetensors, your own) as a strategy.
 
-::
-
-    save(state, path, DCPStorageSaveStrategy(FileSystemWriter))
-    load(template, path, DCPStorageLoadStrategy(FileSystemReader))
-
-The DCP storage works in the folder ``dcp`` of the checkpoint, where DCP itself reads it too.
+The DCP storage writes into the folder ``dcp`` of the checkpoint. DCP itself can load from there.
 """
 
 from __future__ import annotations
@@ -51,14 +46,14 @@ BACKEND = ("dcp", 1)
 
 
 class DCPStorageSaveStrategy(PlannedSaveStrategy):
-    """Saves through a DCP StorageWriter: the tensors by it, all else by the common strategy.
+    """Saves tensors through a DCP StorageWriter; the common strategy saves everything else.
 
-    The ranks plan and agree as in every save of ours; DCP's own planner and collectives are not
-    used. A flattened range is stored as the boxes that it consists of.
+    The ranks plan and agree as with any other strategy, without the planner and the collectives of
+    DCP. A flattened range is stored as the boxes that make it up.
 
     Args:
         storage_writer: called with a folder on every rank: a DCP writer class, or a function that
-            makes one, such as ``partial(HuggingFaceStorageWriter, save_distributed=True)``.
+            makes a writer, such as ``partial(HuggingFaceStorageWriter, save_distributed=True)``.
         planner: used instead of DefaultSavePlanner.
         comm: the ranks that save together when ``save`` is called directly.
 
@@ -87,15 +82,15 @@ class DCPStorageSaveStrategy(PlannedSaveStrategy):
 class DCPStorageLoadStrategy(PlannedLoadStrategy):
     """Loads tensors through a DCP StorageReader, into any sharding.
 
-    For what DCPStorageSaveStrategy wrote; called directly, ``load`` of this strategy also reads a
-    folder that DCP alone has written. Values that are not tensors are left to the common strategy.
+    It reads what DCPStorageSaveStrategy wrote. If its own ``load`` is called, it also reads a
+    folder that DCP wrote. The common strategy loads values that are not tensors.
 
-    Beware: ``FileSystemReader`` of torch unpickles ``.metadata`` and so lets a checkpoint run any
-    code; pass it only for checkpoints that you trust.
+    Warning: ``FileSystemReader`` of torch unpickles ``.metadata``, which lets a checkpoint run any
+    code. Use it only for checkpoints that you trust.
 
     Args:
         storage_reader: called with a folder on every rank: a DCP reader class, or a function that
-            makes one.
+            makes a reader.
         planner: used instead of DefaultLoadPlanner.
         comm: the ranks that load together when ``load`` is called directly.
 
@@ -124,13 +119,13 @@ class DCPStorageLoadStrategy(PlannedLoadStrategy):
 
 
 def reader_must_be_named() -> NoReturn:
-    """What the registry has for such checkpoints: nothing says which reader they need.
+    """The entry of the registry for such checkpoints, which do not name their reader.
 
     Raises:
-        StrategyNotFoundError: always, with what to pass.
+        StrategyNotFoundError: always, with a remedy.
     """
     finding = Finding(
-        "it was saved through a DCP storage, and does not say through which",
+        "it was saved through a DCP storage, and does not name the reader",
         remedy="Pass sharded_strategy=DCPStorageLoadStrategy(reader), or register one as "
         f"{BACKEND}; FileSystemReader reads what FileSystemWriter wrote, and so on.",
     )
@@ -171,9 +166,9 @@ class _Writer(StorageWriter):
         counts = Counter(item.index.fqn for item in items)
         findings = [
             Finding(
-                "this rank has several parts of it, and a safetensors file holds one",
+                "this rank has several parts of the tensor, and a safetensors file can hold one",
                 name,
-                remedy="Save it in one part a rank, or through another storage.",
+                remedy="Save one part of it on each rank, or use another storage.",
             )
             for name, count in counts.items()
             if count > 1
@@ -204,7 +199,7 @@ class _Writer(StorageWriter):
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         described: dict[str, Any] = dict(self._described)
         for key in metadata:
-            if key not in described:  # it has no elements, so nobody wrote any
+            if key not in described:  # it has no elements, so no rank wrote it
                 size = torch.Size(metadata[key].global_shape)
                 described[key] = _tensor(metadata[key].dtype.torch, size)
         noted: list[Any] = [result.storage_data for of_rank in results for result in of_rank]
@@ -228,7 +223,7 @@ class _Reader(StorageReader):
     def read_metadata(self) -> Index:
         try:
             index = Index.of(_stored_tensors(self._read_metadata()))
-            return Index.from_json(index.to_json(), str(self._folder))  # which checks every number
+            return Index.from_json(index.to_json(), str(self._folder))  # this checks every number
         except Exception as error:
             finding = Finding(f"{type(error).__name__}: {error}", path=str(self._folder))
             message = f"{type(self._storage).__name__} cannot read its metadata"
@@ -295,7 +290,7 @@ class _Destinations:
 
 
 def _set_up(method: Callable[..., None], *args: Any, rank: int) -> None:
-    # As DCP does it: only newer storages take more than these arguments.
+    # Like DCP: older storages take no other arguments.
     if "kwargs" in inspect.signature(method).parameters:
         method(*args, rank=rank, use_collectives=True)
     else:
@@ -305,7 +300,7 @@ def _set_up(method: Callable[..., None], *args: Any, rank: int) -> None:
 def _dcp_items(
     items: Iterable[WriteItem],
 ) -> Iterator[tuple[dcp.WriteItem, WriteItem, tuple[int, Box] | None]]:
-    """Our items as DCP's: (DCP's, ours, which part of a flattened range it is: start and box)."""
+    """Our items as items of DCP: (DCP's, ours, (start, box) of a part of a flattened range)."""
     for item in items:
         part = item.tensor_data
         assert part is not None

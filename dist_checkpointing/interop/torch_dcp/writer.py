@@ -1,7 +1,7 @@
 """DCPWriter: ``torch.distributed.checkpoint.save`` into our backends.
 
-DCP decides who writes which box, and moves our tables between the ranks inside of its own plans and
-results: there is no communication beyond what ``dcp.save`` does by itself.
+DCP decides which rank writes which box. Our tables travel between the ranks in its plans and
+results, so there is no communication beyond that of ``dcp.save`` itself.
 """
 
 from __future__ import annotations
@@ -58,25 +58,25 @@ from dist_checkpointing.strategies.selection import Selection, select
 class DCPWriter(dcp_storage.StorageWriter):
     """A storage for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
-    What it writes is an ordinary checkpoint of this library: ``load`` reads it (the keys of tensors
-    are DCP's fully qualified names; what is not a tensor is common state), and so does DCPReader.
+    It writes an ordinary checkpoint of this library: ``load`` and DCPReader read it. The keys of
+    tensors are DCP's fully qualified names; values that are not tensors are common state.
 
-    Works with any planner whose plans say what is written, with DCP's plan caching, in one process
-    and in many. ``use_collectives=False`` is refused: a checkpoint needs one commit.
+    It works with any planner whose plans list all that is written, with DCP's plan caching, in one
+    process and in several. ``use_collectives=False`` is refused: a checkpoint needs one commit.
 
     Args:
         path: folder of the checkpoint, made if it is missing. ``checkpoint_id`` of ``dcp.save``
-            takes its place.
+            replaces it.
         backend: backend name (its newest version), (name, version), or a strategy.
-        common_backend: likewise, for what is not a tensor; by default ("torch", 1).
+        common_backend: likewise, for values that are not tensors; by default ("torch", 1).
         overwrite: give up a committed checkpoint at ``path`` as soon as the new one is planned.
-        trusted: save anything that pickles. What is no plain data is read back by a DCPReader with
-            ``trusted=True`` only; without it, the save fails before it is committed.
+        trusted: save anything that can be pickled. Only a DCPReader with ``trusted=True`` reads
+            back what is not plain data. Without it, such a save fails before it is committed.
 
     Raises:
-        StrategyNotFoundError: no such backend.
-        UnsupportedFormatError: a strategy that is not made of a planner and a StorageWriter, or
-            that has a planner of its own (DCP has one).
+        StrategyNotFoundError: if there is no such backend.
+        UnsupportedFormatError: if the strategy is not a PlannedSaveStrategy, or has a planner of
+            its own (DCP has one).
 
     Example:
         >>> from torch.distributed import checkpoint as dcp
@@ -114,12 +114,12 @@ class DCPWriter(dcp_storage.StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The folder."""
+        """Folder of the checkpoint."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
-        """Whether it can be a folder."""
+        """Whether ``checkpoint_id`` can be a folder."""
         return isinstance(checkpoint_id, str | os.PathLike) and not is_url(checkpoint_id)
 
     def storage_meta(self) -> dcp_metadata.StorageMeta | None:
@@ -165,7 +165,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         self._writer = writer
         rank_plans = make_rank_plans(laid_out[0][0], writer, self._writes)
         if not any(map(is_usable, plans)):
-            return plans  # nothing has changed: every rank has its rank_plan from an earlier save
+            return plans  # nothing has changed: every rank has its plan from an earlier save
         pairs = zip(every[0], rank_plans, strict=True)
         return [replace(plan, storage_data=rank_plan) for plan, rank_plan in pairs]
 
@@ -180,7 +180,7 @@ class DCPWriter(dcp_storage.StorageWriter):
                 found=rank_plan.writes
                 if isinstance(rank_plan, RankPlan)
                 else type(rank_plan).__name__,
-                remedy="With enable_plan_caching, use a planner class of its own a storage.",
+                remedy="With enable_plan_caching, use another planner class for each storage.",
             )
             raise CheckpointingException("the plan is not for this storage", [finding])
         self._index = rank_plan.plan.index
@@ -210,7 +210,7 @@ class DCPWriter(dcp_storage.StorageWriter):
     def finish(
         self, metadata: dcp_metadata.Metadata, results: list[list[dcp_storage.WriteResult]]
     ) -> None:
-        """Write what describes the checkpoint as a whole, and commit it."""
+        """Write the metadata of the checkpoint, and commit it."""
         assert self._writer is not None
         assert self._index is not None
         assert self._attempt is not None
@@ -257,7 +257,7 @@ class DCPWriter(dcp_storage.StorageWriter):
 
 
 class _ResolvedData(DefaultSavePlanner):
-    """Answers for the data of our items with that of DCP's."""
+    """Resolves the data of our items from the items of DCP."""
 
     def __init__(
         self, items: Sequence[dcp.WriteItem], parts: Sequence[WriteItem], planner: dcp.SavePlanner
@@ -325,15 +325,15 @@ def _num_bytes(item: dcp.WriteItem, report: Report) -> int:
 
 
 def _loaded(contents: Mapping[str, bytes]) -> tuple[dict[str, Any], list[str]]:
-    """The objects, and the names of those that are no object but bytes."""
+    """The values, and the names of those that are bytes in another format."""
     values: dict[str, Any] = {}
     raw = []
     for name, content in contents.items():
         try:
-            # Our own ranks have just pickled it.
+            # The ranks of this save have just pickled it.
             stream = io.BytesIO(content)
             values[name] = torch.load(stream, map_location="cpu", weights_only=False)
-        except Exception:  # noqa: BLE001 - whatever a planner's own format makes torch.load raise
+        except Exception:  # noqa: BLE001 - torch.load may raise anything for another format
             values[name] = content
             raw.append(name)
     return values, raw

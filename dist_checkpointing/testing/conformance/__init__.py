@@ -1,15 +1,4 @@
-"""The suite that every backend passes: subclass it, name the backend, run pytest.
-
-::
-
-    from dist_checkpointing.testing import StrategyConformance
-
-    class TestMyBackend(StrategyConformance):
-        backend = ("mine", 1)
-
-The backend is found like any other, through its entry points; to test a strategy that is not
-registered, or one with options, override ``save_strategy`` and ``load_strategy``.
-"""
+"""The suite that every backend passes: subclass it, name the backend, run pytest."""
 
 from dist_checkpointing.testing.conformance.contents import HOSTILE_KEYS, WEIRD_KEYS, Contents
 from dist_checkpointing.testing.conformance.failures import Failures
@@ -30,11 +19,12 @@ __all__ = [
 
 
 class StrategyConformance(RoundTrips, Contents, StorageProtocol, Failures):
-    """All that ``save`` and ``load`` promise, tested with one backend on 1, 2 and 4 ranks.
+    """Tests of all that ``save`` and ``load`` promise, with one backend on 1, 2 and 4 ranks.
 
-    Set ``backend``. May be overridden: ``save_strategy``, ``load_strategy``, ``dtypes``,
-    ``refused_keys``, ``damage``, ``shorten``; see BackendHooks. The tests are the methods of the
-    four bases, which may be used by themselves too.
+    A subclass sets ``backend``, which is found through its entry points. To test a strategy that is
+    not registered, or one with options, it overrides ``save_strategy`` and ``load_strategy``. It
+    may also override ``dtypes``, ``refused_keys``, ``damage`` and ``shorten``; see BackendHooks.
+    The tests are methods of the four bases, each of which can be used alone.
 
     Example:
         >>> class TestZarr(StrategyConformance):

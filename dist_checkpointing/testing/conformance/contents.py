@@ -1,4 +1,4 @@
-"""What a checkpoint holds, under which names, and where it lies."""
+"""What a checkpoint holds: keys, listings, common state; and its folder."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ WEIRD_KEYS = (
     "common.pt",
     "layers/optimizer.sync",
 )
-"""Keys that real models and file systems disagree about."""
+"""Keys that are unusual for models or difficult for file systems."""
 
 HOSTILE_KEYS = (
     "../outside",
@@ -70,7 +70,7 @@ HOSTILE_KEYS = (
     "a//b",
     "a\0b",
 )
-"""Keys that would leave the checkpoint if they were taken for paths."""
+"""Keys that would leave the folder of the checkpoint if they were used as paths."""
 
 
 def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
@@ -169,7 +169,7 @@ class Contents(BackendHooks):
 
     @WORLD_SIZES
     def test_partial_templates(self, tmp_path: Path, world_size: int) -> None:
-        """Some keys, some parts, different ones a rank, or the same one many times."""
+        """Some keys, some parts, different ones on each rank, or the same one several times."""
         full = _numbered(["a", "b", "c"])
         self.save_on(world_size, tmp_path / "c", lambda rank: _rows(full, world_size, rank))
 
@@ -187,7 +187,7 @@ class Contents(BackendHooks):
                 assert_same_bits(tensor, expected, f"part on rank {rank}")
 
     def test_weird_keys(self, tmp_path: Path) -> None:
-        """All keys that are not refused live side by side in one checkpoint."""
+        """All keys that are not refused fit into one checkpoint."""
         full = _numbered(key for key in WEIRD_KEYS if key not in self.refused_keys)
         self.save_on(2, tmp_path / "c", lambda rank: _rows(full, 2, rank))
         assert load_tensors_metadata(tmp_path / "c", self.load_strategy()).keys() == full.keys()
@@ -210,7 +210,7 @@ class Contents(BackendHooks):
 
     @pytest.mark.parametrize("key", HOSTILE_KEYS)
     def test_keys_never_leave_the_folder(self, tmp_path: Path, key: str) -> None:
-        """Such a key is refused, or stored inside the checkpoint like any other."""
+        """A hostile key is refused, or stored inside the checkpoint like any other."""
         folder = tmp_path / "above" / "c"
         full = _numbered([key])
         try:
@@ -275,7 +275,7 @@ class Contents(BackendHooks):
             assert_same_bits(result[key], tensor, key)
 
     def test_remove_sharded_tensors(self, tmp_path: Path) -> None:
-        """What is removed is gone from listings and loads; the rest is as before."""
+        """Removed tensors are gone from listings and loads; the rest is as before."""
         kept, gone = _numbered(["model.a", "optim"]), _numbered(["optimizer.a", "optimizer.b/c"])
         gone = {key: tensor for key, tensor in gone.items() if key not in self.refused_keys}
         folder = tmp_path / "c"
@@ -309,7 +309,7 @@ class Contents(BackendHooks):
         assert self.load_on(1, folder, lambda _: rng) == [{"rng": [1], "step": 3}]
 
     def test_direct_calls(self, tmp_path: Path) -> None:
-        """Strategies work by themselves too, without ``save`` and ``load`` around them."""
+        """Strategies also work alone, without ``save`` and ``load``."""
         full = _numbered(["a", "b"])
         self.saver().save(_whole(full), tmp_path)
         given = {k: [template(s, poisoned(data_of(s)))] for k, s in _whole(full).items()}

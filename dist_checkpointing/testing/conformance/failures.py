@@ -1,4 +1,4 @@
-"""What goes wrong is noticed, on all ranks alike, and never damages what was there."""
+"""Every failure is noticed on all ranks, and never damages an existing checkpoint."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Failures(BackendHooks):
     def test_missing_data_is_an_error(
         self, tmp_path: Path, world_size: int, cut: str, how: str
     ) -> None:
-        """Lost data raises on all ranks; it never reads as zeros or as what was there before."""
+        """Lost data raises on all ranks; it is never read as zeros or as old memory."""
         folder, full = tmp_path / "c", random_bits((8, 4, 1024), torch.int32)
         self.save_on(2, folder, lambda rank: {"w": CUTS[cut]("w", full, 2)[rank]})
         getattr(self, how)(folder, "w")
 
         def read(comm: Comm) -> None:
-            # Also a rank that does not touch the damaged part must hear of it.
+            # A rank that does not touch the damaged part must raise too.
             wanted = {"w": template(replicated("w", full, 1)[0][0])}
             load(wanted, folder, self.load_strategy(), comm=comm)
 
@@ -114,7 +114,7 @@ class Failures(BackendHooks):
 
     @WORLD_SIZES
     def test_one_failing_rank_fails_all(self, tmp_path: Path, world_size: int) -> None:
-        """An I/O error on one rank is everybody's error, and nothing is committed."""
+        """An I/O error on one rank is raised on all ranks, and nothing is committed."""
         folder, bad = tmp_path / "c", world_size - 1
 
         def write(comm: Comm) -> None:
@@ -130,8 +130,8 @@ class Failures(BackendHooks):
             load_tensors_metadata(folder, self.load_strategy())
         if isinstance(self.saver(), PlannedSaveStrategy):
             left = {p.relative_to(folder).parts[0] for p in folder.rglob("*") if p.is_file()}
-            assert left <= {".dckpt"}, "a failed save must clear its files away"
-        # The folder is free for the next try.
+            assert left <= {".dckpt"}, "a failed save must delete its files"
+        # The folder is free for the next attempt.
         self.save_on(2, folder, lambda rank: {"w": by_rows("w", _FULL, 2)[rank][0]})
         assert_same_bits(self.load_whole(folder)["w"], _FULL, "second try")
 
@@ -153,7 +153,7 @@ class Failures(BackendHooks):
     def test_overwriting_replaces_everything(self, tmp_path: Path, world_size: int) -> None:
         """With ``overwrite=True`` nothing of the old checkpoint shows in the new one."""
         if not isinstance(self.saver(), PlannedSaveStrategy):
-            pytest.skip(f"{self.saver()} does not announce its files")
+            pytest.skip(f"{self.saver()} does not name its files before a save")
         folder, other = tmp_path / "c", random_bits((8, 4, 6), torch.int32, 2)
         for keys, full in (("ab", _FULL), ("bc", other)):
 
@@ -167,7 +167,7 @@ class Failures(BackendHooks):
             assert_same_bits(result[key], other, key)
 
     def test_unknown_backend_or_version(self, tmp_path: Path) -> None:
-        """The load strategy says which formats it understands, and refuses the others."""
+        """The load strategy refuses formats and versions that it does not know."""
         folder, strategy = tmp_path / "c", self.loader()
         self.save_on(1, folder, lambda _: {"w": replicated("w", _FULL, 1)[0]})
         strategy.check_backend_compatibility(self.backend[0])
@@ -185,7 +185,7 @@ class Failures(BackendHooks):
 
 
 def _full_disk(strategy: SaveShardedStrategy, *, fails: bool) -> SaveShardedStrategy:
-    """The strategy with a disk that is full once something has been written."""
+    """The strategy with a disk that is full after something has been written."""
 
     def write() -> None:
         if fails:

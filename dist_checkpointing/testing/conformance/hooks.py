@@ -1,4 +1,4 @@
-"""What a backend says about itself, and how its tests save and load."""
+"""What a suite says about its backend, and how its tests save and load."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from dist_checkpointing.strategies.selection import Selection, select
 from dist_checkpointing.testing.ranks import run_ranks
 
 StateOf = Callable[[int], dict[str, Any]]
-"""Rank -> its state dict or template."""
+"""Returns the state dict or template of a rank."""
 
 
 class BackendHooks:
-    """What a subclass may set or override. Only ``backend`` must be."""
+    """What a subclass may set or override; it must set ``backend``."""
 
     backend: ClassVar[tuple[str, int]]
     """The (name, version) that is recorded in the checkpoint."""
 
     dtypes: ClassVar[tuple[torch.dtype, ...]] = tuple(row.torch for row in DTYPES)
-    """What the backend can store; by default everything the library knows."""
+    """The dtypes that the backend can store; by default all that the library knows."""
 
     refused_keys: ClassVar[frozenset[str]] = frozenset()
-    """Those of ``contents.WEIRD_KEYS`` that the backend documents as impossible. It must refuse
-    them with InvalidShardingError; all the others must work."""
+    """The keys in ``contents.WEIRD_KEYS`` that the backend cannot store, as its documentation says.
+    It must refuse them with InvalidShardingError; all others must work."""
 
     def save_strategy(self) -> Selection[SaveShardedStrategy]:
-        """What is passed to ``save``; called once a rank."""
+        """The strategy for ``save``; called on every rank."""
         return self.backend
 
     def load_strategy(self) -> Selection[LoadShardedStrategy]:
-        """What is passed to ``load``; None: found from the checkpoint. Called once a rank."""
+        """The strategy for ``load``; None for the one that the checkpoint names."""
         return None
 
     def damage(self, folder: Path, key: str) -> None:
         """Destroy stored values of the tensor ``key``, by far the largest in the checkpoint.
 
-        By default the largest file is deleted, whose name the backend chose.
+        By default, the largest file of the backend is deleted.
         """
         del key
         _largest_file(folder).unlink()
@@ -60,12 +60,12 @@ class BackendHooks:
         os.truncate(path, path.stat().st_size // 2)
 
     def saver(self) -> SaveShardedStrategy:
-        """The strategy object that ``save_strategy`` means."""
+        """The strategy object for ``save_strategy``."""
         strategy: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, self.save_strategy())
         return strategy
 
     def loader(self) -> LoadShardedStrategy:
-        """The strategy object that ``load_strategy`` means."""
+        """The strategy object for ``load_strategy``."""
         selection = self.load_strategy()
         strategy: LoadShardedStrategy = select(
             StrategyAction.LOAD_SHARDED, self.backend if selection is None else selection
@@ -84,7 +84,7 @@ class BackendHooks:
     def load_on(
         self, world_size: int, folder: Path, template_of: StateOf, **options: Any
     ) -> list[Any]:
-        """Load the templates of simulated ranks: what ``load`` returns on each."""
+        """Load the templates of simulated ranks; returns the results of ``load`` in rank order."""
 
         def one(comm: Comm) -> Any:
             strategy = self.load_strategy()
@@ -113,12 +113,12 @@ def _largest_file(folder: Path) -> Path:
 
 
 def failures_on(world_size: int, step: Callable[[Comm], object]) -> list[Exception]:
-    """The errors of all ranks, every one of which must raise, and all of them the same."""
+    """The errors of all ranks: every rank must raise, and all must raise the same error."""
 
     def attempt(comm: Comm) -> Exception | None:
         try:
             step(comm)
-        except Exception as error:  # noqa: BLE001 - which one it is, is what is tested
+        except Exception as error:  # noqa: BLE001 - the test looks at its class
             return error
         return None
 

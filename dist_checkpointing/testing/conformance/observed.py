@@ -1,4 +1,4 @@
-"""A backend's own writer and reader, with every call of the storage protocol seen on its way."""
+"""The writers and readers of a backend, with every call of the storage protocol reported."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 
 Observe = Callable[[str, Sequence[Any]], None]
-"""Called with a method's name and arguments before it runs, then with ``"<name>.done"`` and its
-result. What it raises, the call raises."""
+"""Called with the name and arguments of a method before it runs, then with ``"<name>.done"`` and
+its result. An error that it raises is raised by the method."""
 
 WRITER_CALLS = (
     "set_up_storage_writer",
@@ -33,7 +33,7 @@ _Storage = TypeVar("_Storage", StorageWriter, StorageReader)
 
 
 def observed_save(strategy: PlannedSaveStrategy, observe: Observe) -> PlannedSaveStrategy:
-    """A copy of the strategy whose writers tell of every call."""
+    """A copy of the strategy whose writers report every call."""
     observed, make_writer = copy.copy(strategy), strategy.make_writer
 
     def make(checkpoint_dir: Path) -> StorageWriter:
@@ -44,7 +44,7 @@ def observed_save(strategy: PlannedSaveStrategy, observe: Observe) -> PlannedSav
 
 
 def observed_load(strategy: PlannedLoadStrategy, observe: Observe) -> PlannedLoadStrategy:
-    """A copy of the strategy whose readers tell of every call."""
+    """A copy of the strategy whose readers report every call."""
     observed, make_reader = copy.copy(strategy), strategy.make_reader
 
     def make(checkpoint_dir: Path) -> StorageReader:
@@ -55,15 +55,15 @@ def observed_load(strategy: PlannedLoadStrategy, observe: Observe) -> PlannedLoa
 
 
 def _observed(storage: _Storage, names: Sequence[str], observe: Observe) -> _Storage:
-    # A subclass of the storage's own class, so that it is still what the driver and the backend
-    # take it for, however its constructor looks.
+    # A subclass, so that the driver and the backend still recognise it; set on the object itself,
+    # because its constructor may take any arguments.
     kind = type(storage)
-    methods = {name: _telling(name, getattr(kind, name), observe) for name in names}
+    methods = {name: _reporting(name, getattr(kind, name), observe) for name in names}
     storage.__class__ = type(kind.__name__, (kind,), methods)
     return storage
 
 
-def _telling(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
+def _reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
     def call(self: object, *args: Any, **kwargs: Any) -> Any:
         observe(name, args)
         result = method(self, *args, **kwargs)

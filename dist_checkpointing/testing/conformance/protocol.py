@@ -1,4 +1,4 @@
-"""The storage protocol, seen from inside: which call comes when, and what it is given."""
+"""The storage protocol: the order of its calls, and their arguments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _template(world_size: int, rank: int) -> dict[str, Any]:
 
 
 class _Log:
-    """The calls on all ranks, in the order in which they happened."""
+    """The calls on all ranks, in the order in which they were made."""
 
     def __init__(self) -> None:
         self.events: list[tuple[int, str, Sequence[Any]]] = []
@@ -69,7 +69,7 @@ class _Log:
 
 
 class StorageProtocol(BackendHooks):
-    """For backends made of a StorageWriter and a StorageReader; the others skip these."""
+    """Tests for backends with a StorageWriter and a StorageReader; others skip them."""
 
     def planned_saver(self) -> PlannedSaveStrategy:
         """The save strategy, if it has a StorageWriter."""
@@ -116,7 +116,7 @@ class StorageProtocol(BackendHooks):
 
     @WORLD_SIZES
     def test_a_result_for_every_item(self, tmp_path: Path, world_size: int) -> None:
-        """``write_data`` says of each item of its plan, in order, how many bytes were stored."""
+        """``write_data`` returns the number of stored bytes of each item of its plan, in order."""
         log = _Log()
         self.planned_saver()
 
@@ -135,7 +135,7 @@ class StorageProtocol(BackendHooks):
 
     @WORLD_SIZES
     def test_order_of_reader_calls(self, tmp_path: Path, world_size: int) -> None:
-        """Rank 0 reads what there is; then each rank in order."""
+        """Rank 0 reads the metadata; then each rank in order."""
         folder, log = tmp_path / "c", _Log()
         self.planned_loader()
         self.save_on(2, folder, lambda rank: _state(2, rank))
@@ -165,7 +165,7 @@ class StorageProtocol(BackendHooks):
                     assert_same_bits(result[name][i], data_of(shard), f"{name} on rank {rank}")
 
     def test_created_names_cover_every_file(self, tmp_path: Path) -> None:
-        """All that a save creates is announced before, so that a failed one can be cleared away."""
+        """A save names all its files before it begins, so that they can be deleted if it fails."""
         strategy, folder = self.planned_saver(), tmp_path / "c"
         log = _Log()
 
@@ -185,7 +185,7 @@ class StorageProtocol(BackendHooks):
 
     @pytest.mark.parametrize("is_empty", [False, True])
     def test_a_direct_save_makes_the_folder(self, tmp_path: Path, is_empty: bool) -> None:
-        """Also if there is nothing to write but what describes the whole."""
+        """The folder is also made if there is only metadata to write."""
         folder = tmp_path / "not" / "yet"
         state = {} if is_empty else _state(1, 0)
         self.planned_saver().save(state, folder)
@@ -193,7 +193,7 @@ class StorageProtocol(BackendHooks):
         assert found.keys() == state.keys()
 
     def test_async_commits_at_the_end(self, tmp_path: Path) -> None:
-        """An asynchronous save is a checkpoint once it is finalized on all ranks, not before."""
+        """An asynchronous save is a checkpoint after it is finalized on all ranks, not before."""
         if not isinstance(self.saver(), AsyncSaveShardedStrategy | PlannedSaveStrategy):
             pytest.skip(f"{self.saver()} cannot save asynchronously")
         folder = tmp_path / "c"

@@ -1,4 +1,4 @@
-"""What goes in comes out: every dtype, every cut, every number of ranks."""
+"""Loaded values are the saved ones: for every dtype, cut and number of ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RoundTrips(BackendHooks):
     @pytest.mark.parametrize("load_world", [1, 2, 4])
     @pytest.mark.parametrize("save_world", [1, 2, 4])
     def test_every_cut_to_every_cut(self, tmp_path: Path, save_world: int, load_world: int) -> None:
-        """Whatever shards a tensor was saved from, any other shards can be loaded."""
+        """From any shards that a tensor was saved as, any other shards can be loaded."""
         tensors = {name: random_bits(CUT_SHAPE, torch.int32, i) for i, name in enumerate(CUTS)}
         self.save_on(
             save_world,
@@ -108,7 +108,7 @@ class RoundTrips(BackendHooks):
 
     @WORLD_SIZES
     def test_data_none_is_allocated(self, tmp_path: Path, world_size: int) -> None:
-        """A template without data gets new CPU tensors, and stays as it was."""
+        """A template without data gets new CPU tensors, and is not changed itself."""
         full = {name: random_bits(CUT_SHAPE, torch.float64, i) for i, name in enumerate(CUTS)}
 
         def state_of(rank: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Global tensors cut up for simulated ranks: ways to cut, values to cut, and exact comparison.
+"""Global tensors cut into shards for simulated ranks, and exact comparison.
 
-A *cut* turns one full tensor into the shards of every rank. The values of a shard are taken from
-the full tensor by plain indexing, so the shards of a second cut are the expected result of loading
-what was saved with a first one.
+A *cut* turns a full tensor into the shards of every rank. The values of a shard are taken from the
+full tensor by plain indexing. So after a save with one cut, the shards of another cut are the
+expected result of a load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def random_bits(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torc
 
 
 def poisoned(expected: torch.Tensor) -> torch.Tensor:
-    """Memory to load into, in which every element differs from what is expected there."""
+    """A tensor to load into, in which every element differs from the expected one."""
     values = expected.detach().contiguous()
     if values.dtype == torch.bool:
         return ~values
@@ -48,7 +48,7 @@ def assert_same_bits(actual: object, expected: torch.Tensor, what: str) -> None:
     found, wanted = (actual.dtype, tuple(actual.shape)), (expected.dtype, tuple(expected.shape))
     assert found == wanted, f"{what}: {found} instead of {wanted}"
     pair = [t.detach().cpu().resolve_conj().resolve_neg() for t in (actual, expected)]
-    # A copy: a view of one element may call itself contiguous whatever its strides are.
+    # A copy: a view of one element counts as contiguous for any strides.
     have, want = (
         t.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in pair
     )
@@ -57,13 +57,13 @@ def assert_same_bits(actual: object, expected: torch.Tensor, what: str) -> None:
 
 
 def data_of(shard: ShardedTensor) -> torch.Tensor:
-    """The data of a shard that has some."""
+    """The data of a shard that has data."""
     assert shard.data is not None
     return shard.data
 
 
 def template(shard: ShardedTensor, data: torch.Tensor | None = None) -> ShardedTensor:
-    """The same part of the global tensor, to load into ``data`` (or memory still to be made)."""
+    """The same part of the global tensor, to load into ``data`` (None: into new memory)."""
     return replace(shard, data=data, replica_id=0)
 
 
@@ -121,7 +121,7 @@ def by_blocks(key: str, full: torch.Tensor, world_size: int) -> list[list[Sharde
 
 
 def interleaved(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
-    """One row a shard, dealt out in turn: several shards of one key on each rank."""
+    """Each row is a shard, and the ranks get them in turn: several shards of a key on each rank."""
     count = full.shape[0]
     rows = [_regular(key, full[i : i + 1], (0, i, count)) for i in range(count)]
     return [rows[rank::world_size] for rank in range(world_size)]
@@ -138,7 +138,7 @@ def unevenly(key: str, full: torch.Tensor, world_size: int) -> list[list[Sharded
 
 
 def ragged(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
-    """Rank 0 has the first rows whole, the others share the columns of the rest: no grid at all."""
+    """Rank 0 has the first rows, the others have columns of the rest: there is no grid."""
     rows, columns, depth = full.shape
     if world_size == 1:
         return [[uneven_shard(key, full, (0, 0, 0), full.shape)]]
@@ -169,7 +169,7 @@ def in_replicated_pairs(key: str, full: torch.Tensor, world_size: int) -> list[l
 
 
 def prepended(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
-    """Axis 0 exists only globally: every layer is a shard, in blocks of layers a rank."""
+    """Axis 0 exists only globally: every layer is a shard, and each rank has a block of layers."""
     count = full.shape[0]
     layers = [_regular(key, full[i], (0, i, count), prepended=1) for i in range(count)]
     block = count // world_size
@@ -177,7 +177,7 @@ def prepended(key: str, full: torch.Tensor, world_size: int) -> list[list[Sharde
 
 
 def prepended_columns(key: str, full: torch.Tensor, world_size: int) -> list[list[ShardedTensor]]:
-    """Every layer on every rank, cut along its first own axis."""
+    """Every rank has a part of every layer, cut along the first axis of the layer."""
     count = full.shape[0]
     return [
         [
@@ -190,7 +190,7 @@ def prepended_columns(key: str, full: torch.Tensor, world_size: int) -> list[lis
 
 
 def _ranges(size: int, count: int) -> list[slice]:
-    """``count`` ranges of different size that make up ``size`` elements; a fourth one is empty."""
+    """``count`` ranges of different sizes that make up ``size`` elements; a fourth is empty."""
     edges = {1: [0], 2: [0, size // 3], 4: [0, size // 7, size // 2 + 1, size // 2 + 1]}[count]
     return [slice(a, b) for a, b in zip(edges, [*edges[1:], size], strict=True)]
 
