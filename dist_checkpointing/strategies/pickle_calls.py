@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from dist_checkpointing.strategies.pickle_guard import BadPickle, Node
+from dist_checkpointing.strategies.pickle_guard import BadPickle, Stub
 
 MOST_EXPONENT = 100_000
 """Of a Decimal or Fraction, either way."""
@@ -25,7 +25,7 @@ _MOST_AXES = 64
 _MOST_PACKED = 4  # quantized elements in a byte
 _MOST_COUNT = 1 << 24
 _LEAST_ARRAY_ELEMENTS = 1 << 16
-_BYTES_PER_NODE = 64
+_BYTES_PER_VALUE = 64
 _ENCODINGS = frozenset({"latin1", "latin-1", "ascii", "utf-8", "utf8"})
 
 Rule = Callable[[str, Sequence[Any]], None]
@@ -36,7 +36,7 @@ def check_call(name: str, args: Sequence[Any]) -> None:
 
     Args:
         name: of the class or function.
-        args: literals, and a Node for everything else.
+        args: literals, and a Stub for everything else.
 
     Raises:
         BadPickle: if no pickler writes such a call.
@@ -50,30 +50,30 @@ def check_call(name: str, args: Sequence[Any]) -> None:
         _small(name, args)
 
 
-def check_state(target: Node, state: Any) -> None:
+def check_state(target: Stub, state: Any) -> None:
     """Refuse a state that makes an array or a tensor far larger than the bytes it has.
 
     Raises:
         BadPickle: if no pickler writes such a state.
     """
-    kind = state.kind if isinstance(state, Node) else ""
+    kind = state.kind if isinstance(state, Stub) else ""
     items: Sequence[Any] = (state.items or ()) if kind == "tuple" else ()
     if target.name.startswith("torch."):
-        if items and isinstance(items[0], Node) and items[0].kind == "storage":
+        if items and isinstance(items[0], Stub) and items[0].kind == "storage":
             _view(target.name, items)  # of a tensor, in old files
         elif kind == "list":
             raise BadPickle(f"a list as the state of a {target.name}")
     elif target.name.endswith(".multiarray._reconstruct"):
         shape = _ints(target.name, items[1]) if len(items) > 1 else ()
         count = math.prod(shape)
-        if not items or count > max(_LEAST_ARRAY_ELEMENTS, _BYTES_PER_NODE * state.size):
+        if not items or count > max(_LEAST_ARRAY_ELEMENTS, _BYTES_PER_VALUE * state.size):
             raise BadPickle(f"an array of {count} elements has no data for them")
 
 
 def _is_result(value: Any) -> bool:
     # Pickles of protocol 2 have no bytes: they encode a text.
-    is_bytes = isinstance(value, Node) and value.name == "_codecs.encode"
-    return isinstance(value, Node) and value.kind in ("call", "global", "storage") and not is_bytes
+    is_bytes = isinstance(value, Stub) and value.name == "_codecs.encode"
+    return isinstance(value, Stub) and value.kind in ("call", "global", "storage") and not is_bytes
 
 
 def _plain(name: str, args: Sequence[Any]) -> None:
@@ -84,7 +84,7 @@ def _plain(name: str, args: Sequence[Any]) -> None:
 
 def _bytes(name: str, args: Sequence[Any]) -> None:
     _plain(name, args)
-    if args and (not isinstance(args[0], str | bytes | Node)):
+    if args and (not isinstance(args[0], str | bytes | Stub)):
         raise BadPickle(f"{name}({args[0]!r})")
 
 
@@ -100,7 +100,7 @@ def _number_text(name: str, args: Sequence[Any]) -> None:
         # What an old pickle calls bytes, unpicklers may take for a text.
         if isinstance(arg, str | bytes):
             _check_exponent(name, arg if isinstance(arg, str) else arg.decode("utf-8", "replace"))
-        elif isinstance(arg, Node):
+        elif isinstance(arg, Stub):
             raise BadPickle(f"{name} of a {arg.kind}")
 
 
@@ -122,7 +122,7 @@ def _empty(name: str, args: Sequence[Any]) -> None:
 
 def _empty_array(name: str, args: Sequence[Any]) -> None:
     shape = _ints(name, args[1]) if len(args) > 1 else ()
-    if not args or not isinstance(args[0], Node) or math.prod(shape) != 0:
+    if not args or not isinstance(args[0], Stub) or math.prod(shape) != 0:
         raise BadPickle(f"a call of {name} that makes more than an empty array")
 
 
@@ -153,7 +153,7 @@ def _copy(name: str, args: Sequence[Any]) -> None:
 
 def _elements(name: str, args: Sequence[Any]) -> int:
     storage = args[0] if args else None
-    if len(args) < 4 or not isinstance(storage, Node) or storage.kind != "storage":
+    if len(args) < 4 or not isinstance(storage, Stub) or storage.kind != "storage":
         raise BadPickle(f"a call of {name} without a storage")
     _ints(name, args[3])
     return math.prod(_ints(name, args[2]))
@@ -161,10 +161,10 @@ def _elements(name: str, args: Sequence[Any]) -> int:
 
 def _subclass(name: str, args: Sequence[Any]) -> None:
     """``_rebuild_from_type_v2(function, type, args, state)``, which calls the function."""
-    if len(args) < 3 or not isinstance(args[0], Node) or args[0].kind != "global":
+    if len(args) < 3 or not isinstance(args[0], Stub) or args[0].kind != "global":
         raise BadPickle(f"a call of {name} without a function")
     inner = args[2]
-    if not isinstance(inner, Node) or inner.items is None or inner.kind != "tuple":
+    if not isinstance(inner, Stub) or inner.items is None or inner.kind != "tuple":
         raise BadPickle(f"a call of {name} without arguments")
     check_call(args[0].name, inner.items)
 
@@ -180,9 +180,9 @@ def _without_memory(name: str, args: Sequence[Any]) -> None:
 
 def _ints(name: str, value: Any) -> Sequence[int]:
     """A shape, as a tuple or a torch.Size."""
-    if isinstance(value, Node) and value.kind == "call" and value.name == "torch.Size":
-        value = value.items[0] if value.items else Node("tuple", items=())
-    if not isinstance(value, Node) or value.kind != "tuple" or value.items is None:
+    if isinstance(value, Stub) and value.kind == "call" and value.name == "torch.Size":
+        value = value.items[0] if value.items else Stub("tuple", items=())
+    if not isinstance(value, Stub) or value.kind != "tuple" or value.items is None:
         raise BadPickle(f"a call of {name} without a shape")
     if len(value.items) > _MOST_AXES or not all(type(extent) is int for extent in value.items):
         raise BadPickle(f"a call of {name} with a shape that is none")
@@ -199,7 +199,7 @@ def _small(name: str, args: Sequence[Any]) -> None:
 def _numbers(value: Any) -> Sequence[int]:
     if type(value) is int:
         return (value,)
-    if isinstance(value, Node) and value.kind == "tuple" and value.items is not None:
+    if isinstance(value, Stub) and value.kind == "tuple" and value.items is not None:
         return [number for number in value.items[:_MOST_AXES] if type(number) is int]
     return ()
 

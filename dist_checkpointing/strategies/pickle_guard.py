@@ -21,13 +21,13 @@ from dist_checkpointing.format.gc_pause import paused_collector
 MOST_LEVELS = 256
 """Of containers inside each other; every walk over a state dict is recursive."""
 
-LEAST_NODES = 1 << 18
-NODES_PER_BYTE = 8
-"""A pickle of n bytes may unfold to ``LEAST_NODES + NODES_PER_BYTE * n`` values, where a part that
+LEAST_VALUES = 1 << 18
+VALUES_PER_BYTE = 8
+"""A pickle of n bytes may unfold to ``LEAST_VALUES + VALUES_PER_BYTE * n`` values, where a part that
 is shared counts at each place."""
 
 _MOST_LITERAL_BYTES = 1 << 12
-_BYTES_PER_NODE = 64
+_BYTES_PER_VALUE = 64
 _MOST_INT_BYTES = 1 << 10
 _MOST_OF_ONE_HASH = 1 << 10
 _NUMBERS: dict[str, Callable[..., Any]] = {"builtins.complex": complex, "builtins.int": int}
@@ -39,7 +39,7 @@ class BadPickle(ValueError):
     """A pickle is damaged, or would build what no checkpoint holds; the message says what."""
 
 
-class Node:
+class Stub:
     """Stands for a value that the pickle would build, other than a short literal.
 
     Attributes:
@@ -67,7 +67,7 @@ class Node:
 CallCheck = Callable[[str, Sequence[Any]], None]
 """``(name, arguments)``: raises BadPickle for a call that must not be made."""
 
-StateCheck = Callable[[Node, Any], None]
+StateCheck = Callable[[Stub, Any], None]
 """``(object, state)``: raises BadPickle for a state that must not be set."""
 
 StorageCheck = Callable[[Any], int]
@@ -104,7 +104,7 @@ class Pickle:
 
     Attributes:
         end: position behind its last byte.
-        value: what it holds, if that is a short literal; otherwise a Node.
+        value: what it holds, if that is a short literal; otherwise a Stub.
     """
 
     end: int
@@ -144,7 +144,7 @@ _FLOAT = struct.Struct(">d")
 
 
 # Nothing is ever added to it, so one stands for all.
-_EMPTY_TUPLE = Node("tuple", items=())
+_EMPTY_TUPLE = Stub("tuple", items=())
 
 
 class _Walk:
@@ -165,7 +165,7 @@ class _Walk:
 
     def run(self, start: int) -> Pickle:  # noqa: PLR0912, PLR0915 - one branch an opcode
         data, size = self._data, len(self._data)
-        self._most = LEAST_NODES + NODES_PER_BYTE * (size - start)
+        self._most = LEAST_VALUES + VALUES_PER_BYTE * (size - start)
         stack, memo = self._stack, self._memo
         position = start
         while True:
@@ -219,12 +219,12 @@ class _Walk:
                 stack.append(self._tuple(items))
             elif opcode == 0x91:  # FROZENSET
                 items, stack = stack, self._pop_mark()
-                node = Node("set")
-                self._hold(node, items)
-                self._spend(node.size)
-                stack.append(node)
+                stub = Stub("set")
+                self._add_parts(stub, items)
+                self._add_work(stub.size)
+                stack.append(stub)
             elif opcode in _EMPTY:
-                stack.append(Node(_EMPTY[opcode]))
+                stack.append(Stub(_EMPTY[opcode]))
             elif opcode == 0x29:  # EMPTY_TUPLE
                 stack.append(_EMPTY_TUPLE)
             elif opcode == 0x47:  # BINFLOAT
@@ -265,7 +265,7 @@ class _Walk:
                 if length > size - position:
                     raise BadPickle("it is cut off")
             elif opcode == 0x2E:  # STOP
-                self._hold(Node("tuple"), [stack[-1]])
+                self._add_parts(Stub("tuple"), [stack[-1]])
                 return Pickle(position, stack[-1])
             else:
                 raise BadPickle(f"opcode 0x{opcode:02x} is in no pickle of a state dict")
@@ -276,7 +276,7 @@ class _Walk:
 
     def _again(self, index: int) -> Any:
         value = self._memo[index]
-        if type(value) is Node:
+        if type(value) is Stub:
             value.is_used = True
         return value
 
@@ -293,7 +293,7 @@ class _Walk:
         if end > size:
             raise BadPickle(f"a text of {length} bytes in a pickle of {size}")
         if length > _MOST_LITERAL_BYTES:
-            return Node("text", size=1 + length // _BYTES_PER_NODE), end
+            return Stub("text", size=1 + length // _BYTES_PER_VALUE), end
         value = data[begin:end]
         # Only what a call or name is made of is looked at: any text will do for the others.
         return (value.decode("utf-8", "replace") if opcode in _UNICODE else value), end
@@ -318,11 +318,11 @@ class _Walk:
         if self._clashes > _MOST_OF_ONE_HASH:
             raise BadPickle(f"more than {_MOST_OF_ONE_HASH} of its numbers share their hashes")
 
-    def _hold(self, node: Node, items: Sequence[Any]) -> None:
-        """Count the items as parts of a node."""
-        size, depth = node.size, node.depth
+    def _add_parts(self, stub: Stub, items: Sequence[Any]) -> None:
+        """Count the items as parts of a stub."""
+        size, depth = stub.size, stub.depth
         for item in items:
-            if type(item) is Node:
+            if type(item) is Stub:
                 item.is_used = True
                 size += item.size
                 if item.depth >= depth:
@@ -335,20 +335,20 @@ class _Walk:
             )
         if depth > MOST_LEVELS:
             raise BadPickle(f"it is nested more than {MOST_LEVELS} levels deep")
-        node.size, node.depth = size, depth
+        stub.size, stub.depth = size, depth
 
-    def _spend(self, work: int) -> None:
+    def _add_work(self, work: int) -> None:
         self._work += work
         if self._work > self._most:
             raise BadPickle(f"to build it takes more than {self._most} steps")
 
-    def _tuple(self, items: Sequence[Any]) -> Node:
-        node = Node("tuple", items=items)
-        self._hold(node, items)
-        return node
+    def _tuple(self, items: Sequence[Any]) -> Stub:
+        stub = Stub("tuple", items=items)
+        self._add_parts(stub, items)
+        return stub
 
     def _fill(self, target: Any, items: Sequence[Any], opcode: int) -> None:
-        if type(target) is not Node or target.kind in ("tuple", "text", "global", "storage"):
+        if type(target) is not Stub or target.kind in ("tuple", "text", "global", "storage"):
             raise BadPickle("it fills what is no container")
         if target.is_used:
             raise BadPickle("it holds a container that holds itself")
@@ -357,43 +357,43 @@ class _Walk:
         else:
             hashed = items if opcode == 0x90 else ()
         for key in hashed:
-            if type(key) is Node:
-                self._spend(key.size)
-        self._hold(target, items)
+            if type(key) is Stub:
+                self._add_work(key.size)
+        self._add_parts(target, items)
 
     def _call(self, opcode: int) -> None:
         stack = self._stack
         extra = [stack.pop()] if opcode == 0x92 else []
         args, called = stack.pop(), stack.pop()
-        if type(called) is not Node or called.kind != "global":
+        if type(called) is not Stub or called.kind != "global":
             raise BadPickle("it calls what is no class or function")
-        if type(args) is not Node or args.kind != "tuple" or args.items is None:
+        if type(args) is not Stub or args.kind != "tuple" or args.items is None:
             raise BadPickle(f"it calls {called.name} without arguments")
-        node = Node("call", called.name, args.items, args.size + 1)
-        node.depth = args.depth + 1
+        stub = Stub("call", called.name, args.items, args.size + 1)
+        stub.depth = args.depth + 1
         if extra or args.size > 1:
-            self._hold(node, extra)
-            self._spend(node.size)
+            self._add_parts(stub, extra)
+            self._add_work(stub.size)
         self._checks.call(called.name, args.items)
         if self._checks.call is not _accept and called.name in _NUMBERS:
             self._note(called.name, args.items)
-        stack.append(node)
+        stack.append(stub)
 
     def _build(self) -> None:
         state = self._stack.pop()
         target = self._stack[-1]
-        if type(target) is not Node or target.kind != "call":
+        if type(target) is not Stub or target.kind != "call":
             raise BadPickle("it sets the state of what is no object")
         if target.is_used:
             raise BadPickle("it holds an object that holds itself")
-        self._hold(target, (state,))
+        self._add_parts(target, (state,))
         self._checks.state(target, state)
 
-    def _global(self, module: bytes, name: bytes) -> Node:
+    def _global(self, module: bytes, name: bytes) -> Stub:
         pair = module.decode("utf-8", "replace"), name.decode("utf-8", "replace")
         # What Python 2 called otherwise: unpicklers translate it, so the checks must see it too.
         known = NAME_MAPPING.get(pair) or (IMPORT_MAPPING.get(pair[0], pair[0]), pair[1])
-        return Node("global", ".".join(known))
+        return Stub("global", ".".join(known))
 
-    def _storage(self, pid: Any) -> Node:
-        return Node("storage", items=(self._checks.storage(pid),))
+    def _storage(self, pid: Any) -> Stub:
+        return Stub("storage", items=(self._checks.storage(pid),))

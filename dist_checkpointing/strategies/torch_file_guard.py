@@ -17,8 +17,8 @@ from dist_checkpointing.strategies.pickle_calls import check_call, check_state
 from dist_checkpointing.strategies.pickle_guard import (
     BadPickle,
     Checks,
-    Node,
     StorageCheck,
+    Stub,
     check_pickle,
 )
 from dist_checkpointing.strategies.torch_archive import BadRecord, Read, entries
@@ -103,10 +103,10 @@ def _checks(storage: StorageCheck | None = None) -> Checks:
 
 def _storage_id(pid: Any, least: int) -> tuple[int, str, int, Any]:
     """Bytes of an element, name and number of elements of the storage with this id; and the id."""
-    if not isinstance(pid, Node) or pid.kind != "tuple" or not pid.items or len(pid.items) < least:
+    if not isinstance(pid, Stub) or pid.kind != "tuple" or not pid.items or len(pid.items) < least:
         raise BadPickle("it refers to something that is no storage")
     kind, cls, key, _, count = pid.items[:5]
-    itemsize = _ITEMSIZES.get(cls.name) if isinstance(cls, Node) and cls.kind == "global" else None
+    itemsize = _ITEMSIZES.get(cls.name) if isinstance(cls, Stub) and cls.kind == "global" else None
     known = kind in ("storage", b"storage") and itemsize is not None
     if not known or type(count) is not int or count < 0:
         raise BadPickle("it refers to something that is no storage")
@@ -145,7 +145,7 @@ def _legacy_storages(num_bytes: int) -> StorageCheck:
             raise BadRecord(f"storages of {total} bytes in a file of {num_bytes}")
         if view is None:
             return count
-        parts = view.items if isinstance(view, Node) and view.kind == "tuple" else None
+        parts = view.items if isinstance(view, Stub) and view.kind == "tuple" else None
         if not parts or len(parts) != 3 or any(type(n) is not int or n < 0 for n in parts[1:]):
             raise BadPickle("a view of a storage that is none")
         if parts[1] + parts[2] > count:

@@ -26,9 +26,9 @@ import hostile_pickles
 from dist_checkpointing import CorruptCheckpointError
 from dist_checkpointing.strategies.pickle_calls import check_call
 from dist_checkpointing.strategies.pickle_guard import (
-    LEAST_NODES,
+    LEAST_VALUES,
     MOST_LEVELS,
-    NODES_PER_BYTE,
+    VALUES_PER_BYTE,
     BadPickle,
     Checks,
     check_pickle,
@@ -120,10 +120,10 @@ def test_every_protocol_of_a_pickle_without_shared_parts_passes(protocol: int) -
 def test_what_is_shared_counts_where_it_stands() -> None:
     part = list(range(1000))
     fits = pickle.dumps([part] * 200, 2)
-    assert LEAST_NODES + NODES_PER_BYTE * len(fits) > 200 * 1000
+    assert LEAST_VALUES + VALUES_PER_BYTE * len(fits) > 200 * 1000
     check_pickle(fits)
     unfolds = pickle.dumps([part] * 400, 2)
-    assert LEAST_NODES + NODES_PER_BYTE * len(unfolds) < 400 * 1000
+    assert LEAST_VALUES + VALUES_PER_BYTE * len(unfolds) < 400 * 1000
     with pytest.raises(BadPickle, match="parts of it are shared"):
         check_pickle(unfolds)
 
