@@ -1,4 +1,4 @@
-"""Numbers of bytes as people read and type them."""
+"""Numbers of bytes as people write them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ _UNITS = {
     "b": 1,
     **{f"{unit}b": 1000**power for power, unit in enumerate("kmgt", 1)},
     **{f"{unit}ib": 1024**power for power, unit in enumerate("kmgt", 1)},
+    **{unit: 1024**power for power, unit in enumerate("kmgt", 1)},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
@@ -23,14 +24,14 @@ def bytes_text(count: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """``"2GiB"`` -> 2147483648, ``"5GB"`` -> 5000000000; a bare number counts bytes.
+    """``"2GiB"`` and ``"2G"`` -> 2147483648, ``"5GB"`` -> 5000000000; without a unit: bytes.
 
     Raises:
-        ValueError: if it is no size, or none above zero.
+        ValueError: if it is not a size above zero.
     """
     match = _SIZE.fullmatch(text)
     unit = None if match is None else _UNITS.get(match[2].lower())
     size = 0 if match is None or unit is None else int(float(match[1]) * unit)
     if size < 1:
-        raise ValueError(f"{text!r} is no size; write for example 2GiB, 500MB or 1073741824")
+        raise ValueError(f"{text!r} is not a size; write for example 256MiB, 2GiB or 5GB")
     return size

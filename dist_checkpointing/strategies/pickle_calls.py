@@ -1,7 +1,7 @@
-"""What the calls in a pickle may build: those on the allow-list, with the arguments of real ones.
+"""The arguments with which a pickle may call classes and functions on the allow-list.
 
-The allow-list says which classes and functions a pickle may call. Some of them make gigabytes, or
-work for hours, out of a small number, so their arguments are held to what a pickler writes.
+Some of these make gigabytes, or work for hours, with a small number as argument. So only arguments
+that a pickler writes are allowed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from dist_checkpointing.strategies.pickle_guard import BadPickle, Stub
 
 MOST_EXPONENT = 100_000
-"""Of a Decimal or Fraction, either way."""
+"""Limit for the exponent of a Decimal or Fraction, positive or negative."""
 
 LEAST_VIEW_ELEMENTS = 1 << 24
 VIEWS_PER_ELEMENT = 64
-"""A tensor that repeats the elements of its storage (``expand``) may show ``LEAST_VIEW_ELEMENTS``,
-or ``VIEWS_PER_ELEMENT`` times as many as the storage has."""
+"""A tensor that repeats elements of its storage (``expand``) may have ``LEAST_VIEW_ELEMENTS``, or
+``VIEWS_PER_ELEMENT`` times as many as the storage."""
 
 _MOST_AXES = 64
 _MOST_PACKED = 4  # quantized elements in a byte
@@ -32,11 +32,11 @@ Rule = Callable[[str, Sequence[Any]], None]
 
 
 def check_call(name: str, args: Sequence[Any]) -> None:
-    """Refuse a call that may build far more than its arguments hold.
+    """Refuse a call that may build something far larger than its arguments.
 
     Args:
-        name: of the class or function.
-        args: literals, and a Stub for everything else.
+        name: name of the class or function.
+        args: literals, and a Stub for each other argument.
 
     Raises:
         BadPickle: if no pickler writes such a call.
@@ -51,7 +51,7 @@ def check_call(name: str, args: Sequence[Any]) -> None:
 
 
 def check_state(target: Stub, state: Any) -> None:
-    """Refuse a state that makes an array or a tensor far larger than the bytes it has.
+    """Refuse a state that makes an array or a tensor far larger than its bytes.
 
     Raises:
         BadPickle: if no pickler writes such a state.
@@ -71,15 +71,15 @@ def check_state(target: Stub, state: Any) -> None:
 
 
 def _is_result(value: Any) -> bool:
-    # Pickles of protocol 2 have no bytes: they encode a text.
+    # Protocol 2 has no bytes: its pickles encode a text instead.
     is_bytes = isinstance(value, Stub) and value.name == "_codecs.encode"
     return isinstance(value, Stub) and value.kind in ("call", "global", "storage") and not is_bytes
 
 
 def _plain(name: str, args: Sequence[Any]) -> None:
-    """Only what is written out: a range, or a number with an exponent, may unfold."""
+    """Allow only literals and containers: the result of a call, such as a range, may unfold."""
     if any(map(_is_result, args)):
-        raise BadPickle(f"{name} of what another call made")
+        raise BadPickle(f"{name} of the result of another call")
 
 
 def _bytes(name: str, args: Sequence[Any]) -> None:
@@ -90,14 +90,14 @@ def _bytes(name: str, args: Sequence[Any]) -> None:
 
 def _range(name: str, args: Sequence[Any]) -> None:
     if not all(type(arg) is int for arg in args):
-        raise BadPickle(f"{name} of what is no number")
+        raise BadPickle(f"{name} of something that is not a number")
 
 
 def _number_text(name: str, args: Sequence[Any]) -> None:
-    """Arguments of a Decimal or Fraction."""
+    """Check the arguments of a Decimal or Fraction."""
     _plain(name, args)
     for arg in args:
-        # What an old pickle calls bytes, unpicklers may take for a text.
+        # Unpicklers may read bytes in an old pickle as a text.
         if isinstance(arg, str | bytes):
             _check_exponent(name, arg if isinstance(arg, str) else arg.decode("utf-8", "replace"))
         elif isinstance(arg, Stub):
@@ -110,14 +110,14 @@ def _check_exponent(name: str, text: str) -> None:
     try:
         exponent = Decimal(text.strip().replace("_", "")).as_tuple().exponent
     except (InvalidOperation, ValueError):
-        return  # infinity, a word, or nothing that can be read
+        return  # infinity, a word, or not a number
     if isinstance(exponent, int) and abs(exponent) > MOST_EXPONENT:
         raise BadPickle(f"{name} with an exponent of {exponent}")
 
 
 def _empty(name: str, args: Sequence[Any]) -> None:
     if args:
-        raise BadPickle(f"a call of {name}, which leaves memory as it was")
+        raise BadPickle(f"a call of {name}, which does not initialise its memory")
 
 
 def _empty_array(name: str, args: Sequence[Any]) -> None:
@@ -137,7 +137,7 @@ def _encode(name: str, args: Sequence[Any]) -> None:
 
 
 def _view(name: str, args: Sequence[Any]) -> None:
-    """``(storage, offset, size, stride, ...)``: a tensor that looks into a storage."""
+    """``(storage, offset, size, stride, ...)``: a tensor that is a view of a storage."""
     count = _elements(name, args)
     own = args[0].items[0]
     if count > max(LEAST_VIEW_ELEMENTS, VIEWS_PER_ELEMENT * own):
@@ -145,7 +145,7 @@ def _view(name: str, args: Sequence[Any]) -> None:
 
 
 def _copy(name: str, args: Sequence[Any]) -> None:
-    """The same of a kind of tensor that gets memory of its own."""
+    """The same for a kind of tensor that gets its own memory."""
     count = _elements(name, args)
     if count > _MOST_PACKED * args[0].items[0]:
         raise BadPickle(f"a tensor of {count} elements in a storage of {args[0].items[0]}")
@@ -175,7 +175,7 @@ def _ragged(name: str, args: Sequence[Any]) -> None:
 
 
 def _without_memory(name: str, args: Sequence[Any]) -> None:
-    """A tensor that has a shape and no elements: any extents will do."""
+    """Accept any arguments: they do not become memory."""
 
 
 def _ints(name: str, value: Any) -> Sequence[int]:
@@ -185,12 +185,12 @@ def _ints(name: str, value: Any) -> Sequence[int]:
     if not isinstance(value, Stub) or value.kind != "tuple" or value.items is None:
         raise BadPickle(f"a call of {name} without a shape")
     if len(value.items) > _MOST_AXES or not all(type(extent) is int for extent in value.items):
-        raise BadPickle(f"a call of {name} with a shape that is none")
+        raise BadPickle(f"a call of {name} with an invalid shape")
     return value.items
 
 
 def _small(name: str, args: Sequence[Any]) -> None:
-    """Any other function: what numbers multiply to must not be a matter of memory."""
+    """Any other function: its numbers, if they are a shape, must not need much memory."""
     count = math.prod(max(1, abs(number)) for arg in args for number in _numbers(arg))
     if count > _MOST_COUNT:
         raise BadPickle(f"a call of {name} with numbers that multiply to {count}")

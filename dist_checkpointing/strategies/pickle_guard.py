@@ -1,8 +1,8 @@
-"""Looks through a pickle before anything unpickles it, and refuses what no checkpoint holds.
+"""Checks a pickle before anything unpickles it, and refuses what no checkpoint holds.
 
-A pickle of a few bytes can ask for any amount of time and memory: containers that share their parts
-and so unfold without end, nesting that overflows the C stack, numbers that a call expands. One walk
-over the opcodes, which makes nothing, counts what the pickle would build.
+A pickle of a few bytes can cost any amount of time and memory: containers that share their parts
+may unfold to any number of values, nesting may overflow the C stack, and a call may expand a
+number. One walk over the opcodes counts what the pickle would build, and builds nothing itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 from dist_checkpointing.format.gc_pause import paused_collector
 
 MOST_LEVELS = 256
-"""Of containers inside each other; every walk over a state dict is recursive."""
+"""Limit for containers inside each other, because every walk over a state dict is recursive."""
 
 LEAST_VALUES = 1 << 18
 VALUES_PER_BYTE = 8
-"""A pickle of n bytes may unfold to ``LEAST_VALUES + VALUES_PER_BYTE * n`` values, where a part that
-is shared counts at each place."""
+"""A pickle of n bytes may unfold to ``LEAST_VALUES + VALUES_PER_BYTE * n`` values; a shared part
+counts each time."""
 
 _MOST_LITERAL_BYTES = 1 << 12
 _BYTES_PER_VALUE = 64
@@ -32,11 +32,11 @@ _MOST_INT_BYTES = 1 << 10
 _MOST_OF_ONE_HASH = 1 << 10
 _NUMBERS: dict[str, Callable[..., Any]] = {"builtins.complex": complex, "builtins.int": int}
 _NUMBERS |= {"decimal.Decimal": decimal.Decimal, "fractions.Fraction": fractions.Fraction}
-"""Calls that make numbers, of which many can be made that have one hash."""
+"""Calls that make numbers. A hostile pickle can make many different numbers with one hash."""
 
 
 class BadPickle(ValueError):
-    """A pickle is damaged, or would build what no checkpoint holds; the message says what."""
+    """A pickle is damaged, or would build what no checkpoint holds; see the message."""
 
 
 class Stub:
@@ -44,11 +44,11 @@ class Stub:
 
     Attributes:
         kind: "list", "dict", "set", "tuple", "text", "call", "global" or "storage".
-        name: what is called, or named, for a "call" or "global".
-        items: of a "tuple", or the arguments of a "call"; None where they are not kept.
-        size: how many values it holds, itself included, with shared ones counted at each place.
-        depth: levels of containers.
-        is_used: whether it is a part of another value, so that it must not change any more.
+        name: name of the class or function of a "call" or "global".
+        items: items of a "tuple", or arguments of a "call"; None if they are not kept.
+        size: number of values in it, itself included; a shared value counts each time.
+        depth: levels of containers in it.
+        is_used: whether it is a part of another value, and so must not change any more.
     """
 
     __slots__ = ("depth", "is_used", "items", "kind", "name", "size")
@@ -71,11 +71,11 @@ StateCheck = Callable[[Stub, Any], None]
 """``(object, state)``: raises BadPickle for a state that must not be set."""
 
 StorageCheck = Callable[[Any], int]
-"""The id of a storage -> how many elements it has; raises BadPickle if there is no such storage."""
+"""The id of a storage -> its number of elements; raises BadPickle if there is no such storage."""
 
 
 def _accept(*_: Any) -> None:
-    """What is built of stubs costs nothing."""
+    """Accept every call: the caller builds nothing, so it costs nothing."""
 
 
 def _no_storage(pid: Any) -> int:
@@ -85,12 +85,12 @@ def _no_storage(pid: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What is looked at beside the shape of a pickle.
+    """Checks of a pickle other than that of its size.
 
     Attributes:
-        call: every call, with the name of what is called.
-        state: every state that is set on an object.
-        storage: every reference to memory outside of the pickle.
+        call: check of every call.
+        state: check of every state that is set on an object.
+        storage: check of every reference to memory outside of the pickle.
     """
 
     call: CallCheck = _accept
@@ -100,11 +100,11 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Pickle:
-    """A pickle that has been looked through.
+    """A pickle that has been checked.
 
     Attributes:
-        end: position behind its last byte.
-        value: what it holds, if that is a short literal; otherwise a Stub.
+        end: position after its last byte.
+        value: its value if that is a short literal; otherwise a Stub.
     """
 
     end: int
@@ -112,28 +112,28 @@ class Pickle:
 
 
 def check_pickle(data: Any, start: int = 0, checks: Checks | None = None) -> Pickle:
-    """Look through the pickle that begins at ``data[start]``, making nothing.
+    """Check the pickle that begins at ``data[start]``, without building its value.
 
-    Takes about 0.2 microseconds an opcode, and memory like the pickle itself.
+    This takes about 0.2 microseconds for each opcode, and about as much memory as the pickle.
 
     Args:
         data: bytes, or a mapped file.
         start: position of the first opcode.
-        checks: of calls, states and storages.
+        checks: checks of calls, states and storages.
 
     Raises:
         BadPickle: if it is damaged, or would build more than its size allows.
     """
     walk = _Walk(data, Checks() if checks is None else checks)
     try:
-        # What stands for the values is in no cycle, and much of it is alive at a time.
+        # Stubs form no cycles, and many of them exist at a time.
         with paused_collector():
             return walk.run(start)
     except (IndexError, KeyError, struct.error) as error:
         raise BadPickle("it is cut off, or its opcodes contradict each other") from error
 
 
-# Opcodes, see pickletools. Those that no pickler of state dicts writes are not read at all.
+# Opcodes, see pickletools. Opcodes that no pickler of state dicts writes are refused.
 _EMPTY = {0x5D: "list", 0x7D: "dict", 0x8F: "set"}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
@@ -143,12 +143,12 @@ _UNICODE = frozenset({0x58, 0x8C, 0x8D})
 _FLOAT = struct.Struct(">d")
 
 
-# Nothing is ever added to it, so one stands for all.
+# It never changes, so one object serves for all.
 _EMPTY_TUPLE = Stub("tuple", items=())
 
 
 class _Walk:
-    """One way through the opcodes."""
+    """One walk over the opcodes."""
 
     def __init__(self, data: Any, checks: Checks) -> None:
         self._data = data
@@ -156,10 +156,10 @@ class _Walk:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        # What is hashed or handed to a call on the way is work as well.
+        # Hashing values and passing them to calls counts as work too.
         self._work = 0
         self._most = 0
-        # Hash -> the first number that has it. As keys, those that share one cost n^2 steps.
+        # The first number with each hash. As keys, n numbers with one hash cost n^2 steps.
         self._hashes: dict[int, Any] = {}
         self._clashes = 0
 
@@ -253,7 +253,7 @@ class _Walk:
             elif opcode == 0x93:  # STACK_GLOBAL
                 name, module = stack.pop(), stack.pop()
                 if type(name) is not str or type(module) is not str:
-                    raise BadPickle("the name of a class is no text")
+                    raise BadPickle("the name of a class is not a text")
                 stack.append(self._global(module.encode(), name.encode()))
             elif opcode == 0x51:  # BINPERSID
                 stack.append(self._storage(stack.pop()))
@@ -295,7 +295,7 @@ class _Walk:
         if length > _MOST_LITERAL_BYTES:
             return Stub("text", size=1 + length // _BYTES_PER_VALUE), end
         value = data[begin:end]
-        # Only what a call or name is made of is looked at: any text will do for the others.
+        # The checks only look at texts in calls and names, so errors in other texts do not matter.
         return (value.decode("utf-8", "replace") if opcode in _UNICODE else value), end
 
     def _long(self, opcode: int, position: int, size: int) -> tuple[int, int]:
@@ -310,8 +310,8 @@ class _Walk:
         return value, begin + length
 
     def _note(self, name: str, arguments: Sequence[Any]) -> None:
-        """Count the numbers that have the hash of another one."""
-        with suppress(ValueError, TypeError, ArithmeticError):  # the unpickler will say so
+        """Count the numbers that have the hash of another number."""
+        with suppress(ValueError, TypeError, ArithmeticError):  # the unpickler will raise it
             number = _NUMBERS[name](*arguments)
             first = self._hashes.setdefault(hash(number), number)
             self._clashes += first is not number and first != number
@@ -319,7 +319,7 @@ class _Walk:
             raise BadPickle(f"more than {_MOST_OF_ONE_HASH} of its numbers share their hashes")
 
     def _add_parts(self, stub: Stub, items: Sequence[Any]) -> None:
-        """Count the items as parts of a stub."""
+        """Add the sizes of the items to a stub."""
         size, depth = stub.size, stub.depth
         for item in items:
             if type(item) is Stub:
@@ -349,7 +349,7 @@ class _Walk:
 
     def _fill(self, target: Any, items: Sequence[Any], opcode: int) -> None:
         if type(target) is not Stub or target.kind in ("tuple", "text", "global", "storage"):
-            raise BadPickle("it fills what is no container")
+            raise BadPickle("it fills something that is not a container")
         if target.is_used:
             raise BadPickle("it holds a container that holds itself")
         if opcode in {0x75, 0x73}:
@@ -366,7 +366,7 @@ class _Walk:
         extra = [stack.pop()] if opcode == 0x92 else []
         args, called = stack.pop(), stack.pop()
         if type(called) is not Stub or called.kind != "global":
-            raise BadPickle("it calls what is no class or function")
+            raise BadPickle("it calls something that is not a class or function")
         if type(args) is not Stub or args.kind != "tuple" or args.items is None:
             raise BadPickle(f"it calls {called.name} without arguments")
         stub = Stub("call", called.name, args.items, args.size + 1)
@@ -383,7 +383,7 @@ class _Walk:
         state = self._stack.pop()
         target = self._stack[-1]
         if type(target) is not Stub or target.kind != "call":
-            raise BadPickle("it sets the state of what is no object")
+            raise BadPickle("it sets the state of something that is not an object")
         if target.is_used:
             raise BadPickle("it holds an object that holds itself")
         self._add_parts(target, (state,))
@@ -391,7 +391,7 @@ class _Walk:
 
     def _global(self, module: bytes, name: bytes) -> Stub:
         pair = module.decode("utf-8", "replace"), name.decode("utf-8", "replace")
-        # What Python 2 called otherwise: unpicklers translate it, so the checks must see it too.
+        # Unpicklers translate the names of Python 2, so the checks need the translated ones.
         known = NAME_MAPPING.get(pair) or (IMPORT_MAPPING.get(pair[0], pair[0]), pair[1])
         return Stub("global", ".".join(known))
 

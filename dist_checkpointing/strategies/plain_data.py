@@ -1,7 +1,7 @@
-"""What ``load`` would refuse to unpickle, found before it is saved.
+"""Finds values that ``load`` would refuse to unpickle, before they are saved.
 
-Most of a common state is plain data that is known by its type. The rest is pickled, its tensors
-left out, and read back the way that ``load`` reads it: what comes back here comes back there.
+Most of a common state is plain data, recognised by type. Other values are pickled, without the
+values of their tensors, and read back as ``load`` reads them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _CONTAINERS: Final[frozenset[type]] = frozenset(
         types.SimpleNamespace,
     }
 )
-"""Plain if what they hold is plain."""
+"""Types whose instances are plain if all values in them are plain."""
 
 _HOLDERS: Final = frozenset({slice, dt.datetime, dt.time, np.ndarray, np.dtype})
-"""On the allow-list, but they may hold anything."""
+"""Types on the allow-list whose instances may hold anything."""
 
 _ATOMS: Final = (
     {entry for entry in SAFE_GLOBALS if isinstance(entry, type)}
@@ -59,7 +59,7 @@ _ATOMS: Final = (
     | {type(None)}
     | {kind for kind in np.sctypeDict.values() if kind not in (np.object_, np.void)}
 )
-"""Types whose instances are plain, whatever their value."""
+"""Types whose instances are always plain."""
 
 _REMEDY: Final = (
     "Save plain data: dataclasses.asdict(config), member.name of an enum, state_dict() of a module "
@@ -70,13 +70,13 @@ _REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class _Odd:
-    """A value that must be tried out.
+    """A value that must be pickled and read back to find out whether it is plain.
 
     Attributes:
-        value: it.
-        found: where it is.
-        object_key: of the ShardedObject that it is in.
-        detail: what it is of that which stands there.
+        value: the value.
+        found: the value of the state dict that it belongs to.
+        object_key: key of the ShardedObject that it is in.
+        detail: which part of ``found`` it is; "" for all of it.
     """
 
     value: object
@@ -86,12 +86,12 @@ class _Odd:
 
     @property
     def key(self) -> str:
-        """What names it in messages."""
+        """The name of the value in messages."""
         return path_text(self.found.path) if self.object_key is None else self.object_key
 
     @property
     def where(self) -> str:
-        """What ``key`` does not say."""
+        """Where the value is, as far as ``key`` does not tell."""
         if self.object_key is None:
             return self.detail
         return f"{self.detail} (in the ShardedObject at {path_text(self.found.path)})"
@@ -100,17 +100,18 @@ class _Odd:
 def check_plain(
     common: Mapping[Any, Any], objects: Mapping[Path, ShardedObject], *, trusted: bool
 ) -> None:
-    """Demand that ``load`` can read what is about to be pickled.
+    """Check that ``load`` can read the values that are about to be pickled.
 
     Args:
         common: the common state, if this rank writes it.
         objects: the ShardedObjects that this rank writes.
-        trusted: whether they are loaded with ``trusted=True``, so that all that pickles will do.
+        trusted: whether they are loaded with ``trusted=True``: then it is enough that they can be
+            pickled.
 
     Raises:
-        InvalidShardingError: what cannot be pickled at all, tensors without values, and sharded
-            leaves that hide where they are not looked for.
-        UnsupportedFormatError: what needs a class or function that is not on the allow-list.
+        InvalidShardingError: for values that cannot be pickled, tensors without values, and sharded
+            leaves inside of objects, where they would not be found.
+        UnsupportedFormatError: for values with a class or function that is not on the allow-list.
     """
     odd: list[_Odd] = []
     invalid: list[Finding] = []
@@ -147,7 +148,7 @@ def _sort_in(found: Found, object_key: str | None, odd: list[_Odd], invalid: lis
     elif kind in _CONTAINERS:
         if kind is collections.OrderedDict and vars(value):
             odd.append(replace(own, value=vars(value), detail=", which has attributes"))
-        # The keys of a dict are no leaves of the nest.
+        # The keys of a dict are not among the values of the nest.
         if isinstance(value, dict) and not _ATOMS.issuperset(map(type, value)):
             odd.append(replace(own, value=list(value), detail=", the keys of a dict"))
     elif kind is collections.defaultdict:
@@ -162,17 +163,20 @@ def _is_strange(tensor: torch.Tensor) -> bool:
 
 def _hidden(entry: _Odd, found: str) -> Finding:
     return Finding(
-        f"a sharded leaf hides inside an object{entry.where}",
+        f"a sharded leaf is inside an object{entry.where}",
         entry.key,
         found=found,
-        remedy="Put it into dicts, lists and tuples, which are searched.",
+        remedy="Put it into dicts, lists and tuples: only these are searched.",
     )
 
 
 def _try_out(
     odd: Sequence[_Odd], invalid: list[Finding], refused: list[Finding], *, trusted: bool
 ) -> None:
-    """Find those that do not come back, by halves: mostly all do, and then it is one try."""
+    """Find the values that cannot be read back. Usually there are none: then one attempt is enough.
+
+    Otherwise each half is tried by itself.
+    """
     if len(invalid) + len(refused) >= _MOST_FINDINGS:
         return
     failure = _failure_of([entry.value for entry in odd], trusted=trusted)
@@ -200,16 +204,16 @@ def _try_out(
     if "dist_checkpointing.mapping" in found:
         invalid.append(_hidden(entry, found))
         return
-    problem = f"a {name} is no plain data, and load would refuse it{entry.where}"
+    problem = f"a {name} is not plain data, and load would refuse it{entry.where}"
     refused.append(Finding(problem, entry.key, found=found, remedy=_REMEDY))
 
 
 def _failure_of(values: list[object], *, trusted: bool) -> Exception | None:
-    """What goes wrong when the values are saved and loaded, without those of their tensors."""
+    """The error when the values are saved and loaded, without the values of their tensors."""
     buffer = io.BytesIO()
     try:
         torch.save(values, buffer, pickle_module=_WithoutValues)
-    except Exception as error:  # noqa: BLE001 - whatever the code of any class raises
+    except Exception as error:  # noqa: BLE001 - the code of a class may raise anything
         return error
     if trusted:
         return None
@@ -221,13 +225,13 @@ def _failure_of(values: list[object], *, trusted: bool) -> Exception | None:
 
 
 class _EmptyingPickler(PlainPickler):
-    """Pickles tensors without their values, which say nothing about whether they can be read."""
+    """Pickles tensors without their values, which do not matter for whether they can be read."""
 
     _inner: dict[int, torch.Tensor] | None = None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and _is_strange(obj):
-            # A sparse tensor is made of others, whose values say how large it is.
+            # A sparse tensor consists of other tensors, and their values say how large it is.
             reduced: Any = obj.__reduce_ex__(2)  # type: ignore[no-untyped-call]
             found = (entry.value for entry in walk(reduced))
             inner = {id(v): v for v in found if isinstance(v, torch.Tensor)}
@@ -243,7 +247,7 @@ class _EmptyingPickler(PlainPickler):
 
 
 class _WithoutValues:
-    """What ``torch.save`` takes for the pickle module."""
+    """The pickle module for ``torch.save``."""
 
     Pickler = _EmptyingPickler
     dumps = staticmethod(pickle.dumps)

@@ -1,4 +1,4 @@
-"""Pickles without trust: what a checkpoint may hold, written and read with an allow-list."""
+"""Writes and reads pickles with an allow-list of classes, so that a file need not be trusted."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ SAFE_GLOBALS: tuple[Any, ...] = (
     np.dtype,
     np.ndarray,
     *(getattr(np.dtypes, name) for name in np.dtypes.__all__),
-    # Plain bytes: extra states of TransformerEngine are such.
+    # Plain bytes: extra states of TransformerEngine.
     io.BytesIO,
-    # numpy moved these between 1.x and 2.x, and files know them by either name.
+    # numpy 2 moved these; files have either name.
     *(
         (getattr(_multiarray, name), f"numpy.{core}.multiarray.{name}")
         for core in ("core", "_core")
         for name in ("_reconstruct", "scalar")
     ),
 )
-"""Everything that common state and sharded objects may hold beside what torch itself allows.
+"""The classes and functions that common state and sharded objects may use, in addition to torch's.
 
-Types of plain data only: none of them does anything but hold values when it is made.
+They are types of plain data: making one only stores values.
 """
 
 _allow_list = threading.RLock()
@@ -95,8 +95,8 @@ _allow_list = threading.RLock()
 
 @contextmanager
 def _safe_globals_allowed() -> Iterator[None]:
-    # torch keeps one allow-list a process, and takes everything off it again at the end: leave what
-    # the user added alone, and let no two threads interleave.
+    # torch has one allow-list for the process, and removes at the end what is added here: so add
+    # nothing that the user has added, and let only one thread at a time do this.
     with _allow_list:
         known = torch.serialization.get_safe_globals()
         ours: list[Any] = [entry for entry in SAFE_GLOBALS if entry not in known]
@@ -105,9 +105,9 @@ def _safe_globals_allowed() -> Iterator[None]:
 
 
 class PlainPickler(pickle.Pickler):
-    """Writes deques and defaultdicts in the one way that ``weights_only`` reads them.
+    """Writes deques and defaultdicts such that ``weights_only`` can read them.
 
-    It makes them by a call, but does not fill them afterwards as pickle would.
+    It does not read pickle's own way, which makes an empty one by a call and then fills it.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -119,7 +119,7 @@ class PlainPickler(pickle.Pickler):
 
 
 class _PlainPickle:
-    """What ``torch.save`` takes for the pickle module."""
+    """The pickle module for ``torch.save``."""
 
     Pickler = PlainPickler
     dumps = staticmethod(pickle.dumps)
@@ -130,11 +130,11 @@ def serialize(value: object, what: str) -> bytes:
     """``value`` as ``torch.save`` writes it.
 
     Args:
-        value: anything that pickles.
-        what: how to call it in messages.
+        value: anything that can be pickled.
+        what: name of the value in messages.
 
     Raises:
-        InvalidShardingError: if a sharded leaf hides in it, where it would be lost.
+        InvalidShardingError: if a sharded leaf is inside an object, where it would be lost.
     """
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_PlainPickle)
@@ -142,13 +142,13 @@ def serialize(value: object, what: str) -> bytes:
     try:
         check_torch_file(buffer.getvalue())
     except ValueError as error:
-        refused.append(f"what no load takes for data ({error})")
+        refused.append(f"a value that every load refuses ({error})")
     hidden = [name for name in refused if name.startswith("dist_checkpointing.mapping")]
     if hidden:
         finding = Finding(
-            f"a sharded leaf hides inside an object of {what}",
+            f"a sharded leaf is inside an object of {what}",
             found=", ".join(hidden),
-            remedy="Put it into dicts, lists and tuples, which are searched.",
+            remedy="Put it into dicts, lists and tuples: only these are searched.",
         )
         raise InvalidShardingError("a sharded leaf would be lost", [finding])
     if refused:
@@ -162,22 +162,22 @@ def serialize(value: object, what: str) -> bytes:
 
 
 def deserialize(content: bytes, where: str, *, trusted: bool = False) -> Any:
-    """The object that ``torch.save`` bytes hold, tensors on the CPU.
+    """The value that ``torch.save`` wrote as bytes, with its tensors on the CPU.
 
     Args:
         content: the bytes.
-        where: the file (or key in a store) they come from, for messages.
+        where: name of their file, or key in a store, for messages.
         trusted: unpickle anything, which lets the bytes run any code.
 
     Raises:
         UnsupportedFormatError: if it needs a class or function that is not on the allow-list.
-        CorruptCheckpointError: if the file is damaged.
+        CorruptCheckpointError: if the bytes are damaged.
     """
     return _load(io.BytesIO(content), where, trusted=trusted, maps_file=False)
 
 
 def deserialize_file(path: Path, *, trusted: bool = False, maps_file: bool = True) -> Any:
-    """The object that a file of ``torch.save`` holds, tensors on the CPU.
+    """The value in a file of ``torch.save``, with its tensors on the CPU.
 
     Args:
         path: the file.
@@ -196,7 +196,7 @@ def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: boo
     try:
         if not trusted:
             check_torch_file(Path(source) if isinstance(source, str) else source.getvalue())
-        # Sparse tensors whose indices lie outside of them end the process when they are used.
+        # A sparse tensor with indices out of range would crash the process when it is used.
         checks: Any = torch.sparse.check_sparse_tensor_invariants
         with _safe_globals_allowed(), checks():
             value = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=maps_file)
@@ -206,7 +206,7 @@ def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: boo
         refused = [] if trusted else _refused_globals(source)
         if refused:
             finding = Finding(
-                "the file wants to use what is not on the allow-list of plain data types",
+                "the file needs classes or functions that are not on the allow-list of plain data",
                 found=", ".join(refused),
                 path=where,
                 remedy="If you trust its source: torch.serialization.add_safe_globals([...]) for "
@@ -217,7 +217,7 @@ def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: boo
         raise _unreadable(problem, where) from error
     if not trusted and _holds_pointers(value):
         finding = Finding(
-            "the file holds a numpy array of Python objects, or whose fields lie outside of it",
+            "the file holds a numpy array of Python objects, or one with fields outside of it",
             path=where,
             remedy="Save a list instead, or pass trusted=True if you trust its source.",
         )
@@ -233,7 +233,7 @@ def _unreadable(problem: str, where: str) -> CorruptCheckpointError:
 def _holds_pointers(value: Any) -> bool:
     """Whether a numpy array in ``value`` has elements that are Python objects.
 
-    Such an array can be made of any bytes, which numpy would then take for pointers.
+    A file can make such an array of any bytes, which numpy would then use as pointers.
     """
     if isinstance(value, np.ndarray):
         return _has_objects(value.dtype)
@@ -247,7 +247,7 @@ def _holds_pointers(value: Any) -> bool:
 
 
 def _has_objects(dtype: np.dtype[Any]) -> bool:
-    # A dtype out of a file may deny what its fields are, or where: numpy looks at neither.
+    # A dtype from a file may contradict its own fields: numpy does not check them.
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return base.itemsize * math.prod(shape) != dtype.itemsize or _has_objects(base)
@@ -263,6 +263,6 @@ def _refused_globals(data: io.BytesIO | str) -> list[str]:
             if not isinstance(data, str):
                 data.seek(0)
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))
-    except Exception as error:  # noqa: BLE001 - whatever a damaged file makes the parser raise
+    except Exception as error:  # noqa: BLE001 - a damaged file may make the parser raise anything
         logger.debug("cannot list the globals of a damaged file: %s", error)
         return []

@@ -1,7 +1,7 @@
-"""The zip archives of ``torch.save``: what lies where in one, found out without unpacking it.
+"""The zip archives of ``torch.save``: where each entry is, found without unpacking.
 
-All entries are plain, follow each other, and lie in one folder. An archive that says otherwise is
-refused: PyTorch's own reader would unpack, or find, something else than what was checked.
+All entries are uncompressed, follow each other, and are in one folder. Any other archive is
+refused, because PyTorch's reader could find something else in it than what was checked.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _DESCRIPTOR_SIZES = (16, 24)
 _ENCRYPTED = 0x1
 
 Read = Callable[[int, int], bytes]
-"""``(start, count)`` -> that part of an archive; counted from its first byte."""
+"""``(start, count)`` -> so many bytes of an archive, from byte ``start`` on."""
 
 
 class BadRecord(ValueError):
-    """An archive is not what ``torch.save`` writes; the message says in which way."""
+    """An archive is not one that ``torch.save`` writes; see the message."""
 
 
 def entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
-    """Name (below the archive's folder) -> (start, size) of all entries, which are all plain.
+    """``(start, size)`` of each entry, by its name below the folder of the archive.
 
     Args:
-        read: gives parts of the archive.
-        length: of the archive, in bytes.
+        read: function that reads parts of the archive.
+        length: number of bytes of the archive.
 
     Raises:
         BadRecord: if it is not an archive, or damaged.
@@ -75,10 +75,10 @@ def entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
             edges.append((start, begin + plain, flags & SIZES_FOLLOW))
     except (struct.error, UnicodeDecodeError) as error:
         raise BadRecord(f"its directory is damaged: {error}") from error
-    # PyTorch finds names whatever their case: which of two it takes would be a guess.
+    # PyTorch ignores the case of names: it could take either of two that differ only in case.
     if len(folders) > 1 or len({name.lower() for name in found}) != count:
         raise BadRecord("its directory has a name twice")
-    # A number that is wrong by a little would shift all values: entries must lie end to end.
+    # A number that is slightly wrong would shift all values, so entries must follow each other.
     edges.sort()
     for (_, stop, descriptor), (start, _, _) in itertools.pairwise(edges):
         if start - stop not in (_DESCRIPTOR_SIZES if descriptor else (0,)):
@@ -89,7 +89,7 @@ def entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
 def _find_directory(read: Read, length: int) -> tuple[int, int, int]:
     """(start, size, number of entries) of the directory at the end of an archive."""
     if length < END.size:
-        raise BadRecord(f"{length} bytes are no archive")
+        raise BadRecord(f"{length} bytes are too few for an archive")
     end = END.unpack(read(length - END.size, END.size))
     signature, count, size, where = end[0], end[4], end[5], end[6]
     if signature != b"PK\x05\x06":
@@ -101,7 +101,7 @@ def _find_directory(read: Read, length: int) -> tuple[int, int, int]:
             if locator[2] + END64.size > at:
                 raise BadRecord("its end is damaged")
             wide = END64.unpack(read(locator[2], END64.size))[7:10]
-            # Some readers take the one, some the other: they must not contradict each other.
+            # Some readers use the one and some the other, so they must not contradict each other.
             for narrow, full, most in zip(
                 (count, size, where), wide, (_OVERFLOW_16, OVERFLOW, OVERFLOW), strict=True
             ):
@@ -114,7 +114,7 @@ def _find_directory(read: Read, length: int) -> tuple[int, int, int]:
 
 
 def _wide(extra: bytes, packed: int, plain: int, start: int) -> tuple[int, int, int]:
-    """The 64-bit numbers that the extra fields of an entry have in place of those too small."""
+    """The sizes and the start of an entry, with 64-bit numbers from its extra fields."""
     position = _find_extra(extra)
     numbers = []
     for number in (plain, packed, start):
@@ -127,7 +127,7 @@ def _wide(extra: bytes, packed: int, plain: int, start: int) -> tuple[int, int, 
 
 
 def _find_extra(extra: bytes) -> int:
-    """Where the 64-bit sizes are among the extra fields of an entry."""
+    """Position of the 64-bit numbers in the extra fields of an entry."""
     position = 0
     while position + EXTRA.size <= len(extra):
         kind, size = EXTRA.unpack_from(extra, position)

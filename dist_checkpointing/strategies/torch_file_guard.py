@@ -1,7 +1,7 @@
-"""Looks through a file of ``torch.save`` before torch reads it: its archive, pickles and storages.
+"""Checks a file of ``torch.save`` before torch reads it: its archive, pickles and storages.
 
-PyTorch believes what the pickle says of the memory of a tensor, and of itself; a storage that is
-larger than its bytes in the file ends the process.
+PyTorch trusts what the pickle says about the memory of a tensor. A storage that is larger than its
+bytes in the file would crash the process.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dist_checkpointing.strategies.pickle_guard import (
 from dist_checkpointing.strategies.torch_archive import BadRecord, Read, entries
 
 _ARCHIVE_START = b"PK\x03\x04"
-_NUM_HEADERS = 3  # magic number, protocol and machine, each a pickle of its own
+_NUM_HEADERS = 3  # pickles of the magic number, the protocol and the machine
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 
 
 def _itemsizes() -> dict[str, int]:
-    """Class of a storage, as pickles name it -> bytes of an element."""
+    """Bytes of an element of each class of storage, by its name in pickles."""
     typed = torch.storage._dtype_to_storage_type_map()  # noqa: SLF001 - torch has no public list
     names = {f"torch.{name}": dtype.itemsize for dtype, name in typed.items()}
     return names | {"torch.storage.UntypedStorage": 1, "torch.storage.TypedStorage": 1}
@@ -39,10 +39,10 @@ _ITEMSIZES = _itemsizes()
 
 
 def check_torch_file(source: bytes | Path) -> None:
-    """Look through what ``torch.load(weights_only=True)`` is about to read.
+    """Check what ``torch.load(weights_only=True)`` is about to read.
 
     Args:
-        source: the content of a file, or its path.
+        source: content of a file, or its path.
 
     Raises:
         ValueError: if it is damaged, or would build what no state dict holds.
@@ -84,7 +84,7 @@ def _check_archive(data: Any) -> None:
 
 
 def _check_legacy(data: Any) -> None:
-    """A file of before PyTorch 1.6: pickles one after the other, then the storages."""
+    """Check a file in the format before PyTorch 1.6: several pickles, then the storages."""
     position = 0
     for number in range(_NUM_HEADERS):
         header = check_pickle(data, position, _checks())
@@ -102,14 +102,14 @@ def _checks(storage: StorageCheck | None = None) -> Checks:
 
 
 def _storage_id(pid: Any, least: int) -> tuple[int, str, int, Any]:
-    """Bytes of an element, name and number of elements of the storage with this id; and the id."""
+    """Bytes of an element, name, and number of elements of the storage with this id; and the id."""
     if not isinstance(pid, Stub) or pid.kind != "tuple" or not pid.items or len(pid.items) < least:
-        raise BadPickle("it refers to something that is no storage")
+        raise BadPickle("it refers to something that is not a storage")
     kind, cls, key, _, count = pid.items[:5]
     itemsize = _ITEMSIZES.get(cls.name) if isinstance(cls, Stub) and cls.kind == "global" else None
     known = kind in ("storage", b"storage") and itemsize is not None
     if not known or type(count) is not int or count < 0:
-        raise BadPickle("it refers to something that is no storage")
+        raise BadPickle("it refers to something that is not a storage")
     assert itemsize is not None
     name = key.decode("utf-8", "replace") if isinstance(key, bytes) else str(key)
     return itemsize, name, count, pid.items
@@ -128,7 +128,7 @@ def _storages_of_archive(sizes: Mapping[str, int]) -> StorageCheck:
 
 
 def _legacy_storages(num_bytes: int) -> StorageCheck:
-    """The storages of a file of so many bytes: all of them lie in it."""
+    """A check of the storages in an old file of ``num_bytes`` bytes."""
     known: dict[str, tuple[int, int]] = {}
     total = 0
 
@@ -147,7 +147,7 @@ def _legacy_storages(num_bytes: int) -> StorageCheck:
             return count
         parts = view.items if isinstance(view, Stub) and view.kind == "tuple" else None
         if not parts or len(parts) != 3 or any(type(n) is not int or n < 0 for n in parts[1:]):
-            raise BadPickle("a view of a storage that is none")
+            raise BadPickle("an invalid view of a storage")
         if parts[1] + parts[2] > count:
             raise BadRecord(f"a view that sticks out of storage {name}")
         return int(parts[2])

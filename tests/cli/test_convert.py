@@ -111,7 +111,7 @@ def test_a_dry_run_names_what_would_change(source: Path, tmp_path: Path) -> None
         (["--to", "zarr", "--cast", "int8"], "floating-point"),
         (["--to", "zarr", "--reshard", "axis"], "axis=0,parts=8"),
         (["--to", "torch", "--reshard", "axis=0,parts=8"], "reshard makes no sense"),
-        (["--to", "zarr", "--memory", "lots"], "is no size"),
+        (["--to", "zarr", "--memory", "lots"], "is not a size"),
         (["--to", "zarr", "--memory", "10MiB"], "--memory"),
     ],
 )

@@ -701,7 +701,7 @@ def test_a_leaf_that_hides_in_an_object_is_an_error_at_save_on_all_ranks(
 ) -> None:
     def save_rank(comm: Comm) -> str:
         state = {"x": hiding_places()[place](LEAVES[leaf]())}
-        with pytest.raises(InvalidShardingError, match="hides") as raised:
+        with pytest.raises(InvalidShardingError, match="sharded leaf is inside") as raised:
             save(state, tmp_path / "c", file_format, comm=comm)
         return str(raised.value)
 
@@ -714,7 +714,7 @@ def test_a_leaf_that_hides_in_an_object_is_an_error_at_save_on_all_ranks(
 
 def test_a_leaf_that_hides_in_a_sharded_object_is_an_error_at_save(tmp_path: Path) -> None:
     state = {"o": ShardedObject("o", {"inner": LEAVES["tensor"]()}, (1,), (0,))}
-    with pytest.raises(InvalidShardingError, match="hides") as raised:
+    with pytest.raises(InvalidShardingError, match="sharded leaf is inside") as raised:
         save(state, tmp_path / "c")
     assert "'o'" in str(raised.value)
 

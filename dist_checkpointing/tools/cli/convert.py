@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 from dist_checkpointing.format.byte_sizes import bytes_text, parse_bytes
-from dist_checkpointing.tools.cli.screen import counted, errors, one_line, out, print_json
+from dist_checkpointing.tools.cli.screen import counted, errors, one_line, print_json, say
 
 if TYPE_CHECKING:
     from dist_checkpointing.storage.progress import Progress as Report
@@ -201,25 +201,25 @@ def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
             arrow = "" if old.key == tensor.key else f"{one_line(old.key)} -> "
             dtype = tensor.dtype.name
             change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
-            _say(f"{arrow}{one_line(tensor.key)}  {change}{list(tensor.shape)}")
-    _say(f"{_summary(done, dry_run=dry_run)}: {one_line(str(destination))}")
+            say(f"{arrow}{one_line(tensor.key)}  {change}{list(tensor.shape)}")
+    say(f"{_summary(done, dry_run=dry_run)}: {one_line(str(destination))}")
     if plan.num_left:
-        _say(f"  left: {counted(plan.num_left, 'key')} that include and exclude do not take")
+        say(f"  left: {counted(plan.num_left, 'key')} that include and exclude do not take")
     if plan.num_renamed:
-        _say(f"  renamed: {counted(plan.num_renamed, 'key')}")
+        say(f"  renamed: {counted(plan.num_renamed, 'key')}")
     for cast in plan.casts:
         loss = "no value changed" if cast.is_lossless else "values rounded"
-        _say(f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}")
+        say(f"  cast: {counted(cast.tensors, 'tensor')} {cast.stored} -> {cast.wanted}, {loss}")
     if plan.uncut:
         few = ", ".join(map(one_line, plan.uncut[:3])) + (", ..." if len(plan.uncut) > 3 else "")
-        _say(f"  not cut, no such axis: {counted(len(plan.uncut), 'tensor')} ({few})")
+        say(f"  not cut, no such axis: {counted(len(plan.uncut), 'tensor')} ({few})")
     if done.verified_bytes:
         size = bytes_text(done.verified_bytes)
-        _say(f"  verified: {size} of tensors by the checksums of the source")
+        say(f"  verified: {size} of tensors by the checksums of the source")
     if done.not_verified is not None:
-        _say(f"  not verified: {done.not_verified}")
+        say(f"  not verified: {done.not_verified}")
     for what in done.left_out:
-        _say(f"  left out, {done.target} cannot hold it: {one_line(what)}")
+        say(f"  left out, {done.target} cannot hold it: {one_line(what)}")
 
 
 def _summary(done: Conversion, *, dry_run: bool) -> str:
@@ -263,7 +263,3 @@ def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
         "verified_bytes": done.verified_bytes,
         "not_verified": done.not_verified,
     }
-
-
-def _say(text: str) -> None:
-    out.print(text, markup=False, soft_wrap=True)

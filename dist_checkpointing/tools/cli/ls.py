@@ -13,8 +13,14 @@ import typer
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.tools.cli.columns import in_columns, terminal_width
-from dist_checkpointing.tools.cli.screen import counted, one_line, painted, say
+from dist_checkpointing.tools.cli.screen import (
+    counted,
+    in_columns,
+    one_line,
+    painted,
+    say,
+    terminal_width,
+)
 from dist_checkpointing.tools.inspect.listing import (
     COMMON,
     OBJECT,

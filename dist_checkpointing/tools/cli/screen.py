@@ -6,11 +6,12 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 
 _NUMBER = re.compile(r"(?<=[./])[0-9]+(?=[./])")
@@ -21,6 +22,8 @@ out = Console(soft_wrap=False, highlight=False)
 errors = Console(stderr=True, highlight=False)
 """Where errors and progress go."""
 
+_GAP = "  "
+_LEAST_FIRST = 24
 _LEAST_FOR_BAR = 2**25
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
@@ -28,12 +31,13 @@ _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", 
 def fail(message: str) -> None:
     """Print an error; the lines after the first are its details."""
     first, *rest = [one_line(line) for line in message.split("\n")]
-    errors.print(f"[bold red]error:[/] {_escaped(first)}", soft_wrap=True)
+    errors.print(f"[bold red]error:[/] {escaped(first)}", soft_wrap=True)
     for line in rest:
-        errors.print(_escaped(line), soft_wrap=True)
+        errors.print(escaped(line), soft_wrap=True)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """The text such that rich prints it as it is."""
     return text.replace("[", r"\[")
 
 
@@ -54,6 +58,70 @@ def painted(text: str, style: str) -> str:
     if out.color_system is None or out.no_color or not out.is_terminal:
         return text
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal; None for a pipe or a file, which have no width."""
+    return out.width if out.is_terminal else None
+
+
+def in_columns(
+    headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: Iterable[int] = ()
+) -> Iterator[str]:
+    """The lines of a table.
+
+    Where it does not fit into the terminal the first column gets narrower, and a text that is too
+    long for it has a line of its own: nothing is cut off, and keys can be copied.
+
+    Args:
+        headers: one a column; none at all if they are empty.
+        rows: the cells.
+        right: columns that are aligned at their right side.
+    """
+    shown = [headers] if any(headers) else []
+    widths = [max(map(_cells, column)) for column in zip(*shown, strict=True)]
+    is_plain = True
+    for place, column in enumerate(zip(*rows, strict=True)):
+        is_ascii = all(map(str.isascii, column))
+        is_plain = is_plain and is_ascii
+        width = max(map(len if is_ascii else _cells, column))
+        if shown:
+            widths[place] = max(widths[place], width)
+        else:
+            widths.append(width)
+    available = terminal_width()
+    rest = sum(widths[1:]) + len(_GAP) * (len(widths) - 1)
+    if available is not None and widths and widths[0] + rest > available:
+        widths[0] = max(min(widths[0], _LEAST_FIRST), available - rest)
+    to_right = set(right)
+    for header in shown:
+        yield painted(_line(header, widths, to_right), "bold")
+    if not is_plain:
+        yield from (_line(row, widths, to_right) for row in rows)
+        return
+    # One formatting operation a row: there may be very many.
+    form = _GAP.join(
+        f"%{width}s" if place in to_right else f"%-{width}s" for place, width in enumerate(widths)
+    )
+    for row in rows:
+        line = form % row if len(row[0]) <= widths[0] else _line(row, widths, to_right)
+        yield line.rstrip()
+
+
+def _cells(text: str) -> int:
+    """Terminal columns that a text takes."""
+    return len(text) if text.isascii() else cell_len(text)
+
+
+def _line(row: Sequence[str], widths: Sequence[int], right: set[int]) -> str:
+    cells = []
+    for place, (text, width) in enumerate(zip(row, widths, strict=True)):
+        space = " " * (width - _cells(text))
+        cells.append(f"{space}{text}" if place in right else f"{text}{space}")
+    if _cells(row[0]) > widths[0]:
+        cells[0] = " " * widths[0]
+        return f"{row[0]}\n{_GAP.join(cells).rstrip()}"
+    return _GAP.join(cells).rstrip()
 
 
 def print_json(value: Any) -> None:

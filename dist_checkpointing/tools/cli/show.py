@@ -18,14 +18,15 @@ from dist_checkpointing.checkpoint.slicing import parse_slices, select
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.near_names import hint
-from dist_checkpointing.tools.cli.columns import in_columns, terminal_width
 from dist_checkpointing.tools.cli.screen import (
     counted,
+    in_columns,
     one_line,
     painted,
     print_json,
     progress_bar,
     say,
+    terminal_width,
 )
 from dist_checkpointing.tools.inspect.listing import shape_text, sharding_text
 

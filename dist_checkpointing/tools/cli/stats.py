@@ -12,9 +12,9 @@ import typer
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.tools.cli.columns import in_columns
 from dist_checkpointing.tools.cli.screen import (
     counted,
+    in_columns,
     one_line,
     painted,
     print_json,

@@ -50,16 +50,30 @@ def batches(
         regions: keys, and boxes in elements of the global tensors.
         most_bytes: of all blocks of a batch together.
     """
+    sized = (
+        (key, block, block.num_elements * index[key].dtype.itemsize)
+        for key, region in regions
+        for block in blocks(index[key], region, most_bytes)
+    )
+    return grouped(sized, most_bytes)
+
+
+def grouped(
+    sized: Iterable[tuple[str, Box, int]], most_bytes: int
+) -> Iterator[list[tuple[str, Box]]]:
+    """Blocks in groups of at most ``most_bytes``; a larger one is a group of its own.
+
+    Args:
+        sized: keys, blocks, and bytes of each block.
+        most_bytes: most bytes of a group.
+    """
     batch: list[tuple[str, Box]] = []
     size = 0
-    for key, region in regions:
-        stored = index[key]
-        for block in blocks(stored, region, most_bytes):
-            num_bytes = block.num_elements * stored.dtype.itemsize
-            if batch and (size + num_bytes > most_bytes or len(batch) == _MOST_BOXES):
-                yield batch
-                batch, size = [], 0
-            batch.append((key, block))
-            size += num_bytes
+    for key, block, num_bytes in sized:
+        if batch and (size + num_bytes > most_bytes or len(batch) == _MOST_BOXES):
+            yield batch
+            batch, size = [], 0
+        batch.append((key, block))
+        size += num_bytes
     if batch:
         yield batch
