@@ -20,7 +20,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.tools.cli import columns
+from dist_checkpointing.tools.cli import screen
 from dist_checkpointing.tools.cli.app import app
 
 BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
@@ -219,7 +219,7 @@ def test_long_keys_are_not_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     long = "optimizer.state." + ".".join(["a_long_name"] * 12)
     data = {long: ShardedTensor.from_rank_offsets(long, torch.ones(3))}
     save(data, tmp_path / "c", "tensorstore")
-    monkeypatch.setattr(columns, "terminal_width", lambda: 80)
+    monkeypatch.setattr(screen, "terminal_width", lambda: 80)
     _, key, facts, *_ = invoke(tmp_path / "c", "optimizer", "--dry-run").splitlines()
     assert key == long
     assert facts.split() == ["1", "float32", "3", "12", "B"]

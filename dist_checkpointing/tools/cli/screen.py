@@ -6,13 +6,18 @@ import json
 import math
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from dist_checkpointing.storage.progress import Progress
 
 _NUMBER = re.compile(r"(?<=[./])[0-9]+(?=[./])")
 
@@ -25,6 +30,7 @@ errors = Console(stderr=True, highlight=False)
 _GAP = "  "
 _LEAST_FIRST = 24
 _LEAST_FOR_BAR = 2**25
+_SECONDS_BETWEEN_REPORTS = 0.05
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 
 
@@ -168,16 +174,29 @@ class Bar:
     def __init__(self, bar: Any = None, task: Any = None) -> None:
         self._bar = bar
         self._task = task
+        self._shown_at = 0.0
+        self._lock = threading.Lock()
 
     def advance(self, num_bytes: int) -> None:
         """So many more bytes are done."""
         if self._bar is not None:
             self._bar.advance(self._task, num_bytes)
 
-    def reach(self, num_bytes: int, total: int) -> None:
-        """So many bytes are done, of so many."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=num_bytes, total=total)
+    def show(self, progress: Progress) -> None:
+        """Show a report, unless the last one was shown a moment ago: many threads may report."""
+        if self._bar is None:
+            return
+        now = time.monotonic()
+        with self._lock:
+            if now - self._shown_at < _SECONDS_BETWEEN_REPORTS and progress.bytes_done:
+                return
+            self._shown_at = now
+        self._bar.update(
+            self._task,
+            description=progress.phase,
+            completed=progress.bytes_done,
+            total=progress.bytes_total or None,
+        )
 
 
 @contextmanager

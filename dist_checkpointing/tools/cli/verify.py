@@ -55,7 +55,7 @@ def verify(
         found = examine_checkpoint(
             checkpoint,
             trusted=trusted,
-            progress=lambda seen: bar.reach(seen.bytes_done, seen.bytes_total),
+            progress=bar.show,
         )
     if as_json:
         print_json(_as_json(checkpoint, found))
