@@ -1,4 +1,4 @@
-"""The program: its commands, and how an error ends it."""
+"""The program ``dckpt``: its commands, and its exit after an error."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _ANSWERED: Final = (
     RecursionError,
     ValueError,
 )
-"""What ends the program with one line instead of a traceback."""
+"""Errors that are printed as one line, without a traceback."""
 
 
 class _Program(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; what ends it from outside is answered here, before typer does it."""
+        """Run the command. Interrupts and closed pipes are handled here, before typer sees them."""
         try:
             try:
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
         except EOFError as error:
-            # typer takes it for the end of the input, and says nothing but "Aborted".
+            # typer would take it for the end of the input, and only print "Aborted".
             raise OSError(f"a file ended early: {error}") from error
         except KeyboardInterrupt as error:
             fail(": ".join(["interrupted", *map(str, error.args)]))
             sys.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:
-            # The reader of our output (head, less) has seen enough.
+            # The reader of the output (head, less) has ended.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
 
@@ -94,7 +94,7 @@ def options(
     Exit code: 2 if a command cannot do what it was asked; some use 1 to
     answer (see their own --help).
     """
-    # Seen by the callback of the option, and by ``main``, which is where errors arrive.
+    # Used by the callback of the option, and by ``main``, which prints errors.
     del version, debug
 
 
@@ -102,7 +102,7 @@ def main() -> None:
     """Run ``dckpt`` with the arguments of the process."""
     debug = "--debug" in sys.argv
     try:
-        # Wherever it stands, also behind the command.
+        # Allowed anywhere, also after the command.
         app([argument for argument in sys.argv[1:] if argument != "--debug"])
     except _ANSWERED as error:
         if debug:
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def _text(error: Exception) -> str:
-    """One line, unless there are several findings to list below it."""
+    """The text of an error: one line, and a line for each finding if there are several."""
     if isinstance(error, CheckpointingException) and len(error.findings) == 1:
         return f"{error.message.rstrip('.:')}: {error.findings[0]}"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:

@@ -1,4 +1,4 @@
-"""``dckpt convert``: from one format into another."""
+"""``dckpt convert``: converts a checkpoint into another format."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def convert(
         Texts | None,
         typer.Option(
             metavar="REGEX=REPL",
-            help="Replace what is found in keys, \\1 is a group. Repeated ones follow each other.",
+            help="Replace matches in keys; \\1 is a group. If repeated, applied in this order.",
         ),
     ] = None,
     cast: Annotated[
         Texts | None,
         typer.Option(
             metavar="[REGEX=]DTYPE",
-            help="Convert floating-point tensors. The first whose REGEX is found in a key counts.",
+            help="Convert floating-point tensors. The first REGEX that is found in a key counts.",
         ),
     ] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow --cast to change values.")] = False,
@@ -100,20 +100,20 @@ def convert(
         ),
     ] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")
+        bool, typer.Option("--dry-run", help="Only show what would be done.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Convert a checkpoint into another format.
 
-    Tensors keep every bit unless you --cast. They stream through: memory stays
-    within its budget, and are compared with the checksums of SOURCE, if it has
-    any. DESTINATION appears when it is complete. After a kill, run the same
-    command again.
+    Tensors keep every bit unless you --cast. They are read and written in
+    parts, so that memory stays within its budget, and compared with the
+    checksums of SOURCE, if it has any. DESTINATION appears when it is
+    complete. After a kill, run the same command again.
 
     Example: dckpt convert ckpt/1000 model --to safetensors --include ^model
     """
-    # It imports torch, which most commands do without.
+    # Imported here, because it imports torch.
     from dist_checkpointing.tools import convert  # noqa: PLC0415
 
     rules = convert.Rules.parse(

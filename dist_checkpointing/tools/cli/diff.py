@@ -1,4 +1,4 @@
-"""``dckpt diff``: what differs between two checkpoints."""
+"""``dckpt diff``: shows what differs between two checkpoints."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def diff(
         bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code says it.")
+        bool, typer.Option("--quiet", "-q", help="Print nothing; only set the exit code.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Compare two checkpoints by their contents, whatever their backends and shardings.
+    """Compare the contents of two checkpoints of any backend and sharding.
 
     Two numbers are the same if |a - b| <= atol + rtol * |b|. Sharded
     objects and common state are compared too.
@@ -165,7 +165,7 @@ def _value_row(row: TensorComparison) -> tuple[str, ...]:
     return (
         one_line(row.key),
         share,
-        # Where nothing but NaN differs there is no distance.
+        # If only NaN differ, there is no distance.
         f"{values.max_abs:.3g}" if values.max_abs else "nan",
         f"{values.max_rel:.3g}" if values.max_abs else "nan",
         index,

@@ -1,4 +1,4 @@
-"""``dckpt ls``: what a checkpoint holds."""
+"""``dckpt ls``: lists what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _print_document(
 
 
 def _print_array(name: str, rows: Iterable[dict[str, Any]], *, last: bool) -> None:
-    # A line each: indented JSON is written by Python itself, which is ten times slower.
+    # One line for each row: json writes indented text ten times more slowly.
     texts = [f"    {json.dumps(row)}" for row in rows]
     body = ",\n".join(texts)
     inside = f"\n{body}\n  " if texts else ""
@@ -204,7 +204,7 @@ def _print_tree(root: Branch, depth: int | None) -> None:
 def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[str, str, str]]:
     last = len(branch.below) - 1
     for place, below in enumerate(branch.below.values()):
-        child, name = _only_way(below)
+        child, name = _joined(below)
         text = f"{indent}{'└── ' if place == last else '├── '}{one_line(name)}"
         if child.entry is not None and not child.below:
             yield text, *_leaf_facts(child.entry)
@@ -215,15 +215,15 @@ def _branches(branch: Branch, indent: str, depth: int | None) -> Iterator[tuple[
         if is_cut:
             continue
         if child.entry is not None:
-            # It is itself a tensor, and the beginning of the names of others.
+            # It is a tensor itself, and also a prefix of other keys.
             own = Branch(".", entry=child.entry)
             child = Branch(child.name, below={".": own, **child.below})
         longer = f"{indent}{'    ' if place == last else '│   '}"
         yield from _branches(child, longer, None if depth is None else depth - 1)
 
 
-def _only_way(branch: Branch) -> tuple[Branch, str]:
-    """The first branch from here on that is an end or a fork, and its name from here."""
+def _joined(branch: Branch) -> tuple[Branch, str]:
+    """The first branch from here on with an entry or several children, and its name from here."""
     name = branch.name
     while branch.entry is None and len(branch.below) == 1:
         (branch,) = branch.below.values()

@@ -1,4 +1,4 @@
-"""``dckpt map``: a page of how tensors are cut into chunks, and which rank wrote each."""
+"""``dckpt map``: a page that shows how tensors are cut into chunks, and which rank wrote each."""
 
 from __future__ import annotations
 

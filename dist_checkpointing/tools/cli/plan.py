@@ -1,4 +1,4 @@
-"""``dckpt plan``: what a load would cost on so many ranks, without doing it."""
+"""``dckpt plan``: shows what a load would cost on many ranks, without loading."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MOST_ROWS = 16
 _WIDE = 76
 _MOST_LISTED = 10
 _WORTH_CUTTING = 0.1
-"""Share of all bytes from which on it matters that tensors are whole on every rank."""
+"""If tensors that are whole on every rank have more than this share of all bytes, say so."""
 _DOES_NOT_FIT = 1
 """Exit code if the load would fail."""
 
@@ -78,14 +78,14 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Plan a load on so many ranks and show what it costs. Nothing is allocated or loaded.
+    """Plan a load on many ranks and show what it costs. Nothing is allocated or loaded.
 
-    Shows for each rank the bytes it wants and reads, the files it opens
-    and its peak memory, and whatever would make the load fail (then the
+    Shows for each rank the bytes that it wants and reads, the files that it
+    opens and its peak memory; and what would make the load fail (then the
     exit code is 1).
 
-    Without --shard, tensors are cut as the names that Megatron-Core and
-    Hugging Face use say; if no name is known, as they were when saved.
+    Without --shard, tensors are cut according to their names in Megatron-Core
+    and Hugging Face; if no name is known, as they were when saved.
 
     Example: dckpt plan ckpt/1000 --tp 8 --dp 4
 
@@ -99,7 +99,7 @@ def plan(
         cuts = cut_keys(opened.index, tp, [*rules, *guessed_rules(opened.index)])
     elif tp > 1 or dp > 1 or rules:
         raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
-    # Not at the top: forecasts import torch.
+    # Imported here, because forecasts import torch.
     from dist_checkpointing.tools.forecast.forecast import forecast_of  # noqa: PLC0415
     from dist_checkpointing.tools.forecast.templates import (  # noqa: PLC0415
         of_function,
@@ -253,7 +253,7 @@ def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut], tp: int) -> None:
 
 
 def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
-    """How to cut the largest tensor that is whole for want of a rule, if that is worth it."""
+    """A rule that cuts the largest tensor without a rule; None if that would save little."""
     whole = {
         cut.key: index[cut.key].num_bytes
         for cut in cuts
@@ -267,7 +267,7 @@ def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
         fits = [axis for axis, extent in extents if extent and extent % tp == 0]
         if fits:
             own = stored_axis(stored)
-            # Layer for layer the same: what follows the number.
+            # The part after the number of the layer, which all layers share.
             name = same_for_all_layers(key).rpartition("*.")[2]
             pattern = re.escape(name).replace(r"\.", ".")
             return shlex.quote(f"{pattern}={own if own in fits else fits[0]}")
@@ -275,7 +275,7 @@ def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
 
 
 def _show_keys(keys: Sequence[str]) -> None:
-    # Layer for layer the same: one line for all of them.
+    # One line for the same tensors of all layers.
     groups = Counter(map(same_for_all_layers, keys))
     for name, count in list(groups.items())[:_MOST_LISTED]:
         times = f"  ({count})" if count > 1 else ""

@@ -1,4 +1,4 @@
-"""``dckpt rm-prefix``: tensors out of a checkpoint, and their disk space back."""
+"""``dckpt rm-prefix``: removes tensors from a checkpoint, and frees their disk space."""
 
 from __future__ import annotations
 
@@ -37,16 +37,19 @@ def rm_prefix(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     prefix: Annotated[str, typer.Argument(help="Tensors whose keys begin with this are removed.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what goes.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document; needs --yes or --dry-run.")
     ] = False,
 ) -> None:
     """Remove the tensors below a prefix from a checkpoint, for good.
 
-    Shows what goes and what that frees, and asks. A crash in between leaves
-    the checkpoint with the tensors or without them; run it again to free
-    what is left. Sharded objects and common state stay.
+    Shows which tensors it will remove and how many bytes that frees, and
+    asks. A crash in between leaves the checkpoint with the tensors or without
+    them; then run it again to free the rest. Sharded objects and common
+    state stay.
 
     Example: dckpt rm-prefix ckpt/1000 optimizer
     """
@@ -55,7 +58,7 @@ def rm_prefix(
     if as_json and not (yes or dry_run):
         raise ValueError("--json asks nothing: pass --yes to remove, or --dry-run to look")
     opened = Checkpoint.open(checkpoint)
-    # Not at the top: strategies import torch.
+    # Imported here, because strategies import torch.
     from dist_checkpointing.comm import SingleProcess  # noqa: PLC0415
     from dist_checkpointing.serialization.readers import preview_removal, remove_sharded_tensors  # noqa: PLC0415
 
@@ -80,7 +83,17 @@ def rm_prefix(
 
 @dataclass(frozen=True, slots=True)
 class _Preview:
-    """What is shown before anything goes: sizes of values in bytes, of files as on the disk."""
+    """What is shown before the removal.
+
+    Attributes:
+        checkpoint: the checkpoint.
+        prefix: prefix of the keys.
+        planned: the removal.
+        num_bytes: bytes of the values of the tensors.
+        file_bytes: bytes on the disk of the files that will be deleted.
+        shared_bytes: bytes of the values that stay in files with other tensors.
+        kept_objects: keys of sharded objects with the prefix, which are not removed.
+    """
 
     checkpoint: Checkpoint
     prefix: str
@@ -133,12 +146,12 @@ def _show(preview: _Preview) -> None:
     files = counted(len(planned.files), "file")
     facts.add_row("disk", f"{bytes_text(preview.file_bytes)} freed by deleting {files}")
     if planned.is_unfinished:
-        facts.add_row("unfinished", "a removal that was cut off here is brought to its end")
+        facts.add_row("unfinished", "an interrupted removal is completed")
     if preview.shared_bytes:
         facts.add_row(
             "[yellow]not freed[/]",
-            f"{bytes_text(preview.shared_bytes)} stay on the disk: they lie in "
-            f"{counted(len(planned.shared), 'file')} with values that are kept. To be rid of them, "
+            f"{bytes_text(preview.shared_bytes)} stay on the disk: they are in "
+            f"{counted(len(planned.shared), 'file')} with values that are kept. To free them, "
             "convert the checkpoint without these tensors into a new one.",
         )
     if planned.moved_bytes:

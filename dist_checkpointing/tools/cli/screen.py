@@ -1,4 +1,4 @@
-"""Prints results and errors: styled for a terminal, plain lines for a pipe."""
+"""Output of results and errors: styled for a terminal, plain lines for a pipe."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<=[./])[0-9]+(?=[./])")
 
 out = Console(soft_wrap=False, highlight=False)
-"""Where results go. rich itself leaves colours out for NO_COLOR and for pipes."""
+"""The standard output. rich prints no colours for NO_COLOR and for pipes."""
 
 errors = Console(stderr=True, highlight=False)
-"""Where errors and progress go."""
+"""The standard error, for errors and progress."""
 
 _GAP = "  "
 _LEAST_FIRST = 24
@@ -48,7 +48,7 @@ def escaped(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text of somebody else, such as a key, without what would move the cursor or colour it."""
+    """A text such as a key, with its control characters escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -67,22 +67,22 @@ def painted(text: str, style: str) -> str:
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal; None for a pipe or a file, which have no width."""
+    """Number of columns of the terminal; None for a pipe or a file."""
     return out.width if out.is_terminal else None
 
 
 def in_columns(
     headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, right: Iterable[int] = ()
 ) -> Iterator[str]:
-    """The lines of a table.
+    """The lines of a table of any length; rich takes a minute for a table of 100,000 rows.
 
-    Where it does not fit into the terminal the first column gets narrower, and a text that is too
-    long for it has a line of its own: nothing is cut off, and keys can be copied.
+    If the table is wider than the terminal, the first column gets narrower, and a text that is too
+    long for it gets its own line. So nothing is cut off, and keys can be copied.
 
     Args:
-        headers: one a column; none at all if they are empty.
-        rows: the cells.
-        right: columns that are aligned at their right side.
+        headers: header of each column; no header line if all are empty.
+        rows: cells of each row.
+        right: numbers of the columns that are aligned to the right.
     """
     shown = [headers] if any(headers) else []
     widths = [max(map(_cells, column)) for column in zip(*shown, strict=True)]
@@ -105,7 +105,7 @@ def in_columns(
     if not is_plain:
         yield from (_line(row, widths, to_right) for row in rows)
         return
-    # One formatting operation a row: there may be very many.
+    # One formatting operation for each row, because there may be very many rows.
     form = _GAP.join(
         f"%{width}s" if place in to_right else f"%-{width}s" for place, width in enumerate(widths)
     )
@@ -115,7 +115,7 @@ def in_columns(
 
 
 def _cells(text: str) -> int:
-    """Terminal columns that a text takes."""
+    """Number of terminal columns that a text takes."""
     return len(text) if text.isascii() else cell_len(text)
 
 
@@ -133,15 +133,15 @@ def _line(row: Sequence[str], widths: Sequence[int], right: set[int]) -> str:
 def print_json(value: Any) -> None:
     """One JSON document on the standard output, for scripts.
 
-    JSON has no word for NaN and infinity: they become ``"NaN"``, ``"Infinity"`` and
-    ``"-Infinity"``. What JSON cannot say at all becomes its ``repr``.
+    NaN and infinities become ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, because JSON has no
+    numbers for them. Values of other types become their ``repr``.
     """
     json.dump(json_value(value), sys.stdout, indent=2, default=repr)
     sys.stdout.write("\n")
 
 
 def json_value(value: Any) -> Any:
-    """A value of plain types as JSON can say it."""
+    """A value of plain types, converted for JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, complex):
@@ -154,12 +154,12 @@ def json_value(value: Any) -> Any:
 
 
 def bytes_on_disk(paths: Iterable[Path]) -> int:
-    """Bytes of the blocks that files take; a file that is missing takes 0."""
+    """Bytes of the disk blocks that files take; 0 for a missing file."""
     return sum(path.lstat().st_blocks * 512 for path in paths if path.exists())
 
 
 def same_for_all_layers(key: str) -> str:
-    """A key with its numbers left out: what the same tensors of all layers have in common."""
+    """A key with ``*`` for its numbers, which is the same for all layers."""
     return _NUMBER.sub("*", key)
 
 
@@ -169,7 +169,7 @@ def counted(number: int, word: str) -> str:
 
 
 class Bar:
-    """How far a command is; shown on a terminal, and nowhere else."""
+    """The progress of a command, shown only on a terminal."""
 
     def __init__(self, bar: Any = None, task: Any = None) -> None:
         self._bar = bar
@@ -178,7 +178,7 @@ class Bar:
         self._lock = threading.Lock()
 
     def advance(self, num_bytes: int) -> None:
-        """So many more bytes are done."""
+        """Count ``num_bytes`` more bytes as done."""
         if self._bar is not None:
             self._bar.advance(self._task, num_bytes)
 
@@ -201,11 +201,11 @@ class Bar:
 
 @contextmanager
 def progress_bar(title: str, total_bytes: int | None) -> Iterator[Bar]:
-    """A bar on the standard error, with speed and the time that is left; gone at the end."""
+    """A bar on the standard error, with speed and remaining time; removed at the end."""
     if not errors.is_terminal or (total_bytes is not None and total_bytes < _LEAST_FOR_BAR):
         yield Bar()
         return
-    # Not at the top: most commands have none.
+    # Imported here, because most commands show no bar.
     from rich import progress  # noqa: PLC0415
 
     columns = (

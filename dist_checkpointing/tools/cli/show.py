@@ -1,4 +1,4 @@
-"""``dckpt show``: one tensor, object or entry of the common state."""
+"""``dckpt show``: shows one tensor, object or entry of the common state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def show(
     checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
     key: Annotated[
         str,
-        typer.Argument(help="Of a tensor, a sharded object or common state (such as args.lr)."),
+        typer.Argument(help="Key of a tensor, object or common state (such as args.lr)."),
     ],
     *,
     part: Annotated[
@@ -72,7 +72,7 @@ def show(
     is_object = key in opened.objects
     value = None if is_object else _common_value(opened, key)
     if part is not None:
-        raise ValueError(f"{key!r} is no tensor, and only tensors have slices")
+        raise ValueError(f"{key!r} is not a tensor, and only tensors have slices")
     if is_object:
         _show_object(opened.objects[key], as_json=as_json)
     else:
@@ -82,7 +82,7 @@ def show(
 def _show_tensor(
     handle: TensorHandle, part: str | None, *, statistics: bool, as_json: bool
 ) -> None:
-    # Imports torch, which the list of tensors does not need.
+    # Imported here, because it imports torch.
     from dist_checkpointing.tools.inspect.values import statistics_of_part  # noqa: PLC0415
 
     slices = ... if part is None else parse_slices(part)
@@ -146,7 +146,7 @@ def _values_text(handle: TensorHandle, slices: Any) -> str:
     from dist_checkpointing.tools.inspect.values import as_numbers  # noqa: PLC0415 - imports torch
 
     width = terminal_width() or _PIPE_WIDTH
-    # A number takes about 12 columns, and a row shows as many at both ends.
+    # A number takes about 12 columns, and a row shows ``edge`` numbers at both ends.
     edge = max(1, min(3, (width - 8) // 26))
     excerpt = read_excerpt(handle, slices, most=_MOST_WHOLE, edge=edge)
     if 0 in excerpt.shape:
@@ -255,7 +255,7 @@ def _common_value(opened: Checkpoint, key: str) -> Any:
         near = hint(key, names)
         raise KeyError(
             f"{opened.path} holds nothing called {key!r}"
-            f"{near or '; dckpt ls --all lists what there is'}"
+            f"{near or '; dckpt ls --all lists everything in it'}"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""``dckpt stats``: what a checkpoint consists of."""
+"""``dckpt stats``: counts what a checkpoint consists of."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _scan(opened: Checkpoint) -> dict[str, Statistics]:
     # Imports torch, which counting files does not need.
     from dist_checkpointing.tools.inspect.values import stream_statistics  # noqa: PLC0415
 
-    # What has neither cannot hold one.
+    # Only these dtypes have NaN or infinity.
     regions = [
         (key, Box.whole(tensor.shape))
         for key, tensor in opened.items()

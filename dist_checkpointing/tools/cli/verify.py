@@ -1,4 +1,4 @@
-"""``dckpt verify``: whether a checkpoint can be loaded."""
+"""``dckpt verify``: checks whether a checkpoint can be loaded."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def verify(
 ) -> None:
     """Read all of a checkpoint and name everything that is damaged.
 
-    Looks whether the save was completed and whether the stored parts cover
-    every tensor; reads every part, compares checksums where they were kept,
-    and reads sharded objects and common state.
+    Checks that the save was completed and that the stored parts cover every
+    tensor. Reads every part, and compares checksums if the save kept any.
+    Reads sharded objects and common state.
 
     Exit code: 0 if all is well, 1 if something is damaged, 2 if there is no
     checkpoint.
@@ -85,7 +85,7 @@ def _seen(found: Examination) -> Iterator[str]:
     parts = f"{counted(found.num_parts, 'part')}, {bytes_text(found.num_bytes)}"
     yield f"{counted(found.num_tensors, 'tensor')} in {parts}"
     if found.is_sealed:
-        yield "sealed: every file was compared with what the save noted of it"
+        yield "sealed: every file was compared with the record of the save"
     else:
         yield "no seal (an older version or another program saved it): files are not compared"
     if not found.num_bytes_compared:

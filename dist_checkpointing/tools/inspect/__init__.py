@@ -1,5 +1,5 @@
-"""What a checkpoint holds, found out by looking: lists, values, differences. On one machine.
+"""What a checkpoint holds: lists, values and differences. On one machine.
 
-Each module answers one question with frozen values and prints nothing; ``dckpt`` shows them.
-``listing`` and ``inventory`` need no torch.
+The modules return values and print nothing; ``dckpt`` prints them. ``listing`` and ``inventory`` do
+not import torch.
 """

@@ -14,7 +14,7 @@ _MOST_BOXES = 4096
 def blocks(stored: StoredTensor, region: Box, most_bytes: int) -> Iterator[Box]:
     """``region`` cut into boxes of at most ``most_bytes`` each.
 
-    No stored chunk is in two of them unless it is larger than that.
+    A stored chunk is in only one box, unless it is larger than that.
     """
     most_elements = max(1, most_bytes // stored.dtype.itemsize)
     if region.num_elements == 0:
@@ -43,12 +43,12 @@ def _grown(chunk: Ints, grid: ChunkGrid, most_elements: int) -> Ints:
 def batches(
     index: Index, regions: Iterable[tuple[str, Box]], most_bytes: int
 ) -> Iterator[list[tuple[str, Box]]]:
-    """Regions of tensors cut into blocks, and small blocks put together to be read at once.
+    """Regions of tensors cut into blocks, with small blocks in batches to be read at once.
 
     Args:
-        index: what is stored.
+        index: index of the checkpoint.
         regions: keys, and boxes in elements of the global tensors.
-        most_bytes: of all blocks of a batch together.
+        most_bytes: most bytes of a batch.
     """
     sized = (
         (key, block, block.num_elements * index[key].dtype.itemsize)

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, whatever their backends and shardings."""
+"""What differs between two checkpoints of any backend and sharding."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """When two numbers are the same: if ``|a - b| <= atol + rtol * |b|``.
+    """Two numbers are the same if ``|a - b| <= atol + rtol * |b|``.
 
     Attributes:
-        rtol: relative to the second checkpoint.
-        atol: absolute.
+        rtol: relative tolerance, for ``b`` of the second checkpoint.
+        atol: absolute tolerance.
         equal_nan: whether NaN is the same as NaN.
     """
 
@@ -50,12 +50,12 @@ class Difference:
     """How the values of two tensors differ.
 
     Attributes:
-        num_differing: elements that are not the same.
-        num_compared: all elements.
-        max_abs: largest ``|a - b|`` of those where it is a number; infinity where one is infinite.
-        max_rel: largest ``|a - b| / |b|``; infinity where ``b`` is 0.
-        first_index: of the first that differs, in C order.
-        first_values: there, in both.
+        num_differing: number of elements that are not the same.
+        num_compared: number of all elements.
+        max_abs: largest ``|a - b|`` that is a number; infinity if ``a`` or ``b`` is infinite.
+        max_rel: largest ``|a - b| / |b|``; infinity if ``b`` is 0.
+        first_index: index of the first element that differs, in C order.
+        first_values: the two values of that element.
     """
 
     num_differing: int = 0
@@ -66,7 +66,7 @@ class Difference:
     first_values: tuple[Any, Any] | None = None
 
     def with_more(self, other: Difference) -> Difference:
-        """Of both parts together."""
+        """The difference of both parts together."""
         ours, theirs = self.first_index, other.first_index
         first = other if ours is None or (theirs is not None and theirs < ours) else self
         return Difference(
@@ -81,13 +81,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TensorComparison:
-    """One tensor that both have. Pairs are of the first and of the second checkpoint.
+    """A tensor that both checkpoints have. Pairs are for the first and the second.
 
     Attributes:
-        key: its name in both.
+        key: key of the tensor.
         shapes: global shapes.
         dtypes: names of the element types.
-        values: None if the shapes differ.
+        values: difference of the values; None if the shapes differ.
     """
 
     key: str
@@ -111,8 +111,8 @@ class ValueComparison:
     """An entry of an object or of the common state that is not the same in both.
 
     Attributes:
-        name: where it is.
-        texts: what is there in the first and in the second; None where nothing is.
+        name: path of the entry.
+        texts: the value in the first and in the second, as text; None if there is none.
     """
 
     name: str
@@ -125,11 +125,11 @@ class Comparison:
 
     Attributes:
         only_first: keys of tensors that only the first has.
-        only_second: likewise.
-        tensors: those that both have, the same ones included.
-        objects: cells of sharded objects that differ, or that one lacks.
-        common: entries of the common state that differ, or that one lacks.
-        ignores_dtype: whether another element type alone makes no difference.
+        only_second: keys of tensors that only the second has.
+        tensors: tensors that both have, equal ones included.
+        objects: cells of sharded objects that differ or are in only one.
+        common: entries of the common state that differ or are in only one.
+        ignores_dtype: whether tensors with the same values and different dtypes are equal.
     """
 
     only_first: tuple[str, ...]
@@ -141,7 +141,7 @@ class Comparison:
 
     @property
     def differing(self) -> tuple[TensorComparison, ...]:
-        """The tensors of both that are not the same."""
+        """The tensors that both have and that differ."""
         if self.ignores_dtype:
             return tuple(row for row in self.tensors if not row.has_same_values)
         return tuple(row for row in self.tensors if not row.is_same)
@@ -164,32 +164,32 @@ def compare_checkpoints(
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
 ) -> Comparison:
-    """Compare two checkpoints by what they hold, not by how they store it.
+    """Compare what two checkpoints hold, however they store it.
 
     Args:
         first: one checkpoint.
-        second: the other; what is relative is relative to it.
+        second: the other checkpoint; the relative tolerance is relative to its values.
         tolerance: when two numbers are the same.
-        wanted: which keys (of tensors, objects and common state) to look at.
-        ignore_dtype: another element type alone makes no difference.
-        memory_bytes: for values of both that are in memory at a time.
+        wanted: tells which keys (of tensors, objects and common state) to compare.
+        ignore_dtype: treat tensors with the same values and different dtypes as equal.
+        memory_bytes: most bytes of values of both that are in memory at a time.
         report: called with the number of bytes of the first that were compared since the last call.
 
     Raises:
         CheckpointingException: if something cannot be read.
     """
     common = [key for key in first if key in second and wanted(key)]
-    alike = [key for key in common if first[key].shape == second[key].shape]
-    values = dict.fromkeys(alike, Difference())
+    same_shape = [key for key in common if first[key].shape == second[key].shape]
+    values = dict.fromkeys(same_shape, Difference())
 
-    def look_at(batch: Sequence[tuple[str, Box]]) -> None:
-        # In a function of its own, so that no value lives on while the next batch is read.
+    def compare(batch: Sequence[tuple[str, Box]]) -> None:
+        # A function of its own, so that its values are freed before the next batch is read.
         for (key, box), a, b in zip(batch, first.read(batch), second.read(batch), strict=True):
             values[key] = values[key].with_more(compare_tensors(a, b, tolerance, box.offset))
             report(a.nbytes)
 
-    for batch in _batches(first, second, alike, memory_bytes // 2):
-        look_at(batch)
+    for batch in _batches(first, second, same_shape, memory_bytes // 2):
+        compare(batch)
     tensors = [
         TensorComparison(
             key,
@@ -222,7 +222,7 @@ def _batches(
     def sized() -> Iterator[tuple[str, Box, int]]:
         for key in keys:
             pair = first.index[key], second.index[key]
-            # Along the chunks of the one that has to decode them whole.
+            # Along the chunks of the checkpoint that must decode whole chunks.
             lead = pair[1] if second.index.codec and not first.index.codec else pair[0]
             widest = max(stored.dtype.itemsize for stored in pair)
             most = most_bytes * lead.dtype.itemsize // widest
@@ -238,10 +238,10 @@ def compare_tensors(
     """Compare two CPU tensors of one shape.
 
     Args:
-        a: one.
-        b: the other.
+        a: one tensor.
+        b: the other tensor.
         tolerance: when two numbers are the same.
-        origin: where the tensors begin, for ``first_index``.
+        origin: index of their first element, for ``first_index``.
     """
     total = Difference(num_compared=a.numel())
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
@@ -267,22 +267,22 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
     if x.dtype != y.dtype:
         kind = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.longdouble
         x, y = x.astype(kind), y.astype(kind)
-    with np.errstate(invalid="ignore"):  # which signalling NaNs are
+    with np.errstate(invalid="ignore"):  # for signalling NaNs
         unequal = x != y
     if tolerance.equal_nan and x.dtype.kind in "fc":
         unequal &= ~(np.isnan(x) & np.isnan(y))
     places = np.flatnonzero(unequal)
     if not len(places):
         return Difference(), None
-    # 64-bit integers, too, are exact in this type.
+    # 64-bit integers are exact in this type too.
     wide = np.complex128 if x.dtype.kind == "c" else np.longdouble
     p, q = x[places].astype(wide), y[places].astype(wide)
     with np.errstate(all="ignore"):
         distance: Array = np.abs(np.subtract(p, q))
         size = np.abs(q)
-        # Written so that a NaN is never within.
+        # Written such that NaN is never within the tolerance.
         differs = ~(distance <= tolerance.atol + tolerance.rtol * size)
-        # Infinities of one sign are equal and not here; infinity is within no tolerance.
+        # Infinities of one sign are equal, and so not here; others are not within any tolerance.
         differs |= np.isinf(p) | np.isinf(q)
         distance, size, places = distance[differs], size[differs], places[differs]
         if not len(places):
@@ -352,7 +352,7 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
         return _same_arrays(np.array([a]), np.array([b]), tolerance)
     try:
         return bool(a == b)
-    except Exception:  # noqa: BLE001 - what a stranger's __eq__ raises, or several truth values
+    except Exception:  # noqa: BLE001 - an unknown __eq__ may raise anything, or return an array
         return plain_state.value_text(a) == plain_state.value_text(b)
 
 

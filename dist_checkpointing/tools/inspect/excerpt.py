@@ -1,4 +1,4 @@
-"""The corners of a tensor, read without what lies between them."""
+"""The corners of a large tensor, read without the rest."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dist_checkpointing.checkpoint.slicing import positions
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Excerpt:
-    """What there is to see of a tensor.
+    """A tensor, or its corners.
 
     Attributes:
-        values: all of it, or the first and the last of every long axis, and one more in between
-            that stands for what was left out.
-        is_whole: whether it is all.
-        shape: of what it is an excerpt of.
-        edge: how many of each end.
+        values: all values, or the first and last ``edge`` of every long axis. Between them is one
+            more, in place of the values that were left out.
+        is_whole: whether these are all values.
+        shape: shape of the whole tensor or slice.
+        edge: number of values at each end of a long axis.
     """
 
     values: torch.Tensor
@@ -36,13 +36,13 @@ def read_excerpt(handle: TensorHandle, slices: Any = ..., *, most: int, edge: in
 
     Args:
         handle: the tensor.
-        slices: which part, see ``TensorHandle``.
-        most: elements up to which all of it is read.
-        edge: how many of each end of an axis to read otherwise.
+        slices: the part to read, see ``TensorHandle``.
+        most: largest number of elements of which all are read.
+        edge: number of values to read at each end of an axis otherwise.
 
     Raises:
         IndexError: if ``slices`` do not fit the shape.
-        CheckpointingException: if it cannot be read.
+        CheckpointingException: if the tensor cannot be read.
     """
     taken = positions(handle.shape, slices, handle.key)
     shape = tuple(len(part) for part in taken if isinstance(part, range))

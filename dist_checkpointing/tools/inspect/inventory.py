@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: files, bytes, dtypes, shares."""
+"""What a checkpoint consists of: files, bytes, dtypes, the share of the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dist_checkpointing.format.seal import SEAL_NAME
 
 @dataclass(frozen=True, slots=True)
 class TensorTotal:
-    """How many tensors, and their bytes."""
+    """The number of some tensors, and their bytes."""
 
     num_tensors: int = 0
     num_bytes: int = 0
@@ -25,12 +25,12 @@ class TensorTotal:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Some of the files together.
+    """The number of files, and their bytes.
 
     Attributes:
-        num_files: how many.
-        num_bytes: their sizes.
-        num_bytes_on_disk: blocks that the file system gave them; fewer for files with holes.
+        num_files: number of files.
+        num_bytes: sum of their sizes.
+        num_bytes_on_disk: bytes of their disk blocks, which are fewer for files with holes.
     """
 
     num_files: int = 0
@@ -43,17 +43,17 @@ class Inventory:
     """What a checkpoint consists of.
 
     Attributes:
-        files: all of them.
-        largest_files: relative name and bytes, largest first.
-        tensors: all of them; bytes before compression.
-        by_dtype: the tensors of each element type, largest share first.
-        model: tensors whose keys do not say that they are an optimizer's.
-        optimizer: tensors whose keys do, see ``is_of_optimizer``.
+        files: all files.
+        largest_files: relative names and bytes of the largest files, largest first.
+        tensors: all tensors; bytes before compression.
+        by_dtype: tensors of each element type, largest share first.
+        model: tensors of the model: all but ``optimizer``.
+        optimizer: tensors of an optimizer, see ``is_of_optimizer``.
         largest: keys and bytes of the largest tensors.
-        num_elements: of all tensors.
-        num_chunks: stored chunks and pieces of all tensors.
-        largest_chunk_bytes: before compression.
-        facts: what only this backend has, in words.
+        num_elements: number of elements of all tensors.
+        num_chunks: number of stored chunks and pieces of all tensors.
+        largest_chunk_bytes: bytes of the largest chunk, before compression.
+        facts: facts about this backend, as text.
     """
 
     files: Files
@@ -70,11 +70,11 @@ class Inventory:
 
 
 def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventory:
-    """Look at the index and the names and sizes of the files; reads no values.
+    """Count what the index and the names and sizes of the files show; no values are read.
 
     Args:
-        checkpoint: to look at.
-        most_listed: how many of the largest to name.
+        checkpoint: the checkpoint.
+        most_listed: number of the largest tensors and files to name.
 
     Raises:
         CheckpointingException: if the index cannot be read.
@@ -121,7 +121,7 @@ def _with(share: TensorTotal, stored: StoredTensor) -> TensorTotal:
 
 
 def _chunks(stored: StoredTensor) -> tuple[int, int]:
-    """Number of chunks or pieces, and bytes of the largest."""
+    """Number of chunks or pieces, and bytes of the largest one."""
     itemsize = stored.dtype.itemsize
     if stored.pieces is None:
         chunk = map(min, stored.grid.chunk_shape, stored.global_shape)
@@ -133,13 +133,13 @@ def _chunks(stored: StoredTensor) -> tuple[int, int]:
 
 
 def _file_sizes(folder: Path) -> dict[str, tuple[int, int]]:
-    """Relative name -> size, and bytes of the blocks that it takes."""
+    """Size, and bytes of the disk blocks, of each file by its relative name."""
     sizes = {}
     for parent, _, names in os.walk(folder):
         for name in names:
-            path = os.path.join(parent, name)  # noqa: PTH118 - a Path each costs ten times more
+            path = os.path.join(parent, name)  # noqa: PTH118 - Paths cost ten times more
             status = os.lstat(path)
-            # In units of 512 bytes, whatever the block size of the file system.
+            # st_blocks counts units of 512 bytes on every file system.
             sizes[os.path.relpath(path, folder)] = status.st_size, status.st_blocks * 512
     return sizes
 
@@ -155,7 +155,7 @@ def _facts(checkpoint: Checkpoint, sizes: Mapping[str, tuple[int, int]]) -> dict
             inside = [
                 size for name, (size, _) in sizes.items() if name.startswith(f"data/{section}/")
             ]
-            # So much a removal of all of its tensors gives back.
+            # A removal of all of its tensors frees this.
             facts[f"section {section}"] = f"{sum(inside):,} bytes in {_count(inside, 'file')}"
     elif backend == "zarr":
         facts["format"] = f"zarr v{3 if version == 2 else 2}"

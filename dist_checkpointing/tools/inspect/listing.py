@@ -1,4 +1,4 @@
-"""What a checkpoint holds as a list and as a tree, from its index alone; without torch."""
+"""The tensors of a checkpoint as a list and as a tree, from its index, without torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Entry(NamedTuple):
     """A line of the list. A named tuple, because there may be hundreds of thousands.
 
     Attributes:
-        key: its name.
+        key: key of the tensor or object, or name of the value.
         shape: global shape of a tensor, grid of a sharded object; None for common state.
-        dtype: of a tensor; ``"object"`` for a sharded object, ``"common"`` for common state.
-        num_bytes: of the values of a tensor; 0 for what is not one.
+        dtype: dtype of a tensor; ``"object"`` for an object, ``"common"`` for common state.
+        num_bytes: bytes of the values of a tensor; 0 for other entries.
         sharding: how it is stored, as text.
     """
 
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Subtotal:
-    """What all tensors whose keys begin alike have together."""
+    """The sums of all tensors whose keys have one prefix."""
 
     prefix: str
     num_tensors: int
@@ -46,14 +46,14 @@ class Subtotal:
 
 @dataclass(slots=True)
 class Branch:
-    """What lies below one part of the keys.
+    """One part of the keys, and the parts below it.
 
     Attributes:
         name: the part.
-        below: what follows it.
-        entry: what has exactly this key, if anything has.
-        num_entries: here and below.
-        num_bytes: here and below.
+        below: the next parts, by name.
+        entry: the entry with exactly this key, if there is one.
+        num_entries: number of entries here and below.
+        num_bytes: bytes of the entries here and below.
     """
 
     name: str
@@ -64,15 +64,15 @@ class Branch:
 
 
 def name_filter(pattern: str | None, *, regex: bool = False) -> Callable[[str], bool]:
-    """Whether a key is meant by a pattern.
+    """A function that tells whether a key matches a pattern.
 
     Args:
-        pattern: with ``*``, ``?`` or ``[`` a glob for the whole key, else a part of it; None for
-            every key.
-        regex: it is a regular expression, which has to be found somewhere in the key.
+        pattern: a glob for the whole key if it has ``*``, ``?`` or ``[``, else a part of the key;
+            None for every key.
+        regex: whether the pattern is a regular expression, to be found anywhere in the key.
 
     Raises:
-        ValueError: if it does not compile.
+        ValueError: if the regular expression does not compile.
     """
     if pattern is None:
         return lambda _: True
@@ -89,7 +89,7 @@ def name_filter(pattern: str | None, *, regex: bool = False) -> Callable[[str], 
 
 
 def tensor_entries(index: Index, wanted: Callable[[str], bool]) -> Iterator[Entry]:
-    """The tensors of an index whose keys are wanted, in its order."""
+    """The tensors of an index whose keys are wanted, in the order of the index."""
     itemsizes = {row.name: row.itemsize for row in element_types.ELEMENT_TYPES}
     seen: dict[tuple[tuple[int, ...], tuple[int, ...] | None], tuple[int, str]] = {}
     columns = zip(
@@ -103,11 +103,11 @@ def tensor_entries(index: Index, wanted: Callable[[str], bool]) -> Iterator[Entr
         if not wanted(key):
             continue
         shape = tuple(extents)
-        # Most tensors of a large model have one of a few shapes.
-        alike = (shape, None if chunk is None else tuple(chunk))
-        if alike not in seen:
-            seen[alike] = math.prod(shape), sharding_text(*alike)
-        count, sharding = seen[alike]
+        # The tensors of a large model have only a few different shapes.
+        cut = (shape, None if chunk is None else tuple(chunk))
+        if cut not in seen:
+            seen[cut] = math.prod(shape), sharding_text(*cut)
+        count, sharding = seen[cut]
         if chunk is None:
             pieces = len(index.pieces[key])
             sharding = f"{pieces} piece{'s' if pieces != 1 else ''}"
@@ -126,7 +126,7 @@ def sharding_text(shape: tuple[int, ...], chunk: tuple[int, ...] | None) -> str:
 
 
 def shape_text(shape: Iterable[int] | None) -> str:
-    """``512x4096``: a shape without spaces, so that columns stay columns for ``awk``."""
+    """``512x4096``: a shape without spaces, so that ``awk`` sees one column."""
     return "-" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
@@ -143,7 +143,7 @@ def subtotals(entries: Iterable[Entry]) -> list[Subtotal]:
 
 
 def as_tree(entries: Iterable[Entry]) -> Branch:
-    """The entries by the parts of their keys, which end at ``.`` and ``/``."""
+    """The entries as a tree of the parts of their keys, which are separated by ``.`` and ``/``."""
     root = Branch("")
     for entry in entries:
         above, branch = root, root
@@ -153,7 +153,7 @@ def as_tree(entries: Iterable[Entry]) -> Branch:
                 branch = known[name]
             else:
                 branch = known[name] = Branch(name)
-        # Two keys may differ in their separators only: the second gets a line of its own.
+        # If two keys differ only in their separators, the second gets its own line.
         if branch.entry is not None:
             branch = above.below.setdefault(entry.key, Branch(entry.key))
         branch.entry = entry

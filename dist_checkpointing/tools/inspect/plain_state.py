@@ -18,10 +18,10 @@ _MOST_TEXT = 200
 def entries(value: Any, name: str = "") -> dict[str, Any]:
     """The leaves of nested dicts, lists, tuples and namespaces, by path such as ``args.betas.0``.
 
-    An empty container is a leaf, and so is one that contains itself.
+    An empty container is a leaf, and so is a container that contains itself.
 
     Raises:
-        ValueError: if there are too many for a state dict.
+        ValueError: if there are too many leaves for a state dict.
     """
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any, frozenset[int]]] = [(name, value, frozenset())]
@@ -53,7 +53,7 @@ def _children(node: Any) -> Iterator[tuple[object, Any]]:
 
 
 def _free(path: str, taken: dict[str, Any]) -> str:
-    """The keys 1 and "1" of one dict have the same text."""
+    """A path that is not taken: the keys 1 and "1" of one dict have the same text."""
     number = 2
     name = path
     while name in taken:
@@ -63,10 +63,10 @@ def _free(path: str, taken: dict[str, Any]) -> str:
 
 
 def below(value: Any, path: str) -> Any:
-    """What lies at a path such as ``args.betas``.
+    """The value at a path such as ``args.betas``.
 
     Raises:
-        KeyError: if there is nothing.
+        KeyError: if there is no value.
     """
     found = [node for name, node in _nodes(value, path) if name == path]
     if not found:
@@ -75,7 +75,7 @@ def below(value: Any, path: str) -> Any:
 
 
 def _nodes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The nodes on the way to a path; a key may itself hold dots."""
+    """The values on the way to a path; keys may contain dots."""
     waiting = [("", value)]
     while waiting:
         name, node = waiting.pop()
@@ -87,7 +87,7 @@ def _nodes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def type_text(value: Any) -> str:
-    """What kind of value it is: ``int``, ``float32 tensor 2x3``."""
+    """The type of a value as text: ``int``, ``float32 tensor 2x3``."""
     if isinstance(value, torch.Tensor):
         shape = "x".join(map(str, value.shape)) or "scalar"
         return f"{str(value.dtype).removeprefix('torch.')} tensor {shape}"
@@ -97,7 +97,7 @@ def type_text(value: Any) -> str:
 
 
 def value_text(value: Any, most: int = _MOST_TEXT) -> str:
-    """A value in one line."""
+    """A value as one line of text."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
         text = f"{type_text(value)} {_numbers_text(value)}"
@@ -106,7 +106,7 @@ def value_text(value: Any, most: int = _MOST_TEXT) -> str:
     else:
         try:
             text = repr(value)
-        except Exception as error:  # noqa: BLE001 - a stranger's __repr__ may do anything
+        except Exception as error:  # noqa: BLE001 - an unknown __repr__ may raise anything
             text = f"<{type(value).__name__}: {error}>"
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 1]}…"

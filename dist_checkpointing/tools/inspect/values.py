@@ -21,22 +21,22 @@ Array = npt.NDArray[Any]
 
 DEFAULT_MEMORY_BYTES = 256 * 2**20
 _SLAB_ELEMENTS = 2**18
-"""Elements that are looked at at a time: what is computed of them stays in the cache."""
+"""Number of elements that are processed at a time, such that they stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of a tensor, or of a part of it.
+    """Statistics of a tensor, or of a part of it.
 
     Attributes:
-        count: of all elements.
-        minimum: of the finite values; None if there are none, and for complex numbers.
-        maximum: likewise.
-        mean: of the finite values; None if there are none.
-        std: standard deviation of the finite values around their mean (divided by their number).
-        num_nan: elements that are not a number.
-        num_inf: infinite ones.
-        num_zero: zeros of either sign.
+        count: number of elements.
+        minimum: smallest finite value; None if there is none, and for complex numbers.
+        maximum: largest finite value; None likewise.
+        mean: mean of the finite values; None if there are none.
+        std: standard deviation of the finite values (divided by their number).
+        num_nan: number of elements that are NaN.
+        num_inf: number of infinite elements.
+        num_zero: number of zeros of either sign.
     """
 
     count: int = 0
@@ -50,11 +50,11 @@ class Statistics:
 
     @property
     def num_finite(self) -> int:
-        """Elements that are neither NaN nor infinite."""
+        """Number of elements that are neither NaN nor infinite."""
         return self.count - self.num_nan - self.num_inf
 
     def with_more(self, other: Statistics) -> Statistics:
-        """Of both parts together."""
+        """The statistics of both parts together."""
         if not self.num_finite or not other.num_finite:
             known = self if self.num_finite else other
             moments = known.minimum, known.maximum, known.mean, known.std
@@ -87,7 +87,7 @@ def _together(a: Statistics, b: Statistics) -> tuple[Any, Any, Any, float]:
 
 
 def as_numbers(tensor: torch.Tensor) -> Array:
-    """The values in a numpy dtype that can calculate; short floats become float32, exactly."""
+    """The values in a dtype that numpy can calculate with; short floats become float32, exactly."""
     if tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64):
         if tensor.dtype in (torch.float16, torch.bfloat16):
             return tensor.float().numpy()
@@ -107,7 +107,7 @@ def statistics_of(tensor: torch.Tensor) -> Statistics:
     total = Statistics()
     flat = tensor.reshape(-1)
     for start in range(0, flat.numel(), _SLAB_ELEMENTS):
-        # Converted piece by piece: a whole bfloat16 tensor as float32 would take twice its memory.
+        # Converted in parts: a whole bfloat16 tensor would take twice its memory as float32.
         total = total.with_more(_of_slab(as_numbers(flat[start : start + _SLAB_ELEMENTS])))
     return total
 
@@ -144,13 +144,13 @@ def stream_statistics(
     """The statistics of parts of tensors, read block by block.
 
     Args:
-        checkpoint: to read.
+        checkpoint: the checkpoint.
         regions: keys, and boxes in elements of the global tensors.
-        memory_bytes: for values that are in memory at a time.
+        memory_bytes: most bytes of values that are in memory at a time.
         report: called with the number of bytes that were read since the last call.
 
     Returns:
-        By key; several regions of one key together.
+        The statistics of each key; several regions of one key together.
 
     Raises:
         CheckpointingException: if a part cannot be read.
@@ -158,14 +158,14 @@ def stream_statistics(
     wanted = list(regions)
     found = {key: Statistics() for key, _ in wanted}
 
-    def look_at(batch: Sequence[tuple[str, Box]]) -> None:
-        # In a function of its own, so that no value lives on while the next batch is read.
+    def add(batch: Sequence[tuple[str, Box]]) -> None:
+        # A function of its own, so that its values are freed before the next batch is read.
         for (key, _), tensor in zip(batch, checkpoint.read(batch), strict=True):
             found[key] = found[key].with_more(statistics_of(tensor))
             report(tensor.nbytes)
 
     for batch in batches(checkpoint.index, wanted, memory_bytes):
-        look_at(batch)
+        add(batch)
     return found
 
 
@@ -180,7 +180,7 @@ def statistics_of_part(
 
     Raises:
         IndexError: if ``slices`` do not fit the shape.
-        CheckpointingException: if it cannot be read.
+        CheckpointingException: if the part cannot be read.
     """
     taken = positions(handle.shape, slices, handle.key)
     ranges = [range(part, part + 1) if isinstance(part, int) else part for part in taken]

@@ -1,7 +1,6 @@
-"""A web page of how the tensors of a checkpoint are cut into chunks, and which rank wrote each.
+"""A web page that shows how tensors are cut into chunks, and which rank wrote each.
 
-``contents`` reads from the checkpoint what there is to show; ``page`` turns that into HTML, whose
-script draws.
+``contents`` reads the chunks and their writers; ``page`` makes the HTML, and its script draws.
 """
 
 from dist_checkpointing.tools.map.contents import CheckpointMap, MappedTensor, checkpoint_map

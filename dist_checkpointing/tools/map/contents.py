@@ -1,4 +1,4 @@
-"""What a map shows: the tensors, their chunks, and which rank wrote each."""
+"""The contents of a map: the tensors, their chunks, and which rank wrote each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dist_checkpointing.format.index import StoredTensor
 _DCP_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 Writers = tuple[int, ...]
-"""The ranks that wrote a chunk, in order; none if that was not recorded."""
+"""The ranks that wrote a chunk, in order; empty if they were not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class MappedTensor:
     """A tensor and how it is stored.
 
     Attributes:
-        key: Its name.
-        dtype: Name of its element type.
-        itemsize: Bytes of an element.
-        shape: Shape of the whole tensor.
-        chunk_shape: None if it is stored as pieces.
-        pieces: The boxes of each piece; a flattened range has several.
-        writers: The ranks that wrote each chunk, in C order, or each piece.
+        key: key of the tensor.
+        dtype: name of its element type.
+        itemsize: bytes of an element.
+        shape: global shape.
+        chunk_shape: shape of a chunk; None if it is stored as pieces.
+        pieces: boxes of each piece; a flattened range has several.
+        writers: ranks that wrote each chunk, in C order, or each piece.
     """
 
     key: str
@@ -52,9 +52,9 @@ class CheckpointMap:
     """What a page shows.
 
     Attributes:
-        name: The last two folders of the checkpoint's path.
-        backend: Name and version in words.
-        tensors: Sorted by key.
+        name: the last two folders of the path of the checkpoint.
+        backend: name and version of the backend, as text.
+        tensors: the tensors, sorted by key.
     """
 
     name: str
@@ -67,7 +67,7 @@ def checkpoint_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) ->
 
     Raises:
         KeyError: for a key that the checkpoint does not hold.
-        CorruptCheckpointError: if what says who wrote them is damaged.
+        CorruptCheckpointError: if the tables of checksums, which name the writers, are damaged.
     """
     wanted = [checkpoint[key].key for key in (checkpoint if keys is None else keys)]
     index = checkpoint.index
@@ -128,7 +128,7 @@ def _of_pieces(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Writer
     for box, flat in stored.pieces:
         ranks = exact.get((box, flat))
         if ranks is None:
-            # A format may cut what it is given into smaller boxes.
+            # The format may have cut the piece into smaller boxes.
             own = boxes_of_part(box, flat)
             ranks = {
                 _rank(part)
@@ -144,10 +144,10 @@ def _of_pieces(stored: StoredTensor, parts: Sequence[StoredPart]) -> list[Writer
 
 
 def _by_file_name(checkpoint: Checkpoint, keys: Sequence[str]) -> Mapping[str, list[Writers]]:
-    """What the names of torch DCP's files say: each rank writes its own."""
+    """The writers according to the names of torch DCP's files: each rank writes its own files."""
     if checkpoint.backend[0] != "torch_dist":
         return {}
-    # Not at the top: it imports torch, which the map of other checkpoints does without.
+    # Imported here, because it imports torch.
     from dist_checkpointing.planning import MetadataIndex  # noqa: PLC0415
 
     chunks: list[MetadataIndex] = []

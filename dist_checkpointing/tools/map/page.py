@@ -1,4 +1,4 @@
-"""A web page that explores the map: one file, nothing fetched from anywhere."""
+"""A web page that shows a map: one file, which loads nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SCRIPTS = (
     "steps.js",
     "begin.js",
 )
-"""In this order; one scope, so that each can use what those before it define."""
+"""The scripts in this order, in one scope: each can use the definitions of the earlier ones."""
 
 
 def render_page(chunks: CheckpointMap) -> str:
@@ -44,7 +44,7 @@ def render_page(chunks: CheckpointMap) -> str:
 
 
 def page_data(chunks: CheckpointMap) -> dict[str, Any]:
-    """What the script of the page reads; runs of chunks with the same writers are one entry."""
+    """The data for the script of the page; chunks in a row with the same writers are one entry."""
     numbers: dict[Writers, int] = {}
     tensors = [_tensor(tensor, numbers) for tensor in chunks.tensors]
     dtypes = sorted({tensor.dtype for tensor in chunks.tensors})
@@ -78,13 +78,13 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _script_json(content: Any) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """JSON that cannot end the script element around it."""
     text = json.dumps(content, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _script() -> str:
-    # Not modules: a page without files beside it has none to import.
+    # Not as modules, because the page has no files to import.
     body = "\n".join(map(_resource, _SCRIPTS))
     return f'"use strict";\n(() => {{\n{body}}})();'
 
@@ -94,7 +94,7 @@ def _resource(name: str) -> str:
 
 
 def palette(count: int) -> list[str]:
-    """So many colours: distinct ones for a few, the colour circle for many."""
+    """``count`` colours: chosen ones if they are few, else from the colour circle."""
     if count <= len(_FEW):
         return list(_FEW[:count])
     colours = []
@@ -106,6 +106,6 @@ def palette(count: int) -> list[str]:
 
 
 def rank_colours(tensors: Iterable[MappedTensor]) -> dict[int, str]:
-    """A colour for every rank that wrote a part of any of them."""
+    """A colour for every rank that wrote a part of the tensors."""
     ranks = sorted({rank for t in tensors for writers in set(t.writers) for rank in writers})
     return dict(zip(ranks, palette(len(ranks)), strict=True))

@@ -1,4 +1,4 @@
-// The page as it is opened; its address may name what to show.
+// The first view of the page; its address may say what to show.
 
 const chunks = tensors.reduce((sum, tensor) => sum + tensor.count, 0);
 $("name").textContent = data.name;

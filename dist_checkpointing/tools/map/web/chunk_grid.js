@@ -133,7 +133,7 @@ function drawGrid() {
     }
   }
   context.restore();
-  // Where the cuts are, as many as there is room for.
+  // The positions of the cuts, as many as fit.
   context.fillStyle = soft;
   const ticks = (values, at, room, paint) => {
     let last = -Infinity;

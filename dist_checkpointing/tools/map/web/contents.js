@@ -1,4 +1,4 @@
-// The data of the page, made handy, and what is said about it in words.
+// The data of the page, and texts about it.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);

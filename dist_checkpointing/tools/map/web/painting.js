@@ -1,4 +1,4 @@
-// Colours, and what is painted on any canvas.
+// Colours, and functions that paint on a canvas.
 
 const rankColours = new Map(data.ranks);
 const dtypeColours = new Map(data.dtypes);

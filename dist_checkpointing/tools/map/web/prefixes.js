@@ -1,4 +1,4 @@
-// What is searched for, and where in the tree of prefixes we are.
+// The search, and the current prefix.
 
 const state = { query: "", prefix: [], selected: null, sort: "bytes", up: false, rows: ROWS };
 let shown = tensors;

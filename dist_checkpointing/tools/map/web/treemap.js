@@ -45,7 +45,7 @@ function drawTreemap() {
   const layOut = (node, x, y, w, h) => {
     const items = [...node.children.values()].map((child) => {
       const { label, node: inner } = child.tensor ? { label: child.name, node: child } : collapsed(child);
-      // Even an empty tensor can be seen and clicked.
+      // An empty tensor gets a tile too, so that it can be clicked.
       return { label, node: inner, weight: inner.bytes + start.bytes * 2e-5 + 1 };
     }).sort((a, b) => b.weight - a.weight || a.label.localeCompare(b.label, "en", { numeric: true }));
     squarified(items, x, y, w, h, (item, left, top, wide, high) => {
@@ -80,7 +80,7 @@ function drawTreemap() {
   for (const tile of tiles) drawTile(context, tile, page);
   const chosen = tiles.find((tile) => tile.tensor === state.selected);
   if (chosen) {
-    // In two colours, to be seen on any.
+    // In two colours, so that it can be seen on any colour.
     for (const [name, wide] of [["--panel", 5], ["--ink", 2.5]]) {
       context.strokeStyle = css(name);
       context.lineWidth = wide;
@@ -107,7 +107,7 @@ function drawTile(context, tile, page) {
       }
     }
   } else {
-    // Too small for single chunks: who wrote how much of it.
+    // Too small for single chunks: the share of each writer.
     let at = 0;
     for (const [writer, share] of shares(tensor)) {
       fill(context, coloursOf(tensor, writer), x, y + h * at, w, h * share + 0.2);
