@@ -106,21 +106,13 @@ def is_there(path: Path) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether the path is a file, or a link to one.
-
-    Raises:
-        OSError: if the file system cannot tell, which is not the same as no.
-    """
+    """Like ``is_there``, whether the path is a file or a link to one."""
     mode = _mode(path, follows=True)
     return mode is not None and stat.S_ISREG(mode)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether the path is a folder, or a link to one.
-
-    Raises:
-        OSError: if the file system cannot tell, which is not the same as no.
-    """
+    """Like ``is_there``, whether the path is a folder or a link to one."""
     mode = _mode(path, follows=True)
     return mode is not None and stat.S_ISDIR(mode)
 
@@ -261,11 +253,7 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 def fsync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def fsync_folders(files: Iterable[Path], root: Path) -> None:
@@ -347,7 +335,11 @@ def fsync_tree(folder: Path) -> None:
 
 def fsync_file(path: Path) -> None:
     """Make the content of a file durable."""
-    descriptor = os.open(path, os.O_RDONLY)
+    _fsync(path, os.O_RDONLY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:

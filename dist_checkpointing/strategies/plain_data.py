@@ -10,7 +10,6 @@ import argparse
 import collections
 import datetime as dt
 import io
-import pickle
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,12 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from dist_checkpointing.mapping.nesting import Path, path_text
-from dist_checkpointing.strategies.safe_pickle import SAFE_GLOBALS, PlainPickler, deserialize
+from dist_checkpointing.strategies.safe_pickle import (
+    SAFE_GLOBALS,
+    PlainPickler,
+    deserialize,
+    pickle_module,
+)
 from dist_checkpointing.validation.unwrapped import Found, walk, without_values
 
 _MOST_FINDINGS: Final = 20
@@ -212,7 +216,7 @@ def _failure_of(values: list[object], *, trusted: bool) -> Exception | None:
     """The error when the values are saved and loaded, without the values of their tensors."""
     buffer = io.BytesIO()
     try:
-        torch.save(values, buffer, pickle_module=_WithoutValues)
+        torch.save(values, buffer, pickle_module=pickle_module(_EmptyingPickler))
     except Exception as error:  # noqa: BLE001 - the code of a class may raise anything
         return error
     if trusted:
@@ -244,11 +248,3 @@ class _EmptyingPickler(PlainPickler):
             vars(empty).update(vars(obj))
             return empty.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         return super().reducer_override(obj)
-
-
-class _WithoutValues:
-    """The pickle module for ``torch.save``."""
-
-    Pickler = _EmptyingPickler
-    dumps = staticmethod(pickle.dumps)
-    dump = staticmethod(pickle.dump)

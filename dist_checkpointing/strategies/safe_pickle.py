@@ -118,12 +118,10 @@ class PlainPickler(pickle.Pickler):
         return NotImplemented
 
 
-class _PlainPickle:
-    """The pickle module for ``torch.save``."""
-
-    Pickler = PlainPickler
-    dumps = staticmethod(pickle.dumps)
-    dump = staticmethod(pickle.dump)
+def pickle_module(pickler: type[pickle.Pickler]) -> Any:
+    """A pickle module for ``torch.save`` with another pickler."""
+    functions = {"dump": staticmethod(pickle.dump), "dumps": staticmethod(pickle.dumps)}
+    return type("pickle", (), {"Pickler": pickler, **functions})
 
 
 def serialize(value: object, what: str) -> bytes:
@@ -137,7 +135,7 @@ def serialize(value: object, what: str) -> bytes:
         InvalidShardingError: if a sharded leaf is inside an object, where it would be lost.
     """
     buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=_PlainPickle)
+    torch.save(value, buffer, pickle_module=pickle_module(PlainPickler))
     refused = _refused_globals(buffer)
     try:
         check_torch_file(buffer.getvalue())

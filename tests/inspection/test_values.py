@@ -16,10 +16,10 @@ from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.testing.conformance.shards import random_bits
 from dist_checkpointing.tools.inspect import values
-from dist_checkpointing.tools.inspect.excerpt import read_excerpt
 from dist_checkpointing.tools.inspect.values import (
     Statistics,
     as_numbers,
+    read_excerpt,
     statistics_of,
     statistics_of_part,
     stream_statistics,

@@ -28,8 +28,7 @@ from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.readers import load_tensors_metadata
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
-from dist_checkpointing.testing.conformance.hooks import BackendHooks, failures_on
-from dist_checkpointing.testing.conformance.observed import observed_save
+from dist_checkpointing.testing.conformance.hooks import BackendHooks, failures_on, observed_save
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.shards import (
     CUTS,

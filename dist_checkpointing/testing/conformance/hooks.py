@@ -1,11 +1,12 @@
-"""What a suite says about its backend, and how its tests save and load."""
+"""What a suite says about its backend; how its tests save, load and observe the storage."""
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -15,13 +16,41 @@ from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.readers import load_plain_tensors, load_tensors_metadata
 from dist_checkpointing.serialization.save import save
-from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
+from dist_checkpointing.strategies.base import (
+    LoadShardedStrategy,
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+    SaveShardedStrategy,
+)
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select
 from dist_checkpointing.testing.ranks import run_ranks
 
 StateOf = Callable[[int], dict[str, Any]]
 """Returns the state dict or template of a rank."""
+
+
+Observe = Callable[[str, Sequence[Any]], None]
+"""Called with the name and arguments of a method before it runs, then with ``"<name>.done"`` and
+its result. An error that it raises is raised by the method."""
+
+WRITER_CALLS = (
+    "set_up_storage_writer",
+    "prepare_local_plan",
+    "prepare_global_plan",
+    "write_data",
+    "finish",
+)
+READER_CALLS = (
+    "read_metadata",
+    "set_up_storage_reader",
+    "prepare_local_plan",
+    "prepare_global_plan",
+    "read_data",
+)
+
+_Storage = TypeVar("_Storage", StorageWriter, StorageReader)
 
 
 class BackendHooks:
@@ -128,3 +157,44 @@ def failures_on(world_size: int, step: Callable[[Comm], object]) -> list[Excepti
     texts = {f"{type(error).__name__}: {error}" for error in raised}
     assert len(texts) == 1, f"the ranks raised different errors: {texts}"
     return raised
+
+
+def observed_save(strategy: PlannedSaveStrategy, observe: Observe) -> PlannedSaveStrategy:
+    """A copy of the strategy whose writers report every call."""
+    observed, make_writer = copy.copy(strategy), strategy.make_writer
+
+    def make(checkpoint_dir: Path) -> StorageWriter:
+        return _observed(make_writer(checkpoint_dir), WRITER_CALLS, observe)
+
+    observed.make_writer = make  # type: ignore[method-assign]
+    return observed
+
+
+def observed_load(strategy: PlannedLoadStrategy, observe: Observe) -> PlannedLoadStrategy:
+    """A copy of the strategy whose readers report every call."""
+    observed, make_reader = copy.copy(strategy), strategy.make_reader
+
+    def make(checkpoint_dir: Path) -> StorageReader:
+        return _observed(make_reader(checkpoint_dir), READER_CALLS, observe)
+
+    observed.make_reader = make  # type: ignore[method-assign]
+    return observed
+
+
+def _observed(storage: _Storage, names: Sequence[str], observe: Observe) -> _Storage:
+    # A subclass, so that the driver and the backend still recognise it; set on the object itself,
+    # because its constructor may take any arguments.
+    kind = type(storage)
+    methods = {name: _reporting(name, getattr(kind, name), observe) for name in names}
+    storage.__class__ = type(kind.__name__, (kind,), methods)
+    return storage
+
+
+def _reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
+    def call(self: object, *args: Any, **kwargs: Any) -> Any:
+        observe(name, args)
+        result = method(self, *args, **kwargs)
+        observe(f"{name}.done", (result,))
+        return result
+
+    return call

@@ -21,8 +21,12 @@ from dist_checkpointing.strategies.base import (
     PlannedLoadStrategy,
     PlannedSaveStrategy,
 )
-from dist_checkpointing.testing.conformance.hooks import BackendHooks
-from dist_checkpointing.testing.conformance.observed import Observe, observed_load, observed_save
+from dist_checkpointing.testing.conformance.hooks import (
+    BackendHooks,
+    Observe,
+    observed_load,
+    observed_save,
+)
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.shards import (
     CUT_SHAPE,

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.format.byte_sizes import bytes_text, parse_bytes
-from dist_checkpointing.tools.cli.screen import counted, one_line, print_json, progress_bar, say
+from dist_checkpointing.tools.cli.screen import (
+    AsJson,
+    counted,
+    one_line,
+    print_json,
+    progress_bar,
+    say,
+)
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion
@@ -102,7 +109,7 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be done.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Convert a checkpoint into another format.
 

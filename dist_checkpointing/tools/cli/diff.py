@@ -12,6 +12,10 @@ import typer
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import parse_bytes
 from dist_checkpointing.tools.cli.screen import (
+    AsJson,
+    CheckpointArgument,
+    Regex,
+    Trusted,
     counted,
     in_columns,
     one_line,
@@ -34,7 +38,7 @@ _MOST_LISTED = 50
 
 
 def diff(
-    first: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    first: CheckpointArgument,
     second: Annotated[Path, typer.Argument(help="The checkpoint to compare it with.")],
     pattern: Annotated[
         str | None,
@@ -47,19 +51,15 @@ def diff(
     ignore_dtype: Annotated[
         bool, typer.Option("--ignore-dtype", help="Compare the values of different dtypes.")
     ] = False,
-    regex: Annotated[
-        bool, typer.Option("--regex", "-E", help="PATTERN is a regular expression.")
-    ] = False,
+    regex: Regex = False,
     memory: Annotated[
         str, typer.Option(help="Values in memory at a time, such as 256MiB or 2GiB.")
     ] = "256MiB",
-    trusted: Annotated[
-        bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
-    ] = False,
+    trusted: Trusted = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing; only set the exit code.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the contents of two checkpoints of any backend and sharding.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +13,10 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.tools.cli.screen import (
+    AsJson,
+    CheckpointArgument,
+    Regex,
+    Trusted,
     counted,
     in_columns,
     one_line,
@@ -39,7 +42,7 @@ _LINES_AT_ONCE = 1000
 
 
 def ls(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: CheckpointArgument,
     pattern: Annotated[
         str | None,
         typer.Argument(
@@ -47,9 +50,7 @@ def ls(
         ),
     ] = None,
     *,
-    regex: Annotated[
-        bool, typer.Option("--regex", "-E", help="PATTERN is a regular expression.")
-    ] = False,
+    regex: Regex = False,
     tree: Annotated[
         bool, typer.Option("--tree", "-t", help="As a tree of the parts of the keys.")
     ] = False,
@@ -59,10 +60,8 @@ def ls(
     everything: Annotated[
         bool, typer.Option("--all", "-a", help="Sharded objects and common state too.")
     ] = False,
-    trusted: Annotated[
-        bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    trusted: Trusted = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the tensors of a checkpoint: key, shape, dtype, size and how they are cut.
 

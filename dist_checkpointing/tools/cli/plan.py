@@ -17,6 +17,8 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.tools.cli.screen import (
+    AsJson,
+    CheckpointArgument,
     counted,
     one_line,
     out,
@@ -47,7 +49,7 @@ _DOES_NOT_FIT = 1
 
 def plan(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: CheckpointArgument,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
     dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas of each.")] = 1,
     ranks: Annotated[
@@ -76,7 +78,7 @@ def plan(
             " or function(rank, world_size) that returns a sharded state dict.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan a load on many ranks and show what it costs. Nothing is allocated or loaded.
 

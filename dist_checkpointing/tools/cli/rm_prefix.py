@@ -15,6 +15,7 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.tools.cli.screen import (
+    CheckpointArgument,
     bytes_on_disk,
     counted,
     escaped,
@@ -34,7 +35,7 @@ _NO = 1
 
 def rm_prefix(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: CheckpointArgument,
     prefix: Annotated[str, typer.Argument(help="Tensors whose keys begin with this are removed.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[

@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -26,6 +27,13 @@ out = Console(soft_wrap=False, highlight=False)
 
 errors = Console(stderr=True, highlight=False)
 """The standard error, for errors and progress."""
+
+CheckpointArgument = Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Regex = Annotated[bool, typer.Option("--regex", "-E", help="PATTERN is a regular expression.")]
+Trusted = Annotated[
+    bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
+]
 
 _GAP = "  "
 _LEAST_FIRST = 24

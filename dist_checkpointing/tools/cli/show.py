@@ -7,7 +7,6 @@ import itertools
 import math
 import pprint
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -19,6 +18,9 @@ from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.tools.cli.screen import (
+    AsJson,
+    CheckpointArgument,
+    Trusted,
     counted,
     in_columns,
     one_line,
@@ -41,7 +43,7 @@ _PIPE_WIDTH = 100
 
 
 def show(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: CheckpointArgument,
     key: Annotated[
         str,
         typer.Argument(help="Key of a tensor, object or common state (such as args.lr)."),
@@ -54,10 +56,8 @@ def show(
     statistics: Annotated[
         bool, typer.Option(help="Read all of it (or of the slice) for its statistics.")
     ] = True,
-    trusted: Annotated[
-        bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    trusted: Trusted = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a tensor: values, statistics, and which part lies in which chunk.
 
@@ -142,8 +142,8 @@ def _number(value: Any) -> str:
 
 
 def _values_text(handle: TensorHandle, slices: Any) -> str:
-    from dist_checkpointing.tools.inspect.excerpt import read_excerpt  # noqa: PLC0415 - imports torch
-    from dist_checkpointing.tools.inspect.values import as_numbers  # noqa: PLC0415 - imports torch
+    # Imported here, because it imports torch.
+    from dist_checkpointing.tools.inspect.values import as_numbers, read_excerpt  # noqa: PLC0415
 
     width = terminal_width() or _PIPE_WIDTH
     # A number takes about 12 columns, and a row shows ``edge`` numbers at both ends.

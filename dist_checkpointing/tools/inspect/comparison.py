@@ -16,8 +16,13 @@ import torch
 from dist_checkpointing.checkpoint import handle as checkpoints
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.tools.inspect import plain_state
-from dist_checkpointing.tools.inspect.blocks import blocks, grouped
-from dist_checkpointing.tools.inspect.values import DEFAULT_MEMORY_BYTES, as_numbers, slabs
+from dist_checkpointing.tools.inspect.values import (
+    DEFAULT_MEMORY_BYTES,
+    as_numbers,
+    blocks,
+    grouped,
+    slabs,
+)
 
 Array = npt.NDArray[Any]
 

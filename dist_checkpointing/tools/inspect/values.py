@@ -1,7 +1,8 @@
-"""Values of tensors as numbers, and their statistics in bounded memory."""
+"""Values of tensors: read in blocks that fit into memory, their statistics, their corners."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ import torch
 from dist_checkpointing.checkpoint.handle import Checkpoint, TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box, split_rows
-from dist_checkpointing.tools.inspect.blocks import batches, blocks
+from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints, split_rows
+from dist_checkpointing.format.index import Index, StoredTensor
 
 Array = npt.NDArray[Any]
 
 DEFAULT_MEMORY_BYTES = 256 * 2**20
+_MOST_BOXES = 4096
 _SLAB_ELEMENTS = 2**18
 """Number of elements that are processed at a time, such that they stay in the cache."""
 
@@ -211,3 +213,131 @@ def statistics_of_part(
     for part in parts:
         total = total.with_more(look_at(part))
     return total
+
+
+def blocks(stored: StoredTensor, region: Box, most_bytes: int) -> Iterator[Box]:
+    """``region`` cut into boxes of at most ``most_bytes`` each.
+
+    A stored chunk is in only one box, unless it is larger than that.
+    """
+    most_elements = max(1, most_bytes // stored.dtype.itemsize)
+    if region.num_elements == 0:
+        return
+    if stored.pieces is not None or region.num_elements <= most_elements:
+        yield from split_rows(region, most_elements)
+        return
+    grid = stored.grid
+    chunk = tuple(map(min, grid.chunk_shape, grid.global_shape))
+    block = chunk if math.prod(chunk) > most_elements else _grown(chunk, grid, most_elements)
+    for _, part in ChunkGrid(grid.global_shape, block).intersecting(region):
+        yield from split_rows(part, most_elements)
+
+
+def _grown(chunk: Ints, grid: ChunkGrid, most_elements: int) -> Ints:
+    """As many whole chunks as fit, the last axis first."""
+    block = list(chunk)
+    for axis in reversed(range(len(block))):
+        fitting = min(grid.counts[axis], most_elements // math.prod(block))
+        block[axis] *= fitting
+        if fitting < grid.counts[axis]:
+            break
+    return tuple(block)
+
+
+def batches(
+    index: Index, regions: Iterable[tuple[str, Box]], most_bytes: int
+) -> Iterator[list[tuple[str, Box]]]:
+    """Regions of tensors cut into blocks, with small blocks in batches to be read at once.
+
+    Args:
+        index: index of the checkpoint.
+        regions: keys, and boxes in elements of the global tensors.
+        most_bytes: most bytes of a batch.
+    """
+    sized = (
+        (key, block, block.num_elements * index[key].dtype.itemsize)
+        for key, region in regions
+        for block in blocks(index[key], region, most_bytes)
+    )
+    return grouped(sized, most_bytes)
+
+
+def grouped(
+    sized: Iterable[tuple[str, Box, int]], most_bytes: int
+) -> Iterator[list[tuple[str, Box]]]:
+    """Blocks in groups of at most ``most_bytes``; a larger one is a group of its own.
+
+    Args:
+        sized: keys, blocks, and bytes of each block.
+        most_bytes: most bytes of a group.
+    """
+    batch: list[tuple[str, Box]] = []
+    size = 0
+    for key, block, num_bytes in sized:
+        if batch and (size + num_bytes > most_bytes or len(batch) == _MOST_BOXES):
+            yield batch
+            batch, size = [], 0
+        batch.append((key, block))
+        size += num_bytes
+    if batch:
+        yield batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Excerpt:
+    """A tensor, or its corners.
+
+    Attributes:
+        values: all values, or the first and last ``edge`` of every long axis. Between them is one
+            more, in place of the values that were left out.
+        is_whole: whether these are all values.
+        shape: shape of the whole tensor or slice.
+        edge: number of values at each end of a long axis.
+    """
+
+    values: torch.Tensor
+    is_whole: bool
+    shape: tuple[int, ...]
+    edge: int
+
+
+def read_excerpt(handle: TensorHandle, slices: Any = ..., *, most: int, edge: int) -> Excerpt:
+    """Read a part of a tensor, or its corners if it is large.
+
+    Args:
+        handle: the tensor.
+        slices: the part to read, see ``TensorHandle``.
+        most: largest number of elements of which all are read.
+        edge: number of values to read at each end of an axis otherwise.
+
+    Raises:
+        IndexError: if ``slices`` do not fit the shape.
+        CheckpointingException: if the tensor cannot be read.
+    """
+    taken = positions(handle.shape, slices, handle.key)
+    shape = tuple(len(part) for part in taken if isinstance(part, range))
+    if math.prod(shape) <= most:
+        return Excerpt(handle[slices], is_whole=True, shape=shape, edge=edge)
+    ends: list[list[Any]] = []
+    for part in taken:
+        if isinstance(part, int):
+            ends.append([part])
+        elif len(part) <= 2 * edge:
+            ends.append([_as_slice(part)])
+        else:
+            ends.append([_as_slice(part[: edge + 1]), _as_slice(part[len(part) - edge :])])
+    corners = [handle[corner] for corner in itertools.product(*ends)]
+    axis = len(shape)
+    for choices in reversed([end for end in ends if not isinstance(end[0], int)]):
+        axis -= 1
+        step = len(choices)
+        corners = [
+            torch.cat(corners[start : start + step], dim=axis) if step > 1 else corners[start]
+            for start in range(0, len(corners), step)
+        ]
+    (values,) = corners
+    return Excerpt(values, is_whole=False, shape=shape, edge=edge)
+
+
+def _as_slice(part: range) -> slice:
+    return slice(part.start, part.stop, part.step)
