@@ -48,7 +48,7 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
         ValueError: for a timeout that is not a number of seconds above 0.
 
     Example:
-        >>> comm = default_comm()  # in one process that is no rank of several
+        >>> comm = default_comm()  # in a single process
         >>> comm.rank, comm.world_size
         (0, 1)
     """

@@ -338,7 +338,7 @@ def forked_error(owner: int) -> CheckpointingException:
         remedy="Start it with the method 'spawn', or pass comm=SingleProcess() for work that it "
         "does alone.",
     )
-    return CheckpointingException("a forked process is no rank", [finding])
+    return CheckpointingException("a forked process is not a rank", [finding])
 
 
 def _patience(timeout_seconds: float) -> float:

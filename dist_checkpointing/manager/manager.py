@@ -152,7 +152,7 @@ class CheckpointManager:
         capture: Capture = "copy",
         **options: Any,
     ) -> SaveHandle:
-        """Save a step behind the training, after the last such save has ended.
+        """Save a step in the background, after the last asynchronous save has ended.
 
         Args:
             step: number of the step; its folder must hold no checkpoint.

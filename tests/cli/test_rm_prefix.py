@@ -234,9 +234,7 @@ def test_without_a_terminal_and_without_yes_nothing_happens(tmp_path: Path) -> N
     before = snapshot(folder)
     result = command(folder, "optimizer", stdin=subprocess.DEVNULL)
     assert result.returncode == 2
-    assert result.stderr == (
-        "error: nobody can be asked here (no terminal): pass --yes to remove them\n"
-    )
+    assert result.stderr == "error: cannot ask without a terminal: pass --yes to remove them\n"
     assert snapshot(folder) == before
 
 

@@ -47,7 +47,7 @@ from dist_checkpointing.strategies.tensorstore import (
 )
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.observed import observed_load
+from dist_checkpointing.testing.conformance.hooks import observed_load
 from dist_checkpointing.testing.conformance.shards import (
     assert_same_bits,
     poisoned,

@@ -174,7 +174,7 @@ def _make_sure(preview: _Preview, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise ValueError("nobody can be asked here (no terminal): pass --yes to remove them")
+        raise ValueError("cannot ask without a terminal: pass --yes to remove them")
     question = f"Remove {counted(len(preview.planned.keys), 'tensor')} for good?"
     if not typer.confirm(question, default=False):
         out.print("Nothing was removed.")

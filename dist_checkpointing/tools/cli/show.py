@@ -59,7 +59,7 @@ def show(
     trusted: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a tensor: values, statistics, and which part lies in which chunk.
+    """Show a tensor: values, statistics, and the part in each chunk.
 
     Also shows sharded objects and entries of the common state.
 
