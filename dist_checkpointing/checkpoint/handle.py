@@ -110,13 +110,14 @@ class TensorHandle:
 
     def iter_chunks(self) -> Iterator[StoredChunk]:
         """The same one after the other, for tensors that have very many."""
-        return _chunks(self._stored)
+        for box, flat in self._stored.parts():
+            count = box.num_elements if flat is None else flat[1] - flat[0]
+            yield StoredChunk(box, flat, count * self._stored.dtype.itemsize)
 
     @property
     def num_chunks(self) -> int:
         """How many there are."""
-        pieces = self._stored.pieces
-        return math.prod(self._stored.grid.counts) if pieces is None else len(pieces)
+        return self._stored.num_parts
 
     @property
     def folder(self) -> Path:
@@ -188,10 +189,7 @@ class ObjectHandle(Mapping[Ints, Any]):
         return itertools.product(*map(range, self.shape))
 
     def __len__(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     def __repr__(self) -> str:
         return f"<{self.key!r}: object{list(self.shape)}>"
@@ -326,7 +324,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
             finding = Finding(
                 "deleted or overwritten", path=str(self.path), remedy="Open it again."
             )
-            raise CorruptCheckpointError("this is not the checkpoint that was opened", [finding])
+            message = "it changed: this is not the checkpoint that was opened"
+            raise CorruptCheckpointError(message, [finding])
 
     def __getitem__(self, key: str) -> TensorHandle:
         if key not in self.index:
@@ -353,16 +352,3 @@ def _require_inside(shape: Ints, key: str, box: Box) -> None:
     )
     if not fits or not Box.whole(shape).contains(box):
         raise IndexError(f"{key!r}: {box} does not lie in a tensor of shape {shape}")
-
-
-def _chunks(stored: StoredTensor) -> Iterator[StoredChunk]:
-    itemsize = stored.dtype.itemsize
-    if stored.pieces is not None:
-        for box, flat in stored.pieces:
-            count = box.num_elements if flat is None else flat[1] - flat[0]
-            yield StoredChunk(box, flat, count * itemsize)
-        return
-    grid = stored.grid
-    for index in itertools.product(*map(range, grid.counts)):
-        box = grid.box(index)
-        yield StoredChunk(box, None, box.num_elements * itemsize)

@@ -1,8 +1,13 @@
-"""Numbers of bytes as people read and type them."""
+"""Numbers of bytes: as people read and type them, and as the limit of what is done at once."""
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 _UNITS = {
     "": 1,
@@ -32,5 +37,27 @@ def parse_bytes(text: str) -> int:
     unit = None if match is None else _UNITS.get(match[2].lower())
     size = 0 if match is None or unit is None else int(float(match[1]) * unit)
     if size < 1:
-        raise ValueError(f"{text!r} is no size; write for example 2GiB, 500MB or 1073741824")
+        raise ValueError(f"{text!r} is no size; write for example 256MiB, 5GB or 1073741824")
     return size
+
+
+def in_batches(
+    items: Iterable[tuple[Item, int]], most_bytes: int, most_items: int = sys.maxsize
+) -> Iterator[list[Item]]:
+    """Items in their order, as many together as the limits allow; a larger one is alone.
+
+    Args:
+        items: each with its bytes.
+        most_bytes: of the items of a batch.
+        most_items: of a batch.
+    """
+    batch: list[Item] = []
+    size = 0
+    for item, num_bytes in items:
+        if batch and (size + num_bytes > most_bytes or len(batch) == most_items):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += num_bytes
+    if batch:
+        yield batch

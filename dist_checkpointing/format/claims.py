@@ -64,8 +64,7 @@ class Backing:
 
 def claim_of(tensor: StoredTensor) -> Claim:
     """What an index says of a tensor."""
-    parts = math.prod(tensor.grid.counts) if tensor.pieces is None else len(tensor.pieces)
-    return Claim(tensor.key, math.prod(tensor.global_shape) * tensor.dtype.itemsize, parts)
+    return Claim(tensor.key, tensor.num_bytes, tensor.num_parts)
 
 
 def large_tensors(index: Index, keys: Iterable[str]) -> list[Claim]:

@@ -121,7 +121,14 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     if not local.is_file(path):
         raise _not_committed(folder)
     try:
-        content = local.parse_json(local.read_bytes(path, _MAX_CONFIG_BYTES))
+        return _parsed_config(path)
+    except FileNotFoundError as error:
+        raise _not_committed(folder) from error  # overwritten since the first look
+
+
+def _parsed_config(path: Path) -> CheckpointingConfig:
+    with local.parsing(f"{CONFIG_FNAME} cannot be read", path, remedy="Restore the file."):
+        content = local.read_json(path, _MAX_CONFIG_BYTES)
         known = {f.name for f in fields(CheckpointingConfig)}
         config = CheckpointingConfig(**{k: v for k, v in content.items() if k in known})
         for field in fields(config):
@@ -130,15 +137,10 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
                 raise ValueError(f"{field.name} is not of type {kind.__name__}")
         # Megatron >= 0.19 names no common backend and keeps the common state with the tensors.
         is_inside = "common_backend" not in content and not local.is_there(
-            folder / COMMON_STATE_FNAME
+            path.with_name(COMMON_STATE_FNAME)
         )
         if config.sharded_backend == "torch_dist" and is_inside:
             config = replace(config, common_backend="torch_dist")
-    except FileNotFoundError as error:
-        raise _not_committed(folder) from error  # overwritten since the first look
-    except (ValueError, TypeError, AttributeError) as error:
-        finding = Finding(str(error), path=str(path), remedy="Restore the file.")
-        raise CorruptCheckpointError(f"{CONFIG_FNAME} cannot be read", [finding]) from error
     return config
 
 

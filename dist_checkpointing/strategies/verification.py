@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumTable,
@@ -233,11 +234,10 @@ def damage_of(
     meter.expect(sum(_num_bytes(part, index) for part in parts))
     most = strategy.options.buffer_bytes // 2
     # One piece of memory for all batches: an allocator would keep what each of them gave back.
-    largest = max((_padded_bytes(part, index) for part in parts), default=0)
-    total = sum(_padded_bytes(part, index) for part in parts)
-    memory = torch.empty(max(min(most, total), largest), dtype=torch.uint8)
+    sizes = [_padded_bytes(part, index) for part in parts]
+    memory = torch.empty(max(min(most, sum(sizes)), *sizes, 0), dtype=torch.uint8)
     findings = []
-    for batch in _batches(parts, index, len(memory)):
+    for batch in in_batches(zip(parts, sizes, strict=True), len(memory)):
         findings += _verify(batch, strategy, reader, index, memory)
         meter.add(sum(_num_bytes(part, index) for part in batch))
     return findings
@@ -252,21 +252,6 @@ def _padded_bytes(part: StoredPart, index: Index) -> int:
     return -(-_num_bytes(part, index) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _batches(
-    parts: Sequence[StoredPart], index: Index, most_bytes: int
-) -> Iterator[list[StoredPart]]:
-    batch: list[StoredPart] = []
-    size = 0
-    for part in parts:
-        if batch and size + _padded_bytes(part, index) > most_bytes:
-            yield batch
-            batch, size = [], 0
-        batch.append(part)
-        size += _padded_bytes(part, index)
-    if batch:
-        yield batch
-
-
 def _verify(
     batch: Sequence[StoredPart],
     strategy: PlannedLoadStrategy,
@@ -277,7 +262,7 @@ def _verify(
     leaves: dict[TreePath, ShardedTensor] = {}
     start = 0
     for number, part in enumerate(batch):
-        leaf = _leaf(part, index)
+        leaf = ShardedTensor.of_box(index[part.key], part.box, part.flat_range)
         own = memory[start : start + _num_bytes(part, index)].view(leaf.dtype)
         leaf.data = own.view(part.box.shape if part.flat_range is None else -1)
         leaves[DictKey(number),] = leaf
@@ -342,21 +327,6 @@ def _unreadable(part: StoredPart, error: CheckpointingException) -> list[Finding
         )
         for finding in in_words(error) or [Finding(str(error), part.key)]
     ]
-
-
-def _leaf(part: StoredPart, index: Index) -> ShardedTensor:
-    tensor = index[part.key]
-    flat = None if part.flat_range is None else slice(*part.flat_range)
-    return ShardedTensor(
-        part.key,
-        None,
-        tensor.dtype.torch,
-        part.box.shape,
-        tensor.global_shape,
-        part.box.offset,
-        None,
-        flattened_range=flat,
-    )
 
 
 def _digests(leaves: Mapping[TreePath, ShardedTensor]) -> list[int]:

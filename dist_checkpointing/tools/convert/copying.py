@@ -17,6 +17,7 @@ import torch
 
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, ravel_offset
 from dist_checkpointing.tools.convert.memory import Budget
 from dist_checkpointing.tools.convert.plan import PlannedTensor, runs
@@ -71,18 +72,8 @@ class _Piece:
 
 def batches(targets: Sequence[TensorInFile], box_bytes: int) -> Iterator[list[_Piece]]:
     """What is read at once: one large box, or many small ones."""
-    batch: list[_Piece] = []
-    size = 0
-    for target in targets:
-        for box in runs(target.tensor, box_bytes):
-            piece = _Piece(target, box)
-            if batch and (size + piece.num_bytes > box_bytes or len(batch) >= _MOST_TOGETHER):
-                yield batch
-                batch, size = [], 0
-            batch.append(piece)
-            size += piece.num_bytes
-    if batch:
-        yield batch
+    pieces = (_Piece(t, box) for t in targets for box in runs(t.tensor, box_bytes))
+    return in_batches(((p, p.num_bytes) for p in pieces), box_bytes, _MOST_TOGETHER)
 
 
 def copy_tensors(

@@ -3,69 +3,88 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import torch
+
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.tools.convert.sources import Source
 
 Content = TypeVar("Content")
 
 
-class MappedFiles(Generic[Content]):
+class MappedSource(Source, Generic[Content]):
     """What a library makes of mapped files, made again after so many bytes were read of it.
 
     Pages that were read count as memory of this process until their file is unmapped. That happens
     when the last reader of the old content has ended.
 
     Args:
-        paths: The files.
-        open_files: Maps them.
+        path: see ``Source``.
+        files: the files that are mapped.
 
     Attributes:
-        most_bytes: Bytes to read before the files are mapped again.
+        most_bytes: bytes to read before the files are mapped again.
     """
 
-    def __init__(self, paths: Sequence[Path], open_files: Callable[[], Content]) -> None:
+    _index: Index
+
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        super().__init__(path)
         self.most_bytes: float = 32 * 2**20
-        self._paths = tuple(paths)
-        self._states = [_state(path) for path in self._paths]
-        self._open_files = open_files
+        self._files = tuple(files)
+        self._states = [_state(file) for file in self._files]
         self._lock = threading.Lock()
         self._content: Content | None = None
         self._read_bytes = 0
 
-    def get(self, num_bytes: int) -> Content:
-        """The content from which to read the next ``num_bytes``. From any thread.
+    @abstractmethod
+    def _open(self) -> Content:
+        """Map the files."""
 
-        Raises:
-            CorruptCheckpointError: If the files were changed since the first time.
-        """
+    @abstractmethod
+    def _view(self, content: Content, key: str, box: Box) -> torch.Tensor:
+        """A box of a tensor in the mapped files."""
+
+    def _mapped(self, num_bytes: int) -> Content:
+        """The content from which to read the next ``num_bytes``. From any thread."""
         with self._lock:
             if self._content is None or self._read_bytes >= self.most_bytes:
                 self._content = None  # not held while it is made again
                 self.check_unchanged()
-                self._content = self._open_files()
+                self._content = self._open()
                 self._read_bytes = 0
             self._read_bytes += num_bytes
             return self._content
 
-    def check_unchanged(self) -> None:
-        """Find out whether a file was changed or replaced.
+    @property
+    def index(self) -> Index:
+        return self._index
 
-        Raises:
-            CorruptCheckpointError: If it was.
-        """
+    def read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        itemsizes = {key: self._index[key].dtype.itemsize for key, _ in wanted}
+        content = self._mapped(sum(box.num_elements * itemsizes[key] for key, box in wanted))
+        views = (self._view(content, key, box) for key, box in wanted)
+        return [view.clone(memory_format=torch.contiguous_format) for view in views]
+
+    def limit_mapped(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+
+    def check_unchanged(self) -> None:
         findings = [
-            Finding("changed or replaced", path=str(path), remedy="Start again.")
-            for path, state in zip(self._paths, self._states, strict=True)
-            if _state(path) != state
+            Finding("changed or replaced", path=str(file), remedy="Start again.")
+            for file, state in zip(self._files, self._states, strict=True)
+            if _state(file) != state
         ]
         if findings:
             raise CorruptCheckpointError("a file changed while it was converted", findings)
 
     def close(self) -> None:
-        """Let go of the content."""
         self._content = None
 
 

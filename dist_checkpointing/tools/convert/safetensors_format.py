@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.element_types import DType
 from dist_checkpointing.format.geometry import Ints
 
@@ -112,15 +113,7 @@ def divide(tensors: Sequence[tuple[str, int]], most_bytes: int) -> list[list[str
         tensors: key and size in bytes.
         most_bytes: of the values of a file.
     """
-    files: list[list[str]] = [[]]
-    size = 0
-    for key, num_bytes in tensors:
-        if files[-1] and size + num_bytes > most_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(key)
-        size += num_bytes
-    return files
+    return list(in_batches(tensors, most_bytes)) or [[]]
 
 
 def file_names(count: int) -> list[str]:

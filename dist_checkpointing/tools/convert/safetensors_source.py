@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
-from dist_checkpointing.tools.convert.mapped import MappedFiles
+from dist_checkpointing.tools.convert.mapped import MappedSource
 from dist_checkpointing.tools.convert.safetensors_format import DTYPE_NAMES, INDEX_SUFFIX, SUFFIX
-from dist_checkpointing.tools.convert.sources import Source
 
 _MAX_INDEX_BYTES = 1 << 30
 
 
-class SafetensorsSource(Source):
+class SafetensorsSource(MappedSource[dict[Path, Any]]):
     """Safetensors files. The texts in their headers are its common state.
 
     Args:
@@ -40,14 +38,13 @@ class SafetensorsSource(Source):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._files, weight_map = _files(path)
-        self._mapped = MappedFiles(self._files, lambda: {file: _open(file) for file in self._files})
+        files, weight_map = _files(path)
+        super().__init__(path, files)
         self._file_of: dict[str, Path] = {}
         self._texts: dict[str, str] = {}
         tensors: list[StoredTensor] = []
         findings = []
-        for file, opened in self._mapped.get(0).items():
+        for file, opened in self._mapped(0).items():
             with _reading(file):
                 self._texts |= opened.metadata() or {}
                 for key in opened.keys():  # noqa: SIM118 - not a dict
@@ -70,37 +67,21 @@ class SafetensorsSource(Source):
         return f"safetensors, {count} file{'s' if count != 1 else ''}"
 
     @property
-    def index(self) -> Index:
-        return self._index
-
-    @property
     def common(self) -> dict[Any, Any]:
         # Says what wrote the file, which will not be true of the next one.
         return {name: text for name, text in self._texts.items() if name != "format"}
 
-    def read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        itemsizes = {key: self._index[key].dtype.itemsize for key, _ in wanted}
-        num_bytes = sum(box.num_elements * itemsizes[key] for key, box in wanted)
-        opened = self._mapped.get(num_bytes)
-        tensors = []
-        for key, box in wanted:
-            file = self._file_of[key]
-            with _reading(file):
-                mapped = opened[file].get_slice(key)[box.slices() or ...]
-                tensors.append(mapped.clone(memory_format=torch.contiguous_format))
-        return tensors
+    def _open(self) -> dict[Path, Any]:
+        return {file: _open(file) for file in self._files}
 
-    def limit_mapped(self, most_bytes: int) -> None:
-        self._mapped.most_bytes = most_bytes
+    def _view(self, content: dict[Path, Any], key: str, box: Box) -> torch.Tensor:
+        file = self._file_of[key]
+        with _reading(file):
+            view: torch.Tensor = content[file].get_slice(key)[box.slices() or ...]
+        return view
 
     def files(self) -> tuple[Path, ...]:
         return (self.path, *self._files)
-
-    def check_unchanged(self) -> None:
-        self._mapped.check_unchanged()
-
-    def close(self) -> None:
-        self._mapped.close()
 
 
 def _open(file: Path) -> Any:
@@ -132,9 +113,8 @@ def _stored(key: str, mapped: Any) -> StoredTensor:
         finding = Finding("unknown dtype", key, found=code)
         raise UnsupportedFormatError("a tensor cannot be read", [finding])
     # The library takes extents that no tensor can have if another one is 0.
-    shape = tuple(ints_from_json(list(mapped.get_shape())))
-    chunk = tuple(max(1, extent) for extent in shape)
-    return StoredTensor(key, from_name(DTYPE_NAMES[code]), shape, chunk)
+    shape = ints_from_json(list(mapped.get_shape()))
+    return StoredTensor.undivided(key, from_name(DTYPE_NAMES[code]), shape)
 
 
 def holds_safetensors(folder: Path) -> bool:
@@ -155,15 +135,11 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
         path = indices[0]
     if not path.name.endswith(INDEX_SUFFIX):
         return [path], {}
-    try:
-        content = local.parse_json(local.read_bytes(path, _MAX_INDEX_BYTES))
-        weight_map = dict(content["weight_map"])
+    with local.parsing("the index cannot be read", path):
+        weight_map = dict(local.read_json(path, _MAX_INDEX_BYTES)["weight_map"])
         names = sorted(set(weight_map.values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("it names a file outside its folder")
-    except (json.JSONDecodeError, ValueError, KeyError, TypeError) as error:
-        finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
-        raise CorruptCheckpointError("the index cannot be read", [finding]) from error
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         findings = [Finding("missing", path=str(path.parent / name)) for name in missing]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
@@ -12,19 +11,13 @@ from typing import Any
 import torch
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.checkpoint.verify import stored_objects_damage
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.format.checksums import StoredPart, checksum_files, joined, read_table
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal
-from dist_checkpointing.mapping import ShardedBase, ShardedTensor
-from dist_checkpointing.mapping.nesting import DictKey
-from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
-from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.verification import damage_of_objects
 from dist_checkpointing.tools.convert.verification import PartChecks, checks_of
 
 STRIDED_BLOCK_BYTES = 16 * 2**20
@@ -100,6 +93,10 @@ class CheckpointSource(Source):
     def __init__(self, path: Path, *, trusted: bool = False) -> None:
         super().__init__(path)
         self._checkpoint = Checkpoint.open(path, trusted=trusted)
+        # Threads are the caller's, and pages of a mapped file would count as memory in use.
+        self._checkpoint.reads.options = StorageOptions(
+            threads=1, buffer_bytes=STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
+        )
         self._checks: PartChecks | None = None
 
     @property
@@ -109,7 +106,7 @@ class CheckpointSource(Source):
 
     @property
     def index(self) -> Index:
-        return self._checkpoint.index if self._planned is None else self._planned[2]
+        return self._checkpoint.index
 
     @cached_property
     def objects(self) -> Mapping[str, Ints]:
@@ -121,21 +118,6 @@ class CheckpointSource(Source):
 
     def object_cell(self, key: str, cell: Ints) -> Any:
         return self._checkpoint.objects[key][cell]
-
-    @cached_property
-    def _planned(self) -> tuple[PlannedLoadStrategy, StorageReader, Index] | None:
-        strategy = self._checkpoint.reads.sharded
-        if not isinstance(strategy, PlannedLoadStrategy):
-            return None
-        strategy = copy.copy(strategy)
-        # Threads are the caller's, and pages of a mapped file would count as memory in use.
-        strategy.options = StorageOptions(
-            threads=1, buffer_bytes=STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
-        )
-        reader = strategy.make_reader(self.path)
-        reader.is_kept = True
-        # Its own index, in which a reader may have noted more than there is in ours.
-        return strategy, reader, reader.read_metadata()
 
     def checksums(self, keys: Collection[str]) -> PartChecks | None:
         seal = read_seal(self.path)
@@ -149,34 +131,19 @@ class CheckpointSource(Source):
         """What is wrong with common state, objects, and all that describes the tensors."""
         names = [file.name for file in seal.files.values() if file.digest is not None]
         findings = [*check_config(seal, self.path), *check_files(seal, self.path, names)]
-        if findings or self._planned is None or not self._planned[2].objects:
+        if findings:
             return findings
-        _, reader, index = self._planned
-        reader.set_up_storage_reader(index, rank=0, world_size=1)
-        tables = [read_table(path) for path in checksum_files(self.path)]
-        cells = [(key, cell) for key, handle in self._checkpoint.objects.items() for cell in handle]
-        return damage_of_objects(cells, joined(tables).objects, reader)
+        tables = (read_table(path) for path in checksum_files(self.path))
+        return stored_objects_damage(self._checkpoint, joined(tables).objects)
 
     def verify_with(self, checks: PartChecks) -> None:
         self._checks = checks
 
     def read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        values = self._read(wanted)
+        values = self._checkpoint.read(wanted)
         if self._checks is not None:
-            self._checks.compare(wanted, values, self._read, self._location)
+            self._checks.compare(wanted, values, self._checkpoint.read, self._location)
         return values
-
-    def _read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        if self._planned is None:
-            return self._checkpoint.read(wanted)
-        strategy, reader, index = self._planned
-        leaves = [_leaf(index, key, box) for key, box in wanted]
-        paths: dict[TreePath, ShardedBase] = {
-            (DictKey(number),): leaf for number, leaf in enumerate(leaves)
-        }
-        strategy.read(paths, index, reader, SingleProcess())
-        self.check_unchanged()
-        return [leaf.data for leaf in leaves if leaf.data is not None]
 
     def _location(self, part: StoredPart) -> str:
         """Where a part lies, as exactly as that is known."""
@@ -194,16 +161,7 @@ class CheckpointSource(Source):
         return self._checkpoint[part.key].location(number)
 
     def check_unchanged(self) -> None:
-        if not self._checkpoint.is_committed:
-            finding = Finding("deleted or overwritten", path=str(self.path), remedy="Start again.")
-            message = "the checkpoint changed while it was converted"
-            raise CorruptCheckpointError(message, [finding])
-
-
-def _leaf(index: Index, key: str, box: Box) -> ShardedTensor:
-    stored = index[key]
-    data = torch.empty(box.shape, dtype=stored.dtype.torch)
-    return ShardedTensor(key, data, data.dtype, box.shape, stored.global_shape, box.offset, None)
+        self._checkpoint.require_unchanged()
 
 
 def require(condition: object, message: str, finding: Finding) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import StoredPart, checksum_of, read_checksums
 from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.strategies.verification import not_covered
 
 Wanted = Sequence[tuple[str, Box]]
 Read = Callable[[Wanted], list[torch.Tensor]]
@@ -137,35 +138,17 @@ def checks_of(
             parts.setdefault(part.key, []).append(part)
     if not any_kept:
         return None
-    findings = list(_gaps(parts, tensors, keys))
+    findings = []
+    for key in sorted(keys):
+        own = parts.get(key, ())
+        if all(part.lies_in(tensors[key].global_shape) for part in own):
+            findings += not_covered(tensors[key], own)
+        else:
+            findings.append(Finding("a checksum of what is no part of the tensor", key))
     if findings:
+        findings = [replace(finding, remedy=_REMEDY) for finding in findings]
         raise CorruptCheckpointError("the source cannot be verified", findings)
     return PartChecks(parts, tensors)
-
-
-def _gaps(
-    parts: Mapping[str, Sequence[StoredPart]],
-    tensors: Mapping[str, StoredTensor],
-    keys: Iterable[str],
-) -> Iterator[Finding]:
-    """A checksum that was lost must not make pass what it speaks of."""
-    for key in sorted(keys):
-        shape = tensors[key].global_shape
-        own = parts.get(key, ())
-        if any(not _is_inside(part, shape) for part in own):
-            yield Finding("a checksum of what is no part of the tensor", key, remedy=_REMEDY)
-            continue
-        expected, found = math.prod(shape), sum(part.num_elements for part in own)
-        if expected != found:
-            problem = "there are no checksums for all of it"
-            yield Finding(problem, key, f"{expected} elements", found, remedy=_REMEDY)
-
-
-def _is_inside(part: StoredPart, shape: tuple[int, ...]) -> bool:
-    if len(part.box.shape) != len(shape) or min((*part.box.offset, *part.box.shape, 0)) < 0:
-        return False
-    start, stop = part.flat_range or (0, 0)
-    return Box.whole(shape).contains(part.box) and 0 <= start <= stop <= part.box.num_elements
 
 
 def _blocks(own: torch.Tensor, part: StoredPart, most: int) -> Iterator[torch.Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Final
 
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 
-_MOST_BOXES = 4096
+MOST_BOXES: Final = 4096
 
 
 def blocks(stored: StoredTensor, region: Box, most_bytes: int) -> Iterator[Box]:
@@ -50,16 +52,11 @@ def batches(
         regions: keys, and boxes in elements of the global tensors.
         most_bytes: of all blocks of a batch together.
     """
-    batch: list[tuple[str, Box]] = []
-    size = 0
-    for key, region in regions:
-        stored = index[key]
-        for block in blocks(stored, region, most_bytes):
-            num_bytes = block.num_elements * stored.dtype.itemsize
-            if batch and (size + num_bytes > most_bytes or len(batch) == _MOST_BOXES):
-                yield batch
-                batch, size = [], 0
-            batch.append((key, block))
-            size += num_bytes
-    if batch:
-        yield batch
+
+    def rows() -> Iterator[tuple[tuple[str, Box], int]]:
+        for key, region in regions:
+            stored = index[key]
+            for block in blocks(stored, region, most_bytes):
+                yield (key, block), block.num_elements * stored.dtype.itemsize
+
+    return in_batches(rows(), most_bytes, MOST_BOXES)

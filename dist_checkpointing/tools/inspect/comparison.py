@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.checkpoint import handle as checkpoints
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.tools.inspect import plain_state
-from dist_checkpointing.tools.inspect.blocks import blocks
+from dist_checkpointing.tools.inspect.blocks import MOST_BOXES, blocks
 from dist_checkpointing.tools.inspect.values import DEFAULT_MEMORY_BYTES, as_numbers, slabs
 
 Array = npt.NDArray[Any]
-_MOST_BOXES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,8 @@ def compare_checkpoints(
             values[key] = values[key].with_more(compare_tensors(a, b, tolerance, box.offset))
             report(a.nbytes)
 
-    for batch in _batches(first, second, alike, memory_bytes // 2):
+    most = memory_bytes // 2
+    for batch in in_batches(_boxes(first, second, alike, most), most, MOST_BOXES):
         look_at(batch)
     tensors = [
         TensorComparison(
@@ -215,30 +216,21 @@ def compare_checkpoints(
     )
 
 
-def _batches(
+def _boxes(
     first: checkpoints.Checkpoint,
     second: checkpoints.Checkpoint,
     keys: Iterable[str],
     most_bytes: int,
-) -> Iterable[list[tuple[str, Box]]]:
-    batch: list[tuple[str, Box]] = []
-    size = 0
+) -> Iterator[tuple[tuple[str, Box], int]]:
+    """Key and box of all that is compared, and its bytes."""
     for key in keys:
         pair = first.index[key], second.index[key]
         # Along the chunks of the one that has to decode them whole.
         lead: StoredTensor = pair[1] if second.index.codec and not first.index.codec else pair[0]
         widest = max(stored.dtype.itemsize for stored in pair)
-        for box in blocks(
-            lead, Box.whole(lead.global_shape), most_bytes * lead.dtype.itemsize // widest
-        ):
-            num_bytes = box.num_elements * widest
-            if batch and (size + num_bytes > most_bytes or len(batch) == _MOST_BOXES):
-                yield batch
-                batch, size = [], 0
-            batch.append((key, box))
-            size += num_bytes
-    if batch:
-        yield batch
+        most = most_bytes * lead.dtype.itemsize // widest
+        for box in blocks(lead, Box.whole(lead.global_shape), most):
+            yield (key, box), box.num_elements * widest
 
 
 def compare_tensors(
