@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from dist_checkpointing.format.byte_sizes import bytes_text, parse_bytes
-from dist_checkpointing.tools.cli.screen import counted, errors, one_line, out, print_json
+from dist_checkpointing.tools.cli.screen import counted, one_line, out, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from dist_checkpointing.storage.progress import Progress as Report
-    from dist_checkpointing.storage.progress import ProgressCallback
     from dist_checkpointing.tools.convert import Conversion
-
-_SECONDS_BETWEEN_UPDATES = 0.05
 
 Texts = list[str]
 
@@ -152,9 +136,14 @@ def convert(
     )
     convert.return_freed_memory()
     try:
-        with _bar() as report:
+        with progress_bar("converting", None) as bar:
             done = convert.convert(
-                source, destination, to, rules=rules, options=options, progress=report
+                source,
+                destination,
+                to,
+                rules=rules,
+                options=options,
+                progress=lambda seen: bar.reach(seen.bytes_done, seen.bytes_total),
             )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"nothing of {destination} is left") from None
@@ -162,35 +151,6 @@ def convert(
         print_json(_as_json(done, dry_run=dry_run))
     else:
         _show(done, destination, dry_run=dry_run)
-
-
-@contextmanager
-def _bar() -> Iterator[ProgressCallback]:
-    """A bar on the terminal with bytes, speed and the time that is left; nothing in a pipe."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
-    )
-    lock = threading.Lock()
-    shown = 0.0
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("planning", total=None)
-
-        def report(progress: Report) -> None:
-            nonlocal shown
-            now = time.monotonic()
-            with lock:
-                if now - shown < _SECONDS_BETWEEN_UPDATES and progress.bytes_done:
-                    return
-                shown = now
-            total = progress.bytes_total or None
-            bar.update(task, description=progress.phase, total=total, completed=progress.bytes_done)
-
-        yield report
 
 
 def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:

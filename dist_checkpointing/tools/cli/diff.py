@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.format.byte_sizes import parse_bytes
 from dist_checkpointing.tools.cli.columns import in_columns
 from dist_checkpointing.tools.cli.screen import (
+    AsJson,
+    Trusted,
     counted,
     one_line,
     painted,
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERENT = 1
 _MOST_LISTED = 50
-_SIZE = re.compile(r"([0-9.]+)\s*(|[KMGT])(?:i?B)?", re.IGNORECASE)
 
 
 def diff(
@@ -54,13 +55,11 @@ def diff(
     memory: Annotated[
         str, typer.Option(help="Values in memory at a time, such as 256MiB or 2GiB.")
     ] = "256MiB",
-    trusted: Annotated[
-        bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
-    ] = False,
+    trusted: Trusted = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing; the exit code says it.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints by their contents, whatever their backends and shardings.
 
@@ -90,7 +89,7 @@ def diff(
             tolerance=tolerance,
             wanted=wanted,
             ignore_dtype=ignore_dtype,
-            memory_bytes=_bytes_of(memory),
+            memory_bytes=parse_bytes(memory),
             report=bar.advance,
         )
     if as_json:
@@ -100,18 +99,6 @@ def diff(
             say(line)
     if not found.is_same:
         raise typer.Exit(EXIT_DIFFERENT)
-
-
-def _bytes_of(text: str) -> int:
-    """``256MiB`` -> bytes."""
-    match = _SIZE.fullmatch(text.strip())
-    try:
-        count = float(match[1]) if match else 0.0
-    except ValueError:
-        count = 0.0
-    if match is None or count <= 0:
-        raise ValueError(f"{text!r} is no amount of memory; write it as 256MiB or 2GiB")
-    return max(1, int(count * 1024 ** " KMGT".index(match[2].upper() or " ")))
 
 
 def _lines(a: Checkpoint, b: Checkpoint, found: Comparison) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,15 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.tools.cli.columns import in_columns, terminal_width
-from dist_checkpointing.tools.cli.screen import counted, one_line, painted, say
+from dist_checkpointing.tools.cli.screen import (
+    AsJson,
+    CheckpointFolder,
+    Trusted,
+    counted,
+    one_line,
+    painted,
+    say,
+)
 from dist_checkpointing.tools.inspect.listing import (
     COMMON,
     OBJECT,
@@ -33,7 +40,7 @@ _LINES_AT_ONCE = 1000
 
 
 def ls(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: CheckpointFolder,
     pattern: Annotated[
         str | None,
         typer.Argument(
@@ -53,10 +60,8 @@ def ls(
     everything: Annotated[
         bool, typer.Option("--all", "-a", help="Sharded objects and common state too.")
     ] = False,
-    trusted: Annotated[
-        bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    trusted: Trusted = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the tensors of a checkpoint: key, shape, dtype, size and how they are cut.
 

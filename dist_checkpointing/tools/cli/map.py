@@ -10,14 +10,14 @@ import typer
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.byte_sizes import bytes_text
-from dist_checkpointing.tools.cli.screen import out, print_json
+from dist_checkpointing.tools.cli.screen import CheckpointFolder, out, print_json
 from dist_checkpointing.tools.map import checkpoint_map
 from dist_checkpointing.tools.map.page import render_page
 
 
 def map_tensors(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: CheckpointFolder,
     key: Annotated[str | None, typer.Argument(help="Only this tensor, chunk by chunk.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="FILE.html.")],
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file.")] = False,

@@ -16,8 +16,10 @@ from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.tools.cli.columns import in_columns
 from dist_checkpointing.tools.cli.screen import (
+    CheckpointFolder,
     bytes_on_disk,
     counted,
+    escaped,
     one_line,
     out,
     print_json,
@@ -33,7 +35,7 @@ _NO = 1
 
 def rm_prefix(
     *,
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: CheckpointFolder,
     prefix: Annotated[str, typer.Argument(help="Tensors whose keys begin with this are removed.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what goes.")] = False,
@@ -124,7 +126,7 @@ def _show(preview: _Preview) -> None:
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
-    facts.add_row("checkpoint", _escape(f"{opened.path} ({backend} {version})"))
+    facts.add_row("checkpoint", escaped(f"{opened.path} ({backend} {version})"))
     facts.add_row(
         "tensors",
         f"{len(planned.keys)} of {len(opened)} go: {bytes_text(preview.num_bytes)} of values",
@@ -148,7 +150,7 @@ def _show(preview: _Preview) -> None:
         kept = ", ".join(map(one_line, preview.kept_objects[:3]))
         more = ", ..." if len(preview.kept_objects) > 3 else ""
         facts.add_row(
-            "kept", _escape(f"{counted(len(preview.kept_objects), 'sharded object')}: {kept}{more}")
+            "kept", escaped(f"{counted(len(preview.kept_objects), 'sharded object')}: {kept}{more}")
         )
     out.print()
     out.print(facts)
@@ -185,10 +187,6 @@ def _nothing(opened: Checkpoint, prefix: str) -> str:
     known = ", ".join(repr(name) for name in tops[:8]) + (", ..." if len(tops) > 8 else "")
     hint = f"; keys begin with {known}" if tops else ""
     return f"no tensor in {opened.path} has a key that begins with {prefix!r}{hint}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", r"\[")
 
 
 def _usage(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Prints results and errors: styled for a terminal, plain lines for a pipe."""
+"""What the commands share: arguments, and output styled for a terminal, plain for a pipe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
+
+CheckpointFolder = Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]
+Trusted = Annotated[
+    bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 _NUMBER = re.compile(r"(?<=[./])[0-9]+(?=[./])")
 
@@ -28,12 +35,13 @@ _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", 
 def fail(message: str) -> None:
     """Print an error; the lines after the first are its details."""
     first, *rest = [one_line(line) for line in message.split("\n")]
-    errors.print(f"[bold red]error:[/] {_escaped(first)}", soft_wrap=True)
+    errors.print(f"[bold red]error:[/] {escaped(first)}", soft_wrap=True)
     for line in rest:
-        errors.print(_escaped(line), soft_wrap=True)
+        errors.print(escaped(line), soft_wrap=True)
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """The text for rich, without markup."""
     return text.replace("[", r"\[")
 
 

@@ -7,7 +7,6 @@ import itertools
 import math
 import pprint
 from collections.abc import Collection, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -20,6 +19,9 @@ from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.tools.cli.columns import in_columns, terminal_width
 from dist_checkpointing.tools.cli.screen import (
+    AsJson,
+    CheckpointFolder,
+    Trusted,
     counted,
     one_line,
     painted,
@@ -40,7 +42,7 @@ _PIPE_WIDTH = 100
 
 
 def show(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: CheckpointFolder,
     key: Annotated[
         str,
         typer.Argument(help="Of a tensor, a sharded object or common state (such as args.lr)."),
@@ -53,10 +55,8 @@ def show(
     statistics: Annotated[
         bool, typer.Option(help="Read all of it (or of the slice) for its statistics.")
     ] = True,
-    trusted: Annotated[
-        bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    trusted: Trusted = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a tensor: values, statistics, and which part lies in which chunk.
 

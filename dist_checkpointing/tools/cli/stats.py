@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +13,8 @@ from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools.cli.columns import in_columns
 from dist_checkpointing.tools.cli.screen import (
+    AsJson,
+    CheckpointFolder,
     counted,
     one_line,
     painted,
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def stats(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: CheckpointFolder,
     *,
     scan: Annotated[
         bool, typer.Option("--scan", help="Read every tensor and look for NaN and infinity.")
     ] = False,
     top: Annotated[int, typer.Option("--top", "-n", min=0, help="How many of the largest.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show files, bytes, dtypes, the largest tensors and the share of the optimizer.
 

@@ -12,6 +12,9 @@ import typer
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.tools.cli.screen import (
+    AsJson,
+    CheckpointFolder,
+    Trusted,
     counted,
     one_line,
     painted,
@@ -27,15 +30,13 @@ EXIT_DAMAGED = 1
 
 
 def verify(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder of a checkpoint.")],
+    checkpoint: CheckpointFolder,
     *,
-    trusted: Annotated[
-        bool, typer.Option("--trusted", help="Unpickle anything: lets the files run any code.")
-    ] = False,
+    trusted: Trusted = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing if all is well.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read all of a checkpoint and name everything that is damaged.
 
