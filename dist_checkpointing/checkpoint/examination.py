@@ -96,10 +96,10 @@ class Notes:
 
     def found(self, look: Callable[[], Found]) -> Found | None:
         """What there is; None, and a note, if that is damaged."""
-        found: Found | None = None
+        found: list[Found] = []
         with self.noting():
-            found = look()
-        return found
+            found.append(look())
+        return found[0] if found else None
 
     def look_at_files(self, folder: Path, seal: Seal | None, rank: int, world_size: int) -> None:
         """Compare the files with what the seal says of them."""

@@ -19,6 +19,7 @@ import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.strategies.torch_archive import entries
 from dist_checkpointing.tools.convert import safetensors_format as st
@@ -103,7 +104,8 @@ def write_safetensors(
     """
     tensors = {tensor.key: tensor for tensor in plan.tensors}
     sizes = [(tensor.key, tensor.num_bytes) for tensor in plan.tensors]
-    files = st.divide(sizes, shard_bytes) if as_folder else [list(tensors)]
+    files = list(in_batches(sizes, shard_bytes)) if as_folder else []
+    files = files or [list(tensors)]
     names = st.file_names(len(files))
     if as_folder:
         path.mkdir()

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.element_types import DType
 from dist_checkpointing.format.geometry import Ints
 
@@ -104,16 +103,6 @@ def header_bytes(
         for (key, dtype, shape), place in zip(ordered, places, strict=True)
     ]
     return struct.pack("<Q", len(text)) + text, entries
-
-
-def divide(tensors: Sequence[tuple[str, int]], most_bytes: int) -> list[list[str]]:
-    """Assign keys to files of at most ``most_bytes`` each, in order; a larger tensor is alone.
-
-    Args:
-        tensors: key and size in bytes.
-        most_bytes: of the values of a file.
-    """
-    return list(in_batches(tensors, most_bytes)) or [[]]
 
 
 def file_names(count: int) -> list[str]:

@@ -17,7 +17,7 @@ from dist_checkpointing.checkpoint import handle as checkpoints
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import StoredTensor
-from dist_checkpointing.tools.inspect import plain_state
+from dist_checkpointing.tools.inspect import plain_state, values
 from dist_checkpointing.tools.inspect.blocks import MOST_BOXES, blocks
 from dist_checkpointing.tools.inspect.values import DEFAULT_MEMORY_BYTES, as_numbers, slabs
 
@@ -182,12 +182,12 @@ def compare_checkpoints(
     """
     common = [key for key in first if key in second and wanted(key)]
     alike = [key for key in common if first[key].shape == second[key].shape]
-    values = dict.fromkeys(alike, Difference())
+    found = dict.fromkeys(alike, Difference())
 
     def look_at(batch: Sequence[tuple[str, Box]]) -> None:
         # In a function of its own, so that no value lives on while the next batch is read.
         for (key, box), a, b in zip(batch, first.read(batch), second.read(batch), strict=True):
-            values[key] = values[key].with_more(compare_tensors(a, b, tolerance, box.offset))
+            found[key] = found[key].with_more(compare_tensors(a, b, tolerance, box.offset))
             report(a.nbytes)
 
     most = memory_bytes // 2
@@ -198,7 +198,7 @@ def compare_checkpoints(
             key,
             (first[key].shape, second[key].shape),
             (first[key].dtype_name, second[key].dtype_name),
-            values.get(key),
+            found.get(key),
         )
         for key in common
     ]
@@ -246,14 +246,9 @@ def compare_tensors(
     """
     total = Difference(num_compared=a.numel())
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    start = 0
-    step = next((len(part) for part in slabs(np.empty(a.numel(), dtype=np.bool_))), 1)
-    for start in range(0, a.numel(), step):
-        found, place = _compare_slab(
-            as_numbers(flat_a[start : start + step]),
-            as_numbers(flat_b[start : start + step]),
-            tolerance,
-        )
+    for start in range(0, a.numel(), values.SLAB_ELEMENTS):
+        part = slice(start, start + values.SLAB_ELEMENTS)
+        found, place = _compare_slab(as_numbers(flat_a[part]), as_numbers(flat_b[part]), tolerance)
         if place is not None:
             index = np.unravel_index(start + place, a.shape) if a.ndim else ()
             offset = origin or (0,) * a.ndim
@@ -289,14 +284,8 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
         if not len(places):
             return Difference(), None
         relative = distance / size
-    return (
-        Difference(
-            len(places),
-            max_abs=_largest(distance),
-            max_rel=_largest(relative),
-        ),
-        int(places[0]),
-    )
+    found = Difference(len(places), max_abs=_largest(distance), max_rel=_largest(relative))
+    return found, int(places[0])
 
 
 def _largest(numbers: Array) -> float:

@@ -20,7 +20,7 @@ from dist_checkpointing.tools.inspect.blocks import batches, blocks
 Array = npt.NDArray[Any]
 
 DEFAULT_MEMORY_BYTES = 256 * 2**20
-_SLAB_ELEMENTS = 2**18
+SLAB_ELEMENTS = 2**18
 """Elements that are looked at at a time: what is computed of them stays in the cache."""
 
 
@@ -98,17 +98,17 @@ def as_numbers(tensor: torch.Tensor) -> Array:
 def slabs(array: Array) -> Iterator[Array]:
     """The elements of a C-contiguous array, some at a time."""
     flat = array.reshape(-1)
-    for start in range(0, len(flat), _SLAB_ELEMENTS):
-        yield flat[start : start + _SLAB_ELEMENTS]
+    for start in range(0, len(flat), SLAB_ELEMENTS):
+        yield flat[start : start + SLAB_ELEMENTS]
 
 
 def statistics_of(tensor: torch.Tensor) -> Statistics:
     """The statistics of a CPU tensor."""
     total = Statistics()
     flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), _SLAB_ELEMENTS):
+    for start in range(0, flat.numel(), SLAB_ELEMENTS):
         # Converted piece by piece: a whole bfloat16 tensor as float32 would take twice its memory.
-        total = total.with_more(_of_slab(as_numbers(flat[start : start + _SLAB_ELEMENTS])))
+        total = total.with_more(_of_slab(as_numbers(flat[start : start + SLAB_ELEMENTS])))
     return total
 
 
