@@ -21,7 +21,7 @@ from dist_checkpointing.serialization.save_options import (
     SaveOptions,
     require_known,
 )
-from dist_checkpointing.serialization.staged_save import StagedSave, stage
+from dist_checkpointing.serialization.staged_save import StagedSave
 from dist_checkpointing.storage.background import Ownership
 from dist_checkpointing.storage.driver import write_plan
 from dist_checkpointing.storage.progress import Meter, Progress
@@ -178,16 +178,17 @@ class AsyncSaver:
             if self._own_comm is None:
                 job.secure(comm)
             write = write_plan if self._process is None else self._process.write_plan
-            staged = stage(job, self._buffers, comm, step=step, write=write)
+            staged = StagedSave(job, self._buffers, step, write)
             try:
                 detector = None
-                if capture == "copy":
-                    with comm.agreed("copying the state"):
+                with comm.agreed("copying the state"):
+                    staged.get_ready(comm)
+                    if capture == "copy":
                         staged.capture()
-                    handle.captured.set()
-                else:
-                    with comm.agreed("watching the state"):
+                    else:
                         detector = staged.watch(contents=detect_changes == "contents")
+                if capture == "copy":
+                    handle.captured.set()
                 self._start(staged, handle, detector, on_committed)
             except BaseException:
                 staged.close()

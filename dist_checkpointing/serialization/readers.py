@@ -12,13 +12,17 @@ from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.folder_lock import FolderLock
 from dist_checkpointing.filesystem.paths import local_folder
-from dist_checkpointing.format.commit import check_is_distributed_checkpoint, read_config
+from dist_checkpointing.format.commit import (
+    CONTENT_METADATA_KEY,
+    check_is_distributed_checkpoint,
+    read_config,
+)
 from dist_checkpointing.format.leftovers import clear_temporaries
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.format.seal import read_seal, resealing
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.save import CONTENT_METADATA_KEY, save
+from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
