@@ -22,11 +22,11 @@ from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.commit import (
     CheckpointingConfig,
     check_is_distributed_checkpoint,
-    number_of_save,
     read_config,
 )
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import Index, StoredTensor, read_index
+from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.format.near_names import hint
 
 if TYPE_CHECKING:

@@ -37,31 +37,13 @@ from dist_checkpointing.format.leftovers import (
     attempt_of,
     clear,
     leftovers,
-    number_of_save,
     refuse_foreign,
 )
-
-__all__ = [
-    "ATTEMPT_NAME",
-    "COMMON_STATE_FNAME",
-    "CONFIG_FNAME",
-    "DCP_METADATA_NAME",
-    "Attempt",
-    "CheckpointingConfig",
-    "attempt_of",
-    "check_distinct",
-    "check_is_distributed_checkpoint",
-    "is_committed",
-    "is_spent",
-    "leftovers",
-    "number_of_save",
-    "read_config",
-    "remove_checkpoint",
-]
 
 logger = logging.getLogger(__name__)
 
 COMMON_STATE_FNAME = "common.pt"
+CONTENT_METADATA_KEY = "content_metadata"
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -374,6 +356,3 @@ def is_spent(folder: Path) -> bool:
     """
     names = {*local.names_in(folder), *local.names_in(folder / OWN_FOLDER)}
     return names <= {OWN_FOLDER, LOCK_NAME}
-
-
-CONTENT_METADATA_KEY = "content_metadata"

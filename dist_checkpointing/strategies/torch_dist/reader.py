@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
-from dist_checkpointing.format.commit import DCP_METADATA_NAME
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done

@@ -26,9 +26,9 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
-from dist_checkpointing.format.commit import leftovers
 from dist_checkpointing.format.geometry import Box, Ints, split_flat_range
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
+from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.format.removal import (
     PlannedRemoval,
     end_removal,
