@@ -38,12 +38,12 @@ class Examination:
         findings: everything that is damaged, with key, place and file.
         refused: objects and common state that were not read, because they hold more than plain data
             types.
-        remarks: what is strange and may be as it shall be.
-        num_tensors: that were looked at.
-        num_parts: chunks and pieces that were read.
-        num_bytes: of the values that were read.
-        num_bytes_compared: of those whose checksum was compared.
-        num_objects: cells of sharded objects that were read.
+        remarks: what is strange, and may be intended.
+        num_tensors: number of tensors that were looked at.
+        num_parts: number of chunks and pieces that were read.
+        num_bytes: size of the values that were read.
+        num_bytes_compared: size of those values whose checksum was compared.
+        num_objects: number of cells of sharded objects that were read.
         is_sealed: whether a seal says which files there should be, and what they hold.
     """
 
@@ -170,7 +170,7 @@ class Notes:
     def look_for_lost(
         self, checkpoint: Checkpoint, index: Index, digests: Mapping[str, object]
     ) -> None:
-        """Tensors that only the checksums name, where no index says what there shall be."""
+        """Tensors that only the checksums name, in a format without an index."""
         if checkpoint.backend != ("zarr", 1):
             return
         going = noted_removal(checkpoint.path)

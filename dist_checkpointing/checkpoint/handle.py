@@ -1,7 +1,7 @@
 """Checkpoint.open: a checkpoint as a read-only mapping, on one machine, without a process group.
 
 Nothing here imports torch: a checkpoint of an indexed backend is listed without it, and whatever
-needs a strategy or a value loads ``partial_reads`` on first use.
+needs a strategy or a value loads ``reads`` on first use.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class StoredChunk:
     """One part of a tensor that is stored as a whole.
 
     Attributes:
-        box: in elements of the global tensor.
+        box: Box in elements of the global tensor.
         flat_range: if given, only these elements of the flattened box.
-        num_bytes: of the values, before compression.
+        num_bytes: size of the values, before compression.
     """
 
     box: Box
@@ -65,12 +65,12 @@ class TensorHandle:
 
     @property
     def stored(self) -> StoredTensor:
-        """Its line of the index."""
+        """Row of the index."""
         return self._stored
 
     @property
     def key(self) -> str:
-        """Its name."""
+        """Key of the tensor."""
         return self._stored.key
 
     @property
@@ -80,12 +80,12 @@ class TensorHandle:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its element type, for torch."""
+        """Element type, for torch."""
         return self._stored.dtype.torch
 
     @property
     def dtype_name(self) -> str:
-        """Its element type as a word, such as ``"bfloat16"``; needs no torch."""
+        """Element type as a word, such as ``"bfloat16"``; needs no torch."""
         return self._stored.dtype.name
 
     @property
@@ -109,19 +109,19 @@ class TensorHandle:
         return tuple(self.iter_chunks())
 
     def iter_chunks(self) -> Iterator[StoredChunk]:
-        """The same one after the other, for tensors that have very many."""
+        """``chunks`` one after the other, for tensors that have very many."""
         for box, flat in self._stored.parts():
             count = box.num_elements if flat is None else flat[1] - flat[0]
             yield StoredChunk(box, flat, count * self._stored.dtype.itemsize)
 
     @property
     def num_chunks(self) -> int:
-        """How many there are."""
+        """Number of chunks."""
         return self._stored.num_parts
 
     @property
     def folder(self) -> Path:
-        """Of its checkpoint."""
+        """Folder of the checkpoint."""
         return self._checkpoint.path
 
     def __getitem__(self, slices: Slices) -> torch.Tensor:
@@ -159,8 +159,8 @@ class ObjectHandle(Mapping[Ints, Any]):
     """The cells of one sharded object: cell index -> value, unpickled when asked for.
 
     Attributes:
-        key: its name.
-        shape: of the grid of cells.
+        key: key of the object.
+        shape: shape of the grid of cells.
     """
 
     def __init__(self, checkpoint: Checkpoint, key: str, shape: Ints) -> None:
@@ -199,7 +199,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
     """A committed checkpoint of any backend, also of Megatron and torch DCP; see ``open``.
 
     Attributes:
-        path: its folder.
+        path: folder of the checkpoint.
         trusted: whether anything is unpickled.
     """
 

@@ -37,12 +37,12 @@ class PartialReads:
     """What reads one checkpoint; strategies are looked for on first use.
 
     Args:
-        folder: the checkpoint.
-        config: its config.
+        folder: folder of the checkpoint.
+        config: content of its ``metadata.json``.
         trusted: unpickle anything.
 
     Attributes:
-        options: of the reads, if set before the first one.
+        options: StorageOptions of the reads, if set before the first one.
     """
 
     def __init__(self, folder: Path, config: CheckpointingConfig, *, trusted: bool) -> None:

@@ -50,8 +50,8 @@ def verify_checkpoint(
 
     Args:
         checkpoint_dir: a committed checkpoint.
-        rank: which part of the work this is.
-        world_size: of how many.
+        rank: number of the part of the work that is done here.
+        world_size: number of parts.
         trusted: unpickle anything, see ``load``.
 
     Raises:
@@ -88,8 +88,9 @@ def examine_checkpoint(
 
     Args:
         checkpoint_dir: a committed checkpoint.
-        rank: which part of the work this is; rank 0 also looks at all that is not a tensor.
-        world_size: of how many.
+        rank: number of the part of the work that is done here; rank 0 also looks at all that is
+            not a tensor.
+        world_size: number of parts.
         trusted: unpickle anything, see ``load``.
         progress: called with a Progress whenever something has been read.
 

@@ -39,7 +39,7 @@ def checksum(array: npt.NDArray[Any]) -> int:
 
 
 def checksum_of(blocks: Iterable[npt.NDArray[Any]]) -> int:
-    """That of the C-contiguous array of which these are the blocks, one after the other."""
+    """xxh3_64 of a C-contiguous array that is given in blocks, one after the other."""
     digest = xxhash.xxh3_64()
     for block in blocks:
         # Unlike the one-shot function this lets other threads run.
@@ -58,7 +58,7 @@ def checksum_of_bytes(data: bytes) -> int:
 class StoredPart:
     """A part of a tensor, with the hash of its values and the rank that wrote it.
 
-    Both are None for a part of which nothing was noted.
+    Both are None for a part without a checksum.
     """
 
     key: str
@@ -69,7 +69,7 @@ class StoredPart:
 
     @property
     def num_elements(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         if self.flat_range is None:
             return self.box.num_elements
         return self.flat_range[1] - self.flat_range[0]

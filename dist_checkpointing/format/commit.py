@@ -66,7 +66,7 @@ _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
 def _is_plain_dcp(folder: Path) -> bool:
     """Whether torch DCP alone saved into the folder, and came to an end.
 
-    A save of ours or Megatron's that did not is none: they commit by a later file.
+    An unfinished save of this library or of Megatron does not count: they commit by a later file.
     """
     others = (CONFIG_FNAME, COMMON_STATE_FNAME, OWN_FOLDER)
     return local.is_file(folder / DCP_METADATA_NAME) and not any(
@@ -309,7 +309,7 @@ def _locked(folder: Path) -> FolderLock:
         try:
             return FolderLock.acquire(folder)
         except FileNotFoundError:
-            continue  # whoever removed a checkpoint there has just removed the folder too
+            continue  # another process removed a checkpoint there, and the folder with it
 
 
 def _end_commit(folder: Path) -> None:

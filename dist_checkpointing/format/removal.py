@@ -23,11 +23,11 @@ class PlannedRemoval:
     """What a removal would do, found out without touching anything.
 
     Attributes:
-        keys: the tensors that go.
+        keys: keys of the tensors that go.
         files: paths relative to the checkpoint of the files that go with them.
         shared: bytes of removed values that stay on the disk, by the file that they share with
             values that are kept.
-        moved_bytes: of kept values that are written again, so that their file can go.
+        moved_bytes: bytes of kept values that are written again, so that their file can go.
         is_unfinished: whether a removal was cut off here, which another brings to its end.
     """
 
@@ -50,7 +50,7 @@ def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
 
 
 def noted_removal(folder: Path) -> dict[str, tuple[str, ...]]:
-    """What an unfinished removal has noted; empty if there is none.
+    """What an unfinished removal has noted; empty without one.
 
     Raises:
         CorruptCheckpointError: if it cannot be read, or names what is outside of the checkpoint.

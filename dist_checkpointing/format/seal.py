@@ -168,13 +168,13 @@ def write_seal(
     """Check that everything is there, and seal it. Called on rank 0 when all ranks have written.
 
     Args:
-        folder: the checkpoint.
-        config: what will be committed.
+        folder: folder of the checkpoint.
+        config: content of the ``metadata.json`` that will be committed.
         reported: what the ranks say that they have written.
         tables: first and last key of each table of checksums.
         created: files and folders of the save; None for everything in the folder. What is found
             there and was not reported is sealed too.
-        durability: of the seal.
+        durability: when the seal counts as written.
 
     Raises:
         CheckpointingException: if a file that was reported is not here, or has another size.

@@ -1,4 +1,4 @@
-"""AsyncSaver: the line of ``save``, cut after the plan; the rest runs behind the training."""
+"""AsyncSaver: plans and copies like ``save``; the rest runs behind the training."""
 
 from __future__ import annotations
 
@@ -62,15 +62,16 @@ class AsyncSaver:
         comm: the ranks that save together; by default all of torch.distributed, or this process.
         finalize: who talks to the other ranks once everything is written. ``"background"``: the
             thread that wrote it, over a CPU group of its own, so that the checkpoint is committed
-            without the training's help. ``"caller"``: whoever calls ``handle.result()`` or makes
-            the next save, on all ranks; no group is made, and a checkpoint waits for that call.
+            without the training's help. ``"caller"``: the thread that calls ``handle.result()`` or
+            makes the next save, on all ranks; no group is made, and a checkpoint waits for that
+            call.
         worker: who writes. ``"thread"``: a thread of this process. ``"process"``: one process
             beside it, spawned by the first save and kept, which reads the copies from shared
             memory; only for strategies that are made of a StorageWriter.
         retries: how often a save that failed is written again, from the same copies. One that
             failed because a rank is gone is not.
         buffers: memory for the copies; with ``worker="process"`` it must be shared.
-        plan_cache: of the run.
+        plan_cache: PlanCache of the run.
 
     Making one is collective with ``finalize="background"``.
 
@@ -128,7 +129,7 @@ class AsyncSaver:
             common_strategy: see ``save``.
             before_claim: see ``save``.
             after_claim: see ``save``.
-            on_committed: called once the checkpoint is there, in whatever thread finalizes; its
+            on_committed: called in the thread that finalizes, once the checkpoint is there; its
                 error is the save's, but the checkpoint stays.
             options: see ``AsyncSaveOptions``.
 

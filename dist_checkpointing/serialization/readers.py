@@ -1,4 +1,4 @@
-"""save, load and the small readers."""
+"""The small readers, and the removal of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dist_checkpointing.filesystem.folder_lock import FolderLock
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
-    check_is_distributed_checkpoint,
     read_config,
 )
 from dist_checkpointing.format.leftovers import clear_temporaries
@@ -22,7 +21,6 @@ from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.format.seal import read_seal, resealing
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -40,22 +38,6 @@ from dist_checkpointing.strategies.selection import (
     open_checkpoint,
     select,
 )
-
-__all__ = [
-    "check_is_distributed_checkpoint",
-    "get_default_load_sharded_strategy",
-    "get_default_save_common_strategy",
-    "get_default_save_sharded_strategy",
-    "load",
-    "load_common_state_dict",
-    "load_content_metadata",
-    "load_plain_tensors",
-    "load_sharded_metadata",
-    "load_tensors_metadata",
-    "preview_removal",
-    "remove_sharded_tensors",
-    "save",
-]
 
 
 def load_common_state_dict(
@@ -114,7 +96,7 @@ def load_content_metadata(
     """The ``content_metadata`` that was passed to ``save``; None if there was none.
 
     Args:
-        checkpoint_dir: where to read it.
+        checkpoint_dir: folder of a committed checkpoint.
         preloaded_state_dict: an already loaded state dict to take it from instead.
 
     Raises:

@@ -31,7 +31,7 @@ class Claimed:
     Attributes:
         attempt: name of the attempt.
         folder: absolute path of the checkpoint on rank 0.
-        config: what will be committed.
+        config: content of the ``metadata.json`` that will be committed.
     """
 
     attempt: str

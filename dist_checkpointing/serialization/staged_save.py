@@ -1,6 +1,6 @@
 """A save whose data is copied, so that writing it needs neither the caller nor the caller's state.
 
-The line of ``save`` is cut after the plan. ``capture`` and ``write_own`` concern this rank alone
+``save`` is cut after the plan. ``capture`` and ``write_own`` concern this rank alone
 and may run in any thread; ``complete`` talks to the other ranks.
 """
 
@@ -24,7 +24,7 @@ class StagedSave:
 
     Args:
         job: the save, which has claimed its folder.
-        buffers: for the copies.
+        buffers: memory for the copies.
         step: what the save is for.
         write: writes what this rank has to write.
     """

@@ -60,9 +60,9 @@ class Job:
     """What one rank writes.
 
     Attributes:
-        rank: whose part it is.
-        writer: of the folder, set up.
-        plan: None for that of the last job.
+        rank: rank of the group that the part belongs to.
+        writer: StorageWriter of the folder, set up.
+        plan: SavePlan of the rank; None for that of the last job.
         memory: descriptor in the training's process, and bytes, of the shared memory; None for that
             of the last job.
         data: for each row of the plan where its copy is, or the pickled value.
@@ -98,10 +98,10 @@ class WriterProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Have a worker: the same as before, if that still lives. It gets ready by itself.
+        """Start a worker, unless there is one that still lives. It gets ready by itself.
 
         Raises:
-            OSError: if there can be none.
+            OSError: if it cannot be started.
         """
         if self._process is not None:
             if self._process.poll() is None:
@@ -255,7 +255,7 @@ def serve(descriptor: int, parent: int) -> None:
     """Write what comes over a connection for as long as there is somebody on its other side.
 
     Args:
-        descriptor: of this side of the connection.
+        descriptor: file descriptor of this side of the connection.
         parent: process id of the training; this process never outlives it.
     """
     # The training decides when to stop; a launcher that signals every process means the training.

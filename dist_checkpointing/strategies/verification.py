@@ -84,11 +84,11 @@ def verify_wanted(
         wanted: what this rank loads.
         strategy: reads tensors.
         common: reads the common state.
-        checkpoint_dir: the checkpoint.
-        index: what is stored; None for strategies that are not made of a reader.
-        seal: of the checkpoint; None if it has none. Only tensors can be verified then.
+        checkpoint_dir: folder of the checkpoint.
+        index: Index of the checkpoint; None for strategies that are not made of a reader.
+        seal: Seal of the checkpoint; None if it has no seal. Only tensors can be verified then.
         meter: counts what is read.
-        reader: of a planned strategy; used for everything.
+        reader: StorageReader of a planned strategy; used for everything.
 
     Raises:
         UnsupportedFormatError: if no checksums were kept.
@@ -189,8 +189,8 @@ def damage_of_objects(
 
     Args:
         cells: key and cell of each object.
-        known: the checksums.
-        reader: set up.
+        known: their checksums.
+        reader: StorageReader of the checkpoint, set up.
     """
     digests = {(row.key, row.cell): row.digest for row in known}
     findings = []

@@ -136,8 +136,8 @@ class _Group:
     """Items that are read together, and those of them that were read and not yet asked for.
 
     Attributes:
-        items: In the order of the plan.
-        box: The box that they make up, if it is read as one.
+        items: in the order of the plan.
+        box: the box that they make up, if it is read as one.
     """
 
     def __init__(self, items: list[WriteItem], box: Box | None = None) -> None:

@@ -61,9 +61,9 @@ class ConvertOptions:
     """How a conversion is done.
 
     Attributes:
-        memory_bytes: that the whole process may take.
-        threads: that read and write; by default as StorageOptions.
-        shard_bytes: most bytes of values in one file of a safetensors folder.
+        memory_bytes: memory that the whole process may take.
+        threads: number of threads that read and write; by default that of StorageOptions.
+        shard_bytes: size of the values in one file of a safetensors folder, at most.
         overwrite: replace what is at the destination, if it is of the kind that is written.
         trusted: unpickle anything in the source. Lets it run any code.
         verify: compare the tensors that are read with the checksums of the source, if it has any.
@@ -86,11 +86,12 @@ class Conversion:
     Attributes:
         source: what was converted, in words.
         target: into what, in words.
-        plan: all tensors and objects.
+        plan: tensors and objects, and what changes.
         left_out: what the target cannot hold, in words.
-        verified_bytes: of the source that were compared with its checksums.
-        not_verified: what was not, and why, in words; None if all tensors were (or would be).
-        seconds: that it took.
+        verified_bytes: bytes of the source that were compared with its checksums.
+        not_verified: what was not verified, and why, in words; None if all tensors were (or would
+            be).
+        seconds: time that it took.
     """
 
     source: str
@@ -168,7 +169,7 @@ def parse_backend(text: str) -> tuple[str, int]:
     """A backend and its version; the newest if none is named.
 
     Raises:
-        StrategyNotFoundError: If no such backend is registered.
+        StrategyNotFoundError: if no such backend is registered.
     """
     known = available_strategies(StrategyAction.SAVE_SHARDED)
     found = [(n, v) for n, v in known if text in (n, f"{n}:{v}")]

@@ -50,9 +50,9 @@ class TensorInFile:
     """Where a tensor is written.
 
     Attributes:
-        tensor: The tensor.
-        descriptor: Descriptor of the file.
-        start: Where its values begin in the file, in bytes; they follow in C order.
+        tensor: the tensor.
+        descriptor: descriptor of the file.
+        start: where its values begin in the file, in bytes; they follow in C order.
     """
 
     tensor: PlannedTensor
@@ -86,15 +86,15 @@ def copy_tensors(
     """Copy tensors into files that have room for them.
 
     Args:
-        source: Has the tensors.
-        targets: Where they are written, in the order in which they are copied.
-        budget: Threads and memory.
-        stop: Ends it when set.
-        report: Called with the number of bytes written since the last call.
+        source: has the tensors.
+        targets: where they are written, in the order in which they are copied.
+        budget: threads and memory.
+        stop: ends it when set.
+        report: called with the number of bytes written since the last call.
 
     Raises:
-        CheckpointingException: If ``stop`` was set.
-        Exception: The first error of any thread, when all have ended.
+        CheckpointingException: if ``stop`` was set.
+        Exception: the first error of any thread, when all have ended.
     """
 
     def move(batch: Sequence[_Piece]) -> None:

@@ -92,15 +92,15 @@ def write_safetensors(
     """Write a model as Hugging Face lays it out: one file, or several and an index.
 
     Args:
-        source: Has the values.
-        plan: What to write.
-        path: A folder to make, or a file.
-        budget: Threads and memory.
-        as_folder: Make a folder, with several files if there are many values; else one file.
-        shard_bytes: Most bytes of values in one of the files of a folder.
-        texts: Texts for the header.
-        stop: Ends it when set.
-        report: Called with the number of bytes written since the last call.
+        source: has the values.
+        plan: what to write.
+        path: a folder to make, or a file.
+        budget: threads and memory.
+        as_folder: make a folder, with several files if there are many values; else one file.
+        shard_bytes: most bytes of values in one of the files of a folder.
+        texts: texts for the header.
+        stop: ends it when set.
+        report: called with the number of bytes written since the last call.
     """
     tensors = {tensor.key: tensor for tensor in plan.tensors}
     sizes = [(tensor.key, tensor.num_bytes) for tensor in plan.tensors]
@@ -157,17 +157,17 @@ def write_torch_file(
     never in memory together.
 
     Args:
-        source: Has the values.
-        plan: What to write.
-        path: The file.
-        budget: Threads and memory.
-        common: Common state, kept under ``COMMON_KEY``; see ``loadable``.
-        objects: Sharded objects, kept under ``OBJECTS_KEY``.
-        stop: Ends it when set.
-        report: Called with the number of bytes written since the last call.
+        source: has the values.
+        plan: what to write.
+        path: the file.
+        budget: threads and memory.
+        common: common state, kept under ``COMMON_KEY``; see ``loadable``.
+        objects: sharded objects, kept under ``OBJECTS_KEY``.
+        stop: ends it when set.
+        report: called with the number of bytes written since the last call.
 
     Raises:
-        CheckpointingException: If a tensor has the name of one of these keys.
+        CheckpointingException: if a tensor has the name of one of these keys.
     """
     state: dict[str, Any] = _without_memory(plan.tensors)
     for name, value in ((COMMON_KEY, common), (OBJECTS_KEY, objects)):
@@ -201,8 +201,8 @@ def _storage_starts(path: Path, sizes: Sequence[int]) -> list[int]:
     torch.save numbers storages in the order in which it meets their tensors.
 
     Args:
-        path: The file, whose tensors share no storage.
-        sizes: Bytes of the tensors, in that order.
+        path: the file, whose tensors share no storage.
+        sizes: bytes of the tensors, in that order.
     """
     with path.open("rb") as file:
         found = entries(

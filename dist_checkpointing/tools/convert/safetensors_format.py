@@ -54,10 +54,10 @@ class Entry:
     """A tensor in a file.
 
     Attributes:
-        key: Its name.
-        dtype: Its element type.
-        shape: Its shape.
-        start: Where its values begin, in bytes from the start of the file.
+        key: its name.
+        dtype: its element type.
+        shape: its shape.
+        start: where its values begin, in bytes from the start of the file.
     """
 
     key: str

@@ -29,12 +29,12 @@ class SafetensorsSource(MappedSource[dict[Path, Any]]):
     """Safetensors files. The texts in their headers are its common state.
 
     Args:
-        path: A file, an ``...index.json``, or a folder with an index or any safetensors files.
+        path: a file, an ``...index.json``, or a folder with an index or any safetensors files.
 
     Raises:
-        CheckpointingException: If the package ``safetensors`` is not installed.
-        CorruptCheckpointError: If a file is damaged, or files and index differ.
-        UnsupportedFormatError: If a file holds a dtype that we do not.
+        CheckpointingException: if the package ``safetensors`` is not installed.
+        CorruptCheckpointError: if a file is damaged, or files and index differ.
+        UnsupportedFormatError: if a file holds a dtype that we do not.
     """
 
     def __init__(self, path: Path) -> None:

@@ -27,7 +27,7 @@ class Source(ABC):
     """Tensors, objects and common state that can be read in part, from any thread.
 
     Attributes:
-        path: where it is.
+        path: path of the source.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class CheckpointSource(Source):
     """A committed checkpoint of any backend, Megatron's and torch DCP's included.
 
     Args:
-        path: its folder.
+        path: folder of the checkpoint.
         trusted: unpickle anything in it.
     """
 

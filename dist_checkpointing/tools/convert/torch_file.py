@@ -43,16 +43,16 @@ class TorchFileSource(MappedSource[_Content]):
     """A file of torch.save: its tensors by path, joined by dots; the rest is common state.
 
     Args:
-        path: The file.
-        trusted: Unpickle anything in it, each time that it is mapped.
-        most_bytes: Size of a file that may be loaded as a whole, if it must.
+        path: the file.
+        trusted: unpickle anything in it, each time that it is mapped.
+        most_bytes: size of a file that may be loaded as a whole, if it must.
 
     Attributes:
-        cells: The sharded objects, cell by cell.
+        cells: the sharded objects, cell by cell.
 
     Raises:
-        UnsupportedFormatError: If it holds more than plain data and is not trusted.
-        CorruptCheckpointError: If it is damaged.
+        UnsupportedFormatError: if it holds more than plain data and is not trusted.
+        CorruptCheckpointError: if it is damaged.
     """
 
     def __init__(self, path: Path, *, trusted: bool = False, most_bytes: int) -> None:

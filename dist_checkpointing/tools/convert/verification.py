@@ -35,12 +35,12 @@ class PartChecks:
     once more, a block at a time: so memory stays bounded, however large a part is.
 
     Args:
-        parts: what has a checksum, by key.
-        tensors: these tensors.
+        parts: parts that have a checksum, by key.
+        tensors: tensors of these keys.
 
     Attributes:
-        most_bytes: of a block.
-        num_bytes: that have been compared.
+        most_bytes: size of a block.
+        num_bytes: bytes that have been compared.
     """
 
     def __init__(
@@ -120,12 +120,13 @@ class _Waiting:
 def checks_of(
     folder: Path, tensors: Mapping[str, StoredTensor], keys: Collection[str]
 ) -> PartChecks | None:
-    """What the checksums of a checkpoint say about some of its tensors; None if there are none.
+    """What the checksums of a checkpoint say about some of its tensors; None if it has no
+    checksums.
 
     Args:
-        folder: of the checkpoint.
-        tensors: all of its tensors.
-        keys: those that are read.
+        folder: folder of the checkpoint.
+        tensors: all tensors of the checkpoint.
+        keys: keys of the tensors that are read.
 
     Raises:
         CorruptCheckpointError: if the checksums cannot be read, or do not speak of all there is.

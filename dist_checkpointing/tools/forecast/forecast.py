@@ -28,12 +28,12 @@ class RankCost:
     """What a load costs some ranks, each of them.
 
     Attributes:
-        ranks: that want the same.
-        num_tensors: shards to fill.
-        wanted_bytes: of all shards.
-        read_bytes: that storage has to deliver for them; see ``bytes_read``.
-        num_reads: boxes to copy.
-        files: that are opened.
+        ranks: ranks that want the same.
+        num_tensors: number of shards to fill.
+        wanted_bytes: size of all shards.
+        read_bytes: bytes that storage has to deliver for them; see ``bytes_read``.
+        num_reads: number of boxes to copy.
+        files: files that are opened.
         peak_bytes: memory for the shards and for what is read on the way to them.
     """
 
@@ -56,9 +56,9 @@ class Forecast:
     """A load that was not done.
 
     Attributes:
-        costs: of all ranks, those that want the same together.
-        findings: why it would fail; nothing if it would not.
-        unasked: keys that no rank wants.
+        costs: costs of all ranks, those that want the same together.
+        findings: why it would fail; empty if it would not.
+        unasked: keys of the tensors that no rank wants.
     """
 
     costs: tuple[RankCost, ...]
@@ -67,27 +67,27 @@ class Forecast:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks load."""
+        """Number of ranks that load."""
         return sum(len(cost.ranks) for cost in self.costs)
 
     @property
     def wanted_bytes(self) -> int:
-        """Of all ranks."""
+        """Bytes that all ranks want."""
         return sum(cost.wanted_bytes * len(cost.ranks) for cost in self.costs)
 
     @property
     def read_bytes(self) -> int:
-        """Of all ranks, each for itself."""
+        """Bytes that all ranks read, each for itself."""
         return sum(cost.read_bytes * len(cost.ranks) for cost in self.costs)
 
     @property
     def shared_read_bytes(self) -> int:
-        """Of all ranks, if those that want the same read it once and pass it on."""
+        """Bytes that are read if ranks that want the same read it once and pass it on."""
         return sum(cost.read_bytes for cost in self.costs)
 
     @property
     def files(self) -> frozenset[str]:
-        """That any rank opens."""
+        """Files that any rank opens."""
         return frozenset().union(*(cost.files for cost in self.costs))
 
 
@@ -115,10 +115,10 @@ def forecast(
     """Plan the load of every rank and add up what it takes.
 
     Args:
-        index: of the checkpoint.
-        reader: that is set up for it; asked only where chunks are.
-        wants: of all ranks.
-        options: of the load.
+        index: Index of the checkpoint.
+        reader: StorageReader that is set up for it; asked only where chunks are.
+        wants: what each rank wants.
+        options: StorageOptions of the load.
     """
     stored = StoredTensors(index)
     findings: dict[tuple[str, str | None], Finding] = {}

@@ -25,9 +25,9 @@ class RankWants:
     """What some ranks want, all of them the same.
 
     Attributes:
-        ranks: which.
-        tensors: the shards, without data.
-        objects: the sharded objects.
+        ranks: ranks that want this.
+        tensors: shards without data, by path.
+        objects: cells of sharded objects.
     """
 
     ranks: tuple[int, ...]
