@@ -201,6 +201,17 @@ class Checkpoint(Mapping[str, TensorHandle]):
     Attributes:
         path: folder of the checkpoint.
         trusted: whether anything is unpickled.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, Checkpoint, save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> save(state, "ckpt")
+        >>> opened = Checkpoint.open("ckpt")
+        >>> opened["w"][2:4]
+        tensor([2., 3.])
+        >>> opened.common
+        {'step': 100}
     """
 
     def __init__(

@@ -59,6 +59,11 @@ def verify_checkpoint(
         CorruptCheckpointError: with everything that is damaged.
         CheckpointingException: for what cannot be read here, see ``load``.
         OSError: if the file system, and not the checkpoint, fails: nothing is known then.
+
+    Example:
+        >>> from dist_checkpointing import save, verify_checkpoint
+        >>> save({"step": 100}, "ckpt")
+        >>> verify_checkpoint("ckpt")
     """
     found = examine_checkpoint(checkpoint_dir, rank=rank, world_size=world_size, trusted=trusted)
     if not found.is_sealed:

@@ -137,7 +137,14 @@ def _not_committed(folder: Path) -> CheckpointNotFoundError:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Whether a committed checkpoint is there; an unreadable one is not (and is logged)."""
+    """Whether a committed checkpoint is there; an unreadable one does not count, and is logged.
+
+    Example:
+        >>> from dist_checkpointing import check_is_distributed_checkpoint, save
+        >>> save({"step": 100}, "ckpt")
+        >>> check_is_distributed_checkpoint("ckpt"), check_is_distributed_checkpoint("other")
+        (True, False)
+    """
     try:
         read_config(checkpoint_dir)
     except CheckpointNotFoundError:

@@ -77,6 +77,14 @@ class AsyncSaver:
 
     Raises:
         ValueError: for choices that do not exist, or do not go together.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, AsyncSaver
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> with AsyncSaver(retries=1) as saver:
+        ...     for step in (100, 200):
+        ...         handle = saver.save(state, f"ckpt/{step}", step=step)
     """
 
     def __init__(

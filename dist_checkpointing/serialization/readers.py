@@ -48,6 +48,12 @@ def load_common_state_dict(
     Args:
         checkpoint_dir: a committed checkpoint.
         trusted: unpickle anything, see ``load``.
+
+    Example:
+        >>> from dist_checkpointing import load_common_state_dict, save
+        >>> save({"step": 100}, "ckpt")
+        >>> load_common_state_dict("ckpt")
+        {'step': 100}
     """
     reader = common_reader(read_config(checkpoint_dir))
     return (reader.trusting() if trusted else reader).load_common(checkpoint_dir)
@@ -59,6 +65,14 @@ def load_tensors_metadata(
     """Every stored tensor by key, as one whole shard without data. Not collective.
 
     The result is a template: ``load`` takes it.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, load_tensors_metadata, save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> save(state, "ckpt")
+        >>> load_tensors_metadata("ckpt")["w"].global_shape
+        (6,)
     """
     folder = local_folder(checkpoint_dir)
     return open_checkpoint(folder, sharded_strategy).sharded.load_tensors_metadata(folder)
@@ -69,7 +83,14 @@ def load_sharded_metadata(
     sharded_strategy: Selection[LoadShardedStrategy] = None,
     common_strategy: Selection[LoadCommonStrategy] = None,
 ) -> ShardedStateDict:
-    """Every stored tensor by key and every stored object by unique key. Not collective."""
+    """Every stored tensor by key and every stored object by unique key. Not collective.
+
+    Example:
+        >>> from dist_checkpointing import ShardedObject, load_sharded_metadata, save
+        >>> save({"rng": ShardedObject("rng", [1, 2], (1,), (0,))}, "ckpt")
+        >>> list(load_sharded_metadata("ckpt"))
+        ['rng/shard_0_1']
+    """
     checkpoint_dir = local_folder(checkpoint_dir)
     found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
     metadata = dict(found.sharded.load_sharded_metadata(checkpoint_dir))
@@ -81,7 +102,16 @@ def load_sharded_metadata(
 def load_plain_tensors(
     checkpoint_dir: str | PathLike[str], *, comm: Comm | None = None
 ) -> StateDict:
-    """Every stored tensor whole, by key, and the common state. Collective: all ranks get all."""
+    """Every stored tensor whole, by key, and the common state. Collective: all ranks get all.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, load_plain_tensors, save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> save(state, "ckpt")
+        >>> load_plain_tensors("ckpt")
+        {'w': tensor([0., 1., 2., 3., 4., 5.]), 'step': 100}
+    """
     template: Any = load_tensors_metadata(checkpoint_dir)
     state_dict = load(template, checkpoint_dir, comm=comm)
     assert isinstance(state_dict, dict)
@@ -101,6 +131,12 @@ def load_content_metadata(
 
     Raises:
         ValueError: if neither is given.
+
+    Example:
+        >>> from dist_checkpointing import load_content_metadata, save
+        >>> save({"step": 100}, "ckpt", content_metadata={"model": "gpt"})
+        >>> load_content_metadata("ckpt")
+        {'model': 'gpt'}
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -120,6 +156,15 @@ def remove_sharded_tensors(
     Raises:
         UnsupportedFormatError: if tensors cannot be removed from this backend.
         CheckpointExistsError: if another removal, or a save, is going on there.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import Checkpoint, ShardedTensor, remove_sharded_tensors, save
+        >>> shard = ShardedTensor.from_rank_offsets
+        >>> save({k: shard(k, torch.ones(2)) for k in ("model.w", "optim.w")}, "ckpt")
+        >>> remove_sharded_tensors("ckpt", "optim.")
+        >>> list(Checkpoint.open("ckpt"))
+        ['model.w']
     """
     comm = default_comm() if comm is None else comm
     with comm.agreed("removing tensors"):

@@ -42,6 +42,17 @@ class SaveHandle:
         step: step that the caller named.
         captured: set once the state has been copied (or could not be, which ``result`` raises):
             ``captured.wait()`` before anything may change it.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, async_save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> handle = async_save(state, "ckpt", capture="background")
+        >>> handle.captured.wait()  # before the state changes
+        True
+        >>> handle.result()
+        >>> handle.done()
+        True
     """
 
     def __init__(self, checkpoint_dir: Path, step: int | None, comm: Comm) -> None:

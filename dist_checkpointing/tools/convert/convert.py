@@ -132,6 +132,17 @@ def convert(
         CheckpointExistsError: ``destination`` is taken. Nothing was touched.
         CorruptCheckpointError: the source is damaged. Nothing new is at the destination.
         CheckpointingException: anything else. Nothing new is at the destination.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import Checkpoint, ShardedTensor, save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> from dist_checkpointing.tools.convert import Rules, convert
+        >>> save(state, "ckpt")
+        >>> convert("ckpt", "other", "zarr", rules=Rules.parse(rename=["^w$=weight"])).target
+        'zarr 2'
+        >>> list(Checkpoint.open("other"))
+        ['weight']
     """
     options, rules = options or ConvertOptions(), rules or Rules()
     began = time.perf_counter()
