@@ -20,6 +20,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.commit import (
+    CONTENT_METADATA_KEY,
     CheckpointingConfig,
     check_is_distributed_checkpoint,
     read_config,
@@ -300,7 +301,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @property
     def metadata(self) -> dict[str, Any] | None:
         """The ``content_metadata`` that was passed to ``save``; None if there was none."""
-        return self.reads.content_metadata(self.common)
+        return self.common.get(CONTENT_METADATA_KEY)
 
     def read(self, wanted: Iterable[tuple[str, Box]]) -> list[torch.Tensor]:
         """Read boxes of any tensors at once, which is faster than one after the other.

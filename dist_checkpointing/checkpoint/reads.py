@@ -16,7 +16,7 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.claims import Claim, large_tensors
-from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, CheckpointingConfig
+from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
@@ -190,11 +190,6 @@ class PartialReads:
     def common(self) -> StateDict:
         """The common state."""
         return self._common.load_common(self._folder)
-
-    @staticmethod
-    def content_metadata(common: StateDict) -> dict[str, Any] | None:
-        """What ``save`` was given as ``content_metadata``."""
-        return common.get(CONTENT_METADATA_KEY)
 
 
 @contextmanager

@@ -47,9 +47,9 @@ def in_batches(
     """Items in their order, as many together as the limits allow; a larger one is alone.
 
     Args:
-        items: items, each with its size in bytes.
-        most_bytes: size of the items of a batch at most.
-        most_items: number of items of a batch at most.
+        items: each with its bytes.
+        most_bytes: of the items of a batch.
+        most_items: of a batch.
     """
     batch: list[Item] = []
     size = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -260,12 +260,14 @@ def _verify(
     memory: torch.Tensor,
 ) -> list[Finding]:
     leaves: dict[TreePath, ShardedTensor] = {}
+    values: list[torch.Tensor] = []
     start = 0
     for number, part in enumerate(batch):
         leaf = ShardedTensor.of_box(index[part.key], part.box, part.flat_range)
         own = memory[start : start + _num_bytes(part, index)].view(leaf.dtype)
         leaf.data = own.view(part.box.shape if part.flat_range is None else -1)
         leaves[DictKey(number),] = leaf
+        values.append(leaf.data)
         start += _padded_bytes(part, index)
     try:
         strategy.read(leaves, index, reader, SingleProcess())
@@ -287,9 +289,10 @@ def _verify(
             part.key,
             expected=f"{part.digest or 0:016x}",
             found=f"{found:016x} in {part.box.offset} .. {part.box.stop}",
-            path=reader.location(_stored_chunk(part, index)),
+            path=reader.location(stored_chunk(part, index)),
         )
-        for part, found in zip(batch, _digests(leaves), strict=True)
+        for part, value in zip(batch, values, strict=True)
+        for found in [checksum(dtypes.as_numpy(value))]
         if part.digest is not None and found != part.digest
     ]
 
@@ -329,15 +332,8 @@ def _unreadable(part: StoredPart, error: CheckpointingException) -> list[Finding
     ]
 
 
-def _digests(leaves: Mapping[TreePath, ShardedTensor]) -> list[int]:
-    found = []
-    for leaf in leaves.values():
-        assert leaf.data is not None
-        found.append(checksum(dtypes.as_numpy(leaf.data)))
-    return found
-
-
-def _stored_chunk(part: StoredPart, index: Index) -> MetadataIndex:
+def stored_chunk(part: StoredPart, index: Index) -> MetadataIndex:
+    """The chunk or piece in which a part begins."""
     tensor = index[part.key]
     if tensor.pieces is None:
         return MetadataIndex(part.key, part.box.offset)

@@ -26,9 +26,9 @@ def in_columns(
     long for it has a line of its own: nothing is cut off, and keys can be copied.
 
     Args:
-        headers: title of each column; no line of titles if all are empty.
-        rows: cells of each row.
-        right: numbers of the columns that are aligned at their right side.
+        headers: one a column; none at all if they are empty.
+        rows: the cells.
+        right: columns that are aligned at their right side.
     """
     shown = [headers] if any(headers) else []
     widths = [max(map(_cells, column)) for column in zip(*shown, strict=True)]

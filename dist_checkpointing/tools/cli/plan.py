@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import statistics
@@ -268,18 +269,7 @@ def _as_json(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut]) -> dic
         "read_bytes": found.read_bytes,
         "read_bytes_if_shared": found.shared_read_bytes,
         "files": sorted(found.files),
-        "ranks": [
-            {
-                "ranks": list(cost.ranks),
-                "num_tensors": cost.num_tensors,
-                "wanted_bytes": cost.wanted_bytes,
-                "read_bytes": cost.read_bytes,
-                "num_reads": cost.num_reads,
-                "files": sorted(cost.files),
-                "peak_bytes": cost.peak_bytes,
-            }
-            for cost in found.costs
-        ],
+        "ranks": [dataclasses.asdict(cost) | {"files": sorted(cost.files)} for cost in found.costs],
         "cuts": [{"key": c.key, "axis": c.axis, "reason": c.reason.value} for c in cuts],
         "unasked": list(found.unasked),
         "findings": [

@@ -18,6 +18,7 @@ from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
+from dist_checkpointing.strategies.verification import stored_chunk
 from dist_checkpointing.tools.convert.verification import PartChecks, checks_of
 
 STRIDED_BLOCK_BYTES = 16 * 2**20
@@ -147,18 +148,9 @@ class CheckpointSource(Source):
 
     def _location(self, part: StoredPart) -> str:
         """Where a part lies, as exactly as that is known."""
-        number = next(
-            (
-                number
-                for number, chunk in enumerate(self._checkpoint[part.key].iter_chunks())
-                if chunk.box.intersect(part.box) is not None
-                and part.flat_range in (None, chunk.flat_range)
-            ),
-            None,
-        )
-        if number is None:
-            return str(self.path)
-        return self._checkpoint[part.key].location(number)
+        index = self._checkpoint.index
+        number = stored_chunk(part, index).index or 0
+        return self._checkpoint.reads.location(index, part.key, part.box, number)
 
     def check_unchanged(self) -> None:
         self._checkpoint.require_unchanged()

@@ -48,9 +48,9 @@ def batches(
     """Regions of tensors cut into blocks, and small blocks put together to be read at once.
 
     Args:
-        index: Index of the checkpoint.
+        index: what is stored.
         regions: keys, and boxes in elements of the global tensors.
-        most_bytes: size of all blocks of a batch together.
+        most_bytes: of all blocks of a batch together.
     """
 
     def rows() -> Iterator[tuple[tuple[str, Box], int]]:

@@ -29,8 +29,8 @@ class Tolerance:
     """When two numbers are the same: if ``|a - b| <= atol + rtol * |b|``.
 
     Attributes:
-        rtol: tolerance relative to the second checkpoint.
-        atol: absolute tolerance.
+        rtol: relative to the second checkpoint.
+        atol: absolute.
         equal_nan: whether NaN is the same as NaN.
     """
 
@@ -52,12 +52,12 @@ class Difference:
     """How the values of two tensors differ.
 
     Attributes:
-        num_differing: number of elements that are not the same.
-        num_compared: number of all elements.
+        num_differing: elements that are not the same.
+        num_compared: all elements.
         max_abs: largest ``|a - b|`` of those where it is a number; infinity where one is infinite.
         max_rel: largest ``|a - b| / |b|``; infinity where ``b`` is 0.
-        first_index: index of the first element that differs, in C order.
-        first_values: values there, in both.
+        first_index: of the first that differs, in C order.
+        first_values: there, in both.
     """
 
     num_differing: int = 0
@@ -68,7 +68,7 @@ class Difference:
     first_values: tuple[Any, Any] | None = None
 
     def with_more(self, other: Difference) -> Difference:
-        """Differences of both parts together."""
+        """Of both parts together."""
         ours, theirs = self.first_index, other.first_index
         first = other if ours is None or (theirs is not None and theirs < ours) else self
         return Difference(
@@ -86,10 +86,10 @@ class TensorComparison:
     """One tensor that both have. Pairs are of the first and of the second checkpoint.
 
     Attributes:
-        key: key in both.
-        shapes: global shapes of both.
-        dtypes: names of the element types of both.
-        values: how the values differ; None if the shapes differ.
+        key: its name in both.
+        shapes: global shapes.
+        dtypes: names of the element types.
+        values: None if the shapes differ.
     """
 
     key: str
@@ -113,8 +113,8 @@ class ValueComparison:
     """An entry of an object or of the common state that is not the same in both.
 
     Attributes:
-        name: key of the object and cell, or path of the common state.
-        texts: value in the first and in the second, as text; None where there is no value.
+        name: where it is.
+        texts: what is there in the first and in the second; None where nothing is.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Comparison:
 
     Attributes:
         only_first: keys of tensors that only the first has.
-        only_second: keys of tensors that only the second has.
+        only_second: likewise.
         tensors: those that both have, the same ones included.
         objects: cells of sharded objects that differ, or that one lacks.
         common: entries of the common state that differ, or that one lacks.
@@ -169,12 +169,12 @@ def compare_checkpoints(
     """Compare two checkpoints by what they hold, not by how they store it.
 
     Args:
-        first: first checkpoint.
-        second: second checkpoint; relative numbers are relative to it.
+        first: one checkpoint.
+        second: the other; what is relative is relative to it.
         tolerance: when two numbers are the same.
-        wanted: whether to look at a key (of tensors, objects or common state).
+        wanted: which keys (of tensors, objects and common state) to look at.
         ignore_dtype: another element type alone makes no difference.
-        memory_bytes: size of the values of both that are in memory at a time.
+        memory_bytes: for values of both that are in memory at a time.
         report: called with the number of bytes of the first that were compared since the last call.
 
     Raises:
@@ -239,10 +239,10 @@ def compare_tensors(
     """Compare two CPU tensors of one shape.
 
     Args:
-        a: first tensor.
-        b: second tensor.
+        a: one.
+        b: the other.
         tolerance: when two numbers are the same.
-        origin: position of the tensors in the global tensor, for ``first_index``.
+        origin: where the tensors begin, for ``first_index``.
     """
     total = Difference(num_compared=a.numel())
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)

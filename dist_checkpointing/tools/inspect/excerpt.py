@@ -20,9 +20,9 @@ class Excerpt:
     Attributes:
         values: all of it, or the first and the last of every long axis, and one more in between
             that stands for what was left out.
-        is_whole: whether nothing was left out.
-        shape: shape of the part that was asked for.
-        edge: number of elements at each end of an axis.
+        is_whole: whether it is all.
+        shape: of what it is an excerpt of.
+        edge: how many of each end.
     """
 
     values: torch.Tensor
@@ -35,10 +35,10 @@ def read_excerpt(handle: TensorHandle, slices: Any = ..., *, most: int, edge: in
     """Read a part of a tensor, or its corners if it is large.
 
     Args:
-        handle: tensor to read.
-        slices: part to read, see ``TensorHandle``.
-        most: number of elements up to which all of it is read.
-        edge: number of elements to read at each end of an axis otherwise.
+        handle: the tensor.
+        slices: which part, see ``TensorHandle``.
+        most: elements up to which all of it is read.
+        edge: how many of each end of an axis to read otherwise.
 
     Raises:
         IndexError: if ``slices`` do not fit the shape.

@@ -28,10 +28,9 @@ class Files:
     """Some of the files together.
 
     Attributes:
-        num_files: number of files.
-        num_bytes: size of all of them.
-        num_bytes_on_disk: size of the blocks that the file system gave them; smaller for files with
-            holes.
+        num_files: how many.
+        num_bytes: their sizes.
+        num_bytes_on_disk: blocks that the file system gave them; fewer for files with holes.
     """
 
     num_files: int = 0
@@ -44,16 +43,16 @@ class Inventory:
     """What a checkpoint consists of.
 
     Attributes:
-        files: all files.
+        files: all of them.
         largest_files: relative name and bytes, largest first.
-        tensors: all tensors; bytes before compression.
+        tensors: all of them; bytes before compression.
         by_dtype: the tensors of each element type, largest share first.
         model: tensors whose keys do not say that they are an optimizer's.
         optimizer: tensors whose keys do, see ``is_of_optimizer``.
         largest: keys and bytes of the largest tensors.
-        num_elements: number of elements of all tensors.
-        num_chunks: number of chunks and pieces of all tensors.
-        largest_chunk_bytes: size of the largest chunk before compression.
+        num_elements: of all tensors.
+        num_chunks: stored chunks and pieces of all tensors.
+        largest_chunk_bytes: before compression.
         facts: what only this backend has, in words.
     """
 
@@ -74,8 +73,8 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
     """Look at the index and the names and sizes of the files; reads no values.
 
     Args:
-        checkpoint: checkpoint to look at.
-        most_listed: number of the largest tensors and files to name.
+        checkpoint: to look at.
+        most_listed: how many of the largest to name.
 
     Raises:
         CheckpointingException: if the index cannot be read.

@@ -21,12 +21,11 @@ class Entry(NamedTuple):
     """A line of the list. A named tuple, because there may be hundreds of thousands.
 
     Attributes:
-        key: key, or path of common state.
+        key: its name.
         shape: global shape of a tensor, grid of a sharded object; None for common state.
-        dtype: element type of a tensor; ``"object"`` for a sharded object, ``"common"`` for common
-            state.
-        num_bytes: size of the values of a tensor; 0 for anything else.
-        sharding: chunks or pieces, as text.
+        dtype: of a tensor; ``"object"`` for a sharded object, ``"common"`` for common state.
+        num_bytes: of the values of a tensor; 0 for what is not one.
+        sharding: how it is stored, as text.
     """
 
     key: str

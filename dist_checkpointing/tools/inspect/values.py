@@ -26,17 +26,17 @@ SLAB_ELEMENTS = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of a tensor, or of a part of it.
+    """Of a tensor, or of a part of it.
 
     Attributes:
-        count: number of elements.
-        minimum: smallest finite value; None without one, and for complex numbers.
-        maximum: largest finite value, likewise.
-        mean: mean of the finite values; None without one.
+        count: of all elements.
+        minimum: of the finite values; None if there are none, and for complex numbers.
+        maximum: likewise.
+        mean: of the finite values; None if there are none.
         std: standard deviation of the finite values around their mean (divided by their number).
-        num_nan: number of elements that are not a number.
-        num_inf: number of infinite elements.
-        num_zero: number of zeros of either sign.
+        num_nan: elements that are not a number.
+        num_inf: infinite ones.
+        num_zero: zeros of either sign.
     """
 
     count: int = 0
@@ -50,11 +50,11 @@ class Statistics:
 
     @property
     def num_finite(self) -> int:
-        """Number of elements that are neither NaN nor infinite."""
+        """Elements that are neither NaN nor infinite."""
         return self.count - self.num_nan - self.num_inf
 
     def with_more(self, other: Statistics) -> Statistics:
-        """Statistics of both parts together."""
+        """Of both parts together."""
         if not self.num_finite or not other.num_finite:
             known = self if self.num_finite else other
             moments = known.minimum, known.maximum, known.mean, known.std
@@ -144,9 +144,9 @@ def stream_statistics(
     """The statistics of parts of tensors, read block by block.
 
     Args:
-        checkpoint: checkpoint to read.
+        checkpoint: to read.
         regions: keys, and boxes in elements of the global tensors.
-        memory_bytes: size of the values that are in memory at a time.
+        memory_bytes: for values that are in memory at a time.
         report: called with the number of bytes that were read since the last call.
 
     Returns:

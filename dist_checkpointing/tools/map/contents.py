@@ -24,13 +24,13 @@ class MappedTensor:
     """A tensor and how it is stored.
 
     Attributes:
-        key: its name.
-        dtype: name of its element type.
-        itemsize: bytes of an element.
-        shape: shape of the whole tensor.
-        chunk_shape: none if it is stored as pieces.
-        pieces: the boxes of each piece; a flattened range has several.
-        writers: the ranks that wrote each chunk, in C order, or each piece.
+        key: Its name.
+        dtype: Name of its element type.
+        itemsize: Bytes of an element.
+        shape: Shape of the whole tensor.
+        chunk_shape: None if it is stored as pieces.
+        pieces: The boxes of each piece; a flattened range has several.
+        writers: The ranks that wrote each chunk, in C order, or each piece.
     """
 
     key: str
@@ -52,9 +52,9 @@ class CheckpointMap:
     """What a page shows.
 
     Attributes:
-        name: the last two folders of the checkpoint's path.
-        backend: name and version in words.
-        tensors: sorted by key.
+        name: The last two folders of the checkpoint's path.
+        backend: Name and version in words.
+        tensors: Sorted by key.
     """
 
     name: str
