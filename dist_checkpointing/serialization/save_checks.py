@@ -44,6 +44,8 @@ class Claimed:
         Raises:
             CheckpointingException: naming the rank.
         """
+        if rank == 0:
+            return
         if config != self.config:
             finding = Finding(
                 "ranks save in different formats",
