@@ -26,7 +26,7 @@ from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 from dist_checkpointing.tools.convert.backend_target import convert_to_backend, lazy_strategy
-from dist_checkpointing.tools.convert.copying import stopping
+from dist_checkpointing.tools.convert.copying import Copier, stopping
 from dist_checkpointing.tools.convert.destination import (
     check_apart,
     check_checkpoint_place,
@@ -52,7 +52,7 @@ from dist_checkpointing.tools.convert.verification import PartChecks
 SAFETENSORS = "safetensors"
 TORCH = "torch"
 
-_SIGNATURES = {b"PK\x03\x04": TORCH, b"\x80\x02\x8a\x0a": TORCH}
+_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 """How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
 
 
@@ -216,7 +216,7 @@ def open_source(
         return SafetensorsSource(place)
     with place.open("rb") as file:
         signature = file.read(4)
-    if _SIGNATURES.get(signature) == TORCH:
+    if signature in _SIGNATURES:
         return TorchFileSource(place, trusted=trusted, most_bytes=most_bytes)
     finding = Finding(
         "neither a folder with a checkpoint, nor a file of safetensors or torch.save",
@@ -346,29 +346,18 @@ class _Job:
         )
         with beside as path, meter.phase("writing"):
             meter.expect(self.plan.num_bytes)
+            copier = Copier(self.source, self.budget, stop, meter.add)
             if self.to == SAFETENSORS:
                 write_safetensors(
-                    self.source,
                     self.plan,
                     path,
-                    self.budget,
+                    copier,
                     as_folder=self.as_folder,
                     shard_bytes=self.options.shard_bytes,
                     texts=self.common,
-                    stop=stop,
-                    report=meter.add,
                 )
             else:
-                write_torch_file(
-                    self.source,
-                    self.plan,
-                    path,
-                    self.budget,
-                    common=self.common,
-                    objects=self.objects,
-                    stop=stop,
-                    report=meter.add,
-                )
+                write_torch_file(self.plan, path, copier, common=self.common, objects=self.objects)
             self.source.check_unchanged()
 
     def _is_alike(self, path: Path) -> bool:

@@ -92,7 +92,7 @@ class Forecast:
 
 
 def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
-    """The forecast for an open checkpoint.
+    """Plan the load of every rank from an open checkpoint, and add up what it takes.
 
     Raises:
         UnsupportedFormatError: if its strategy does not tell where things are.
@@ -104,22 +104,7 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
     reader = checkpoint.reads.make_reader()
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     reader.set_up_storage_reader(index, rank=0, world_size=1)
-    found = forecast(index, reader, wants, strategy.options)
-    lost = unknown_objects(wants, checkpoint.objects) if any(w.objects for w in wants) else []
-    return replace(found, findings=(*found.findings, *lost))
-
-
-def forecast(
-    index: Index, reader: StorageReader, wants: Sequence[RankWants], options: StorageOptions
-) -> Forecast:
-    """Plan the load of every rank and add up what it takes.
-
-    Args:
-        index: Index of the checkpoint.
-        reader: StorageReader that is set up for it; asked only where chunks are.
-        wants: what each rank wants.
-        options: StorageOptions of the load.
-    """
+    options = strategy.options
     stored = StoredTensors(index)
     findings: dict[tuple[str, str | None], Finding] = {}
     costs = []
@@ -141,7 +126,8 @@ def forecast(
                 parts, uncovered = planner.parts_of(shard)
                 touched += parts
                 misfits += uncovered
-                wanted_bytes += _num_elements(shard) * leaf.dtype.itemsize
+                start, stop = leaf.flat_range or (0, leaf.box.num_elements)
+                wanted_bytes += (stop - start) * leaf.dtype.itemsize
         for finding in misfits:
             known = findings.setdefault((finding.problem, finding.key), finding)
             ranks = tuple(sorted({*known.ranks, *want.ranks}))
@@ -151,13 +137,9 @@ def forecast(
         tuple(costs), tuple(findings.values()), tuple(key for key in index if key not in asked)
     )
     lost = _missing_files(result.files, reader.checkpoint_dir)
+    if any(want.objects for want in wants):
+        lost += unknown_objects(wants, checkpoint.objects)
     return replace(result, findings=(*result.findings, *lost))
-
-
-def _num_elements(shard: WantedShard) -> int:
-    if shard.flat_range is not None:
-        return shard.flat_range[1] - shard.flat_range[0]
-    return shard.box.num_elements
 
 
 @dataclass(frozen=True, slots=True, eq=False)
