@@ -43,8 +43,12 @@ from dist_checkpointing.tools.convert.file_targets import (
 from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES, Budget, budget_of
 from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
 from dist_checkpointing.tools.convert.rules import Rules
-from dist_checkpointing.tools.convert.safetensors_format import INDEX_SUFFIX, SUFFIX
-from dist_checkpointing.tools.convert.safetensors_source import SafetensorsSource, holds_safetensors
+from dist_checkpointing.tools.convert.safetensors_files import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    SafetensorsSource,
+    holds_safetensors,
+)
 from dist_checkpointing.tools.convert.sources import CheckpointSource, Source
 from dist_checkpointing.tools.convert.torch_file import TorchFileSource
 from dist_checkpointing.tools.convert.verification import PartChecks

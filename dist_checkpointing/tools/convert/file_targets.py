@@ -21,7 +21,7 @@ from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.strategies.torch_archive import entries
-from dist_checkpointing.tools.convert import safetensors_format as st
+from dist_checkpointing.tools.convert import safetensors_files as st
 from dist_checkpointing.tools.convert.copying import Copier, TensorInFile, write_tensor
 from dist_checkpointing.tools.convert.plan import ConversionPlan, PlannedTensor
 from dist_checkpointing.tools.convert.torch_file import (

@@ -18,8 +18,7 @@ from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping.nesting import MISSING, DictKey, flatten, unflatten_part
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
-from dist_checkpointing.tools.convert.mapped import MappedSource
-from dist_checkpointing.tools.convert.sources import require
+from dist_checkpointing.tools.convert.sources import MappedSource, require
 
 COMMON_KEY: Final = "__common__"
 """Where a file that was converted from a checkpoint keeps the common state."""
