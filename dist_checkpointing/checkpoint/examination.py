@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from dist_checkpointing.checkpoint.handle import Checkpoint, ObjectHandle
+from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -18,14 +19,15 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.format.checksums import StoredObject, StoredPart, checksum_files, read_table
 from dist_checkpointing.format.claims import large_tensors
-from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.removal import noted_removal
-from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal, unnamed_files
+from dist_checkpointing.format.seal import Seal, check_config, check_files, unnamed_files
 from dist_checkpointing.strategies.verification import (
     cause_of,
     in_words,
 )
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,12 @@ class Examination:
         findings: everything that is damaged, with key, place and file.
         refused: objects and common state that were not read, because they hold more than plain data
             types.
-        remarks: what is strange and may be as it shall be.
-        num_tensors: that were looked at.
-        num_parts: chunks and pieces that were read.
-        num_bytes: of the values that were read.
-        num_bytes_compared: of those whose checksum was compared.
-        num_objects: cells of sharded objects that were read.
+        remarks: what is strange, and may be intended.
+        num_tensors: number of tensors that were looked at.
+        num_parts: number of chunks and pieces that were read.
+        num_bytes: size of the values that were read.
+        num_bytes_compared: size of those values whose checksum was compared.
+        num_objects: number of cells of sharded objects that were read.
         is_sealed: whether a seal says which files there should be, and what they hold.
     """
 
@@ -92,11 +94,11 @@ class Notes:
         except UnsupportedFormatError as error:
             self.refused += _findings(error, key)
 
-    def seal_of(self, folder: Path) -> Seal | None:
-        """The seal; None if there is none that can be read."""
-        found: list[Seal | None] = []
+    def found(self, look: Callable[[], Found]) -> Found | None:
+        """What there is; None, and a note, if that is damaged."""
+        found: list[Found] = []
         with self.noting():
-            found.append(read_seal(folder))
+            found.append(look())
         return found[0] if found else None
 
     def look_at_files(self, folder: Path, seal: Seal | None, rank: int, world_size: int) -> None:
@@ -124,21 +126,11 @@ class Notes:
             finding for finding in findings if not any(str(finding.path) in path for path in said)
         ]
 
-    def index_of(self, checkpoint: Checkpoint) -> Index | None:
-        """What is stored; None if that cannot be found out."""
-        found: list[Index] = []
-        with self.noting():
-            found.append(checkpoint.index)
-        return found[0] if found else None
-
     def look_at_state(self, checkpoint: Checkpoint) -> None:
         """Read the common state and every cell of every sharded object."""
         with self.unpickling():
             _ = checkpoint.common
-        objects: Mapping[str, ObjectHandle] = {}
-        with self.noting():
-            objects = checkpoint.objects
-        for key, handle in objects.items():
+        for key, handle in (self.found(lambda: checkpoint.objects) or {}).items():
             for cell in handle:
                 with self.unpickling(key):
                     _ = handle[cell]
@@ -166,20 +158,19 @@ class Notes:
                 continue
             said = table.parts
             self.cells += table.objects
-            strange = [part for part in said if not _is_of(index, part)]
-            self.findings += [
-                Finding("a checksum of what is no part of the tensor", part.key, path=str(path))
-                for part in strange
-            ]
             for part in said:
-                if part not in strange:
+                # A tensor that is not there any more has no shape to lie in.
+                if part.key not in index or part.lies_in(index[part.key].global_shape):
                     parts.setdefault(part.key, []).append(part)
+                else:
+                    problem = "a checksum of what is no part of the tensor"
+                    self.findings.append(Finding(problem, part.key, path=str(path)))
         return parts
 
     def look_for_lost(
         self, checkpoint: Checkpoint, index: Index, digests: Mapping[str, object]
     ) -> None:
-        """Tensors that only the checksums name, where no index says what there shall be."""
+        """Tensors that only the checksums name, in a format without an index."""
         if checkpoint.backend != ("zarr", 1):
             return
         going = noted_removal(checkpoint.path)
@@ -234,14 +225,3 @@ def _findings(error: Exception, key: str | None = None) -> tuple[Finding, ...]:
     if not isinstance(error, CheckpointingException) or not error.findings:
         return (Finding(f"{type(error).__name__}: {error}", key),)
     return tuple(replace(found, key=found.key or key) for found in in_words(error))
-
-
-def _is_of(index: Index, part: StoredPart) -> bool:
-    """Whether a part lies in its tensor, or is one of a tensor that is not there any more."""
-    if part.key not in index:
-        return True
-    shape = index[part.key].global_shape
-    if len(part.box.shape) != len(shape) or min((*part.box.offset, *part.box.shape, 0)) < 0:
-        return False
-    start, stop = part.flat_range or (0, 0)
-    return Box.whole(shape).contains(part.box) and 0 <= start <= stop <= part.box.num_elements

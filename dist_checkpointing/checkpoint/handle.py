@@ -1,7 +1,7 @@
 """Checkpoint.open: a checkpoint as a read-only mapping, on one machine, without a process group.
 
 Nothing here imports torch: a checkpoint of an indexed backend is listed without it, and whatever
-needs a strategy or a value loads ``partial_reads`` on first use.
+needs a strategy or a value loads ``reads`` on first use.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.commit import (
+    CONTENT_METADATA_KEY,
     CheckpointingConfig,
     check_is_distributed_checkpoint,
-    number_of_save,
     read_config,
 )
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import Index, StoredTensor, read_index
+from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.format.near_names import hint
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ class StoredChunk:
     """One part of a tensor that is stored as a whole.
 
     Attributes:
-        box: in elements of the global tensor.
+        box: Box in elements of the global tensor.
         flat_range: if given, only these elements of the flattened box.
-        num_bytes: of the values, before compression.
+        num_bytes: size of the values, before compression.
     """
 
     box: Box
@@ -65,12 +66,12 @@ class TensorHandle:
 
     @property
     def stored(self) -> StoredTensor:
-        """Its line of the index."""
+        """Row of the index."""
         return self._stored
 
     @property
     def key(self) -> str:
-        """Its name."""
+        """Key of the tensor."""
         return self._stored.key
 
     @property
@@ -80,12 +81,12 @@ class TensorHandle:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its element type, for torch."""
+        """Element type, for torch."""
         return self._stored.dtype.torch
 
     @property
     def dtype_name(self) -> str:
-        """Its element type as a word, such as ``"bfloat16"``; needs no torch."""
+        """Element type as a word, such as ``"bfloat16"``; needs no torch."""
         return self._stored.dtype.name
 
     @property
@@ -109,18 +110,19 @@ class TensorHandle:
         return tuple(self.iter_chunks())
 
     def iter_chunks(self) -> Iterator[StoredChunk]:
-        """The same one after the other, for tensors that have very many."""
-        return _chunks(self._stored)
+        """``chunks`` one after the other, for tensors that have very many."""
+        for box, flat in self._stored.parts():
+            count = box.num_elements if flat is None else flat[1] - flat[0]
+            yield StoredChunk(box, flat, count * self._stored.dtype.itemsize)
 
     @property
     def num_chunks(self) -> int:
-        """How many there are."""
-        pieces = self._stored.pieces
-        return math.prod(self._stored.grid.counts) if pieces is None else len(pieces)
+        """Number of chunks."""
+        return self._stored.num_parts
 
     @property
     def folder(self) -> Path:
-        """Of its checkpoint."""
+        """Folder of the checkpoint."""
         return self._checkpoint.path
 
     def __getitem__(self, slices: Slices) -> torch.Tensor:
@@ -158,8 +160,8 @@ class ObjectHandle(Mapping[Ints, Any]):
     """The cells of one sharded object: cell index -> value, unpickled when asked for.
 
     Attributes:
-        key: its name.
-        shape: of the grid of cells.
+        key: key of the object.
+        shape: shape of the grid of cells.
     """
 
     def __init__(self, checkpoint: Checkpoint, key: str, shape: Ints) -> None:
@@ -188,10 +190,7 @@ class ObjectHandle(Mapping[Ints, Any]):
         return itertools.product(*map(range, self.shape))
 
     def __len__(self) -> int:
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape)
 
     def __repr__(self) -> str:
         return f"<{self.key!r}: object{list(self.shape)}>"
@@ -201,8 +200,19 @@ class Checkpoint(Mapping[str, TensorHandle]):
     """A committed checkpoint of any backend, also of Megatron and torch DCP; see ``open``.
 
     Attributes:
-        path: its folder.
+        path: folder of the checkpoint.
         trusted: whether anything is unpickled.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, Checkpoint, save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> save(state, "ckpt")
+        >>> opened = Checkpoint.open("ckpt")
+        >>> opened["w"][2:4]
+        tensor([2., 3.])
+        >>> opened.common
+        {'step': 100}
     """
 
     def __init__(
@@ -291,7 +301,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @property
     def metadata(self) -> dict[str, Any] | None:
         """The ``content_metadata`` that was passed to ``save``; None if there was none."""
-        return self.reads.content_metadata(self.common)
+        return self.common.get(CONTENT_METADATA_KEY)
 
     def read(self, wanted: Iterable[tuple[str, Box]]) -> list[torch.Tensor]:
         """Read boxes of any tensors at once, which is faster than one after the other.
@@ -326,7 +336,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
             finding = Finding(
                 "deleted or overwritten", path=str(self.path), remedy="Open it again."
             )
-            raise CorruptCheckpointError("this is not the checkpoint that was opened", [finding])
+            message = "it changed: this is not the checkpoint that was opened"
+            raise CorruptCheckpointError(message, [finding])
 
     def __getitem__(self, key: str) -> TensorHandle:
         if key not in self.index:
@@ -353,16 +364,3 @@ def _require_inside(shape: Ints, key: str, box: Box) -> None:
     )
     if not fits or not Box.whole(shape).contains(box):
         raise IndexError(f"{key!r}: {box} does not lie in a tensor of shape {shape}")
-
-
-def _chunks(stored: StoredTensor) -> Iterator[StoredChunk]:
-    itemsize = stored.dtype.itemsize
-    if stored.pieces is not None:
-        for box, flat in stored.pieces:
-            count = box.num_elements if flat is None else flat[1] - flat[0]
-            yield StoredChunk(box, flat, count * itemsize)
-        return
-    grid = stored.grid
-    for index in itertools.product(*map(range, grid.counts)):
-        box = grid.box(index)
-        yield StoredChunk(box, None, box.num_elements * itemsize)

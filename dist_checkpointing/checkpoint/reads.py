@@ -16,13 +16,14 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.claims import Claim, large_tensors
-from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, CheckpointingConfig
+from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
+from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
@@ -36,22 +37,31 @@ class PartialReads:
     """What reads one checkpoint; strategies are looked for on first use.
 
     Args:
-        folder: the checkpoint.
-        config: its config.
+        folder: folder of the checkpoint.
+        config: content of its ``metadata.json``.
         trusted: unpickle anything.
+
+    Attributes:
+        options: StorageOptions of the reads, if set before the first one.
     """
 
     def __init__(self, folder: Path, config: CheckpointingConfig, *, trusted: bool) -> None:
         self._folder = folder
         self._config = config
         self._trusted = trusted
+        self.options: StorageOptions | None = None
         self._own_index: Index | None = None
+        self._seen: set[str] = set()
 
     @cached_property
     def sharded(self) -> LoadShardedStrategy:
         """The strategy for tensors."""
         found = open_checkpoint(self._folder).sharded
-        return found.trusting() if self._trusted else found
+        found = found.trusting() if self._trusted else found
+        if self.options is not None and isinstance(found, PlannedLoadStrategy):
+            found = copy.copy(found)
+            found.options = self.options
+        return found
 
     @cached_property
     def _reader(self) -> StorageReader:
@@ -80,11 +90,8 @@ class PartialReads:
         with _strange_errors(self._folder):
             stored = self.sharded.load_tensors_metadata(self._folder)
         return Index.of(
-            StoredTensor(
-                key,
-                dtypes.from_torch(tensor.dtype, key=key),
-                tensor.global_shape,
-                tuple(max(1, extent) for extent in tensor.global_shape),
+            StoredTensor.undivided(
+                key, dtypes.from_torch(tensor.dtype, key=key), tensor.global_shape
             )
             for key, tensor in sorted(stored.items())
         )
@@ -92,8 +99,15 @@ class PartialReads:
     def boxes(self, index: Index, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """One new tensor for each box; see ``Checkpoint.read``."""
         strategy = self.sharded
-        self.require_stored(large_tensors(index, dict.fromkeys(key for key, _ in wanted)), index)
-        leaves = {number: _leaf(index[key], box) for number, (key, box) in enumerate(wanted)}
+        keys = {key for key, _ in wanted} - self._seen
+        self.require_stored(large_tensors(index, keys), index)
+        self._seen |= keys
+        leaves = {
+            number: ShardedTensor.of_box(index[key], box)
+            for number, (key, box) in enumerate(wanted)
+        }
+        for leaf in leaves.values():
+            leaf.init_data("cpu")
         if isinstance(strategy, PlannedLoadStrategy):
             paths: dict[TreePath, ShardedTensor] = {
                 (DictKey(number),): leaf for number, leaf in leaves.items()
@@ -177,11 +191,6 @@ class PartialReads:
         """The common state."""
         return self._common.load_common(self._folder)
 
-    @staticmethod
-    def content_metadata(common: StateDict) -> dict[str, Any] | None:
-        """What ``save`` was given as ``content_metadata``."""
-        return common.get(CONTENT_METADATA_KEY)
-
 
 @contextmanager
 def _strange_errors(folder: Path) -> Iterator[None]:
@@ -195,13 +204,6 @@ def _strange_errors(folder: Path) -> Iterator[None]:
         raise CorruptCheckpointError(
             "its strategy cannot read the checkpoint", [finding]
         ) from error
-
-
-def _leaf(stored: StoredTensor, box: Box) -> ShardedTensor:
-    data = torch.empty(box.shape, dtype=stored.dtype.torch)
-    return ShardedTensor(
-        stored.key, data, data.dtype, box.shape, stored.global_shape, box.offset, None
-    )
 
 
 def _data(leaf: ShardedTensor) -> torch.Tensor:

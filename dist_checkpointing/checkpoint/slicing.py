@@ -18,8 +18,8 @@ class Selected:
     """A part of a tensor.
 
     Attributes:
-        boxes: to read, in elements of the tensor; they follow each other along ``axis``.
-        axis: along which they are joined.
+        boxes: boxes to read, in elements of the tensor; they follow each other along ``axis``.
+        axis: axis along which they are joined.
         within: what to take of the array that they make up.
     """
 
@@ -91,9 +91,9 @@ def select(shape: Ints, slices: Any, key: str) -> Selected:
     """The part of a tensor that ``tensor[slices]`` means.
 
     Args:
-        shape: of the tensor.
+        shape: shape of the tensor.
         slices: an int, a slice with a positive step, ``...``, or a tuple of them.
-        key: of the tensor, for messages.
+        key: key of the tensor, for messages.
 
     Raises:
         IndexError: if they do not fit the shape.

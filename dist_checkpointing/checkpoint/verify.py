@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,8 @@ from dist_checkpointing.errors import (
     merge_findings,
 )
 from dist_checkpointing.format.checksums import StoredObject, StoredPart
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import concatenate, describe
@@ -50,8 +50,8 @@ def verify_checkpoint(
 
     Args:
         checkpoint_dir: a committed checkpoint.
-        rank: which part of the work this is.
-        world_size: of how many.
+        rank: number of the part of the work that is done here.
+        world_size: number of parts.
         trusted: unpickle anything, see ``load``.
 
     Raises:
@@ -59,6 +59,11 @@ def verify_checkpoint(
         CorruptCheckpointError: with everything that is damaged.
         CheckpointingException: for what cannot be read here, see ``load``.
         OSError: if the file system, and not the checkpoint, fails: nothing is known then.
+
+    Example:
+        >>> from dist_checkpointing import save, verify_checkpoint
+        >>> save({"step": 100}, "ckpt")
+        >>> verify_checkpoint("ckpt")
     """
     found = examine_checkpoint(checkpoint_dir, rank=rank, world_size=world_size, trusted=trusted)
     if not found.is_sealed:
@@ -88,8 +93,9 @@ def examine_checkpoint(
 
     Args:
         checkpoint_dir: a committed checkpoint.
-        rank: which part of the work this is; rank 0 also looks at all that is not a tensor.
-        world_size: of how many.
+        rank: number of the part of the work that is done here; rank 0 also looks at all that is
+            not a tensor.
+        world_size: number of parts.
         trusted: unpickle anything, see ``load``.
         progress: called with a Progress whenever something has been read.
 
@@ -104,8 +110,8 @@ def examine_checkpoint(
     except CorruptCheckpointError as error:
         return Examination(_findings(error))
     seen = Notes()
-    seal = seen.seal_of(checkpoint.path)
-    index = seen.index_of(checkpoint)
+    seal = seen.found(lambda: read_seal(checkpoint.path))
+    index = seen.found(lambda: checkpoint.index)
     if rank == 0:
         seen.look_at_state(checkpoint)
     if index is None:
@@ -127,7 +133,7 @@ def examine_checkpoint(
         seen.findings += _damage(checkpoint, parts, meter)
     if rank == 0 and seal is not None:
         with seen.noting():
-            seen.findings += _damage_of_objects(checkpoint, index, seen.cells)
+            seen.findings += stored_objects_damage(checkpoint, seen.cells)
     seen.look_at_files(checkpoint.path, seal, rank, world_size)
     sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
     return Examination(
@@ -147,28 +153,13 @@ def _parts(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[StoredPa
     """What to read of a tensor: what has checksums if that is all of it, else every chunk too."""
     if sum(part.num_elements for part in checked) == math.prod(stored.global_shape):
         return list(checked)
-    plain: list[StoredPart] = []
-    if stored.pieces is not None:
-        plain = [StoredPart(stored.key, box, flat) for box, flat in stored.pieces]
-    else:
-        for place in itertools.product(*map(range, stored.grid.counts)):
-            plain.append(StoredPart(stored.key, stored.grid.box(place), None))
-    return [*checked, *plain]
+    return [*checked, *(StoredPart(stored.key, box, flat) for box, flat in stored.parts())]
 
 
 def _coverage_problems(tensors: Iterable[StoredTensor]) -> list[Finding]:
     """Tensors whose pieces leave gaps or overlap; a chunk grid does neither."""
     leaves: list[ShardedBase] = [
-        ShardedTensor(
-            stored.key,
-            None,
-            stored.dtype.torch,
-            box.shape,
-            stored.global_shape,
-            box.offset,
-            None,
-            flattened_range=None if flat is None else slice(*flat),
-        )
+        ShardedTensor.of_box(stored, box, flat)
         for stored in tensors
         for box, flat in stored.pieces or ()
     ]
@@ -208,12 +199,10 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     return findings + damage_of(known, strategy, reader, index, meter)
 
 
-def _damage_of_objects(
-    checkpoint: Checkpoint, index: Index, known: Sequence[StoredObject]
-) -> list[Finding]:
+def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredObject]) -> list[Finding]:
     """Compare the objects that lie among the tensors with their checksums."""
     strategy = checkpoint.reads.sharded
-    if not isinstance(strategy, PlannedLoadStrategy) or not index.objects:
+    if not isinstance(strategy, PlannedLoadStrategy) or not checkpoint.index.objects:
         return []
     reader = strategy.make_reader(checkpoint.path)
     reader.set_up_storage_reader(

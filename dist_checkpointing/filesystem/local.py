@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import stat
+import struct
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -167,6 +168,37 @@ def parse_json(data: bytes) -> Any:
         return json.loads(data)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def read_json(path: Path, max_bytes: int) -> Any:
+    """What a JSON file says that must not be larger than ``max_bytes``; see ``parse_json``."""
+    return parse_json(read_bytes(path, max_bytes))
+
+
+_NOT_PARSED = ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error
+
+
+@contextmanager
+def parsing(
+    message: str, path: object, key: str | None = None, remedy: str | None = None
+) -> Iterator[None]:
+    """Name the file in whose content the body finds something else than it should be.
+
+    Raises:
+        CorruptCheckpointError: with this message, for whatever a parser raises.
+    """
+    try:
+        yield
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        struct.error,
+    ) as error:
+        finding = Finding(f"{type(error).__name__}: {error}", key, path=str(path), remedy=remedy)
+        raise CorruptCheckpointError(message, [finding]) from error
 
 
 class Durability(Enum):

@@ -1,8 +1,13 @@
-"""Numbers of bytes as people write them."""
+"""Numbers of bytes: as people read and type them, and as the limit of what is done at once."""
 
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 _UNITS = {
     "": 1,
@@ -35,3 +40,25 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise ValueError(f"{text!r} is not a size; write for example 256MiB, 2GiB or 5GB")
     return size
+
+
+def in_batches(
+    items: Iterable[tuple[Item, int]], most_bytes: int, most_items: int = sys.maxsize
+) -> Iterator[list[Item]]:
+    """Items in their order, as many together as the limits allow; a larger one is alone.
+
+    Args:
+        items: each with its bytes.
+        most_bytes: of the items of a batch.
+        most_items: of a batch.
+    """
+    batch: list[Item] = []
+    size = 0
+    for item, num_bytes in items:
+        if batch and (size + num_bytes > most_bytes or len(batch) == most_items):
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += num_bytes
+    if batch:
+        yield batch

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.geometry import Box, Ints
 
@@ -40,7 +39,7 @@ def checksum(array: npt.NDArray[Any]) -> int:
 
 
 def checksum_of(blocks: Iterable[npt.NDArray[Any]]) -> int:
-    """That of the C-contiguous array of which these are the blocks, one after the other."""
+    """xxh3_64 of a C-contiguous array that is given in blocks, one after the other."""
     digest = xxhash.xxh3_64()
     for block in blocks:
         # Unlike the one-shot function this lets other threads run.
@@ -59,7 +58,7 @@ def checksum_of_bytes(data: bytes) -> int:
 class StoredPart:
     """A part of a tensor, with the hash of its values and the rank that wrote it.
 
-    Both are None for a part of which nothing was noted.
+    Both are None for a part without a checksum.
     """
 
     key: str
@@ -70,10 +69,18 @@ class StoredPart:
 
     @property
     def num_elements(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         if self.flat_range is None:
             return self.box.num_elements
         return self.flat_range[1] - self.flat_range[0]
+
+    def lies_in(self, shape: Ints) -> bool:
+        """Whether a tensor of this shape can have it."""
+        box = self.box
+        if len(box.shape) != len(shape) or min((*box.offset, *box.shape, 0)) < 0:
+            return False
+        start, stop = self.flat_range or (0, 0)
+        return Box.whole(shape).contains(box) and 0 <= start <= stop <= box.num_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,15 +215,9 @@ def parse_table(data: bytes, path: str) -> ChecksumTable:
     Raises:
         CorruptCheckpointError: if it is not what it should be.
     """
-    try:
+    remedy = "Use another checkpoint, or load without verify."
+    with local.parsing("checksums cannot be read", path, remedy=remedy):
         return _rows(data)
-    except (ValueError, IndexError, TypeError, struct.error) as error:
-        finding = Finding(
-            f"{type(error).__name__}: {error}",
-            path=path,
-            remedy="Load without verify, or use another checkpoint.",
-        )
-        raise CorruptCheckpointError("checksums cannot be read", [finding]) from error
 
 
 def _rows(data: bytes) -> ChecksumTable:

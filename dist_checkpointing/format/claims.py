@@ -32,9 +32,9 @@ class Claim:
     """What an index says of one tensor or sharded object.
 
     Attributes:
-        key: its name.
-        num_bytes: of its values.
-        num_parts: chunks, pieces or cells.
+        key: key of the tensor or object.
+        num_bytes: size of the values.
+        num_parts: number of chunks, pieces or cells.
     """
 
     key: str
@@ -52,9 +52,9 @@ class Backing:
     """The files that a claim is about.
 
     Attributes:
-        num_bytes: all they hold.
-        num_parts: how many parts they can hold at most.
-        path: of what makes the claim.
+        num_bytes: size of the files.
+        num_parts: number of parts that they can hold at most.
+        path: path of the file that makes the claim.
     """
 
     num_bytes: int
@@ -64,8 +64,7 @@ class Backing:
 
 def claim_of(tensor: StoredTensor) -> Claim:
     """What an index says of a tensor."""
-    parts = math.prod(tensor.grid.counts) if tensor.pieces is None else len(tensor.pieces)
-    return Claim(tensor.key, math.prod(tensor.global_shape) * tensor.dtype.itemsize, parts)
+    return Claim(tensor.key, tensor.num_bytes, tensor.num_parts)
 
 
 def large_tensors(index: Index, keys: Iterable[str]) -> list[Claim]:

@@ -37,31 +37,13 @@ from dist_checkpointing.format.leftovers import (
     attempt_of,
     clear,
     leftovers,
-    number_of_save,
     refuse_foreign,
 )
-
-__all__ = [
-    "ATTEMPT_NAME",
-    "COMMON_STATE_FNAME",
-    "CONFIG_FNAME",
-    "DCP_METADATA_NAME",
-    "Attempt",
-    "CheckpointingConfig",
-    "attempt_of",
-    "check_distinct",
-    "check_is_distributed_checkpoint",
-    "is_committed",
-    "is_spent",
-    "leftovers",
-    "number_of_save",
-    "read_config",
-    "remove_checkpoint",
-]
 
 logger = logging.getLogger(__name__)
 
 COMMON_STATE_FNAME = "common.pt"
+CONTENT_METADATA_KEY = "content_metadata"
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -84,7 +66,7 @@ _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
 def _is_plain_dcp(folder: Path) -> bool:
     """Whether torch DCP alone saved into the folder, and came to an end.
 
-    A save of ours or Megatron's that did not is none: they commit by a later file.
+    An unfinished save of this library or of Megatron does not count: they commit by a later file.
     """
     others = (CONFIG_FNAME, COMMON_STATE_FNAME, OWN_FOLDER)
     return local.is_file(folder / DCP_METADATA_NAME) and not any(
@@ -121,7 +103,14 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     if not local.is_file(path):
         raise _not_committed(folder)
     try:
-        content = local.parse_json(local.read_bytes(path, _MAX_CONFIG_BYTES))
+        return _parsed_config(path)
+    except FileNotFoundError as error:
+        raise _not_committed(folder) from error  # overwritten since the first look
+
+
+def _parsed_config(path: Path) -> CheckpointingConfig:
+    with local.parsing(f"{CONFIG_FNAME} cannot be read", path, remedy="Restore the file."):
+        content = local.read_json(path, _MAX_CONFIG_BYTES)
         known = {f.name for f in fields(CheckpointingConfig)}
         config = CheckpointingConfig(**{k: v for k, v in content.items() if k in known})
         for field in fields(config):
@@ -130,15 +119,10 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
                 raise ValueError(f"{field.name} is not of type {kind.__name__}")
         # Megatron >= 0.19 names no common backend and keeps the common state with the tensors.
         is_inside = "common_backend" not in content and not local.is_there(
-            folder / COMMON_STATE_FNAME
+            path.with_name(COMMON_STATE_FNAME)
         )
         if config.sharded_backend == "torch_dist" and is_inside:
             config = replace(config, common_backend="torch_dist")
-    except FileNotFoundError as error:
-        raise _not_committed(folder) from error  # overwritten since the first look
-    except (ValueError, TypeError, AttributeError) as error:
-        finding = Finding(str(error), path=str(path), remedy="Restore the file.")
-        raise CorruptCheckpointError(f"{CONFIG_FNAME} cannot be read", [finding]) from error
     return config
 
 
@@ -153,7 +137,14 @@ def _not_committed(folder: Path) -> CheckpointNotFoundError:
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Whether a committed checkpoint is there; an unreadable one is not (and is logged)."""
+    """Whether a committed checkpoint is there; an unreadable one does not count, and is logged.
+
+    Example:
+        >>> from dist_checkpointing import check_is_distributed_checkpoint, save
+        >>> save({"step": 100}, "ckpt")
+        >>> check_is_distributed_checkpoint("ckpt"), check_is_distributed_checkpoint("other")
+        (True, False)
+    """
     try:
         read_config(checkpoint_dir)
     except CheckpointNotFoundError:
@@ -325,7 +316,7 @@ def _locked(folder: Path) -> FolderLock:
         try:
             return FolderLock.acquire(folder)
         except FileNotFoundError:
-            continue  # whoever removed a checkpoint there has just removed the folder too
+            continue  # another process removed a checkpoint there, and the folder with it
 
 
 def _end_commit(folder: Path) -> None:
@@ -372,6 +363,3 @@ def is_spent(folder: Path) -> bool:
     """
     names = {*local.names_in(folder), *local.names_in(folder / OWN_FOLDER)}
     return names <= {OWN_FOLDER, LOCK_NAME}
-
-
-CONTENT_METADATA_KEY = "content_metadata"

@@ -6,6 +6,7 @@ only the rows that a load asks for become objects.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import element_types
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints
@@ -121,6 +121,25 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.global_shape) * self.dtype.itemsize
+
+    @property
+    def num_parts(self) -> int:
+        """Number of chunks or pieces."""
+        return math.prod(self.grid.counts) if self.pieces is None else len(self.pieces)
+
+    def parts(self) -> Iterator[tuple[Box, tuple[int, int] | None]]:
+        """Box and flat range of each chunk, in C order, or piece."""
+        if self.pieces is not None:
+            yield from self.pieces
+            return
+        grid = self.grid
+        for place in itertools.product(*map(range, grid.counts)):
+            yield grid.box(place), None
+
+    @classmethod
+    def undivided(cls, key: str, dtype: element_types.DType, shape: Sequence[int]) -> StoredTensor:
+        """A tensor that is stored as one chunk."""
+        return cls(key, dtype, tuple(shape), tuple(max(1, extent) for extent in shape))
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,16 +260,14 @@ class Index(Mapping[str, StoredTensor]):
             CorruptCheckpointError: if they are not one.
             UnsupportedFormatError: if they are of a future format or hold an unknown dtype.
         """
-        try:
+        message = "the index of the checkpoint cannot be read"
+        with local.parsing(message, path, remedy="Use another checkpoint, or restore this file."):
             content = local.parse_json(data)
-        except ValueError as error:
-            raise _corrupt(f"not JSON: {error}", path) from error
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise _corrupt("not an index of dist_checkpointing", path)
-        body = b"{" + data[_CHECKSUM_BYTES:]
-        if content.get("checksum") != f"{xxhash.xxh3_64_intdigest(body):016x}":
-            raise _corrupt("the checksum of the index differs", path)
-        try:
+            if not isinstance(content, dict) or content.get("format") != FORMAT:
+                raise ValueError("not an index of dist_checkpointing")
+            body = b"{" + data[_CHECKSUM_BYTES:]
+            if content.get("checksum") != f"{xxhash.xxh3_64_intdigest(body):016x}":
+                raise ValueError("the checksum of the index differs")
             keys = _strings(content["keys"])
             index = cls(
                 keys,
@@ -265,8 +282,6 @@ class Index(Mapping[str, StoredTensor]):
                 _optional_string(content["codec"]),
             )
             index._check()
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise _corrupt(f"{type(error).__name__}: {error}", path) from error
         return index
 
     def _check(self) -> None:
@@ -287,11 +302,6 @@ class Index(Mapping[str, StoredTensor]):
                 raise ValueError(f"{key!r} has pieces of another number of axes")
             if key in self.pieces and not self.pieces[key].are_inside(shape):
                 raise ValueError(f"{key!r} has pieces outside of it")
-
-
-def _corrupt(problem: str, path: str) -> CorruptCheckpointError:
-    finding = Finding(problem, path=path, remedy="Use another checkpoint, or restore this file.")
-    return CorruptCheckpointError("the index of the checkpoint cannot be read", [finding])
 
 
 def _strings(values: Any) -> list[str]:

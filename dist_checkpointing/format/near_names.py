@@ -13,9 +13,9 @@ def near_names(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names that are most like ``name``, best first; none if none is like it.
 
     Args:
-        name: what was asked for.
-        known: what there is; may be very many.
-        count: how many to name at most.
+        name: name that was asked for.
+        known: names that there are; may be very many.
+        count: number of names to return at most.
     """
     names = list(known)
     if len(names) > _MOST_COMPARED:

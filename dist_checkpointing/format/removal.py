@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.filesystem.own_files import make_own_folder, read_own
 
@@ -24,11 +23,11 @@ class PlannedRemoval:
     """What a removal would do, found out without touching anything.
 
     Attributes:
-        keys: the tensors that go.
+        keys: keys of the tensors that go.
         files: paths relative to the checkpoint of the files that go with them.
         shared: bytes of removed values that stay on the disk, by the file that they share with
             values that are kept.
-        moved_bytes: of kept values that are written again, so that their file can go.
+        moved_bytes: bytes of kept values that are written again, so that their file can go.
         is_unfinished: whether a removal was cut off here, which another brings to its end.
     """
 
@@ -51,7 +50,7 @@ def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
 
 
 def noted_removal(folder: Path) -> dict[str, tuple[str, ...]]:
-    """What an unfinished removal has noted; empty if there is none.
+    """What an unfinished removal has noted; empty without one.
 
     Raises:
         CorruptCheckpointError: if it cannot be read, or names what is outside of the checkpoint.
@@ -60,16 +59,13 @@ def noted_removal(folder: Path) -> dict[str, tuple[str, ...]]:
     data = read_own(path, _MAX_BYTES)
     if data is None:
         return {}
-    try:
+    with local.parsing("an unfinished removal cannot be read", path):
         content = local.parse_json(data)
         noted = {str(key): tuple(map(str, names)) for key, names in content.items()}
         for name in (name for names in noted.values() for name in names):
             parts = PurePosixPath(name).parts
             if not parts or name.startswith("/") or ".." in parts:
                 raise ValueError(f"{name!r} is no folder of a checkpoint")
-    except (ValueError, TypeError, AttributeError) as error:
-        finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
-        raise CorruptCheckpointError("an unfinished removal cannot be read", [finding]) from error
     return noted
 
 

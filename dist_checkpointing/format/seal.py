@@ -121,7 +121,8 @@ class Seal:
         Raises:
             CorruptCheckpointError: if they are not one.
         """
-        try:
+        remedy = "Use another checkpoint, or load without verify."
+        with local.parsing("the seal of the checkpoint is damaged", path, remedy=remedy):
             content = local.parse_json(data)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError("not a seal of dist_checkpointing")
@@ -136,15 +137,6 @@ class Seal:
             tables = {str(name): (str(a), str(b)) for name, (a, b) in content["tables"].items()}
             config = dict(content["config"])
             return cls(str(content["attempt"]), config, files, tables, bool(content["is_open"]))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            finding = Finding(
-                f"{type(error).__name__}: {error}",
-                path=path,
-                remedy="Use another checkpoint, or load without verify.",
-            )
-            raise CorruptCheckpointError("the seal of the checkpoint is damaged", [finding]) from (
-                error
-            )
 
 
 def read_seal(folder: Path) -> Seal | None:
@@ -176,13 +168,13 @@ def write_seal(
     """Check that everything is there, and seal it. Called on rank 0 when all ranks have written.
 
     Args:
-        folder: the checkpoint.
-        config: what will be committed.
+        folder: folder of the checkpoint.
+        config: content of the ``metadata.json`` that will be committed.
         reported: what the ranks say that they have written.
         tables: first and last key of each table of checksums.
         created: files and folders of the save; None for everything in the folder. What is found
             there and was not reported is sealed too.
-        durability: of the seal.
+        durability: when the seal counts as written.
 
     Raises:
         CheckpointingException: if a file that was reported is not here, or has another size.

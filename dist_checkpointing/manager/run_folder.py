@@ -15,13 +15,12 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.local import check_room, is_folder, is_there
 from dist_checkpointing.format.commit import (
-    attempt_of,
     check_is_distributed_checkpoint,
     is_committed,
     is_spent,
-    number_of_save,
     remove_checkpoint,
 )
+from dist_checkpointing.format.leftovers import attempt_of, number_of_save
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_record import (
     RunRecord,

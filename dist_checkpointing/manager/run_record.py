@@ -6,7 +6,7 @@ import json
 import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import local
@@ -74,24 +74,27 @@ def read_record(root: Path) -> RunRecord:
     """
     path = root / RECORD_NAME
     try:
-        content = local.parse_json(local.read_bytes(path, _MAX_BYTES))
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']!r}")
-        steps = {int(step): StepRecord(**known) for step, known in content["steps"].items()}
-        latest = content["latest"]
-        if not (latest is None or type(latest) is int):
-            raise ValueError(f"latest is {latest!r}")
-        for record in steps.values():
-            flags, names = (record.verified, record.stripped), (record.attempt, record.begun)
-            if any(type(value) is not bool for value in flags):
-                raise ValueError(f"{record!r}")
-            if any(type(value) not in (str, type(None)) for value in names):
-                raise ValueError(f"{record!r}")
+        with local.parsing("it cannot be read and is not used", path):
+            return _parsed(local.read_json(path, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return RunRecord()
-    except (ValueError, KeyError, TypeError, AttributeError, CorruptCheckpointError) as error:
-        logger.warning("%s cannot be read and is not used: %s", path, error)
+    except CorruptCheckpointError as error:
+        logger.warning("%s", error)
         return RunRecord()
+
+
+def _parsed(content: Any) -> RunRecord:
+    if content["format"] != _FORMAT:
+        raise ValueError(f"format {content['format']!r}")
+    steps = {int(step): StepRecord(**known) for step, known in content["steps"].items()}
+    latest = content["latest"]
+    if not (latest is None or type(latest) is int):
+        raise ValueError(f"latest is {latest!r}")
+    for record in steps.values():
+        flags, names = (record.verified, record.stripped), (record.attempt, record.begun)
+        texts = {type(value) for value in names} - {str, type(None)}
+        if texts or {type(value) for value in flags} != {bool}:
+            raise ValueError(f"{record!r}")
     return RunRecord(latest, steps)
 
 

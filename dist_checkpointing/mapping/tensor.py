@@ -13,6 +13,7 @@ import torch
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box, unravel_range
+from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.mapping.base import (
     ReplicaId,
     ShardedBase,
@@ -232,6 +233,24 @@ class ShardedTensor(ShardedBase):
             flattened_range=flat,
         )
         return [narrowed]
+
+    @classmethod
+    def of_box(
+        cls, stored: StoredTensor, box: Box, flat_range: tuple[int, int] | None = None
+    ) -> ShardedTensor:
+        """A shard without data that wants a box of a stored tensor.
+
+        Args:
+            stored: what the checkpoint has.
+            box: in elements of the global tensor.
+            flat_range: if given, only these elements of the flattened box.
+        """
+        grid = (1,) * len(box.shape) if box.shape == stored.global_shape else None
+        flat = None if flat_range is None else slice(*flat_range)
+        dtype, shape = stored.dtype.torch, stored.global_shape
+        return cls(
+            stored.key, None, dtype, box.shape, shape, box.offset, grid, flattened_range=flat
+        )
 
     @classmethod
     def from_rank_offsets(

@@ -56,6 +56,13 @@ def async_save(
         CheckpointingException: what ``save`` raises before it writes; later errors are raised by
             the handle, and by the next save of the same ``saver``, on all ranks.
         ValueError: for a choice that does not exist, or ``comm`` together with ``saver``.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, async_save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> handle = async_save(state, "ckpt")
+        >>> handle.result()
     """
     require_known("async_save", options)
     if saver is not None and comm is not None:

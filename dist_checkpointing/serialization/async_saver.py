@@ -1,4 +1,4 @@
-"""AsyncSaver: the line of ``save``, cut after the plan; the rest runs behind the training."""
+"""AsyncSaver: plans and copies like ``save``; the rest runs behind the training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dist_checkpointing.serialization.save_options import (
     SaveOptions,
     require_known,
 )
-from dist_checkpointing.serialization.staged_save import StagedSave, stage
+from dist_checkpointing.serialization.staged_save import StagedSave
 from dist_checkpointing.storage.background import Ownership
 from dist_checkpointing.storage.driver import write_plan
 from dist_checkpointing.storage.progress import Meter, Progress
@@ -62,20 +62,29 @@ class AsyncSaver:
         comm: the ranks that save together; by default all of torch.distributed, or this process.
         finalize: who talks to the other ranks once everything is written. ``"background"``: the
             thread that wrote it, over a CPU group of its own, so that the checkpoint is committed
-            without the training's help. ``"caller"``: whoever calls ``handle.result()`` or makes
-            the next save, on all ranks; no group is made, and a checkpoint waits for that call.
+            without the training's help. ``"caller"``: the thread that calls ``handle.result()`` or
+            makes the next save, on all ranks; no group is made, and a checkpoint waits for that
+            call.
         worker: who writes. ``"thread"``: a thread of this process. ``"process"``: one process
             beside it, spawned by the first save and kept, which reads the copies from shared
             memory; only for strategies that are made of a StorageWriter.
         retries: how often a save that failed is written again, from the same copies. One that
             failed because a rank is gone is not.
         buffers: memory for the copies; with ``worker="process"`` it must be shared.
-        plan_cache: of the run.
+        plan_cache: PlanCache of the run.
 
     Making one is collective with ``finalize="background"``.
 
     Raises:
         ValueError: for choices that do not exist, or do not go together.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, AsyncSaver
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> with AsyncSaver(retries=1) as saver:
+        ...     for step in (100, 200):
+        ...         handle = saver.save(state, f"ckpt/{step}", step=step)
     """
 
     def __init__(
@@ -128,7 +137,7 @@ class AsyncSaver:
             common_strategy: see ``save``.
             before_claim: see ``save``.
             after_claim: see ``save``.
-            on_committed: called once the checkpoint is there, in whatever thread finalizes; its
+            on_committed: called in the thread that finalizes, once the checkpoint is there; its
                 error is the save's, but the checkpoint stays.
             options: see ``AsyncSaveOptions``.
 
@@ -178,16 +187,17 @@ class AsyncSaver:
             if self._own_comm is None:
                 job.secure(comm)
             write = write_plan if self._process is None else self._process.write_plan
-            staged = stage(job, self._buffers, comm, step=step, write=write)
+            staged = StagedSave(job, self._buffers, step, write)
             try:
                 detector = None
-                if capture == "copy":
-                    with comm.agreed("copying the state"):
+                with comm.agreed("copying the state"):
+                    staged.get_ready(comm)
+                    if capture == "copy":
                         staged.capture()
-                    handle.captured.set()
-                else:
-                    with comm.agreed("watching the state"):
+                    else:
                         detector = staged.watch(contents=detect_changes == "contents")
+                if capture == "copy":
+                    handle.captured.set()
                 self._start(staged, handle, detector, on_committed)
             except BaseException:
                 staged.close()

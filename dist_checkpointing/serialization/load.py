@@ -15,10 +15,10 @@ from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
-from dist_checkpointing.format.commit import number_of_save
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import (
     ShardedBase,

@@ -1,4 +1,4 @@
-"""save, load and the small readers."""
+"""The small readers, and the removal of tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.folder_lock import FolderLock
 from dist_checkpointing.filesystem.paths import local_folder
-from dist_checkpointing.format.commit import check_is_distributed_checkpoint, read_config
+from dist_checkpointing.format.commit import (
+    CONTENT_METADATA_KEY,
+    read_config,
+)
 from dist_checkpointing.format.leftovers import clear_temporaries
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.format.seal import read_seal, resealing
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.serialization.load import load
-from dist_checkpointing.serialization.save import CONTENT_METADATA_KEY, save
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -37,22 +39,6 @@ from dist_checkpointing.strategies.selection import (
     select,
 )
 
-__all__ = [
-    "check_is_distributed_checkpoint",
-    "get_default_load_sharded_strategy",
-    "get_default_save_common_strategy",
-    "get_default_save_sharded_strategy",
-    "load",
-    "load_common_state_dict",
-    "load_content_metadata",
-    "load_plain_tensors",
-    "load_sharded_metadata",
-    "load_tensors_metadata",
-    "preview_removal",
-    "remove_sharded_tensors",
-    "save",
-]
-
 
 def load_common_state_dict(
     checkpoint_dir: str | PathLike[str], *, trusted: bool = False
@@ -62,6 +48,12 @@ def load_common_state_dict(
     Args:
         checkpoint_dir: a committed checkpoint.
         trusted: unpickle anything, see ``load``.
+
+    Example:
+        >>> from dist_checkpointing import load_common_state_dict, save
+        >>> save({"step": 100}, "ckpt")
+        >>> load_common_state_dict("ckpt")
+        {'step': 100}
     """
     reader = common_reader(read_config(checkpoint_dir))
     return (reader.trusting() if trusted else reader).load_common(checkpoint_dir)
@@ -73,6 +65,14 @@ def load_tensors_metadata(
     """Every stored tensor by key, as one whole shard without data. Not collective.
 
     The result is a template: ``load`` takes it.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, load_tensors_metadata, save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> save(state, "ckpt")
+        >>> load_tensors_metadata("ckpt")["w"].global_shape
+        (6,)
     """
     folder = local_folder(checkpoint_dir)
     return open_checkpoint(folder, sharded_strategy).sharded.load_tensors_metadata(folder)
@@ -83,7 +83,14 @@ def load_sharded_metadata(
     sharded_strategy: Selection[LoadShardedStrategy] = None,
     common_strategy: Selection[LoadCommonStrategy] = None,
 ) -> ShardedStateDict:
-    """Every stored tensor by key and every stored object by unique key. Not collective."""
+    """Every stored tensor by key and every stored object by unique key. Not collective.
+
+    Example:
+        >>> from dist_checkpointing import ShardedObject, load_sharded_metadata, save
+        >>> save({"rng": ShardedObject("rng", [1, 2], (1,), (0,))}, "ckpt")
+        >>> list(load_sharded_metadata("ckpt"))
+        ['rng/shard_0_1']
+    """
     checkpoint_dir = local_folder(checkpoint_dir)
     found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
     metadata = dict(found.sharded.load_sharded_metadata(checkpoint_dir))
@@ -95,7 +102,16 @@ def load_sharded_metadata(
 def load_plain_tensors(
     checkpoint_dir: str | PathLike[str], *, comm: Comm | None = None
 ) -> StateDict:
-    """Every stored tensor whole, by key, and the common state. Collective: all ranks get all."""
+    """Every stored tensor whole, by key, and the common state. Collective: all ranks get all.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, load_plain_tensors, save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> save(state, "ckpt")
+        >>> load_plain_tensors("ckpt")
+        {'w': tensor([0., 1., 2., 3., 4., 5.]), 'step': 100}
+    """
     template: Any = load_tensors_metadata(checkpoint_dir)
     state_dict = load(template, checkpoint_dir, comm=comm)
     assert isinstance(state_dict, dict)
@@ -110,11 +126,17 @@ def load_content_metadata(
     """The ``content_metadata`` that was passed to ``save``; None if there was none.
 
     Args:
-        checkpoint_dir: where to read it.
+        checkpoint_dir: folder of a committed checkpoint.
         preloaded_state_dict: an already loaded state dict to take it from instead.
 
     Raises:
         ValueError: if neither is given.
+
+    Example:
+        >>> from dist_checkpointing import load_content_metadata, save
+        >>> save({"step": 100}, "ckpt", content_metadata={"model": "gpt"})
+        >>> load_content_metadata("ckpt")
+        {'model': 'gpt'}
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -134,6 +156,15 @@ def remove_sharded_tensors(
     Raises:
         UnsupportedFormatError: if tensors cannot be removed from this backend.
         CheckpointExistsError: if another removal, or a save, is going on there.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import Checkpoint, ShardedTensor, remove_sharded_tensors, save
+        >>> shard = ShardedTensor.from_rank_offsets
+        >>> save({k: shard(k, torch.ones(2)) for k in ("model.w", "optim.w")}, "ckpt")
+        >>> remove_sharded_tensors("ckpt", "optim.")
+        >>> list(Checkpoint.open("ckpt"))
+        ['model.w']
     """
     comm = default_comm() if comm is None else comm
     with comm.agreed("removing tensors"):

@@ -8,12 +8,11 @@ from typing import Any
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.format.commit import CONTENT_METADATA_KEY
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.save_job import SaveJob, prepare
-from dist_checkpointing.serialization.staged_save import stage
+from dist_checkpointing.serialization.staged_save import StagedSave
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.async_calls import AsyncRequest
@@ -24,8 +23,6 @@ from dist_checkpointing.strategies.base import (
     SaveShardedStrategy,
 )
 from dist_checkpointing.strategies.selection import Selection
-
-__all__ = ["CONTENT_METADATA_KEY", "save"]
 
 
 def save(
@@ -123,9 +120,9 @@ def save(
         with comm.agreed("preparing the save"):
             _require_async(job.strategy)
     try:
-        job.claim(comm)
-        job.secure(comm)
+        job.claim(comm, secured=True)
         if async_sharded_save:
+            job.secure(comm)
             return _write_later(job, comm)
         job.write(comm)
         job.commit(comm)
@@ -143,8 +140,9 @@ def _require_async(strategy: SaveShardedStrategy) -> None:
 def _write_later(job: SaveJob, comm: Comm) -> AsyncRequest:
     """A request that writes copies; a third party's strategy prepares its own."""
     if job.writer is not None:
-        staged = stage(job, StagingBuffers(), comm)
+        staged = StagedSave(job, StagingBuffers())
         with comm.agreed("copying the state"):
+            staged.get_ready(comm)
             staged.capture()
         return AsyncRequest(staged.write_own, (), [lambda: staged.complete(comm)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
 from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format import seal
-from dist_checkpointing.format.commit import ATTEMPT_NAME, CheckpointingConfig, check_distinct
+from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.leftovers import is_in_attempt
+from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
 from dist_checkpointing.mapping import is_main_replica
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
@@ -23,45 +24,52 @@ from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
 
 
-def require_same_format(
-    config: CheckpointingConfig, of_rank0: CheckpointingConfig, rank: int
-) -> None:
-    """Refuse a rank that writes another format than rank 0."""
-    if config != of_rank0:
-        finding = Finding(
-            "ranks save in different formats",
-            expected=f"{of_rank0}, as on rank 0",
-            found=config,
-            ranks=(rank,),
-            remedy="Pass the same strategies on every rank.",
-        )
-        raise CheckpointingException("the ranks do not save the same checkpoint", [finding])
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What rank 0 has claimed.
 
-
-def require_same_folder(folder: Path, attempt_id: str, of_rank0: str, rank: int) -> None:
-    """Refuse a rank that does not see the attempt of rank 0 in its own folder.
-
-    Args:
-        folder: of the checkpoint, on this rank.
-        attempt_id: name of the attempt.
-        of_rank0: the folder that rank 0 has claimed.
-        rank: this one.
+    Attributes:
+        attempt: name of the attempt.
+        folder: absolute path of the checkpoint on rank 0.
+        config: content of the ``metadata.json`` that will be committed.
     """
-    deadline, pause = time.monotonic() + seal.VISIBLE_SECONDS, 0.001
-    while not is_in_attempt(folder, attempt_id):
-        if time.monotonic() > deadline:
+
+    attempt: str
+    folder: str
+    config: CheckpointingConfig
+
+    def check(self, folder: Path, config: CheckpointingConfig, rank: int) -> None:
+        """Refuse a rank that does not see the attempt in its own folder, or saves otherwise.
+
+        Raises:
+            CheckpointingException: naming the rank.
+        """
+        if rank == 0:
+            return
+        if config != self.config:
             finding = Finding(
-                "this rank does not see the folder that rank 0 has claimed",
-                expected=f"{of_rank0}, as on rank 0",
-                found=str(folder.absolute()),
+                "ranks save in different formats",
+                expected=f"{self.config}, as on rank 0",
+                found=config,
                 ranks=(rank,),
-                path=str(folder / ATTEMPT_NAME),
-                remedy="Save to a file system that all ranks share, under the same path.",
+                remedy="Pass the same strategies on every rank.",
             )
-            raise CheckpointingException("the ranks do not save into one folder", [finding])
-        # A network file system may show a new file a little later.
-        time.sleep(pause)
-        pause = min(1.0, 2 * pause)
+            raise CheckpointingException("the ranks do not save the same checkpoint", [finding])
+        deadline, pause = time.monotonic() + seal.VISIBLE_SECONDS, 0.001
+        while not is_in_attempt(folder, self.attempt):
+            if time.monotonic() > deadline:
+                finding = Finding(
+                    "this rank does not see the folder that rank 0 has claimed",
+                    expected=f"{self.folder}, as on rank 0",
+                    found=str(folder.absolute()),
+                    ranks=(rank,),
+                    path=str(folder / ATTEMPT_NAME),
+                    remedy="Save to a file system that all ranks share, under the same path.",
+                )
+                raise CheckpointingException("the ranks do not save into one folder", [finding])
+            # A network file system may show a new file a little later.
+            time.sleep(pause)
+            pause = min(1.0, 2 * pause)
 
 
 def check_data(parts: Partition) -> None:

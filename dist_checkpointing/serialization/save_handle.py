@@ -38,10 +38,21 @@ class SaveHandle:
     rank.
 
     Attributes:
-        checkpoint_dir: where the checkpoint will be.
-        step: what the caller named it.
+        checkpoint_dir: folder of the checkpoint.
+        step: step that the caller named.
         captured: set once the state has been copied (or could not be, which ``result`` raises):
             ``captured.wait()`` before anything may change it.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, async_save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> handle = async_save(state, "ckpt", capture="background")
+        >>> handle.captured.wait()  # before the state changes
+        True
+        >>> handle.result()
+        >>> handle.done()
+        True
     """
 
     def __init__(self, checkpoint_dir: Path, step: int | None, comm: Comm) -> None:
@@ -75,8 +86,8 @@ class SaveHandle:
         """Wait for the checkpoint to be committed. Collective with ``finalize="caller"`` only.
 
         Raises:
-            TimeoutError: if this rank is not through in time; the save goes on, and whoever is not
-                in time asks again.
+            TimeoutError: if this rank is not through in time; the save goes on, and a later call
+                may succeed.
             CheckpointingException: if it failed on any rank, the same on all of them, with the
                 tracebacks (nothing was committed then); or in a forked process.
         """

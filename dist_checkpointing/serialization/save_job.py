@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
 from typing import Unpack
 
@@ -28,11 +28,10 @@ from dist_checkpointing.serialization.leaf_copies import (
     tensors_by_name,
 )
 from dist_checkpointing.serialization.save_checks import (
+    Claimed,
     check_data,
     check_leaves,
     refuse_clashes,
-    require_same_folder,
-    require_same_format,
 )
 from dist_checkpointing.serialization.save_options import JobOptions
 from dist_checkpointing.storage import driver
@@ -61,25 +60,10 @@ from dist_checkpointing.validation.unwrapped import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Claimed:
-    """What rank 0 has claimed.
-
-    Attributes:
-        attempt: name of the attempt.
-        folder: absolute path of the checkpoint on rank 0.
-        config: what will be committed.
-    """
-
-    attempt: str
-    folder: str
-    config: CheckpointingConfig
-
-
 class SaveJob:
     """What is saved, and how. One object a rank; ``prepare`` makes one that is planned.
 
-    In order: ``plan``, ``claim``, ``secure``, then ``write``, or in its place ``get_ready``,
+    In order: ``plan``, ``claim``, then ``write``, or in its place ``secure``, ``get_ready``,
     ``capture``, ``write_own`` and ``finish``; at last ``commit``. After an error ``give_up``.
 
     Args:
@@ -161,8 +145,8 @@ class SaveJob:
         self._attempt: Attempt | None = None
         self.attempt_id = ""
         self._written = driver.Written((), b"", b"", ())
+        self._of_ranks: Sequence[driver.Written] = ()
         self._finalize_fns: Sequence[Callable[[], None]] = ()
-        self._finished = driver.Finished()
 
     @property
     def num_bytes(self) -> int:
@@ -194,14 +178,19 @@ class SaveJob:
             logger.info("left out by the planner: %s", ", ".join(agreed.dropped))
         self._plan, self._index, self._objects = agreed.plan, agreed.index, agreed.others
 
-    def claim(self, comm: Comm) -> None:
-        """Take possession of the folder. Collective. ``secure`` must follow."""
+    def claim(self, comm: Comm, *, secured: bool = False) -> None:
+        """Take possession of the folder. Collective.
+
+        Args:
+            comm: the ranks that save together.
+            secured: wait for the disk too. Otherwise ``secure`` must follow.
+        """
         self._claimed = comm.from_rank0(
-            "claiming the folder", lambda: self._begin_attempt(comm.world_size)
+            "claiming the folder", lambda: self._begin_attempt(comm.world_size, secured=secured)
         )
         self.attempt_id = self._claimed.attempt
 
-    def _begin_attempt(self, world_size: int) -> _Claimed:
+    def _begin_attempt(self, world_size: int, *, secured: bool) -> Claimed:
         before_claim = self._options.get("before_claim")
         if before_claim is not None:
             before_claim(self._index)
@@ -217,24 +206,20 @@ class SaveJob:
         after_claim = self._options.get("after_claim")
         if after_claim is not None:
             after_claim(self._attempt.id)
-        return _Claimed(self._attempt.id, str(self.folder.absolute()), self._config)
+        if secured:
+            self._attempt.secure()
+        return Claimed(self._attempt.id, str(self.folder.absolute()), self._config)
 
     def secure(self, comm: Comm) -> None:
         """Make durable what a crash must not lose, before a byte is written. Collective.
 
-        Every rank proves that it stands in the folder that rank 0 has claimed, and writes the same
-        format.
-
         Raises:
-            CheckpointingException: naming the ranks that do not.
+            CheckpointingException: see ``Claimed``.
         """
         with comm.agreed("claiming the folder"):
             if self._attempt is not None:
                 self._attempt.secure()
-            else:
-                claimed = self._claimed
-                require_same_format(self._config, claimed.config, comm.rank)
-                require_same_folder(self.folder, claimed.attempt, claimed.folder, comm.rank)
+            self._claimed.check(self.folder, self._config, self.rank)
 
     def _values(self) -> Values:
         if self._copies is not None:
@@ -266,31 +251,35 @@ class SaveJob:
 
     def write(self, comm: Comm) -> None:
         """Write everything but the commit, from the caller's own state. Collective."""
-        with self.meter.phase("writing"):
-            self.meter.expect(self.num_bytes)
-            with comm.agreed("writing the common state"):
-                values = self._values()
-                files = self._write_common(values)
-            if self._plan is None or self._index is None or self.writer is None:
+        if self._plan is None or self.writer is None:
+            with self.meter.phase("writing"):
+                values = self._save_common(comm)
                 with comm.agreed("writing"):
                     self.strategy.save(values.leaves, self.folder)
-                return
-            assert values.planner is not None
-            self._finished = driver.write(
-                self._plan, self._index, values.planner, self.writer, comm, files
-            )
+            return
+        with comm.agreed("writing"):
+            self.get_ready(comm)
+            self._claimed.check(self.folder, self._config, self.rank)
+            self.write_own()
+        self.finish(comm)
 
     def put_off(self, comm: Comm) -> AsyncRequest:
         """Write the common state, and let an asynchronous strategy prepare the rest. Collective."""
         assert isinstance(self.strategy, AsyncSaveShardedStrategy)
-        with comm.agreed("writing the common state"):
-            values = self._values()
-            self._write_common(values)
+        values = self._save_common(comm)
         with comm.agreed("writing"):
             return self.strategy.async_save(values.leaves, self.folder)
 
+    def _save_common(self, comm: Comm) -> Values:
+        """By itself: a strategy that talks to other ranks must find all of them there."""
+        with comm.agreed("writing the common state"):
+            self._claimed.check(self.folder, self._config, self.rank)
+            values = self._values()
+            self._write_common(values)
+        return values
+
     def get_ready(self, comm: Comm) -> None:
-        """Let the writer change what this rank will write. Collective, before ``write_own``."""
+        """Let the writer change what this rank will write; see ``driver.prepare_write``."""
         if self._plan is not None and self.writer is not None:
             self._own_plan = driver.prepare_write(self._plan, self.writer, comm)
 
@@ -334,32 +323,32 @@ class SaveJob:
                 self.strategy.save(values.leaves, self.folder)
 
     def finish(self, comm: Comm) -> None:
-        """Write what describes the whole, once all ranks have written their own. Collective."""
-        if self._index is not None and self.writer is not None:
-            self._finished = driver.finish_write(self._index, self._written, self.writer, comm)
+        """Learn what all ranks have written. Collective, after ``write_own``."""
+        if self.writer is not None:
+            self._of_ranks = driver.gather_written(self._written, self.writer, comm)
         for finalize in self._finalize_fns:
             with comm.agreed("finishing the write"):
                 finalize()
 
     def commit(self, comm: Comm) -> None:
-        """Turn what was written into a checkpoint. Collective."""
+        """Write what describes the whole, and turn it into a checkpoint. Collective."""
         with self.meter.phase("committing"), comm.agreed("committing"):
             if self._attempt is not None:
-                self._seal(self._attempt)
+                # What a third party's strategy creates is not known: all that is there is sealed.
+                finished, created = driver.Finished(), None
+                if self._index is not None and self.writer is not None:
+                    finished = driver.finish_all(self._index, self._of_ranks, self.writer)
+                    created = self._attempt.creates
+                write_seal(
+                    self.folder,
+                    self._config,
+                    finished.files,
+                    tables=finished.tables,
+                    created=created,
+                    durability=self._durability,
+                )
                 self._attempt.commit(self._config)
         self.meter.log()
-
-    def _seal(self, attempt: Attempt) -> None:
-        # What a strategy of somebody else creates is not known: all that lies there is sealed.
-        created = attempt.creates if self._index is not None else None
-        write_seal(
-            self.folder,
-            self._config,
-            self._finished.files,
-            tables=self._finished.tables,
-            created=created,
-            durability=self._durability,
-        )
 
     def give_up(self, error: BaseException) -> None:
         """Clear away what was written, if all ranks have stopped; else leave it to the next save.

@@ -1,6 +1,6 @@
 """A save whose data is copied, so that writing it needs neither the caller nor the caller's state.
 
-The line of ``save`` is cut after the plan. ``capture`` and ``write_own`` concern this rank alone
+``save`` is cut after the plan. ``capture`` and ``write_own`` concern this rank alone
 and may run in any thread; ``complete`` talks to the other ranks.
 """
 
@@ -19,58 +19,40 @@ from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 logger = logging.getLogger(__name__)
 
 
-def stage(
-    job: SaveJob,
-    buffers: StagingBuffers,
-    comm: Comm,
-    *,
-    step: int | None = None,
-    write: PlanWriter = write_plan,
-) -> StagedSave:
-    """Get ready to copy. Collective, after ``job.claim``.
+class StagedSave:
+    """A save that is cut after the plan.
 
     Args:
-        job: the save.
-        buffers: for the copies.
-        comm: the ranks that save together.
+        job: the save, which has claimed its folder.
+        buffers: memory for the copies.
         step: what the save is for.
         write: writes what this rank has to write.
-
-    Raises:
-        CheckpointingException: if the buffers are in use, or the writer cannot get ready.
-    """
-    with comm.agreed("staging the save"):
-        generation = buffers.take()
-    try:
-        job.get_ready(comm)
-    except BaseException:
-        buffers.give_back()
-        raise
-    stamp = xxhash.xxh3_64_intdigest(f"{job.attempt_id} {step}".encode()) >> 2
-    return StagedSave(job, buffers, generation, stamp, write)
-
-
-class StagedSave:
-    """A save that is cut after the plan; see ``stage``.
-
-    Attributes:
-        num_bytes: of this rank, to copy and to write.
     """
 
     def __init__(
         self,
         job: SaveJob,
         buffers: StagingBuffers,
-        generation: int,
-        stamp: int,
-        write: PlanWriter,
+        step: int | None = None,
+        write: PlanWriter = write_plan,
     ) -> None:
         self._job = job
-        self._buffers, self._generation, self._stamp = buffers, generation, stamp
+        self._buffers = buffers
+        self._holds_buffers = False
+        self._stamp = xxhash.xxh3_64_intdigest(f"{job.attempt_id} {step}".encode()) >> 2
         self._write_plan = write
         self._error: Exception | None = None
         self._is_lost = False
-        self.num_bytes = job.num_bytes
+
+    def get_ready(self, comm: Comm) -> None:
+        """Get ready to copy. The first thing in the body of an agreement.
+
+        Raises:
+            CheckpointingException: if the buffers are in use, or the writer cannot get ready.
+        """
+        self._job.get_ready(comm)
+        self._buffers.take()
+        self._holds_buffers = True
 
     def watch(self, *, contents: bool) -> ChangeDetector:
         """Get ready for a ``capture`` by another thread: what the state is now, to check it then.
@@ -110,7 +92,6 @@ class StagedSave:
             with comm.agreed("writing"):
                 if self._error is not None:
                     raise self._error
-                self._check_generation()
             if not comm.all_same(self._stamp):
                 finding = Finding(
                     "ranks finalize different saves, or named different steps",
@@ -123,11 +104,6 @@ class StagedSave:
         except BaseException as error:
             job.give_up(error)
             raise
-
-    def _check_generation(self) -> None:
-        if self._buffers.generation != self._generation:
-            finding = Finding("the staging buffers have been used for another save since")
-            raise CheckpointingException("the staged data is gone", [finding])
 
     def write_and_complete(self, comm: Comm, retries: int) -> None:
         """Secure, write, finish and commit; all of it once more for every retry. Collective."""
@@ -158,8 +134,11 @@ class StagedSave:
         self._job.claim(comm)
         self._job.secure(comm)
         self._error = None
-        self._job.get_ready(comm)
+        with comm.agreed("writing once more"):
+            self._job.get_ready(comm)
 
     def close(self) -> None:
         """Free the buffers for the next save."""
-        self._buffers.give_back()
+        if self._holds_buffers:
+            self._holds_buffers = False
+            self._buffers.give_back()

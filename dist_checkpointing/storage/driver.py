@@ -81,7 +81,6 @@ def write(
     planner: SavePlanner,
     writer: StorageWriter,
     comm: Comm,
-    files: Sequence[SealedFile] = (),
 ) -> Finished:
     """Drive a writer through a planned save. Collective; every rank raises alike.
 
@@ -93,35 +92,39 @@ def write(
         planner: answers for the data of the plan's items.
         writer: of this rank.
         comm: the ranks that save together.
-        files: what this rank has written besides.
     """
-    plan = prepare_write(plan, writer, comm)
     with comm.agreed("writing"):
+        plan = prepare_write(plan, writer, comm)
         written = write_plan(plan, planner, writer, comm.rank)
-    written = replace(written, files=(*written.files, *files))
-    return finish_write(index, written, writer, comm)
+    of_ranks = gather_written(written, writer, comm)
+    with comm.agreed("finishing the write"):
+        return finish_all(index, of_ranks, writer) if comm.rank == 0 else Finished()
 
 
 def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan:
-    """Let the writer change this rank's plan, and return that. Collective."""
-    with comm.agreed("preparing to write"):
+    """Let the writer change this rank's plan, and return that.
+
+    Collective if the writer changes the plans of all ranks together; otherwise each rank may fail
+    alone. So it is the first thing in the body of an agreement.
+    """
+
+    def own() -> SavePlan:
         writer.set_up_storage_writer(rank=comm.rank, world_size=comm.world_size)
-        plan = writer.prepare_local_plan(plan)
-    if type(writer).prepare_global_plan is not StorageWriter.prepare_global_plan:
-        plans = comm.all_gather(plan)
-        plan = comm.from_rank0("preparing to write", lambda: writer.prepare_global_plan(plans))[
-            comm.rank
-        ]
-    return plan
+        return writer.prepare_local_plan(plan)
+
+    if type(writer).prepare_global_plan is StorageWriter.prepare_global_plan:
+        return own()
+    plans = comm.exchange("preparing to write", own)
+    return comm.from_rank0("preparing to write", lambda: writer.prepare_global_plan(plans))[
+        comm.rank
+    ]
 
 
-def finish_write(index: Index, written: Written, writer: StorageWriter, comm: Comm) -> Finished:
-    """Write what describes the whole, once every rank has written its own. Collective."""
+def gather_written(written: Written, writer: StorageWriter, comm: Comm) -> list[Written]:
+    """What every rank has written, as far as ``finish_all`` needs it. Collective."""
     if not writer.gathers_results and comm.rank != 0:
         written = replace(written, noted=())
-    of_ranks = comm.all_gather(written)
-    with comm.agreed("finishing the write"):
-        return finish_all(index, of_ranks, writer) if comm.rank == 0 else Finished()
+    return comm.all_gather(written)
 
 
 def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:

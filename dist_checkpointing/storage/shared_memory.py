@@ -19,11 +19,11 @@ class SharedMemory:
     A limit on ``/dev/shm`` does not count here, the memory limit of the job does.
 
     Args:
-        num_bytes: at least 1.
-        pinned: page-locked, where CUDA can do that.
+        num_bytes: size of the memory, at least 1.
+        pinned: lock the pages, where CUDA can do that.
 
     Attributes:
-        descriptor: of the pages; another process that gets it can map them.
+        descriptor: file descriptor of the pages; another process that gets it can map them.
         tensor: the bytes, as a 1-D uint8 tensor.
 
     Raises:

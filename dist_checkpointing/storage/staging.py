@@ -46,15 +46,14 @@ class StagingBuffers:
         self._views: list[torch.Tensor | None] = []
         self._launched: dict[torch.device, torch.cuda.Event] = {}
         self._is_taken = False
-        self.generation = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are allocated."""
         return self._memory.numel()
 
-    def take(self) -> int:
-        """Begin to use it; a number that is another one for every save.
+    def take(self) -> None:
+        """Begin to use it.
 
         Raises:
             CheckpointingException: if a save that is not finished uses it.
@@ -66,8 +65,6 @@ class StagingBuffers:
             )
             raise CheckpointingException("cannot stage two saves at once", [finding])
         self._is_taken = True
-        self.generation += 1
-        return self.generation
 
     def give_back(self) -> None:
         """Let the next save use it."""

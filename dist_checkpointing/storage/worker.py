@@ -1,4 +1,4 @@
-"""The process that writes beside the training, seen from the training."""
+"""The process that writes beside the training, from both sides."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from dataclasses import dataclass, replace
-from multiprocessing import Pipe, reduction
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
 from typing import Any, Final
@@ -20,42 +22,29 @@ import torch
 from dist_checkpointing.comm.protocol import Failure
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 from dist_checkpointing.planning import SavePlan
-from dist_checkpointing.storage.driver import Written
+from dist_checkpointing.storage.driver import Written, write_plan
 from dist_checkpointing.storage.protocol import StorageWriter, unreported
-from dist_checkpointing.storage.shared_memory import SharedMemory
+from dist_checkpointing.storage.shared_memory import SharedMemory, mapped
 from dist_checkpointing.storage.staging import StagedPlanner, StagingBuffers
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS: Final = 0.2
+_LOOK_SECONDS: Final = 0.1
+_REPORT_SECONDS: Final = 0.05
 _END_PATIENCE_SECONDS: Final = 10.0
+# Not a multiprocessing.Process: that one imports __main__ again, and a daemon may not start it.
 _BOOT: Final = """\
 import sys
 sys.path[:] = {path!r}
-from dist_checkpointing.storage.worker_main import serve
+from dist_checkpointing.storage.worker import serve
 serve({descriptor}, {parent})
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Announcement:
-    """What comes before a job.
-
-    Attributes:
-        memory_bytes: size of new shared memory whose descriptor comes next; None for the last one.
-    """
-
-    memory_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """Where a copy is: its first byte in the shared memory, its dtype and shape; it is in C order.
+    """Where a copy is: its first byte in the shared memory, its dtype and shape, in C order."""
 
-    It is the value of the plan's row number ``row``.
-    """
-
-    row: int
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -71,18 +60,19 @@ class Job:
     """What one rank writes.
 
     Attributes:
-        rank: whose part it is.
-        writer: of the folder, set up.
-        plan: None for that of the last job.
-        tensors: the copies in shared memory.
-        others: row of the plan -> key and pickled value of everything else.
+        rank: rank of the group that the part belongs to.
+        writer: StorageWriter of the folder, set up.
+        plan: SavePlan of the rank; None for that of the last job.
+        memory: descriptor in the training's process, and bytes, of the shared memory; None for that
+            of the last job.
+        data: for each row of the plan where its copy is, or the pickled value.
     """
 
     rank: int
     writer: StorageWriter
     plan: SavePlan | None
-    tensors: list[StagedTensor]
-    others: dict[int, tuple[str, bytes]]
+    memory: tuple[int, int] | None
+    data: list[StagedTensor | bytes]
 
 
 class WriterProcess:
@@ -97,7 +87,7 @@ class WriterProcess:
 
     def __init__(self, buffers: StagingBuffers) -> None:
         self._buffers = buffers
-        self._worker: _Worker | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         # Weakly: outgrown memory must not stay because it has been sent.
         self._sent_memory: weakref.ref[SharedMemory] | None = None
         self._sent_plan: SavePlan | None = None
@@ -105,27 +95,39 @@ class WriterProcess:
     @property
     def pid(self) -> int | None:
         """Process id of the worker; None if there is no worker."""
-        return None if self._worker is None else self._worker.process.pid
+        return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Have a worker: the same as before, if that still lives. It gets ready by itself.
+        """Start a worker, unless there is one that still lives. It gets ready by itself.
 
         Raises:
-            OSError: if there can be none.
+            OSError: if it cannot be started.
         """
-        if self._worker is not None:
-            if self._worker.process.poll() is None:
+        if self._process is not None:
+            if self._process.poll() is None:
                 return
-            logger.warning("the worker process %s; another one is started", self._worker.end())
+            logger.warning("the worker process %s; another one is started", _end(self._process))
             self.close()
-        self._worker = _Worker()
+        self._channel, theirs = Pipe()
+        with theirs:
+            path, descriptor = list(map(str, sys.path)), theirs.fileno()
+            boot = _BOOT.format(path=path, descriptor=descriptor, parent=os.getpid())
+            self._process = subprocess.Popen(  # noqa: S603 - our own code
+                [os.fsdecode(get_executable()), "-c", boot],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                # Signals to the group of this process, such as Ctrl-C, are not meant for it.
+                start_new_session=True,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            )
+        self._stop = weakref.finalize(self, _stop, self._process, self._channel, os.getpid())
 
     def close(self) -> None:
         """End the worker."""
-        worker, self._worker = self._worker, None
         self._sent_memory = self._sent_plan = None
-        if worker is not None:
-            worker.stop()
+        if self._process is not None:
+            self._process = None
+            self._stop()
 
     def require_sendable(self, strategy: object, writer: StorageWriter | None) -> None:
         """Refuse what a process cannot write.
@@ -133,17 +135,9 @@ class WriterProcess:
         Raises:
             CheckpointingException: saying why.
         """
-        problem = None
         if writer is None:
-            problem = "this strategy is not made of a StorageWriter"
-        else:
-            try:
-                pickle.dumps(unreported(writer))
-            except Exception as error:  # noqa: BLE001 - anything may go wrong in a pickle
-                problem = f"its {type(writer).__name__} cannot be pickled: {error}"
-        if problem is not None:
-            finding = Finding(problem, found=str(strategy), remedy="Choose worker='thread'.")
-            raise CheckpointingException("a worker process cannot write this", [finding])
+            raise _refused(f"{strategy} is not made of a StorageWriter")
+        _pickled(unreported(writer), f"{strategy}: its {type(writer).__name__}")
 
     def write_plan(
         self, plan: SavePlan, planner: StagedPlanner, writer: StorageWriter, rank: int
@@ -155,24 +149,17 @@ class WriterProcess:
             CheckpointingException: what the writer raised, or for a value that cannot be sent.
         """
         self.start()
-        worker = self._worker
-        assert worker is not None
-        job = self._job(plan, planner, writer, rank)
+        assert self._process is not None
         memory = self._buffers.shared_memory
+        job = _pickled(self._job(plan, planner, writer, rank, memory), "the plan")
         try:
-            data = pickle.dumps(job)
-        except Exception as error:
-            finding = Finding(f"{type(error).__name__}: {error}", remedy="Choose worker='thread'.")
-            raise CheckpointingException("a worker process cannot write this", [finding]) from error
-        try:
-            self._send(worker, memory, data)
+            self._channel.send_bytes(job)
             self._sent_plan = plan
-            answer = worker.receive()
-            while isinstance(answer, int):
+            self._sent_memory = None if memory is None else weakref.ref(memory)
+            while isinstance(answer := self._receive(self._process), int):
                 writer.report(answer)
-                answer = worker.receive()
         except (EOFError, OSError) as error:
-            how = worker.end()
+            how = _end(self._process)
             self.close()
             finding = Finding(f"the worker process that writes {how}", ranks=(rank,))
             raise RankFailedError("writing failed", [finding]) from error
@@ -185,77 +172,38 @@ class WriterProcess:
         written: Written = answer
         return written
 
-    def _job(self, plan: SavePlan, planner: StagedPlanner, writer: StorageWriter, rank: int) -> Job:
-        tensors, others = [], {}
+    def _job(
+        self,
+        plan: SavePlan,
+        planner: StagedPlanner,
+        writer: StorageWriter,
+        rank: int,
+        memory: SharedMemory | None,
+    ) -> Job:
+        data: list[StagedTensor | bytes] = []
         for row, value in enumerate(planner.data):
             offset = self._buffers.offset_of(value) if isinstance(value, torch.Tensor) else None
-            if offset is not None:
-                tensors.append(StagedTensor(row, offset, value.dtype, tuple(value.shape)))
-                continue
-            key = plan.items[row].index.fqn
-            try:
-                others[row] = key, pickle.dumps(value)
-            except Exception as error:
-                problem = f"cannot be pickled: {error}"
-                finding = Finding(problem, key, ranks=(rank,), remedy="Choose worker='thread'.")
-                raise CheckpointingException("a worker process cannot write this", [finding]) from (
-                    error
-                )
+            if offset is None:
+                data.append(_pickled(value, "the value", plan.items[row].index.fqn))
+            else:
+                data.append(StagedTensor(offset, value.dtype, tuple(value.shape)))
+        known = self._sent_memory is not None and self._sent_memory() is memory
+        place = None if known or memory is None else (memory.descriptor, memory.tensor.numel())
         # Without what a plan has worked out for itself.
         sent = None if plan is self._sent_plan else replace(plan)
-        return Job(rank, unreported(writer), sent, tensors, others)
+        return Job(rank, unreported(writer), sent, place, data)
 
-    def _send(self, worker: _Worker, memory: SharedMemory | None, data: bytes) -> None:
-        known = None if self._sent_memory is None else self._sent_memory()
-        if memory is None or memory is known:
-            worker.channel.send(Announcement(None))
-        else:
-            worker.channel.send(Announcement(memory.tensor.numel()))
-            reduction.send_handle(worker.channel, memory.descriptor, worker.process.pid)
-            self._sent_memory = weakref.ref(memory)
-        worker.channel.send_bytes(data)
-
-
-class _Worker:
-    """A living worker and the way to it."""
-
-    def __init__(self) -> None:
-        self.channel, theirs = Pipe()
-        with theirs:
-            boot = _BOOT.format(
-                path=list(map(str, sys.path)),
-                descriptor=theirs.fileno(),
-                parent=os.getpid(),
-            )
-            self.process = subprocess.Popen(  # noqa: S603 - our own code
-                [os.fsdecode(get_executable()), "-c", boot],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                # Signals to the group of this process, such as Ctrl-C, are not meant for it.
-                start_new_session=True,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-            )
-        self.stop = weakref.finalize(self, _stop, self.process, self.channel, os.getpid())
-
-    def receive(self) -> Any:
+    def _receive(self, process: subprocess.Popen[bytes]) -> Any:
         """The next answer.
 
         Raises:
             EOFError: if there is no worker any more.
         """
-        while not self.channel.poll(_LOOK_SECONDS):
+        while not self._channel.poll(_LOOK_SECONDS):
             # A process forked by this one may hold the other end open: its silence says nothing.
-            if self.process.poll() is not None and not self.channel.poll():
+            if process.poll() is not None and not self._channel.poll():
                 raise EOFError
-        return self.channel.recv()
-
-    def end(self) -> str:
-        """How it ended, in words."""
-        code = _ended(self.process)
-        if code < 0:
-            known = {int(number): number.name for number in signal.Signals}
-            return f"was killed by {known.get(-code, 'a signal')} (exit code {code})"
-        return f"ended with exit code {code}"
+        return self._channel.recv()
 
 
 def _stop(process: subprocess.Popen[bytes], channel: Connection, owner: int) -> None:
@@ -267,13 +215,17 @@ def _stop(process: subprocess.Popen[bytes], channel: Connection, owner: int) -> 
     process.wait()
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Wait for a process that is about to end; its exit code."""
+def _end(process: subprocess.Popen[bytes]) -> str:
+    """Wait for a process that is about to end; how it ended, in words."""
     try:
-        return process.wait(_END_PATIENCE_SECONDS)
+        code = process.wait(_END_PATIENCE_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        return process.wait()
+        code = process.wait()
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {int(number): number.name for number in signal.Signals}
+    return f"was killed by {known.get(-code, 'a signal')} (exit code {code})"
 
 
 def _error_of(failure: Failure, rank: int) -> CheckpointingException:
@@ -282,3 +234,110 @@ def _error_of(failure: Failure, rank: int) -> CheckpointingException:
         return failure.error
     finding = Finding(failure.summary, ranks=(rank,))
     return RankFailedError("writing failed", [finding], {rank: failure.traceback})
+
+
+def _refused(problem: str, key: str | None = None, remedy: str = "") -> CheckpointingException:
+    finding = Finding(problem, key, remedy=f"{remedy}Choose worker='thread'.")
+    return CheckpointingException("a worker process cannot write this", [finding])
+
+
+def _pickled(value: object, what: str, key: str | None = None) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise _refused(f"{what} cannot be pickled: {error}", key) from error
+
+
+# What runs in the worker.
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Write what comes over a connection for as long as there is somebody on its other side.
+
+    Args:
+        descriptor: file descriptor of this side of the connection.
+        parent: process id of the training; this process never outlives it.
+    """
+    # The training decides when to stop; a launcher that signals every process means the training.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    with Connection(descriptor) as channel:
+        work = _Work(channel, parent)
+        while True:
+            try:
+                channel.send_bytes(work.answer(channel.recv_bytes()))
+            except (EOFError, ConnectionError):
+                return  # the training is gone, perhaps in the middle of a job
+
+
+def _end_with(parent: int) -> None:
+    """End at once when the training is gone: nobody would commit what is written from then on."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)
+
+
+class _Work:
+    """What the worker does, and keeps between jobs."""
+
+    def __init__(self, channel: Connection, parent: int) -> None:
+        self._channel = channel
+        self._parent = parent
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._plan: SavePlan | None = None
+
+    def answer(self, job: bytes) -> bytes:
+        try:
+            return pickle.dumps(self._write(pickle.loads(job)))  # noqa: S301 - the training's own
+        except Exception as error:  # noqa: BLE001 - the training must hear of it
+            return pickle.dumps(Failure.of(error))
+
+    def _write(self, job: Job) -> Written:
+        if job.memory is not None:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # never both at once
+            number, num_bytes = job.memory
+            descriptor = os.open(f"/proc/{self._parent}/fd/{number}", os.O_RDWR)
+            try:
+                self._memory = mapped(descriptor, num_bytes)
+            finally:
+                os.close(descriptor)
+        plan = self._plan = self._plan if job.plan is None else job.plan
+        assert plan is not None
+        data = [
+            value.within(self._memory)
+            if isinstance(value, StagedTensor)
+            else _unpickled(value, plan, row)
+            for row, value in enumerate(job.data)
+        ]
+        report = _Report(self._channel)
+        job.writer.report = report.add
+        written = write_plan(plan, StagedPlanner(plan, data), job.writer, job.rank)
+        report.add(0, at_once=True)
+        return written
+
+
+def _unpickled(value: bytes, plan: SavePlan, row: int) -> Any:
+    try:
+        return pickle.loads(value)  # noqa: S301 - the training's own
+    except Exception as error:
+        problem = f"cannot be unpickled in the worker process: {error}"
+        remedy = "Define its class in a module that can be imported. "
+        raise _refused(problem, plan.items[row].index.fqn, remedy) from error
+
+
+class _Report:
+    """Tells how many bytes are written, not too often."""
+
+    def __init__(self, channel: Connection) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._num_bytes, self._last = 0, time.monotonic()
+
+    def add(self, num_bytes: int, *, at_once: bool = False) -> None:
+        with self._lock:
+            self._num_bytes += num_bytes
+            is_due = at_once or time.monotonic() - self._last >= _REPORT_SECONDS
+            if is_due and self._num_bytes:
+                self._channel.send(self._num_bytes)
+                self._num_bytes, self._last = 0, time.monotonic()

@@ -16,6 +16,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import large_objects
+from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import (
     ShardedBase,
@@ -217,13 +218,13 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
         index = self.make_reader(Path(checkpoint_dir)).read_metadata()
-        return {key: _whole(index, key) for key in index}
+        return _whole_tensors(index)
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
         reader = self.make_reader(Path(checkpoint_dir))
         index = reader.read_metadata()
         reader.require_stored(large_objects(index.objects), index)
-        metadata: ShardedStateDict = {key: _whole(index, key) for key in index}
+        metadata: ShardedStateDict = dict(_whole_tensors(index))
         for key, shape in index.objects.items():
             for cell in itertools.product(*map(range, shape)):
                 leaf = ShardedObject(key, None, shape, cell)
@@ -231,11 +232,9 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         return metadata
 
 
-def _whole(index: Index, key: str) -> ShardedTensor:
-    stored = index[key]
-    shape = stored.global_shape
-    ndim = len(shape)
-    return ShardedTensor(key, None, stored.dtype.torch, shape, shape, (0,) * ndim, (1,) * ndim)
+def _whole_tensors(index: Index) -> dict[str, ShardedTensor]:
+    stored = map(index.__getitem__, index)
+    return {s.key: ShardedTensor.of_box(s, Box.whole(s.global_shape)) for s in stored}
 
 
 def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> tuple[dict[Any, ShardedBase], Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumTable,
@@ -83,11 +84,11 @@ def verify_wanted(
         wanted: what this rank loads.
         strategy: reads tensors.
         common: reads the common state.
-        checkpoint_dir: the checkpoint.
-        index: what is stored; None for strategies that are not made of a reader.
-        seal: of the checkpoint; None if it has none. Only tensors can be verified then.
+        checkpoint_dir: folder of the checkpoint.
+        index: Index of the checkpoint; None for strategies that are not made of a reader.
+        seal: Seal of the checkpoint; None if it has no seal. Only tensors can be verified then.
         meter: counts what is read.
-        reader: of a planned strategy; used for everything.
+        reader: StorageReader of a planned strategy; used for everything.
 
     Raises:
         UnsupportedFormatError: if no checksums were kept.
@@ -188,8 +189,8 @@ def damage_of_objects(
 
     Args:
         cells: key and cell of each object.
-        known: the checksums.
-        reader: set up.
+        known: their checksums.
+        reader: StorageReader of the checkpoint, set up.
     """
     digests = {(row.key, row.cell): row.digest for row in known}
     findings = []
@@ -233,11 +234,10 @@ def damage_of(
     meter.expect(sum(_num_bytes(part, index) for part in parts))
     most = strategy.options.buffer_bytes // 2
     # One piece of memory for all batches: an allocator would keep what each of them gave back.
-    largest = max((_padded_bytes(part, index) for part in parts), default=0)
-    total = sum(_padded_bytes(part, index) for part in parts)
-    memory = torch.empty(max(min(most, total), largest), dtype=torch.uint8)
+    sizes = [_padded_bytes(part, index) for part in parts]
+    memory = torch.empty(max(min(most, sum(sizes)), *sizes, 0), dtype=torch.uint8)
     findings = []
-    for batch in _batches(parts, index, len(memory)):
+    for batch in in_batches(zip(parts, sizes, strict=True), len(memory)):
         findings += _verify(batch, strategy, reader, index, memory)
         meter.add(sum(_num_bytes(part, index) for part in batch))
     return findings
@@ -252,21 +252,6 @@ def _padded_bytes(part: StoredPart, index: Index) -> int:
     return -(-_num_bytes(part, index) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _batches(
-    parts: Sequence[StoredPart], index: Index, most_bytes: int
-) -> Iterator[list[StoredPart]]:
-    batch: list[StoredPart] = []
-    size = 0
-    for part in parts:
-        if batch and size + _padded_bytes(part, index) > most_bytes:
-            yield batch
-            batch, size = [], 0
-        batch.append(part)
-        size += _padded_bytes(part, index)
-    if batch:
-        yield batch
-
-
 def _verify(
     batch: Sequence[StoredPart],
     strategy: PlannedLoadStrategy,
@@ -275,12 +260,14 @@ def _verify(
     memory: torch.Tensor,
 ) -> list[Finding]:
     leaves: dict[TreePath, ShardedTensor] = {}
+    values: list[torch.Tensor] = []
     start = 0
     for number, part in enumerate(batch):
-        leaf = _leaf(part, index)
+        leaf = ShardedTensor.of_box(index[part.key], part.box, part.flat_range)
         own = memory[start : start + _num_bytes(part, index)].view(leaf.dtype)
         leaf.data = own.view(part.box.shape if part.flat_range is None else -1)
         leaves[DictKey(number),] = leaf
+        values.append(leaf.data)
         start += _padded_bytes(part, index)
     try:
         strategy.read(leaves, index, reader, SingleProcess())
@@ -302,9 +289,10 @@ def _verify(
             part.key,
             expected=f"{part.digest or 0:016x}",
             found=f"{found:016x} in {part.box.offset} .. {part.box.stop}",
-            path=reader.location(_stored_chunk(part, index)),
+            path=reader.location(stored_chunk(part, index)),
         )
-        for part, found in zip(batch, _digests(leaves), strict=True)
+        for part, value in zip(batch, values, strict=True)
+        for found in [checksum(dtypes.as_numpy(value))]
         if part.digest is not None and found != part.digest
     ]
 
@@ -344,30 +332,8 @@ def _unreadable(part: StoredPart, error: CheckpointingException) -> list[Finding
     ]
 
 
-def _leaf(part: StoredPart, index: Index) -> ShardedTensor:
-    tensor = index[part.key]
-    flat = None if part.flat_range is None else slice(*part.flat_range)
-    return ShardedTensor(
-        part.key,
-        None,
-        tensor.dtype.torch,
-        part.box.shape,
-        tensor.global_shape,
-        part.box.offset,
-        None,
-        flattened_range=flat,
-    )
-
-
-def _digests(leaves: Mapping[TreePath, ShardedTensor]) -> list[int]:
-    found = []
-    for leaf in leaves.values():
-        assert leaf.data is not None
-        found.append(checksum(dtypes.as_numpy(leaf.data)))
-    return found
-
-
-def _stored_chunk(part: StoredPart, index: Index) -> MetadataIndex:
+def stored_chunk(part: StoredPart, index: Index) -> MetadataIndex:
+    """The chunk or piece in which a part begins."""
     tensor = index[part.key]
     if tensor.pieces is None:
         return MetadataIndex(part.key, part.box.offset)

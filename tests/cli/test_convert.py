@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from dist_checkpointing import ShardedTensor, load_plain_tensors, save
 from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.tools.cli.app import app
-from dist_checkpointing.tools.convert.safetensors_format import header_bytes
+from dist_checkpointing.tools.convert.safetensors_files import header_bytes
 from peak_memory import TELL_PEAK, told_peak
 
 TENSORS = {f"layer.{i}.w": torch.randn(600, 640) for i in range(6)} | {"norm": torch.randn(4)}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_compressed_chunks_are_read_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FIXTURES)
 def test_on_the_checkpoints_of_megatron(name: str) -> None:
     opened = Checkpoint.open(GOLDEN / name)
-    plan = planned(GOLDEN / name, "--ranks", 3)
+    plan = planned(GOLDEN / name, "--dp", 3)
     assert plan["wanted_bytes"] == 3 * sum(handle.num_bytes for handle in opened.values())
     assert plan["findings"] == []
     assert all((GOLDEN / name / file).is_file() for file in plan["files"])
@@ -167,41 +168,52 @@ def test_a_checkpoint_far_larger_than_memory(tmp_path: Path) -> None:
 # Templates.
 
 
-def shard(key: str, shape: list[int], offset: list[int], whole: list[int]) -> dict[str, Any]:
-    return {"key": key, "shape": shape, "offset": offset, "global_shape": whole}
+def module(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Let the current folder hold ``my_model``."""
+    text = f"import torch\nfrom dist_checkpointing import ShardedObject, ShardedTensor\n{source}"
+    (folder / "my_model.py").write_text(text)
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "my_model", raising=False)
 
 
-def test_a_json_template(tmp_path: Path) -> None:
-    folder, template = saved(tmp_path / "c", "tensorstore"), tmp_path / "t.json"
-    ranks = [
-        [
-            shard(QKV, [256, 256], [0, 0], [256, 256]),
-            {**shard(PROJ, [256, 256], [0, 0], [256, 256]), "flat_range": [5, 1005]},
-        ],
-        [],
-    ]
-    template.write_text(json.dumps(ranks))
-    plan = planned(folder, "--template", template)
+def test_a_template_with_a_flattened_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "c", "tensorstore")
+    source = f"""
+def build(rank, world_size):
+    if rank:
+        return {{}}
+    whole = torch.empty(256, 256)
+    flat = ShardedTensor.from_rank_offsets({PROJ!r}, whole)
+    flat.data, flat.flattened_range = None, slice(5, 1005)
+    return {{"a": ShardedTensor.from_rank_offsets({QKV!r}, whole), "b": flat}}
+"""
+    module(tmp_path, monkeypatch, source)
+    plan = planned(folder, "--template", "my_model:build", "--ranks", 2)
     assert [rank["wanted_bytes"] for rank in plan["ranks"]] == [256 * 256 * 4 + 4000, 0]
     assert plan["unasked"] == [NORM]
 
 
-def test_what_does_not_fit_is_found(tmp_path: Path) -> None:
-    folder, template = saved(tmp_path / "c", "tensorstore"), tmp_path / "t.json"
-    wrong = [
-        shard("missing", [1], [0], [1]),
-        shard(QKV, [128, 256], [0, 0], [512, 256]),
-        {**shard(PROJ, [256, 256], [0, 0], [256, 256]), "dtype": "bfloat16"},
-    ]
-    template.write_text(json.dumps([wrong, wrong]))
-    plan = planned(folder, "--template", template, exit_code=1)
+def test_what_does_not_fit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path / "c", "tensorstore")
+    source = f"""
+def build(rank, world_size):
+    shard = ShardedTensor.from_rank_offsets
+    return dict(
+        a=shard("missing", torch.empty(1)),
+        b=shard({QKV!r}, torch.empty(128, 256), (0, 0, 4)),
+        c=shard({PROJ!r}, torch.empty(256, 256, dtype=torch.bfloat16)),
+    )
+"""
+    module(tmp_path, monkeypatch, source)
+    template = ("--template", "my_model:build", "--ranks", 2)
+    plan = planned(folder, *template, exit_code=1)
     found = {finding["key"]: finding for finding in plan["findings"]}
     assert "not in the checkpoint" in found["missing"]["problem"]
     assert found[QKV]["problem"] == "global shape differs"
     assert found[QKV]["found"] == "(256, 256)"
     assert found[PROJ]["problem"] == "dtype differs"
     assert {tuple(finding["ranks"]) for finding in found.values()} == {(0, 1)}
-    text = invoke(folder, "--template", template, exit_code=1)
+    text = invoke(folder, *template, exit_code=1)
     assert "This load would fail" in text
     assert "'missing'" in text
 
@@ -211,9 +223,6 @@ def test_a_function_that_makes_tensors_without_memory(
 ) -> None:
     folder = saved(tmp_path / "c", "tensorstore")
     source = f"""
-import torch
-from dist_checkpointing import ShardedObject, ShardedTensor
-
 def build(rank, world_size):
     big = torch.empty(2**20, 2**20)  # 4 TiB, if it took memory
     part = torch.empty(256 // world_size, 256)
@@ -228,8 +237,7 @@ def fails(rank, world_size):
 
 constant = 3
 """
-    (tmp_path / "my_model.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
+    module(tmp_path, monkeypatch, source)
     plan = planned(folder, "--template", "my_model:build", "--ranks", 4, exit_code=1)
     assert [rank["wanted_bytes"] for rank in plan["ranks"]] == [256 * 256] * 4
     assert [finding["problem"] for finding in plan["findings"]] == ["object not in the checkpoint"]
@@ -246,38 +254,13 @@ constant = 3
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ("{", "is not JSON"),
-        ("{}", "must hold a list"),
-        ("[]", "must hold a list"),
-        ("[3]", "rank 0 is not a list"),
-        ("[[], [3]]", "rank 1, shard 0: it needs a 'key'"),
-        ('[[{"key": "w"}]]', "rank 0, shard 0: no 'shape'"),
-        (
-            '[[{"key": "w", "shape": [1], "offset": [-1], "global_shape": [1]}]]',
-            "shard 0: expected",
-        ),
-        ('[[{"key": "w", "shape": [2], "offset": [0], "global_shape": [1]}]]', "sticks out"),
-    ],
-)
-def test_bad_templates_are_named(tmp_path: Path, content: str, problem: str) -> None:
-    template = tmp_path / "t.json"
-    template.write_text(content)
-    arguments = ["plan", str(GOLDEN / FIXTURES[0]), "--template", str(template)]
-    result = RUNNER.invoke(app, arguments)
-    assert isinstance(result.exception, ValueError)
-    assert problem in str(result.exception)
-
-
-@pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (["--shard", "w"], "not of the form"),
-        (["--tp", "4", "--ranks", "6"], "6 ranks are not 4"),
-        (["--template", "x"], "neither FILE.json nor"),
-        (["--template", "a:b"], "pass --ranks"),
-        (["--template", "a:b", "--tp", "2"], "leave --tp"),
+        (["--ranks", "6"], "pass both"),
+        (["--template", "a:b"], "pass both"),
+        (["--template", "x", "--ranks", "1"], "not of the form MODULE:FUNCTION"),
+        (["--template", "a:b", "--ranks", "2", "--tp", "2"], "leave --tp"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], problem: str) -> None:

@@ -69,7 +69,7 @@ def test_the_difference_of_two_tensors(
 
 @pytest.mark.parametrize("dtype", [row.torch for row in DTYPES], ids=str)
 def test_every_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "_SLAB_ELEMENTS", 16)
+    monkeypatch.setattr(values, "SLAB_ELEMENTS", 16)
     tensor = random_bits((4, 25), dtype)
     assert compare_tensors(tensor, tensor.clone(), Tolerance(equal_nan=True)).num_differing == 0
     other = tensor.clone()

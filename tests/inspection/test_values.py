@@ -63,7 +63,7 @@ def assert_alike(found: Statistics, wanted: Statistics) -> None:
 def test_statistics_of_random_bits(
     dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(values, "_SLAB_ELEMENTS", 64)
+    monkeypatch.setattr(values, "SLAB_ELEMENTS", 64)
     tensor = random_bits((count,), dtype)
     if dtype in (torch.float64, torch.complex128):
         # The squares of the largest are infinite, for everybody.

@@ -35,6 +35,7 @@ from dist_checkpointing.filesystem import folder_lock, local
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
 from dist_checkpointing.format import commit
 from dist_checkpointing.format.commit import Attempt, remove_checkpoint
+from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy, writer
 from dist_checkpointing.testing import run_ranks
@@ -334,7 +335,7 @@ def test_a_record_that_is_written_anew_is_never_half(
     real = os.fsync
 
     def look(descriptor: int) -> None:
-        seen.append(commit.leftovers(tmp_path))
+        seen.append(leftovers(tmp_path))
         real(descriptor)
 
     def fail(*_: Any) -> None:

@@ -671,3 +671,28 @@ def test_after_a_failed_read_the_error_names_the_tensors_that_may_be_partly_fill
     for notes in run_ranks(RANKS, load_rank):
         assert "w.even" in notes[0]
         assert "w.uneven" not in notes[0]
+
+
+def test_a_save_agrees_no_more_often_than_it_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each agreement is a wait for the slowest of thousands of ranks."""
+    steps: list[str] = []
+    agree = Comm.agree
+
+    def noting(self: Comm, step: str, error: Exception | None) -> None:
+        if self.rank == 0:
+            steps.append(step)
+        agree(self, step, error)
+
+    monkeypatch.setattr(Comm, "agree", noting)
+    run_ranks(RANKS, lambda comm: save(state(comm.rank), tmp_path / "c", comm=comm))
+    assert steps == [
+        "preparing the save",
+        "comparing the common state",
+        "planning the save",  # what each rank brings
+        "planning the save",  # what comes of it
+        "claiming the folder",
+        "writing",
+        "committing",
+    ]

@@ -18,7 +18,7 @@ import hostile_state
 from dist_checkpointing import CheckpointManager, save
 from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.tools.convert.safetensors_format import header_bytes
+from dist_checkpointing.tools.convert.safetensors_files import header_bytes
 from limited_child import LimitedChild
 
 BACKENDS: Final[dict[str, Any]] = {

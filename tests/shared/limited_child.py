@@ -173,7 +173,7 @@ def _program(arguments: list[str]) -> list[str]:
 
 
 def _safetensors(path: Path) -> list[str]:
-    from dist_checkpointing.tools.convert.safetensors_source import SafetensorsSource
+    from dist_checkpointing.tools.convert.safetensors_files import SafetensorsSource
 
     return [_outcome(lambda: SafetensorsSource(path).close())]
 

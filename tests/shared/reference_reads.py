@@ -39,7 +39,7 @@ def _segments(box: Box, flat: tuple[int, int] | None) -> list[_Segment]:
 
 def _grid_chunks(tensor: StoredTensor, box: Box) -> Iterator[tuple[MetadataIndex, _Segment]]:
     grid = tensor.grid
-    for chunk, _ in grid.meeting(box):
+    for chunk, _ in grid.intersecting(box):
         own = grid.box(chunk)
         # Chunks are stored at full size, also where they stick out of the tensor.
         yield MetadataIndex(tensor.key, own.offset), _Segment(0, grid.chunk_shape, own)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import local
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
@@ -104,17 +104,14 @@ class DCPKeys:
         path = folder / DCP_KEYS_NAME
         if not path.exists():
             return None
-        try:
-            content = local.parse_json(local.read_bytes(path, _MAX_BYTES))
+        with local.parsing("DCP's names cannot be read", path):
+            content = local.read_json(path, _MAX_BYTES)
             paths = {name: _path(steps) for name, steps in content["paths"].items()}
             values, raw = (tuple(content[name]) for name in ("values", "raw"))
             if content["format"] != _FORMAT or None in paths.values():
                 raise ValueError("not the names of a DCP checkpoint")
             if not paths.keys() >= {*values} >= {*raw}:
                 raise ValueError("values without a path")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            finding = Finding(f"{type(error).__name__}: {error}", path=str(path))
-            raise CorruptCheckpointError("DCP's names cannot be read", [finding]) from error
         return cls({name: steps for name, steps in paths.items() if steps}, values, raw)
 
 

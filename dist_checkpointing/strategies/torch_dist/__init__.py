@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 
 from dist_checkpointing.filesystem import local
-from dist_checkpointing.format.commit import DCP_METADATA_NAME
+from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.common import TorchDistCommonLoadStrategy

@@ -18,9 +18,10 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.commit import COMMON_STATE_FNAME, DCP_METADATA_NAME
+from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import MetadataIndex, ReadTable
 from dist_checkpointing.strategies.torch_dist.flattened import piece_of_chunk

@@ -13,9 +13,9 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import local
-from dist_checkpointing.format.commit import DCP_METADATA_NAME
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import MAX_AXES
+from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.strategies.pickle_guard import BadPickle, check_pickle
 
 _MAX_METADATA_BYTES = 1 << 33

@@ -15,9 +15,9 @@ from torch.serialization import get_crc32_options
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
-from dist_checkpointing.format.commit import DCP_METADATA_NAME
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import SavePlan, SavePlanner

@@ -27,9 +27,9 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
-from dist_checkpointing.format.commit import leftovers
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
+from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.format.removal import (
     PlannedRemoval,
     end_removal,
@@ -223,17 +223,14 @@ def _raise_unless_gone(error: OSError) -> None:
 
 def _parse(folder: Path, key: str) -> StoredTensor:
     path = folder / _METADATA_NAME
-    try:
-        content = local.parse_json(local.read_bytes(path, _MAX_METADATA_BYTES))
+    with local.parsing("arrays have no readable metadata", path, key):
+        content = local.read_json(path, _MAX_METADATA_BYTES)
         shape = tuple(ints_from_json(content["shape"]))
         chunks = tuple(ints_from_json(content["chunks"]))
         options = {k: content.get(k) for k in _REQUIRED}
         if len(shape) != len(chunks) or 0 in chunks:
             raise ValueError(f"shape {shape} with chunks {chunks}")
         name = content["dtype"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        finding = Finding(f"{type(error).__name__}: {error}", key, path=str(path))
-        raise CorruptCheckpointError("arrays have no readable metadata", [finding]) from error
     findings = [
         Finding(
             f"{option} is not supported",

@@ -155,7 +155,7 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
     """
     path = checkpoint_dir / METADATA_NAME
     try:
-        root = local.parse_json(local.read_bytes(path, _MAX_METADATA_BYTES))
+        root = local.read_json(path, _MAX_METADATA_BYTES)
         nodes = root["consolidated_metadata"]["metadata"]
         going = {
             name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names

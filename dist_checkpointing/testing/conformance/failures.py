@@ -21,7 +21,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     StateMismatchError,
 )
-from dist_checkpointing.format.commit import CONFIG_FNAME
+from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.serialization import check_is_distributed_checkpoint
 from dist_checkpointing.serialization.load import load

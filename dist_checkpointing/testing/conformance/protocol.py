@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.commit import CONFIG_FNAME
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.planning import LoadPlan, SavePlan
 from dist_checkpointing.serialization import check_is_distributed_checkpoint
 from dist_checkpointing.serialization.load import load

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,7 +36,6 @@ from dist_checkpointing.tools.forecast.topology import (
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.forecast.forecast import Forecast, RankCost
-    from dist_checkpointing.tools.forecast.templates import RankWants
 
 _MOST_ROWS = 16
 _WIDE = 76
@@ -54,11 +53,7 @@ def plan(
     dp: Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas of each.")] = 1,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            "--ranks",
-            min=1,
-            help="Ranks in all: instead of --dp, or for a function.",
-        ),
+        typer.Option("--ranks", min=1, help="Ranks for which to call the function of --template."),
     ] = None,
     shard: Annotated[
         list[str] | None,
@@ -73,9 +68,8 @@ def plan(
         str | None,
         typer.Option(
             "--template",
-            metavar="FILE.json|module:function",
-            help="What each rank wants: a list of {key, shape, offset, global_shape} for each rank,"
-            " or function(rank, world_size) that returns a sharded state dict.",
+            metavar="MODULE:FUNCTION",
+            help="What each rank wants: function(rank, world_size) returns a sharded state dict.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -96,32 +90,22 @@ def plan(
     rules = [parse_rule(text) for text in shard or []]
     opened = Checkpoint.open(checkpoint)
     cuts: list[KeyCut] = []
-    if template is None:
-        replicas = _replicas(tp, dp, ranks)
-        cuts = cut_keys(opened.index, tp, [*rules, *guessed_rules(opened.index)])
-    elif tp > 1 or dp > 1 or rules:
+    if (template is None) != (ranks is None):
+        raise ValueError("--template and --ranks go together: pass both, or neither")
+    if template is not None and (tp > 1 or dp > 1 or rules):
         raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
     # Imported here, because forecasts import torch.
     from dist_checkpointing.tools.forecast.forecast import forecast_of  # noqa: PLC0415
     from dist_checkpointing.tools.forecast.templates import (  # noqa: PLC0415
         of_function,
-        of_json,
         of_tensor_parallel,
     )
 
-    wants: Sequence[RankWants]
-    if template is None:
-        wants = of_tensor_parallel(opened.index, cuts, parts=tp, replicas=replicas)
-    elif template.endswith(".json"):
-        wants = of_json(Path(template), opened.index)
-        if ranks not in (None, len(wants)):
-            raise ValueError(f"{template} is for {len(wants)} ranks, not {ranks}")
-    elif ":" in template:
-        if ranks is None:
-            raise ValueError(f"{template} needs the number of ranks: pass --ranks")
-        wants = of_function(template, ranks)
+    if template is None or ranks is None:
+        cuts = cut_keys(opened.index, tp, [*rules, *guessed_rules(opened.index)])
+        wants = of_tensor_parallel(opened.index, cuts, parts=tp, replicas=dp)
     else:
-        raise ValueError(f"{template!r} is neither FILE.json nor module:function")
+        wants = of_function(template, ranks)
     found = forecast_of(opened, wants)
     if as_json:
         print_json(_as_json(opened, found, cuts))
@@ -129,19 +113,6 @@ def plan(
         _show(opened, found, cuts, tp)
     if found.findings:
         raise typer.Exit(_DOES_NOT_FIT)
-
-
-def _replicas(tp: int, dp: int, ranks: int | None) -> int:
-    if ranks is None:
-        return dp
-    if ranks % tp or dp not in (1, ranks // tp):
-        raise ValueError(f"{ranks} ranks are not {tp} tensor-parallel ones times {dp} replicas")
-    return ranks // tp
-
-
-def _topology(tp: int, replicas: int) -> str:
-    parts = counted(tp, "tensor-parallel rank")
-    return parts if replicas == 1 else f"{parts} x {replicas} replicas"
 
 
 # The text that is printed.
@@ -152,8 +123,11 @@ def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], tp: int) 
     stored = sum(handle.num_bytes for handle in opened.values())
     size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
     out.print(f"{opened.path} ({backend} {version}): {size}", markup=False)
-    more = f": {_topology(tp, found.num_ranks // tp)}" if cuts and found.num_ranks > 1 else ""
-    out.print(f"Load on {counted(found.num_ranks, 'rank')}{more}\n")
+    topology = f"Load on {counted(found.num_ranks, 'rank')}"
+    if cuts and found.num_ranks > 1:
+        topology += f": {counted(tp, 'tensor-parallel rank')}"
+        topology += f" x {found.num_ranks // tp} replicas" if found.num_ranks > tp else ""
+    out.print(f"{topology}\n")
     out.print(_table(found.costs))
     out.print()
     out.print(_totals(opened, found))
@@ -295,18 +269,7 @@ def _as_json(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut]) -> dic
         "read_bytes": found.read_bytes,
         "read_bytes_if_shared": found.shared_read_bytes,
         "files": sorted(found.files),
-        "ranks": [
-            {
-                "ranks": list(cost.ranks),
-                "num_tensors": cost.num_tensors,
-                "wanted_bytes": cost.wanted_bytes,
-                "read_bytes": cost.read_bytes,
-                "num_reads": cost.num_reads,
-                "files": sorted(cost.files),
-                "peak_bytes": cost.peak_bytes,
-            }
-            for cost in found.costs
-        ],
+        "ranks": [dataclasses.asdict(cost) | {"files": sorted(cost.files)} for cost in found.costs],
         "cuts": [{"key": c.key, "axis": c.axis, "reason": c.reason.value} for c in cuts],
         "unasked": list(found.unasked),
         "findings": [

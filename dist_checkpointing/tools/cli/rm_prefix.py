@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,59 +65,23 @@ def rm_prefix(
     planned = preview_removal(checkpoint, prefix)
     if not planned.keys and not planned.is_unfinished:
         raise LookupError(_nothing(opened, prefix))
-    preview = _preview(opened, prefix, planned)
+    document = _as_json(opened, prefix, planned)
     if not as_json:
-        _show(preview)
+        _show(opened, planned, document)
     if not dry_run:
-        _make_sure(preview, yes=yes)
+        _make_sure(len(planned.keys), yes=yes)
         before = _usage(checkpoint)
         remove_sharded_tensors(checkpoint, prefix, comm=SingleProcess())
         freed = before - _usage(checkpoint)
         if as_json:
-            print_json(_as_json(preview) | {"removed": True, "bytes_freed": freed})
+            print_json(document | {"removed": True, "bytes_freed": freed})
         else:
             out.print(f"Removed {len(planned.keys)} tensors: {bytes_text(freed)} are free again.")
     elif as_json:
-        print_json(_as_json(preview) | {"removed": False})
+        print_json(document | {"removed": False})
 
 
-@dataclass(frozen=True, slots=True)
-class _Preview:
-    """What is shown before the removal.
-
-    Attributes:
-        checkpoint: the checkpoint.
-        prefix: prefix of the keys.
-        planned: the removal.
-        num_bytes: bytes of the values of the tensors.
-        file_bytes: bytes on the disk of the files that will be deleted.
-        shared_bytes: bytes of the values that stay in files with other tensors.
-        kept_objects: keys of sharded objects with the prefix, which are not removed.
-    """
-
-    checkpoint: Checkpoint
-    prefix: str
-    planned: PlannedRemoval
-    num_bytes: int
-    file_bytes: int
-    shared_bytes: int
-    kept_objects: tuple[str, ...]
-
-
-def _preview(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> _Preview:
-    return _Preview(
-        opened,
-        prefix,
-        planned,
-        sum(opened.index[key].num_bytes for key in planned.keys),
-        bytes_on_disk(opened.path / name for name in planned.files),
-        sum(planned.shared.values()),
-        tuple(key for key in opened.objects if key.startswith(prefix)),
-    )
-
-
-def _show(preview: _Preview) -> None:
-    opened, planned = preview.checkpoint, preview.planned
+def _show(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any]) -> None:
     groups: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for key in planned.keys:
         stored = opened.index[key]
@@ -142,16 +105,16 @@ def _show(preview: _Preview) -> None:
     facts.add_row("checkpoint", escaped(f"{opened.path} ({backend} {version})"))
     facts.add_row(
         "tensors",
-        f"{len(planned.keys)} of {len(opened)} go: {bytes_text(preview.num_bytes)} of values",
+        f"{len(planned.keys)} of {len(opened)} go: {bytes_text(document['num_bytes'])} of values",
     )
     files = counted(len(planned.files), "file")
-    facts.add_row("disk", f"{bytes_text(preview.file_bytes)} freed by deleting {files}")
+    facts.add_row("disk", f"{bytes_text(document['file_bytes'])} freed by deleting {files}")
     if planned.is_unfinished:
         facts.add_row("unfinished", "an interrupted removal is completed")
-    if preview.shared_bytes:
+    if shared_bytes := sum(planned.shared.values()):
         facts.add_row(
             "[yellow]not freed[/]",
-            f"{bytes_text(preview.shared_bytes)} stay on the disk: they are in "
+            f"{bytes_text(shared_bytes)} stay on the disk: they are in "
             f"{counted(len(planned.shared), 'file')} with values that are kept. To free them, "
             "convert the checkpoint without these tensors into a new one.",
         )
@@ -159,39 +122,37 @@ def _show(preview: _Preview) -> None:
         facts.add_row(
             "rewritten", f"{bytes_text(planned.moved_bytes)} of kept values, to free their files"
         )
-    if preview.kept_objects:
-        kept = ", ".join(map(one_line, preview.kept_objects[:3]))
-        more = ", ..." if len(preview.kept_objects) > 3 else ""
-        facts.add_row(
-            "kept", escaped(f"{counted(len(preview.kept_objects), 'sharded object')}: {kept}{more}")
-        )
+    if objects := document["objects_kept"]:
+        kept = ", ".join(map(one_line, objects[:3])) + (", ..." if len(objects) > 3 else "")
+        facts.add_row("kept", escaped(f"{counted(len(objects), 'sharded object')}: {kept}"))
     out.print()
     out.print(facts)
     out.print()
 
 
-def _make_sure(preview: _Preview, *, yes: bool) -> None:
+def _make_sure(num_tensors: int, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
         raise ValueError("cannot ask without a terminal: pass --yes to remove them")
-    question = f"Remove {counted(len(preview.planned.keys), 'tensor')} for good?"
+    question = f"Remove {counted(num_tensors, 'tensor')} for good?"
     if not typer.confirm(question, default=False):
         out.print("Nothing was removed.")
         raise typer.Exit(_NO)
 
 
-def _as_json(preview: _Preview) -> dict[str, Any]:
+def _as_json(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> dict[str, Any]:
+    """What goes: sizes of values in bytes, of files as on the disk."""
     return {
-        "checkpoint": str(preview.checkpoint.path),
-        "prefix": preview.prefix,
-        "keys": list(preview.planned.keys),
-        "num_bytes": preview.num_bytes,
-        "files": list(preview.planned.files),
-        "file_bytes": preview.file_bytes,
-        "bytes_not_freed": dict(preview.planned.shared),
-        "bytes_rewritten": preview.planned.moved_bytes,
-        "objects_kept": list(preview.kept_objects),
+        "checkpoint": str(opened.path),
+        "prefix": prefix,
+        "keys": list(planned.keys),
+        "num_bytes": sum(opened.index[key].num_bytes for key in planned.keys),
+        "files": list(planned.files),
+        "file_bytes": bytes_on_disk(opened.path / name for name in planned.files),
+        "bytes_not_freed": dict(planned.shared),
+        "bytes_rewritten": planned.moved_bytes,
+        "objects_kept": [key for key in opened.objects if key.startswith(prefix)],
     }
 
 

@@ -1,4 +1,4 @@
-"""Output of results and errors: styled for a terminal, plain lines for a pipe."""
+"""What the commands share: arguments, and output styled for a terminal, plain for a pipe."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import torch
 
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
@@ -135,8 +136,8 @@ class _Group:
     """Items that are read together, and those of them that were read and not yet asked for.
 
     Attributes:
-        items: In the order of the plan.
-        box: The box that they make up, if it is read as one.
+        items: in the order of the plan.
+        box: the box that they make up, if it is read as one.
     """
 
     def __init__(self, items: list[WriteItem], box: Box | None = None) -> None:
@@ -228,8 +229,7 @@ def _groups(
     items: Sequence[WriteItem], tensors: Mapping[str, PlannedTensor], most_bytes: int
 ) -> Iterator[_Group]:
     """Which items are read together: rows of parts that are cut across, and small neighbours."""
-    small: list[WriteItem] = []
-    size = 0
+    small: list[tuple[WriteItem, int]] = []
     plain = [item for item in items if item.tensor_data is not None]
     for (key, *_), found in itertools.groupby(plain, _row):
         row = list(found)
@@ -242,17 +242,9 @@ def _groups(
             if is_whole and _LARGE_BYTES <= num_bytes_of_box <= 2 * most_bytes:
                 yield _Group(row, box)
                 continue
-        for item in row:
-            num_bytes = item.tensor_storage_size() or 0
-            if num_bytes >= _LARGE_BYTES:
-                continue
-            if small and (size + num_bytes > _TOGETHER_BYTES or len(small) >= _MOST_TOGETHER):
-                yield _Group(small)
-                small, size = [], 0
-            small.append(item)
-            size += num_bytes
-    if small:
-        yield _Group(small)
+        sized = [(item, item.tensor_storage_size() or 0) for item in row]
+        small += [(item, num_bytes) for item, num_bytes in sized if num_bytes < _LARGE_BYTES]
+    yield from map(_Group, in_batches(small, _TOGETHER_BYTES, _MOST_TOGETHER))
 
 
 def _row(item: WriteItem) -> tuple[str, int, int]:

@@ -26,7 +26,7 @@ from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 from dist_checkpointing.tools.convert.backend_target import convert_to_backend, lazy_strategy
-from dist_checkpointing.tools.convert.copying import stopping
+from dist_checkpointing.tools.convert.copying import Copier, stopping
 from dist_checkpointing.tools.convert.destination import (
     check_apart,
     check_checkpoint_place,
@@ -43,8 +43,12 @@ from dist_checkpointing.tools.convert.file_targets import (
 from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES, Budget, budget_of
 from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
 from dist_checkpointing.tools.convert.rules import Rules
-from dist_checkpointing.tools.convert.safetensors_format import INDEX_SUFFIX, SUFFIX
-from dist_checkpointing.tools.convert.safetensors_source import SafetensorsSource, holds_safetensors
+from dist_checkpointing.tools.convert.safetensors_files import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    SafetensorsSource,
+    holds_safetensors,
+)
 from dist_checkpointing.tools.convert.sources import CheckpointSource, Source
 from dist_checkpointing.tools.convert.torch_file import TorchFileSource
 from dist_checkpointing.tools.convert.verification import PartChecks
@@ -52,7 +56,7 @@ from dist_checkpointing.tools.convert.verification import PartChecks
 SAFETENSORS = "safetensors"
 TORCH = "torch"
 
-_SIGNATURES = {b"PK\x03\x04": TORCH, b"\x80\x02\x8a\x0a": TORCH}
+_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
 """How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
 
 
@@ -61,9 +65,9 @@ class ConvertOptions:
     """How a conversion is done.
 
     Attributes:
-        memory_bytes: that the whole process may take.
-        threads: that read and write; by default as StorageOptions.
-        shard_bytes: most bytes of values in one file of a safetensors folder.
+        memory_bytes: memory that the whole process may take.
+        threads: number of threads that read and write; by default that of StorageOptions.
+        shard_bytes: size of the values in one file of a safetensors folder, at most.
         overwrite: replace what is at the destination, if it is of the kind that is written.
         trusted: unpickle anything in the source. Lets it run any code.
         verify: compare the tensors that are read with the checksums of the source, if it has any.
@@ -86,11 +90,12 @@ class Conversion:
     Attributes:
         source: what was converted, in words.
         target: into what, in words.
-        plan: all tensors and objects.
+        plan: tensors and objects, and what changes.
         left_out: what the target cannot hold, in words.
-        verified_bytes: of the source that were compared with its checksums.
-        not_verified: what was not, and why, in words; None if all tensors were (or would be).
-        seconds: that it took.
+        verified_bytes: bytes of the source that were compared with its checksums.
+        not_verified: what was not verified, and why, in words; None if all tensors were (or would
+            be).
+        seconds: time that it took.
     """
 
     source: str
@@ -131,6 +136,17 @@ def convert(
         CheckpointExistsError: ``destination`` is taken. Nothing was touched.
         CorruptCheckpointError: the source is damaged. Nothing new is at the destination.
         CheckpointingException: anything else. Nothing new is at the destination.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import Checkpoint, ShardedTensor, save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)), "step": 100}
+        >>> from dist_checkpointing.tools.convert import Rules, convert
+        >>> save(state, "ckpt")
+        >>> convert("ckpt", "other", "zarr", rules=Rules.parse(rename=["^w$=weight"])).target
+        'zarr 2'
+        >>> list(Checkpoint.open("other"))
+        ['weight']
     """
     options, rules = options or ConvertOptions(), rules or Rules()
     began = time.perf_counter()
@@ -168,7 +184,7 @@ def parse_backend(text: str) -> tuple[str, int]:
     """A backend and its version; the newest if none is named.
 
     Raises:
-        StrategyNotFoundError: If no such backend is registered.
+        StrategyNotFoundError: if no such backend is registered.
     """
     known = available_strategies(StrategyAction.SAVE_SHARDED)
     found = [(n, v) for n, v in known if text in (n, f"{n}:{v}")]
@@ -204,7 +220,7 @@ def open_source(
         return SafetensorsSource(place)
     with place.open("rb") as file:
         signature = file.read(4)
-    if _SIGNATURES.get(signature) == TORCH:
+    if signature in _SIGNATURES:
         return TorchFileSource(place, trusted=trusted, most_bytes=most_bytes)
     finding = Finding(
         "neither a folder with a checkpoint, nor a file of safetensors or torch.save",
@@ -334,29 +350,18 @@ class _Job:
         )
         with beside as path, meter.phase("writing"):
             meter.expect(self.plan.num_bytes)
+            copier = Copier(self.source, self.budget, stop, meter.add)
             if self.to == SAFETENSORS:
                 write_safetensors(
-                    self.source,
                     self.plan,
                     path,
-                    self.budget,
+                    copier,
                     as_folder=self.as_folder,
                     shard_bytes=self.options.shard_bytes,
                     texts=self.common,
-                    stop=stop,
-                    report=meter.add,
                 )
             else:
-                write_torch_file(
-                    self.source,
-                    self.plan,
-                    path,
-                    self.budget,
-                    common=self.common,
-                    objects=self.objects,
-                    stop=stop,
-                    report=meter.add,
-                )
+                write_torch_file(self.plan, path, copier, common=self.common, objects=self.objects)
             self.source.check_unchanged()
 
     def _is_alike(self, path: Path) -> bool:

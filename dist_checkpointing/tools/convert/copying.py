@@ -17,6 +17,7 @@ import torch
 
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, ravel_offset
 from dist_checkpointing.tools.convert.memory import Budget
 from dist_checkpointing.tools.convert.plan import PlannedTensor, runs
@@ -49,90 +50,78 @@ class TensorInFile:
     """Where a tensor is written.
 
     Attributes:
-        tensor: The tensor.
-        descriptor: Descriptor of the file.
-        start: Where its values begin in the file, in bytes; they follow in C order.
+        tensor: the tensor.
+        descriptor: descriptor of the file.
+        start: where its values begin in the file, in bytes; they follow in C order.
     """
 
     tensor: PlannedTensor
     descriptor: int
     start: int
 
+    def boxes(self, most_bytes: int) -> Iterator[tuple[tuple[TensorInFile, Box], int]]:
+        """The boxes in which it is copied, and the bytes that each takes."""
+        for box in runs(self.tensor, most_bytes):
+            yield (self, box), box.num_elements * self.tensor.widest_itemsize
+
+    def write(self, box: Box, read: torch.Tensor) -> int:
+        """Write the values of a box, and return their size."""
+        values = cast(read, self.tensor.dtype.torch)
+        before = ravel_offset(box.offset, self.tensor.shape) * self.tensor.dtype.itemsize
+        write_tensor(self.descriptor, values, self.start + before)
+        return values.nbytes
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    target: TensorInFile
-    box: Box
+class Copier:
+    """Copies tensors into files that have room for them.
 
-    @property
-    def num_bytes(self) -> int:
-        return self.box.num_elements * self.target.tensor.widest_itemsize
-
-
-def batches(targets: Sequence[TensorInFile], box_bytes: int) -> Iterator[list[_Piece]]:
-    """What is read at once: one large box, or many small ones."""
-    batch: list[_Piece] = []
-    size = 0
-    for target in targets:
-        for box in runs(target.tensor, box_bytes):
-            piece = _Piece(target, box)
-            if batch and (size + piece.num_bytes > box_bytes or len(batch) >= _MOST_TOGETHER):
-                yield batch
-                batch, size = [], 0
-            batch.append(piece)
-            size += piece.num_bytes
-    if batch:
-        yield batch
-
-
-def copy_tensors(
-    source: Source,
-    targets: Sequence[TensorInFile],
-    budget: Budget,
-    stop: threading.Event,
-    report: Callable[[int], None],
-) -> None:
-    """Copy tensors into files that have room for them.
-
-    Args:
-        source: Has the tensors.
-        targets: Where they are written, in the order in which they are copied.
-        budget: Threads and memory.
-        stop: Ends it when set.
-        report: Called with the number of bytes written since the last call.
-
-    Raises:
-        CheckpointingException: If ``stop`` was set.
-        Exception: The first error of any thread, when all have ended.
+    Attributes:
+        source: has the tensors.
+        budget: threads and memory.
+        stop: ends it when set.
+        report: called with the number of bytes written since the last call.
     """
 
-    def move(batch: Sequence[_Piece]) -> None:
-        if stop.is_set():
-            raise CheckpointingException("the conversion was interrupted")
-        values = source.read([(p.target.tensor.source.key, p.box) for p in batch])
-        for number, piece in enumerate(batch):
-            tensor = piece.target.tensor
-            data, values[number] = cast(values[number], tensor.dtype.torch), torch.empty(0)
-            start = ravel_offset(piece.box.offset, tensor.shape) * tensor.dtype.itemsize
-            write_tensor(piece.target.descriptor, data, piece.target.start + start)
-            report(data.nbytes)
+    source: Source
+    budget: Budget
+    stop: threading.Event
+    report: Callable[[int], None]
 
-    pool = ThreadPoolExecutor(budget.threads, "convert")
-    running: set[Future[None]] = set()
-    try:
-        for batch in batches(targets, budget.box_bytes):
-            if len(running) >= 2 * budget.threads:
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-            running.add(pool.submit(move, batch))
-        for future in running:
-            future.result()
-    except BaseException:
-        stop.set()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def copy(self, targets: Sequence[TensorInFile]) -> None:
+        """Copy tensors, in this order.
+
+        Raises:
+            CheckpointingException: if ``stop`` was set.
+            Exception: the first error of any thread, when all have ended.
+        """
+        most_bytes = self.budget.box_bytes
+        boxes = (row for target in targets for row in target.boxes(most_bytes))
+        pool = ThreadPoolExecutor(self.budget.threads, "convert")
+        running: set[Future[None]] = set()
+        try:
+            for batch in in_batches(boxes, most_bytes, _MOST_TOGETHER):
+                if len(running) >= 2 * self.budget.threads:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+                running.add(pool.submit(self._move, batch))
+            for future in running:
+                future.result()
+        except BaseException:
+            self.stop.set()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _move(self, batch: Sequence[tuple[TensorInFile, Box]]) -> None:
+        """What is read at once: one large box, or many small ones."""
+        if self.stop.is_set():
+            raise CheckpointingException("the conversion was interrupted")
+        values = self.source.read([(target.tensor.source.key, box) for target, box in batch])
+        for number, (target, box) in enumerate(batch):
+            read, values[number] = values[number], torch.empty(0)  # freed one after the other
+            self.report(target.write(box, read))
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,12 +12,8 @@ from pathlib import Path
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
-from dist_checkpointing.format.commit import (
-    attempt_of,
-    check_is_distributed_checkpoint,
-    leftovers,
-    remove_checkpoint,
-)
+from dist_checkpointing.format.commit import check_is_distributed_checkpoint, remove_checkpoint
+from dist_checkpointing.format.leftovers import attempt_of, leftovers
 
 
 def check_apart(sources: Iterable[Path], destination: Path) -> None:

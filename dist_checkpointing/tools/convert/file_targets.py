@@ -8,9 +8,8 @@ import json
 import logging
 import mmap
 import os
-import threading
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -19,13 +18,12 @@ import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.strategies.torch_archive import entries
-from dist_checkpointing.tools.convert import safetensors_format as st
-from dist_checkpointing.tools.convert.copying import TensorInFile, copy_tensors, write_tensor
-from dist_checkpointing.tools.convert.memory import Budget
+from dist_checkpointing.tools.convert import safetensors_files as st
+from dist_checkpointing.tools.convert.copying import Copier, TensorInFile, write_tensor
 from dist_checkpointing.tools.convert.plan import ConversionPlan, PlannedTensor
-from dist_checkpointing.tools.convert.sources import Source
 from dist_checkpointing.tools.convert.torch_file import (
     COMMON_KEY,
     OBJECTS_KEY,
@@ -77,33 +75,28 @@ def check_safetensors(plan: ConversionPlan) -> None:
 
 
 def write_safetensors(
-    source: Source,
     plan: ConversionPlan,
     path: Path,
-    budget: Budget,
+    copier: Copier,
     *,
     as_folder: bool,
     shard_bytes: int,
     texts: dict[str, str],
-    stop: threading.Event,
-    report: Callable[[int], None],
 ) -> None:
     """Write a model as Hugging Face lays it out: one file, or several and an index.
 
     Args:
-        source: Has the values.
-        plan: What to write.
-        path: A folder to make, or a file.
-        budget: Threads and memory.
-        as_folder: Make a folder, with several files if there are many values; else one file.
-        shard_bytes: Most bytes of values in one of the files of a folder.
-        texts: Texts for the header.
-        stop: Ends it when set.
-        report: Called with the number of bytes written since the last call.
+        plan: what to write.
+        path: a folder to make, or a file.
+        copier: writes the values.
+        as_folder: make a folder, with several files if there are many values; else one file.
+        shard_bytes: most bytes of values in one of the files of a folder.
+        texts: texts for the header.
     """
     tensors = {tensor.key: tensor for tensor in plan.tensors}
     sizes = [(tensor.key, tensor.num_bytes) for tensor in plan.tensors]
-    files = st.divide(sizes, shard_bytes) if as_folder else [list(tensors)]
+    files = list(in_batches(sizes, shard_bytes)) if as_folder else []
+    files = files or [list(tensors)]
     names = st.file_names(len(files))
     if as_folder:
         path.mkdir()
@@ -119,7 +112,7 @@ def write_safetensors(
             file = opened.enter_context(_created(path / name if as_folder else path, size))
             os.pwrite(file, header, 0)
             targets += [TensorInFile(tensors[entry.key], file, entry.start) for entry in entries]
-        copy_tensors(source, targets, budget, stop, report)
+        copier.copy(targets)
     if len(files) > 1:
         weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
         content = {
@@ -139,15 +132,12 @@ def texts_for_safetensors(common: dict[Any, Any]) -> dict[str, str]:
 
 
 def write_torch_file(
-    source: Source,
     plan: ConversionPlan,
     path: Path,
-    budget: Budget,
+    copier: Copier,
     *,
     common: dict[Any, Any],
     objects: dict[str, Any],
-    stop: threading.Event,
-    report: Callable[[int], None],
 ) -> None:
     """Write a file that ``torch.load(weights_only=True)`` reads: tensors by key.
 
@@ -155,17 +145,14 @@ def write_torch_file(
     never in memory together.
 
     Args:
-        source: Has the values.
-        plan: What to write.
-        path: The file.
-        budget: Threads and memory.
-        common: Common state, kept under ``COMMON_KEY``; see ``loadable``.
-        objects: Sharded objects, kept under ``OBJECTS_KEY``.
-        stop: Ends it when set.
-        report: Called with the number of bytes written since the last call.
+        plan: what to write.
+        path: the file.
+        copier: writes the values.
+        common: common state, kept under ``COMMON_KEY``; see ``loadable``.
+        objects: sharded objects, kept under ``OBJECTS_KEY``.
 
     Raises:
-        CheckpointingException: If a tensor has the name of one of these keys.
+        CheckpointingException: if a tensor has the name of one of these keys.
     """
     state: dict[str, Any] = _without_memory(plan.tensors)
     for name, value in ((COMMON_KEY, common), (OBJECTS_KEY, objects)):
@@ -188,7 +175,7 @@ def write_torch_file(
             TensorInFile(tensor, descriptor, start)
             for tensor, start in zip(plan.tensors, starts, strict=False)
         ]
-        copy_tensors(source, targets, budget, stop, report)
+        copier.copy(targets)
     finally:
         os.close(descriptor)
 
@@ -199,8 +186,8 @@ def _storage_starts(path: Path, sizes: Sequence[int]) -> list[int]:
     torch.save numbers storages in the order in which it meets their tensors.
 
     Args:
-        path: The file, whose tensors share no storage.
-        sizes: Bytes of the tensors, in that order.
+        path: the file, whose tensors share no storage.
+        sizes: bytes of the tensors, in that order.
     """
     with path.open("rb") as file:
         found = entries(

@@ -30,10 +30,10 @@ class Budget:
     """How many threads work on how much at a time.
 
     Attributes:
-        threads: Threads that read and write.
-        box_bytes: Bytes of the box that one of them holds.
-        buffer_bytes: Bytes that a writer may collect.
-        mapped_bytes: Bytes to read of mapped files before they are mapped again.
+        threads: threads that read and write.
+        box_bytes: bytes of the box that one of them holds.
+        buffer_bytes: bytes that a writer may collect.
+        mapped_bytes: bytes to read of mapped files before they are mapped again.
     """
 
     threads: int
@@ -52,11 +52,11 @@ def budget_of(memory_bytes: int, threads: int | None = None) -> Budget:
     """Divide what the budget leaves among threads and buffers.
 
     Args:
-        memory_bytes: Bytes that the whole process may have, including what it has already.
-        threads: Number of threads; by default as StorageOptions.
+        memory_bytes: bytes that the whole process may have, including what it has already.
+        threads: number of threads; by default as StorageOptions.
 
     Raises:
-        CheckpointingException: If that is too little to begin.
+        CheckpointingException: if that is too little to begin.
     """
     used = resident_bytes()
     rest = memory_bytes - used

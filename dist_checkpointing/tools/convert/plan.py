@@ -32,9 +32,9 @@ class PlannedTensor:
 
     Attributes:
         source: what it is where it comes from.
-        key: its new name.
-        dtype: its new dtype.
-        chunk_shape: the new shape of its parts; None if they stay as they are.
+        key: new key.
+        dtype: new element type.
+        chunk_shape: new shape of the parts; None if they stay as they are.
     """
 
     source: StoredTensor
@@ -82,11 +82,11 @@ class ConversionPlan:
     """All that will be converted.
 
     Attributes:
-        tensors: by new name.
-        objects: by new name.
-        num_left: how many tensors and objects the rules leave.
-        num_renamed: how many tensors and objects get another name.
-        casts: what changes its dtype.
+        tensors: tensors, by new key.
+        objects: sharded objects, by new key.
+        num_left: number of tensors and objects that the rules leave out.
+        num_renamed: number of tensors and objects that get another key.
+        casts: number of tensors for each change of the dtype.
         uncut: old keys of tensors that lack the axis they should be cut along.
     """
 
@@ -109,9 +109,9 @@ def plan_conversion(
     """Apply rules to what a source holds.
 
     Args:
-        index: its tensors.
-        objects: the grids of its sharded objects.
-        rules: what to change.
+        index: tensors of the source.
+        objects: grids of its sharded objects.
+        rules: Rules to apply.
 
     Raises:
         CheckpointingException: if nothing is left, two keys get one name, or a cast loses values.

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-import copy
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.checkpoint.verify import stored_objects_damage
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.format.checksums import StoredPart, checksum_files, joined, read_table
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal
-from dist_checkpointing.mapping import ShardedBase, ShardedTensor
-from dist_checkpointing.mapping.nesting import DictKey
-from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
-from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import PlannedLoadStrategy
-from dist_checkpointing.strategies.verification import damage_of_objects
+from dist_checkpointing.strategies.verification import stored_chunk
 from dist_checkpointing.tools.convert.verification import PartChecks, checks_of
 
 STRIDED_BLOCK_BYTES = 16 * 2**20
+
+Content = TypeVar("Content")
 
 
 class Source(ABC):
     """Tensors, objects and common state that can be read in part, from any thread.
 
     Attributes:
-        path: where it is.
+        path: path of the source.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,13 +90,17 @@ class CheckpointSource(Source):
     """A committed checkpoint of any backend, Megatron's and torch DCP's included.
 
     Args:
-        path: its folder.
+        path: folder of the checkpoint.
         trusted: unpickle anything in it.
     """
 
     def __init__(self, path: Path, *, trusted: bool = False) -> None:
         super().__init__(path)
         self._checkpoint = Checkpoint.open(path, trusted=trusted)
+        # Threads are the caller's, and pages of a mapped file would count as memory in use.
+        self._checkpoint.reads.options = StorageOptions(
+            threads=1, buffer_bytes=STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
+        )
         self._checks: PartChecks | None = None
 
     @property
@@ -109,7 +110,7 @@ class CheckpointSource(Source):
 
     @property
     def index(self) -> Index:
-        return self._checkpoint.index if self._planned is None else self._planned[2]
+        return self._checkpoint.index
 
     @cached_property
     def objects(self) -> Mapping[str, Ints]:
@@ -121,21 +122,6 @@ class CheckpointSource(Source):
 
     def object_cell(self, key: str, cell: Ints) -> Any:
         return self._checkpoint.objects[key][cell]
-
-    @cached_property
-    def _planned(self) -> tuple[PlannedLoadStrategy, StorageReader, Index] | None:
-        strategy = self._checkpoint.reads.sharded
-        if not isinstance(strategy, PlannedLoadStrategy):
-            return None
-        strategy = copy.copy(strategy)
-        # Threads are the caller's, and pages of a mapped file would count as memory in use.
-        strategy.options = StorageOptions(
-            threads=1, buffer_bytes=STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
-        )
-        reader = strategy.make_reader(self.path)
-        reader.is_kept = True
-        # Its own index, in which a reader may have noted more than there is in ours.
-        return strategy, reader, reader.read_metadata()
 
     def checksums(self, keys: Collection[str]) -> PartChecks | None:
         seal = read_seal(self.path)
@@ -149,61 +135,106 @@ class CheckpointSource(Source):
         """What is wrong with common state, objects, and all that describes the tensors."""
         names = [file.name for file in seal.files.values() if file.digest is not None]
         findings = [*check_config(seal, self.path), *check_files(seal, self.path, names)]
-        if findings or self._planned is None or not self._planned[2].objects:
+        if findings:
             return findings
-        _, reader, index = self._planned
-        reader.set_up_storage_reader(index, rank=0, world_size=1)
-        tables = [read_table(path) for path in checksum_files(self.path)]
-        cells = [(key, cell) for key, handle in self._checkpoint.objects.items() for cell in handle]
-        return damage_of_objects(cells, joined(tables).objects, reader)
+        tables = (read_table(path) for path in checksum_files(self.path))
+        return stored_objects_damage(self._checkpoint, joined(tables).objects)
 
     def verify_with(self, checks: PartChecks) -> None:
         self._checks = checks
 
     def read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        values = self._read(wanted)
+        values = self._checkpoint.read(wanted)
         if self._checks is not None:
-            self._checks.compare(wanted, values, self._read, self._location)
+            self._checks.compare(wanted, values, self._checkpoint.read, self._location)
         return values
-
-    def _read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        if self._planned is None:
-            return self._checkpoint.read(wanted)
-        strategy, reader, index = self._planned
-        leaves = [_leaf(index, key, box) for key, box in wanted]
-        paths: dict[TreePath, ShardedBase] = {
-            (DictKey(number),): leaf for number, leaf in enumerate(leaves)
-        }
-        strategy.read(paths, index, reader, SingleProcess())
-        self.check_unchanged()
-        return [leaf.data for leaf in leaves if leaf.data is not None]
 
     def _location(self, part: StoredPart) -> str:
         """Where a part lies, as exactly as that is known."""
-        number = next(
-            (
-                number
-                for number, chunk in enumerate(self._checkpoint[part.key].iter_chunks())
-                if chunk.box.intersect(part.box) is not None
-                and part.flat_range in (None, chunk.flat_range)
-            ),
-            None,
-        )
-        if number is None:
-            return str(self.path)
-        return self._checkpoint[part.key].location(number)
+        index = self._checkpoint.index
+        number = stored_chunk(part, index).index or 0
+        return self._checkpoint.reads.location(index, part.key, part.box, number)
 
     def check_unchanged(self) -> None:
-        if not self._checkpoint.is_committed:
-            finding = Finding("deleted or overwritten", path=str(self.path), remedy="Start again.")
-            message = "the checkpoint changed while it was converted"
-            raise CorruptCheckpointError(message, [finding])
+        self._checkpoint.require_unchanged()
 
 
-def _leaf(index: Index, key: str, box: Box) -> ShardedTensor:
-    stored = index[key]
-    data = torch.empty(box.shape, dtype=stored.dtype.torch)
-    return ShardedTensor(key, data, data.dtype, box.shape, stored.global_shape, box.offset, None)
+class MappedSource(Source, Generic[Content]):
+    """What a library makes of mapped files, made again after so many bytes were read of it.
+
+    Pages that were read count as memory of this process until their file is unmapped. That happens
+    when the last reader of the old content has ended.
+
+    Args:
+        path: see ``Source``.
+        files: the files that are mapped.
+
+    Attributes:
+        most_bytes: bytes to read before the files are mapped again.
+    """
+
+    _index: Index
+
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        super().__init__(path)
+        self.most_bytes: float = 32 * 2**20
+        self._files = tuple(files)
+        self._states = [_state(file) for file in self._files]
+        self._lock = threading.Lock()
+        self._content: Content | None = None
+        self._read_bytes = 0
+
+    @abstractmethod
+    def _open(self) -> Content:
+        """Map the files."""
+
+    @abstractmethod
+    def _view(self, content: Content, key: str, box: Box) -> torch.Tensor:
+        """A box of a tensor in the mapped files."""
+
+    def _mapped(self, num_bytes: int) -> Content:
+        """The content from which to read the next ``num_bytes``. From any thread."""
+        with self._lock:
+            if self._content is None or self._read_bytes >= self.most_bytes:
+                self._content = None  # not held while it is made again
+                self.check_unchanged()
+                self._content = self._open()
+                self._read_bytes = 0
+            self._read_bytes += num_bytes
+            return self._content
+
+    @property
+    def index(self) -> Index:
+        return self._index
+
+    def read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        itemsizes = {key: self._index[key].dtype.itemsize for key, _ in wanted}
+        content = self._mapped(sum(box.num_elements * itemsizes[key] for key, box in wanted))
+        views = (self._view(content, key, box) for key, box in wanted)
+        return [view.clone(memory_format=torch.contiguous_format) for view in views]
+
+    def limit_mapped(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+
+    def check_unchanged(self) -> None:
+        findings = [
+            Finding("changed or replaced", path=str(file), remedy="Start again.")
+            for file, state in zip(self._files, self._states, strict=True)
+            if _state(file) != state
+        ]
+        if findings:
+            raise CorruptCheckpointError("a file changed while it was converted", findings)
+
+    def close(self) -> None:
+        self._content = None
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def require(condition: object, message: str, finding: Finding) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,8 +18,7 @@ from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping.nesting import MISSING, DictKey, flatten, unflatten_part
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
-from dist_checkpointing.tools.convert.mapped import MappedFiles
-from dist_checkpointing.tools.convert.sources import Source, require
+from dist_checkpointing.tools.convert.sources import MappedSource, require
 
 COMMON_KEY: Final = "__common__"
 """Where a file that was converted from a checkpoint keeps the common state."""
@@ -39,24 +38,24 @@ class _Content:
     common: dict[Any, Any]
 
 
-class TorchFileSource(Source):
+class TorchFileSource(MappedSource[_Content]):
     """A file of torch.save: its tensors by path, joined by dots; the rest is common state.
 
     Args:
-        path: The file.
-        trusted: Unpickle anything in it, each time that it is mapped.
-        most_bytes: Size of a file that may be loaded as a whole, if it must.
+        path: the file.
+        trusted: unpickle anything in it, each time that it is mapped.
+        most_bytes: size of a file that may be loaded as a whole, if it must.
 
     Attributes:
-        cells: The sharded objects, cell by cell.
+        cells: the sharded objects, cell by cell.
 
     Raises:
-        UnsupportedFormatError: If it holds more than plain data and is not trusted.
-        CorruptCheckpointError: If it is damaged.
+        UnsupportedFormatError: if it holds more than plain data and is not trusted.
+        CorruptCheckpointError: if it is damaged.
     """
 
     def __init__(self, path: Path, *, trusted: bool = False, most_bytes: int) -> None:
-        super().__init__(path)
+        super().__init__(path, [path])
         self._is_mapped = is_zipfile(path)
         size = path.stat().st_size
         require(
@@ -70,14 +69,16 @@ class TorchFileSource(Source):
             ),
         )
         self._trusted = trusted
-        self._file = MappedFiles([path], self._load)
         if not self._is_mapped:
-            self._file.most_bytes = math.inf
-        content = self._file.get(0)
+            self.most_bytes = math.inf
+        content = self._mapped(0)
         self.cells, self._common = content.cells, content.common
-        self._index = Index.of(_stored(key, t) for key, t in sorted(content.tensors.items()))
+        self._index = Index.of(
+            StoredTensor.undivided(key, dtypes.from_torch(tensor.dtype), tensor.shape)
+            for key, tensor in sorted(content.tensors.items())
+        )
 
-    def _load(self) -> _Content:
+    def _open(self) -> _Content:
         content = deserialize_file(self.path, trusted=self._trusted, maps_file=self._is_mapped)
         common: dict[Any, Any] = {}
         cells: dict[str, dict[Ints, Any]] = {}
@@ -114,10 +115,6 @@ class TorchFileSource(Source):
         return "torch.save file"
 
     @property
-    def index(self) -> Index:
-        return self._index
-
-    @property
     def objects(self) -> Mapping[str, Ints]:
         return {
             key: tuple(max(axis) + 1 for axis in zip(*cells, strict=True))
@@ -131,24 +128,12 @@ class TorchFileSource(Source):
     def object_cell(self, key: str, cell: Ints) -> Any:
         return self.cells[key][cell]
 
-    def read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        itemsizes = {key: self._index[key].dtype.itemsize for key, _ in wanted}
-        num_bytes = sum(box.num_elements * itemsizes[key] for key, box in wanted)
-        tensors = self._file.get(num_bytes).tensors
-        return [
-            tensors[key][box.slices()].clone(memory_format=torch.contiguous_format)
-            for key, box in wanted
-        ]
+    def _view(self, content: _Content, key: str, box: Box) -> torch.Tensor:
+        return content.tensors[key][box.slices()]
 
     def limit_mapped(self, most_bytes: int) -> None:
         if self._is_mapped:
-            self._file.most_bytes = most_bytes
-
-    def check_unchanged(self) -> None:
-        self._file.check_unchanged()
-
-    def close(self) -> None:
-        self._file.close()
+            super().limit_mapped(most_bytes)
 
 
 def _are_objects(value: object) -> bool:
@@ -173,9 +158,3 @@ def can_be_stored(leaf: object) -> bool:
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
         return False
     return any(leaf.dtype is row.torch for row in dtypes.DTYPES) and not leaf.is_meta
-
-
-def _stored(key: str, tensor: torch.Tensor) -> StoredTensor:
-    shape = tuple(tensor.shape)
-    chunk = tuple(max(1, extent) for extent in shape)
-    return StoredTensor(key, dtypes.from_torch(tensor.dtype), shape, chunk)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import StoredPart, checksum_of, read_checksums
 from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.strategies.verification import not_covered
 
 Wanted = Sequence[tuple[str, Box]]
 Read = Callable[[Wanted], list[torch.Tensor]]
@@ -34,12 +35,12 @@ class PartChecks:
     once more, a block at a time: so memory stays bounded, however large a part is.
 
     Args:
-        parts: what has a checksum, by key.
-        tensors: these tensors.
+        parts: parts that have a checksum, by key.
+        tensors: tensors of these keys.
 
     Attributes:
-        most_bytes: of a block.
-        num_bytes: that have been compared.
+        most_bytes: size of a block.
+        num_bytes: bytes that have been compared.
     """
 
     def __init__(
@@ -119,12 +120,13 @@ class _Waiting:
 def checks_of(
     folder: Path, tensors: Mapping[str, StoredTensor], keys: Collection[str]
 ) -> PartChecks | None:
-    """What the checksums of a checkpoint say about some of its tensors; None if there are none.
+    """What the checksums of a checkpoint say about some of its tensors; None if it has no
+    checksums.
 
     Args:
-        folder: of the checkpoint.
-        tensors: all of its tensors.
-        keys: those that are read.
+        folder: folder of the checkpoint.
+        tensors: all tensors of the checkpoint.
+        keys: keys of the tensors that are read.
 
     Raises:
         CorruptCheckpointError: if the checksums cannot be read, or do not speak of all there is.
@@ -137,35 +139,17 @@ def checks_of(
             parts.setdefault(part.key, []).append(part)
     if not any_kept:
         return None
-    findings = list(_gaps(parts, tensors, keys))
+    findings = []
+    for key in sorted(keys):
+        own = parts.get(key, ())
+        if all(part.lies_in(tensors[key].global_shape) for part in own):
+            findings += not_covered(tensors[key], own)
+        else:
+            findings.append(Finding("a checksum of what is no part of the tensor", key))
     if findings:
+        findings = [replace(finding, remedy=_REMEDY) for finding in findings]
         raise CorruptCheckpointError("the source cannot be verified", findings)
     return PartChecks(parts, tensors)
-
-
-def _gaps(
-    parts: Mapping[str, Sequence[StoredPart]],
-    tensors: Mapping[str, StoredTensor],
-    keys: Iterable[str],
-) -> Iterator[Finding]:
-    """A checksum that was lost must not make pass what it speaks of."""
-    for key in sorted(keys):
-        shape = tensors[key].global_shape
-        own = parts.get(key, ())
-        if any(not _is_inside(part, shape) for part in own):
-            yield Finding("a checksum of what is no part of the tensor", key, remedy=_REMEDY)
-            continue
-        expected, found = math.prod(shape), sum(part.num_elements for part in own)
-        if expected != found:
-            problem = "there are no checksums for all of it"
-            yield Finding(problem, key, f"{expected} elements", found, remedy=_REMEDY)
-
-
-def _is_inside(part: StoredPart, shape: tuple[int, ...]) -> bool:
-    if len(part.box.shape) != len(shape) or min((*part.box.offset, *part.box.shape, 0)) < 0:
-        return False
-    start, stop = part.flat_range or (0, 0)
-    return Box.whole(shape).contains(part.box) and 0 <= start <= stop <= part.box.num_elements
 
 
 def _blocks(own: torch.Tensor, part: StoredPart, most: int) -> Iterator[torch.Tensor]:

@@ -28,12 +28,12 @@ class RankCost:
     """What a load costs some ranks, each of them.
 
     Attributes:
-        ranks: that want the same.
-        num_tensors: shards to fill.
-        wanted_bytes: of all shards.
-        read_bytes: that storage has to deliver for them; see ``bytes_read``.
-        num_reads: boxes to copy.
-        files: that are opened.
+        ranks: ranks that want the same.
+        num_tensors: number of shards to fill.
+        wanted_bytes: size of all shards.
+        read_bytes: bytes that storage has to deliver for them; see ``bytes_read``.
+        num_reads: number of boxes to copy.
+        files: files that are opened.
         peak_bytes: memory for the shards and for what is read on the way to them.
     """
 
@@ -56,9 +56,9 @@ class Forecast:
     """A load that was not done.
 
     Attributes:
-        costs: of all ranks, those that want the same together.
-        findings: why it would fail; nothing if it would not.
-        unasked: keys that no rank wants.
+        costs: costs of all ranks, those that want the same together.
+        findings: why it would fail; empty if it would not.
+        unasked: keys of the tensors that no rank wants.
     """
 
     costs: tuple[RankCost, ...]
@@ -67,32 +67,32 @@ class Forecast:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks load."""
+        """Number of ranks that load."""
         return sum(len(cost.ranks) for cost in self.costs)
 
     @property
     def wanted_bytes(self) -> int:
-        """Of all ranks."""
+        """Bytes that all ranks want."""
         return sum(cost.wanted_bytes * len(cost.ranks) for cost in self.costs)
 
     @property
     def read_bytes(self) -> int:
-        """Of all ranks, each for itself."""
+        """Bytes that all ranks read, each for itself."""
         return sum(cost.read_bytes * len(cost.ranks) for cost in self.costs)
 
     @property
     def shared_read_bytes(self) -> int:
-        """Of all ranks, if those that want the same read it once and pass it on."""
+        """Bytes that are read if ranks that want the same read it once and pass it on."""
         return sum(cost.read_bytes for cost in self.costs)
 
     @property
     def files(self) -> frozenset[str]:
-        """That any rank opens."""
+        """Files that any rank opens."""
         return frozenset().union(*(cost.files for cost in self.costs))
 
 
 def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
-    """The forecast for an open checkpoint.
+    """Plan the load of every rank from an open checkpoint, and add up what it takes.
 
     Raises:
         UnsupportedFormatError: if its strategy does not tell where things are.
@@ -104,22 +104,7 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
     reader = checkpoint.reads.make_reader()
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     reader.set_up_storage_reader(index, rank=0, world_size=1)
-    found = forecast(index, reader, wants, strategy.options)
-    lost = unknown_objects(wants, checkpoint.objects) if any(w.objects for w in wants) else []
-    return replace(found, findings=(*found.findings, *lost))
-
-
-def forecast(
-    index: Index, reader: StorageReader, wants: Sequence[RankWants], options: StorageOptions
-) -> Forecast:
-    """Plan the load of every rank and add up what it takes.
-
-    Args:
-        index: of the checkpoint.
-        reader: that is set up for it; asked only where chunks are.
-        wants: of all ranks.
-        options: of the load.
-    """
+    options = strategy.options
     stored = StoredTensors(index)
     findings: dict[tuple[str, str | None], Finding] = {}
     costs = []
@@ -141,7 +126,8 @@ def forecast(
                 parts, uncovered = planner.parts_of(shard)
                 touched += parts
                 misfits += uncovered
-                wanted_bytes += _num_elements(shard) * leaf.dtype.itemsize
+                start, stop = leaf.flat_range or (0, leaf.box.num_elements)
+                wanted_bytes += (stop - start) * leaf.dtype.itemsize
         for finding in misfits:
             known = findings.setdefault((finding.problem, finding.key), finding)
             ranks = tuple(sorted({*known.ranks, *want.ranks}))
@@ -151,13 +137,9 @@ def forecast(
         tuple(costs), tuple(findings.values()), tuple(key for key in index if key not in asked)
     )
     lost = _missing_files(result.files, reader.checkpoint_dir)
+    if any(want.objects for want in wants):
+        lost += unknown_objects(wants, checkpoint.objects)
     return replace(result, findings=(*result.findings, *lost))
-
-
-def _num_elements(shard: WantedShard) -> int:
-    if shard.flat_range is not None:
-        return shard.flat_range[1] - shard.flat_range[0]
-    return shard.box.num_elements
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,17 +11,13 @@ from typing import Any
 
 import torch
 
-from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.index import Index, ints_from_json
+from dist_checkpointing.errors import Finding
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.tools.forecast.topology import KeyCut, part_of
-
-_MAX_TEMPLATE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +25,9 @@ class RankWants:
     """What some ranks want, all of them the same.
 
     Attributes:
-        ranks: which.
-        tensors: the shards, without data.
-        objects: the sharded objects.
+        ranks: ranks that want this.
+        tensors: shards without data, by path.
+        objects: cells of sharded objects.
     """
 
     ranks: tuple[int, ...]
@@ -50,67 +46,14 @@ def of_tensor_parallel(
         RankWants(
             tuple(range(part, parts * replicas, parts)),
             {
-                (DictKey(cut.key),): _leaf(
-                    index, cut.key, part_of(index[cut.key], cut, part, parts)
+                (DictKey(cut.key),): ShardedTensor.of_box(
+                    index[cut.key], part_of(index[cut.key], cut, part, parts)
                 )
                 for cut in cuts
             },
         )
         for part in range(parts)
     ]
-
-
-def _leaf(index: Index, key: str, box: Any) -> ShardedTensor:
-    stored = index[key]
-    return ShardedTensor(
-        key, None, stored.dtype.torch, box.shape, stored.global_shape, box.offset, None
-    )
-
-
-def of_json(path: Path, index: Index) -> list[RankWants]:
-    """The ranks of a JSON file: a list with a list of shards for each rank.
-
-    A shard is ``{"key", "shape", "offset", "global_shape"}``, and perhaps ``"dtype"`` (otherwise
-    the stored one) and ``"flat_range": [start, stop]``.
-
-    Raises:
-        ValueError: naming rank and shard, if the file does not say this.
-    """
-    try:
-        content = local.parse_json(local.read_bytes(path, _MAX_TEMPLATE_BYTES))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, list) or not content:
-        raise ValueError(f"{path} must hold a list with one list of shards for each rank")
-    wants = []
-    for rank, shards in enumerate(content):
-        if not isinstance(shards, list):
-            raise ValueError(f"{path}: rank {rank} is not a list of shards")  # noqa: TRY004 - a file
-        tensors: dict[TreePath, ShardedTensor] = {}
-        for number, shard in enumerate(shards):
-            try:
-                tensors[DictKey(number),] = _from_json(shard, index)
-            except (ValueError, KeyError, TypeError, InvalidShardingError) as error:
-                problem = f"no {error}" if isinstance(error, KeyError) else str(error)
-                raise ValueError(f"{path}: rank {rank}, shard {number}: {problem}") from error
-        wants.append(RankWants((rank,), tensors))
-    return wants
-
-
-def _from_json(shard: Any, index: Index) -> ShardedTensor:
-    if not isinstance(shard, dict) or not isinstance(shard.get("key"), str):
-        raise ValueError("it needs a 'key'")  # noqa: TRY004 - a file
-    key = shard["key"]
-    shape, offset, whole = (
-        tuple(ints_from_json(shard[name])) for name in ("shape", "offset", "global_shape")
-    )
-    if "dtype" in shard:
-        dtype = dtypes.from_name(shard["dtype"]).torch
-    else:
-        dtype = index[key].dtype.torch if key in index else torch.float32
-    flat = shard.get("flat_range")
-    flat_range = None if flat is None else slice(*ints_from_json(flat))
-    return ShardedTensor(key, None, dtype, shape, whole, offset, None, flattened_range=flat_range)
 
 
 def of_function(name: str, world_size: int) -> list[RankWants]:
@@ -137,7 +80,9 @@ def of_function(name: str, world_size: int) -> list[RankWants]:
 
 
 def _imported(name: str) -> Callable[[int, int], Any]:
-    module_name, _, attribute = name.partition(":")
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name!r} is not of the form MODULE:FUNCTION")
     # As `python -m` does it: what lies in the current folder can be imported.
     sys.path.insert(0, str(Path.cwd()))
     try:

@@ -14,13 +14,15 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.checkpoint import handle as checkpoints
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.tools.inspect import plain_state
 from dist_checkpointing.tools.inspect.values import (
     DEFAULT_MEMORY_BYTES,
+    MOST_BOXES,
+    SLAB_ELEMENTS,
     as_numbers,
     blocks,
-    grouped,
     slabs,
 )
 
@@ -185,22 +187,23 @@ def compare_checkpoints(
     """
     common = [key for key in first if key in second and wanted(key)]
     same_shape = [key for key in common if first[key].shape == second[key].shape]
-    values = dict.fromkeys(same_shape, Difference())
+    found = dict.fromkeys(same_shape, Difference())
 
     def compare(batch: Sequence[tuple[str, Box]]) -> None:
         # A function of its own, so that its values are freed before the next batch is read.
         for (key, box), a, b in zip(batch, first.read(batch), second.read(batch), strict=True):
-            values[key] = values[key].with_more(compare_tensors(a, b, tolerance, box.offset))
+            found[key] = found[key].with_more(compare_tensors(a, b, tolerance, box.offset))
             report(a.nbytes)
 
-    for batch in _batches(first, second, same_shape, memory_bytes // 2):
+    most = memory_bytes // 2
+    for batch in in_batches(_boxes(first, second, same_shape, most), most, MOST_BOXES):
         compare(batch)
     tensors = [
         TensorComparison(
             key,
             (first[key].shape, second[key].shape),
             (first[key].dtype_name, second[key].dtype_name),
-            values.get(key),
+            found.get(key),
         )
         for key in common
     ]
@@ -218,23 +221,21 @@ def compare_checkpoints(
     )
 
 
-def _batches(
+def _boxes(
     first: checkpoints.Checkpoint,
     second: checkpoints.Checkpoint,
     keys: Iterable[str],
     most_bytes: int,
-) -> Iterable[list[tuple[str, Box]]]:
-    def sized() -> Iterator[tuple[str, Box, int]]:
-        for key in keys:
-            pair = first.index[key], second.index[key]
-            # Along the chunks of the checkpoint that must decode whole chunks.
-            lead = pair[1] if second.index.codec and not first.index.codec else pair[0]
-            widest = max(stored.dtype.itemsize for stored in pair)
-            most = most_bytes * lead.dtype.itemsize // widest
-            for box in blocks(lead, Box.whole(lead.global_shape), most):
-                yield key, box, box.num_elements * widest
-
-    return grouped(sized(), most_bytes)
+) -> Iterator[tuple[tuple[str, Box], int]]:
+    """Key and box of everything that is compared, and its bytes."""
+    for key in keys:
+        pair = first.index[key], second.index[key]
+        # Along the chunks of the checkpoint that must decode whole chunks.
+        lead = pair[1] if second.index.codec and not first.index.codec else pair[0]
+        widest = max(stored.dtype.itemsize for stored in pair)
+        most = most_bytes * lead.dtype.itemsize // widest
+        for box in blocks(lead, Box.whole(lead.global_shape), most):
+            yield (key, box), box.num_elements * widest
 
 
 def compare_tensors(
@@ -250,14 +251,9 @@ def compare_tensors(
     """
     total = Difference(num_compared=a.numel())
     flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    start = 0
-    step = next((len(part) for part in slabs(np.empty(a.numel(), dtype=np.bool_))), 1)
-    for start in range(0, a.numel(), step):
-        found, place = _compare_slab(
-            as_numbers(flat_a[start : start + step]),
-            as_numbers(flat_b[start : start + step]),
-            tolerance,
-        )
+    for start in range(0, a.numel(), SLAB_ELEMENTS):
+        part = slice(start, start + SLAB_ELEMENTS)
+        found, place = _compare_slab(as_numbers(flat_a[part]), as_numbers(flat_b[part]), tolerance)
         if place is not None:
             index = np.unravel_index(start + place, a.shape) if a.ndim else ()
             offset = origin or (0,) * a.ndim
@@ -293,14 +289,8 @@ def _compare_slab(x: Array, y: Array, tolerance: Tolerance) -> tuple[Difference,
         if not len(places):
             return Difference(), None
         relative = distance / size
-    return (
-        Difference(
-            len(places),
-            max_abs=_largest(distance),
-            max_rel=_largest(relative),
-        ),
-        int(places[0]),
-    )
+    found = Difference(len(places), max_abs=_largest(distance), max_rel=_largest(relative))
+    return found, int(places[0])
 
 
 def _largest(numbers: Array) -> float:

@@ -125,7 +125,7 @@ def _chunks(stored: StoredTensor) -> tuple[int, int]:
     itemsize = stored.dtype.itemsize
     if stored.pieces is None:
         chunk = map(min, stored.grid.chunk_shape, stored.global_shape)
-        return math.prod(stored.grid.counts), math.prod(chunk) * itemsize
+        return stored.num_parts, math.prod(chunk) * itemsize
     counts = [
         box.num_elements if flat is None else flat[1] - flat[0] for box, flat in stored.pieces
     ]

@@ -6,6 +6,7 @@ import argparse
 import io
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -68,22 +69,14 @@ def below(value: Any, path: str) -> Any:
     Raises:
         KeyError: if there is no value.
     """
-    found = [node for name, node in _nodes(value, path) if name == path]
-    if not found:
-        raise KeyError(path)
-    return found[0]
-
-
-def _nodes(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The values on the way to a path; keys may contain dots."""
-    waiting = [("", value)]
-    while waiting:
-        name, node = waiting.pop()
-        yield name, node
-        for step, child in _children(node):
-            longer = f"{name}.{step}" if name else str(step)
-            if path == longer or path.startswith(f"{longer}."):
-                waiting.append((longer, child))
+    for step, child in _children(value):
+        name = str(step)  # a key may itself hold dots
+        if path == name:
+            return child
+        if path.startswith(f"{name}."):
+            with suppress(KeyError):
+                return below(child, path.removeprefix(f"{name}."))
+    raise KeyError(path)
 
 
 def type_text(value: Any) -> str:

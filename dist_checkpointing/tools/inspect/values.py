@@ -15,14 +15,15 @@ import torch
 from dist_checkpointing.checkpoint.handle import Checkpoint, TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
 
 Array = npt.NDArray[Any]
 
 DEFAULT_MEMORY_BYTES = 256 * 2**20
-_MOST_BOXES = 4096
-_SLAB_ELEMENTS = 2**18
+MOST_BOXES = 4096
+SLAB_ELEMENTS = 2**18
 """Number of elements that are processed at a time, such that they stay in the cache."""
 
 
@@ -100,17 +101,17 @@ def as_numbers(tensor: torch.Tensor) -> Array:
 def slabs(array: Array) -> Iterator[Array]:
     """The elements of a C-contiguous array, some at a time."""
     flat = array.reshape(-1)
-    for start in range(0, len(flat), _SLAB_ELEMENTS):
-        yield flat[start : start + _SLAB_ELEMENTS]
+    for start in range(0, len(flat), SLAB_ELEMENTS):
+        yield flat[start : start + SLAB_ELEMENTS]
 
 
 def statistics_of(tensor: torch.Tensor) -> Statistics:
     """The statistics of a CPU tensor."""
     total = Statistics()
     flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), _SLAB_ELEMENTS):
+    for start in range(0, flat.numel(), SLAB_ELEMENTS):
         # Converted in parts: a whole bfloat16 tensor would take twice its memory as float32.
-        total = total.with_more(_of_slab(as_numbers(flat[start : start + _SLAB_ELEMENTS])))
+        total = total.with_more(_of_slab(as_numbers(flat[start : start + SLAB_ELEMENTS])))
     return total
 
 
@@ -255,32 +256,11 @@ def batches(
         most_bytes: most bytes of a batch.
     """
     sized = (
-        (key, block, block.num_elements * index[key].dtype.itemsize)
+        ((key, block), block.num_elements * index[key].dtype.itemsize)
         for key, region in regions
         for block in blocks(index[key], region, most_bytes)
     )
-    return grouped(sized, most_bytes)
-
-
-def grouped(
-    sized: Iterable[tuple[str, Box, int]], most_bytes: int
-) -> Iterator[list[tuple[str, Box]]]:
-    """Blocks in groups of at most ``most_bytes``; a larger one is a group of its own.
-
-    Args:
-        sized: keys, blocks, and bytes of each block.
-        most_bytes: most bytes of a group.
-    """
-    batch: list[tuple[str, Box]] = []
-    size = 0
-    for key, block, num_bytes in sized:
-        if batch and (size + num_bytes > most_bytes or len(batch) == _MOST_BOXES):
-            yield batch
-            batch, size = [], 0
-        batch.append((key, block))
-        size += num_bytes
-    if batch:
-        yield batch
+    return in_batches(sized, most_bytes, MOST_BOXES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
