@@ -18,7 +18,7 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from real_ranks import processes, torchrun
+from real_ranks import processes, run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -29,7 +29,9 @@ Checkpoints = Callable[[int], Path]
 
 
 def launch(world_size: int, scenario: str, checkpoints: Path, reports: Path) -> list[Any]:
-    return torchrun(world_size, SCRIPT, scenario, checkpoints, reports=reports, timeout_seconds=60)
+    return run_script(
+        world_size, SCRIPT, scenario, checkpoints, reports=reports, timeout_seconds=60
+    )
 
 
 @pytest.fixture(scope="module")

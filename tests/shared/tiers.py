@@ -1,22 +1,47 @@
-"""The two tiers of the tests: everything, or a quick look (``--once-each``).
+"""The two tiers of the tests: everything, or each function once (``--once-each``).
 
-The quick look runs each function on one of its parameter sets, one slow test of each file, and no
-exhaustive test.
+The quick tier leaves out what is marked ``exhaustive``, gives each other function one of its
+parameter sets, and draws a tenth of the examples for properties.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+_EXAMPLES = 100
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--once-each",
         action="store_true",
-        help="run each function on one parameter set, one slow test a file, nothing exhaustive",
+        help="run each function on one parameter set and few examples, nothing exhaustive",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # Tests share the cores, also with the processes that they start; torch reads it on import.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+    settings.register_profile(
+        "everything",
+        deadline=None,
+        derandomize=True,
+        max_examples=_EXAMPLES,
+        suppress_health_check=slow,
+    )
+    settings.register_profile("quick", settings.get_profile("everything"), max_examples=10)
+    settings.load_profile("quick" if config.getoption("once_each") else "everything")
+
+
+def examples(count: int) -> settings:
+    """Decorator of a property: so many examples in the full tier, a tenth in the quick one."""
+    return settings(max_examples=max(count * settings.default.max_examples // _EXAMPLES, 5))
 
 
 @pytest.hookimpl(trylast=True)
@@ -28,8 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("exhaustive") is None:
             function = getattr(item, "originalname", item.name)
             place = (item.path, getattr(item, "cls", None), function)
-            if item.get_closest_marker("slow") is not None:
-                place = (item.path, None, "slow")  # of tests that start processes one a file
             known = chosen.get(place)
             # By a hash of the name: other functions then take other backends, dtypes and ranks.
             if known is None or _rank(item) < _rank(known):
