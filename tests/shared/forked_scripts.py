@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -80,9 +81,21 @@ class ForkedScript:
         return told
 
 
+def run_forked(*command: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, with its output and its errors apart."""
+    script = ForkedScript(command, stderr=subprocess.PIPE)
+    try:
+        out, err = script.communicate(timeout)
+    finally:
+        script.kill()
+    return subprocess.CompletedProcess(command, script.returncode or 0, out, err)
+
+
 def _run(words: list[str], variables: dict[str, str], out: Path, err: Path) -> None:
     os.environ.clear()
     os.environ.update(variables)
+    # A job in the background ignores Ctrl-C, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, path in ((1, out), (2, err)):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, number)

@@ -39,9 +39,14 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if config.getoption("once_each") else "everything")
 
 
+def share(count: int) -> int:
+    """How many of so many rounds or examples belong to this tier: all, or a tenth."""
+    return -(-count * settings.default.max_examples // _EXAMPLES)
+
+
 def examples(count: int) -> settings:
     """Decorator of a property: so many examples in the full tier, a tenth in the quick one."""
-    return settings(max_examples=max(count * settings.default.max_examples // _EXAMPLES, 5))
+    return settings(max_examples=max(share(count), 5))
 
 
 @pytest.hookimpl(trylast=True)
@@ -51,8 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen: dict[tuple[object, ...], pytest.Item] = {}
     for item in items:
         if item.get_closest_marker("exhaustive") is None:
-            function = getattr(item, "originalname", item.name)
-            place = (item.path, getattr(item, "cls", None), function)
+            place = (item.path, _home(item), getattr(item, "originalname", item.name))
             known = chosen.get(place)
             # By a hash of the name: other functions then take other backends, dtypes and ranks.
             if known is None or _rank(item) < _rank(known):
@@ -60,6 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = set(chosen.values())
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def _home(item: pytest.Item) -> object:
+    """Class of a method; of one that several classes of a file inherit, where it is written."""
+    module = getattr(getattr(item, "function", None), "__module__", None)
+    own = getattr(getattr(item, "module", None), "__name__", None)
+    return getattr(item, "cls", None) if module == own else module
 
 
 def _rank(item: pytest.Item) -> tuple[int, str]:
