@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
             folders[world_size] = tmp_path_factory.mktemp(f"saved-by-{world_size}")
             reports = folders[world_size] / "reports"
             # Once as a user starts ranks.
-            start = torchrun if world_size == 3 else run_script
+            start = torchrun if world_size == 2 else run_script
             arguments = ("save", folders[world_size])
             start(world_size, SCRIPT, *arguments, reports=reports, timeout_seconds=60)
         return folders[world_size]
