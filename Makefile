@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself; only Python >= 3.11 and make must be there.
 #   make demo [BACKEND=zarr] [STEPS=40]   make lint   make clean
-#   make test [ARGS='-k tree']       each test function once, one slow test a file
+#   make test [ARGS='-k tree']       each test function once, nothing is killed
 #   make test-all [ARGS='-k tree']   everything
 #   make chaos [ARGS='--kills 200']
 #   make bench   make bench-planning   make docs
@@ -8,6 +8,8 @@ PYTHON ?= python3
 BACKEND ?=
 STEPS ?=
 ARGS ?=
+# Tests of a file share what they set up, so they stay in one process; WORKERS= runs all in one.
+WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 
 BIN := .venv/bin
 READY := .venv/ready
@@ -32,10 +34,10 @@ demo: $(READY)
 	$(BIN)/python examples/reshard_gpt.py $(if $(BACKEND),--backend $(BACKEND)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -q --once-each $(ARGS)
+	$(BIN)/python -m pytest -q --once-each $(WORKERS) $(ARGS)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q $(WORKERS) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -22,6 +22,8 @@ from process_backends import Odd  # type: ignore[import-not-found]
 
 def main() -> None:
     folder, worker, ending = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    # A job in the background ignores Ctrl-C, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((1 << 16,), 7.0)), "step": 7}
     strategy = Odd("stall")
     if worker == "kept":

@@ -54,25 +54,23 @@ class Training:
         return int((self.folder / "writing").read_text())
 
 
-def test_with_a_save_in_flight(tmp_path: Path) -> None:
-    cases = [
-        (worker, ending)
-        for worker in ("thread", "process")
-        for ending in ("exit", "raise", "interrupt")
-    ]
-    cases += [("kept", "exit"), ("process", "killed"), ("process", "forgotten")]
-    for start in range(0, len(cases), 5):  # not all at once on two cores
-        trainings = [
-            Training(tmp_path / f"{worker}-{ending}", worker, ending)
-            for worker, ending in cases[start : start + 5]
-        ]
-        try:
-            for training in trainings:
-                check(training, training.end())
-        finally:
-            for training in trainings:
-                training.process.kill()
-                training.process.communicate()
+@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("ending", ["exit", "raise", "interrupt"])
+def test_the_save_in_flight_is_brought_to_its_end(tmp_path: Path, worker: str, ending: str) -> None:
+    check(tmp_path, worker, ending)
+
+
+def test_the_saver_that_is_kept_is_closed(tmp_path: Path) -> None:
+    check(tmp_path, "kept", "exit")
+
+
+def test_a_result_that_nobody_asks_for_is_not_committed(tmp_path: Path) -> None:
+    check(tmp_path, "process", "forgotten")
+
+
+@pytest.mark.exhaustive
+def test_a_killed_training_takes_its_writer_along(tmp_path: Path) -> None:
+    check(tmp_path, "process", "killed")
 
 
 def has_ended(pid: int) -> bool:
@@ -85,7 +83,16 @@ def has_ended(pid: int) -> bool:
     return False
 
 
-def check(training: Training, output: str) -> None:
+def check(tmp_path: Path, worker: str, ending: str) -> None:
+    training = Training(tmp_path / "training", worker, ending)
+    try:
+        assert_ended_well(training, training.end())
+    finally:
+        training.process.kill()
+        training.process.communicate()
+
+
+def assert_ended_well(training: Training, output: str) -> None:
     code, ending, folder = training.process.returncode, training.ending, training.folder / "c"
     is_apart = training.writer != training.process.pid
     assert is_apart is (training.worker == "process"), output

@@ -172,6 +172,7 @@ def test_every_backend_and_changes_after_the_call(tmp_path: Path) -> None:
             assert torch.equal(loaded["rows"], data)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_process_is_an_error_of_its_rank_on_all_and_is_replaced(tmp_path: Path) -> None:
     def one(comm: Comm) -> tuple[str, list[int]]:
         pids = []
@@ -231,6 +232,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert_holds(tmp_path / "3", 3)
 
 
+@pytest.mark.exhaustive
 def test_a_manager_retries_with_another_process(tmp_path: Path) -> None:
     with CheckpointManager(
         tmp_path / "run", odd("die once"), worker="process", on_error="retry",

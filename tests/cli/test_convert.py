@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from dist_checkpointing import ShardedTensor, load_plain_tensors, save
 from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.tools.cli.app import app
 from dist_checkpointing.tools.convert.safetensors_files import header_bytes
+from forked_scripts import run_forked
 from peak_memory import TELL_PEAK, told_peak
 
 TENSORS = {f"layer.{i}.w": torch.randn(600, 640) for i in range(6)} | {"norm": torch.randn(4)}
@@ -42,17 +41,12 @@ def run(*arguments: object) -> str:
     return result.output
 
 
-def child(*arguments: object, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+MAIN = "\nfrom dist_checkpointing.tools.cli.app import main; main()"
+
+
+def child(*arguments: object, before: str = "") -> subprocess.CompletedProcess[str]:
     """A process of its own, in which ``before`` is executed first."""
-    code = textwrap.dedent(before) + "\nfrom dist_checkpointing.tools.cli.app import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        **options,
-    )
+    return run_forked("-c", textwrap.dedent(before) + MAIN, *arguments)
 
 
 def assert_arrived(path: Path, to: str) -> None:
@@ -151,6 +145,7 @@ FAILING_READ = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["tensorstore", "safetensors"])
 def test_killed_in_the_middle_and_run_again(source: Path, to: str, tmp_path: Path) -> None:
@@ -179,17 +174,8 @@ def test_ctrl_c_in_the_middle(source: Path, to: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["tensorstore", "safetensors"])
 def test_no_room_for_a_file(source: Path, to: str, tmp_path: Path) -> None:
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-
-    result = child(
-        "convert",
-        source,
-        tmp_path / "out",
-        "--to",
-        to,
-        preexec_fn=limited,
-    )
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))"
+    result = child("convert", source, tmp_path / "out", "--to", to, before=limit)
     assert result.returncode == EXIT_BAD_INPUT, result.stderr
     assert result.stderr.startswith("error: cannot write"), result.stderr
     assert "Traceback" not in result.stderr
@@ -213,7 +199,13 @@ def test_peak_memory_stays_within_its_budget(kind: str, tmp_path: Path) -> None:
         with torch.serialization.skip_data():
             torch.save({key: torch.empty(shape) for key in keys}, path)
     arguments = ("convert", path, tmp_path / "out", "--to", "tensorstore", "--memory", budget)
-    result = child(*arguments, before=TELL_PEAK)
+    result = subprocess.run(
+        [sys.executable, "-c", TELL_PEAK + MAIN, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert result.returncode == 0, result.stderr
     assert 0 < told_peak(result.stderr) < budget
     assert path.stat().st_size > budget

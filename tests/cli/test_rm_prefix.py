@@ -6,7 +6,7 @@ import pty
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,6 @@ def invoke(*arguments: object, exit_code: int = 0) -> str:
         raise result.exception
     assert result.exit_code == exit_code
     return result.stdout
-
-
-def command(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "dist_checkpointing", "rm-prefix", *map(str, arguments)]
-    return subprocess.run(line, check=False, capture_output=True, text=True, timeout=120, **options)
 
 
 BLOCK_BYTES = 4096
@@ -154,6 +149,7 @@ def test_files_of_a_lane_are_freed_one_by_one(tmp_path: Path) -> None:
     verify_checkpoint(folder)
 
 
+@pytest.mark.exhaustive
 @BACKEND
 def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: Any) -> None:
     folder, copies = saved(tmp_path / "c", backend, 32), tmp_path / "copies"
@@ -229,25 +225,36 @@ def test_long_keys_are_not_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # Asking.
 
 
-def test_without_a_terminal_and_without_yes_nothing_happens(tmp_path: Path) -> None:
+def test_without_a_terminal_and_without_yes_nothing_happens(
+    tmp_path: Path, dckpt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved(tmp_path / "c", "tensorstore")
     before = snapshot(folder)
-    result = command(folder, "optimizer", stdin=subprocess.DEVNULL)
-    assert result.returncode == 2
-    assert result.stderr == "error: cannot ask without a terminal: pass --yes to remove them\n"
+    with Path(os.devnull).open() as nobody:
+        monkeypatch.setattr(sys, "stdin", nobody)
+        result = dckpt("rm-prefix", folder, "optimizer")
+    assert result.code == 2
+    assert result.err == "error: cannot ask without a terminal: pass --yes to remove them\n"
     assert snapshot(folder) == before
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1)])
-def test_on_a_terminal_it_asks(tmp_path: Path, answer: str, code: int) -> None:
+def test_on_a_terminal_it_asks(
+    tmp_path: Path,
+    dckpt: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    code: int,
+) -> None:
     folder = saved(tmp_path / "c", ("zarr", 2))
     master, slave = pty.openpty()
     os.write(master, f"{answer}\n".encode())
-    result = command(folder, "optimizer", stdin=slave)
-    os.close(slave)
+    with os.fdopen(slave) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        result = dckpt("rm-prefix", folder, "optimizer")
     os.close(master)
-    assert result.returncode == code
-    assert "Remove 3 tensors for good? [y/N]" in result.stdout
+    assert result.code == code
+    assert "Remove 3 tensors for good? [y/N]" in result.out
     assert_holds(folder, values() if code else without("optimizer", values()))
 
 

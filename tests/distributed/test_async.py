@@ -22,7 +22,14 @@ STEPS = 12
 
 
 def run(
-    scenario: str, root: Path, world_size: int, victim: int = NOBODY, kill_at: float = 0.0
+    scenario: str,
+    root: Path,
+    world_size: int,
+    victim: int = NOBODY,
+    kill_at: float = 0.0,
+    *,
+    steps: int = STEPS,
+    is_fresh: bool = False,
 ) -> tuple[list[int], list[dict[str, Any] | None], list[str]]:
     """Exit codes, reports and outputs of all ranks."""
     store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
@@ -32,12 +39,12 @@ def run(
         path.unlink(missing_ok=True)
     commands = [
         [
-            *(SCRIPT, scenario, root, rank, world_size, store.port, STEPS),
+            *(SCRIPT, scenario, root, rank, world_size, store.port, steps),
             kill_at if victim in (rank, EVERYBODY) else -1.0,
         ]
         for rank in range(world_size)
     ]
-    with processes(commands) as started:
+    with processes(commands, is_fresh=is_fresh) as started:
         outputs = [process.communicate(timeout=90)[0] for process in started]
     found = [json.loads(path.read_text()) if path.exists() else None for path in reports]
     return [process.returncode for process in started], found, outputs
@@ -67,6 +74,7 @@ def test_a_run_that_nobody_disturbs(tmp_path: Path) -> None:
     assert assert_all_committed_are_right(tmp_path / "run") == [STEPS - 1, STEPS]
 
 
+@pytest.mark.exhaustive
 def test_kills_at_random_moments(tmp_path: Path) -> None:
     """Whoever dies, and whenever: what is committed is right, and training resumes from it."""
     moment = random.Random(20)
@@ -97,6 +105,7 @@ def test_a_part_of_the_world_saves_alone(tmp_path: Path) -> None:
     assert assert_all_committed_are_right(tmp_path / "run") == [1]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_worker_process_is_told_to_all_ranks(tmp_path: Path) -> None:
     codes, reports, outputs = run("process", tmp_path / "run", 2)
     assert codes == [0] * 2, outputs
@@ -113,7 +122,7 @@ def test_a_killed_worker_process_is_told_to_all_ranks(tmp_path: Path) -> None:
 
 def test_async_save_makes_one_group_for_a_set_of_ranks(tmp_path: Path) -> None:
     """And the interpreter ends in order, although nobody closes what is kept."""
-    codes, reports, outputs = run("kept", tmp_path / "run", 3)
+    codes, reports, outputs = run("kept", tmp_path / "run", 3, is_fresh=True)
     assert codes == [0] * 3, outputs
     for report in reports:
         assert report is not None
@@ -125,19 +134,19 @@ def test_async_save_makes_one_group_for_a_set_of_ranks(tmp_path: Path) -> None:
 
 def test_dropped_savers_leave_nothing_to_the_other_ranks(tmp_path: Path) -> None:
     """Each rank drops its own when it likes; nobody else's save is cut off by that."""
-    codes, reports, outputs = run("dropped", tmp_path / "run", 3)
+    codes, reports, outputs = run("dropped", tmp_path / "run", 3, steps=5)
     assert codes == [0] * 3, outputs
     for report in reports:
         assert report is not None
         # The first also made the channel that stays.
         assert len({tuple(left) for left in report["left"]}) == 1
-    assert assert_all_committed_are_right(tmp_path / "run") == [*range(1, 1 + STEPS)]
+    assert assert_all_committed_are_right(tmp_path / "run") == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("scenario", ["exit", "raise", "interrupt"])
 def test_the_end_of_the_interpreter_waits_for_the_save(tmp_path: Path, scenario: str) -> None:
     """No hang and no half commit; the training's own error is what the process ends with."""
-    codes, _, outputs = run(scenario, tmp_path / "run", 2)
+    codes, _, outputs = run(scenario, tmp_path / "run", 2, is_fresh=True)
     for code, output in zip(codes, outputs, strict=True):
         assert (code == 0) is (scenario == "exit"), output
         assert {"exit": "", "raise": "loss is nan", "interrupt": "KeyboardInterrupt"}[

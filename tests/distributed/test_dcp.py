@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from dist_checkpointing import load_common_state_dict, load_plain_tensors
 from dist_checkpointing.interop import DCPReader, DCPStorageLoadStrategy
-from real_ranks import torchrun
+from real_ranks import run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -22,7 +22,9 @@ RANK = runpy.run_path(str(SCRIPT))
 
 
 def launch(world_size: int, scenario: str, checkpoints: Path, reports: Path) -> list[Any]:
-    return torchrun(world_size, SCRIPT, scenario, checkpoints, reports=reports, timeout_seconds=180)
+    return run_script(
+        world_size, SCRIPT, scenario, checkpoints, reports=reports, timeout_seconds=180
+    )
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dist_checkpointing import load_plain_tensors
-from real_ranks import torchrun
+from real_ranks import run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The checkpoints, and what each rank reports."""
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     reports = tmp_path_factory.mktemp("reports")
-    return checkpoints, torchrun(4, SCRIPT, checkpoints, reports=reports, timeout_seconds=90)
+    return checkpoints, run_script(4, SCRIPT, checkpoints, reports=reports, timeout_seconds=90)
 
 
 CASES = pytest.mark.parametrize("case", RANK["CASES"])

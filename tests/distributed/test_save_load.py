@@ -18,7 +18,7 @@ from dist_checkpointing import (
     load_plain_tensors,
     save,
 )
-from real_ranks import processes, torchrun
+from real_ranks import processes, run_script, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -26,10 +26,6 @@ SCRIPT = Path(__file__).parent / "save_load_rank.py"
 RANK = runpy.run_path(str(SCRIPT))
 
 Checkpoints = Callable[[int], Path]
-
-
-def launch(world_size: int, scenario: str, checkpoints: Path, reports: Path) -> list[Any]:
-    return torchrun(world_size, SCRIPT, scenario, checkpoints, reports=reports, timeout_seconds=60)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +37,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         if world_size not in folders:
             folders[world_size] = tmp_path_factory.mktemp(f"saved-by-{world_size}")
             reports = folders[world_size] / "reports"
-            launch(world_size, "save", folders[world_size], reports)
+            # Once as a user starts ranks.
+            start = torchrun if world_size == 2 else run_script
+            arguments = ("save", folders[world_size])
+            start(world_size, SCRIPT, *arguments, reports=reports, timeout_seconds=60)
         return folders[world_size]
 
     return folder
@@ -51,8 +50,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def test_other_numbers_of_processes(
     saved: Checkpoints, tmp_path: Path, save_world: int, load_world: int
 ) -> None:
-    reports = launch(load_world, "load", saved(save_world), tmp_path / "reports")
-    assert reports == [[]] * load_world
+    arguments = ("load", saved(save_world))
+    reports = tmp_path / "reports"
+    wrong = run_script(load_world, SCRIPT, *arguments, reports=reports, timeout_seconds=60)
+    assert wrong == [[]] * load_world
 
 
 @pytest.mark.parametrize("save_world", [2, 3, 4])
@@ -113,6 +114,7 @@ def test_a_full_disk_on_one_rank(tmp_path: Path, backend: tuple[str, int]) -> No
     assert_holds_everything(tmp_path / "second")  # the ranks tried again, and all was well
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "victim"), [(("zarr", 1), 1), (("zarr", 2), 2), (("zarr", 2), 0)]
 )
@@ -147,6 +149,7 @@ def test_a_rank_is_killed_while_it_writes(
     assert not (second / "columns").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_killed_while_it_loads(tmp_path: Path, victim: int) -> None:
     """It dies where ranks compare a number, which names nobody by itself."""

@@ -109,6 +109,7 @@ def test_the_default_comm_lives_as_long_as_the_world(place: str) -> None:
         assert report["after"] == [0, 1, 2]
 
 
+@pytest.mark.exhaustive
 def test_a_dead_rank_is_named_within_the_timeout(place: str) -> None:
     reports = run("dead", place)
     error = same_error(reports)
@@ -118,6 +119,7 @@ def test_a_dead_rank_is_named_within_the_timeout(place: str) -> None:
     assert "'commit'" in error["text"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("host", ["test", "rank 0"])
 def test_a_dead_rank_0_is_named_too(host: str, place: str, tmp_path: Path) -> None:
     reports = run("dead_rank0", place if host == "test" else str(tmp_path / "store.port"))
@@ -135,12 +137,14 @@ def test_the_last_agreement_of_a_program_holds_for_all(
     assert [report["error"]["class"] for report in reports] == [None] * 3, reports
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_dies_before_a_collective_is_named(place: str) -> None:
     error = same_error(run("dead_in_a_collective", place))
     assert error["class"] == "RankFailedError"
     assert error["ranks"] == [2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_a_rank_that_is_frozen_inside_a_step_is_named_on_all(place: str) -> None:
     reports = run("frozen", place, timeout_seconds=200)
@@ -151,6 +155,7 @@ def test_a_rank_that_is_frozen_inside_a_step_is_named_on_all(place: str) -> None
         assert "within 2 s" in error["text"], error
 
 
+@pytest.mark.exhaustive
 def test_a_frozen_rank_0_that_holds_the_store_is_named(tmp_path: Path) -> None:
     reports = run("frozen_host", str(tmp_path / "store.port"))
     assert reports[0] is DEAD
@@ -177,6 +182,7 @@ def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
     assert not any(report["committed"] for report in reports)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_never_calls_is_named_in_the_time_that_the_environment_says(place: str) -> None:
     reports = run("absent_from_the_first_call", place)
     error = same_error([reports[0], DEAD, reports[2]])
@@ -185,6 +191,7 @@ def test_a_rank_that_never_calls_is_named_in_the_time_that_the_environment_says(
     assert "within 2.5 s" in error["text"]
 
 
+@pytest.mark.exhaustive
 def test_a_rank_0_that_is_frozen_before_the_first_call_is_named(tmp_path: Path) -> None:
     reports = run("frozen_host_from_the_first_call", str(tmp_path / "store.port"))
     assert reports[0] is DEAD
@@ -219,12 +226,14 @@ def test_timeouts_threads_and_forks(tmp_path: Path) -> None:
         assert report["forked"]["after"] == [0, 1, 2]
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_is_not_swallowed(place: str) -> None:
     reports = run("interrupted", place)
     assert reports[1]["error"]["class"] == "KeyboardInterrupt"
     assert same_error([reports[0], DEAD, reports[2]])["ranks"] == [1]
 
 
+@pytest.mark.exhaustive
 def test_a_late_rank_hears_that_it_was_given_up_and_may_go_on(place: str) -> None:
     reports = run("late", place)
     error = same_error(reports)
@@ -234,6 +243,7 @@ def test_a_late_rank_hears_that_it_was_given_up_and_may_go_on(place: str) -> Non
     assert [report["all_same"] for report in reports] == [[True, False, False]] * 3
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_only_late_for_a_number_is_waited_for(place: str) -> None:
     expected = [{"class": None, "value": value} for value in (True, False, False, True)]
     assert [report["all_same"] for report in run("late_for_a_number", place)] == [expected] * 3

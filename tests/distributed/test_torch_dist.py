@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_checkpointing import load_common_state_dict, load_plain_tensors, load_sharded_metadata
-from real_ranks import torchrun
+from real_ranks import run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -19,7 +19,7 @@ RANK = runpy.run_path(str(SCRIPT))
 
 def launch(world_size: int, steps: str, checkpoints: Path, reports: Path) -> None:
     """Run scenarios on so many ranks, none of which may find anything wrong."""
-    wrong = torchrun(world_size, SCRIPT, steps, checkpoints, reports=reports, timeout_seconds=60)
+    wrong = run_script(world_size, SCRIPT, steps, checkpoints, reports=reports, timeout_seconds=60)
     assert wrong == [[]] * world_size
 
 

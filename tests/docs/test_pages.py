@@ -186,6 +186,7 @@ def test_the_page_of_commands_is_made_of_their_help(
     assert ("List all." if markup else "List [bold]all[/bold].") in text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")

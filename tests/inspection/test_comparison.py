@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
@@ -24,6 +24,7 @@ from dist_checkpointing.tools.inspect.comparison import (
     compare_tensors,
     compare_values,
 )
+from tiers import examples
 
 numbers = st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1.0])
 
@@ -38,7 +39,7 @@ def same(a: float, b: float, tolerance: Tolerance) -> bool:
     return abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(
     st.lists(st.tuples(numbers, numbers | st.none())),
     st.sampled_from([0.0, 1e-3, 0.5]),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save
@@ -24,6 +24,7 @@ from dist_checkpointing.tools.inspect.values import (
     statistics_of_part,
     stream_statistics,
 )
+from tiers import examples
 
 
 def oracle(tensor: torch.Tensor) -> Statistics:
@@ -139,7 +140,7 @@ def test_statistics_of_a_part(checkpoint: Checkpoint, slices: Any, memory_bytes:
     assert_alike(found, oracle(full[slices]))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data(), st.lists(st.integers(0, 7), max_size=3), st.integers(1, 3), st.integers(0, 30))
 def test_an_excerpt_has_the_corners(data: Any, shape: list[int], edge: int, most: int) -> None:
     full = torch.arange(math.prod(shape)).reshape(shape)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dist_checkpointing
@@ -31,6 +31,7 @@ from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing.conformance.shards import assert_same_bits
 from dist_checkpointing.tools.inspect.comparison import Tolerance, compare_checkpoints
+from tiers import examples
 
 Sample = Any
 Samples = Callable[[str], Any]
@@ -101,7 +102,7 @@ def part_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Any:
     return tuple(parts)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(60)
 @given(data=st.data())
 def test_a_slice_is_that_of_the_plain_tensor(any_sample: Sample, data: st.DataObject) -> None:
     checkpoint = Checkpoint.open(any_sample.folder)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -38,6 +38,7 @@ from dist_checkpointing.tools.convert import (
     convert,
     open_source,
 )
+from tiers import examples
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 BACKENDS = {
@@ -330,7 +331,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
     return shape, boxes
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(25)
 @given(
     cuts(),
     st.sampled_from(sorted(BACKENDS)),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -305,7 +305,6 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[Box, Any]], list
 
 
 @given(cases(), st.integers(0, 10**6), st.booleans(), st.integers(1, 64))
-@settings(deadline=None)
 def test_any_parts_are_found_in_whatever_is_read(
     case: tuple[tuple[int, ...], list[tuple[Box, Any]], list[Box]],
     place: int,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dist_checkpointing as dc
@@ -44,6 +44,7 @@ from dist_checkpointing.strategies.zarr import (
     ZarrLoadShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
+from tiers import examples
 
 FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
 Format = tuple[str, int]
@@ -677,7 +678,7 @@ def test_zarr_2_stores_a_tensor_under_any_key_inside_its_folder(tmp_path: Path, 
     assert list(dc.load_tensors_metadata(folder)) == [key]
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     keys=st.lists(
         st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=80)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
@@ -53,6 +51,7 @@ from dist_checkpointing.strategies.zarr import (
     ZarrSaveShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
+from forked_scripts import run_forked
 
 FORMAT = pytest.mark.parametrize("version", [1, 2], ids=["zarr1", "zarr2"])
 SAVERS: dict[int, Any] = {1: ZarrSaveShardedStrategy, 2: Zarr3SaveShardedStrategy}
@@ -429,8 +428,7 @@ CRASH = """
 
 def crash(folder: Path, version: int) -> None:
     """A process that dies when all is written and nothing committed."""
-    command = [sys.executable, "-c", textwrap.dedent(CRASH), str(folder), str(version)]
-    assert subprocess.run(command, check=False).returncode == 7
+    assert run_forked("-c", textwrap.dedent(CRASH), folder, version).returncode == 7
 
 
 @pytest.mark.slow

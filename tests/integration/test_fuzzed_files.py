@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hostile_state
@@ -20,6 +20,7 @@ from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.tools.convert.safetensors_files import header_bytes
 from limited_child import LimitedChild
+from tiers import examples
 
 BACKENDS: Final[dict[str, Any]] = {
     "zarr 1": ("zarr", 1),
@@ -41,13 +42,6 @@ KINDS: Final = {
     "DCP metadata": (".metadata",),
 }
 """What is read, and where it lies in a checkpoint of any backend."""
-
-EXAMPLES: Final = settings(
-    max_examples=60,
-    deadline=None,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
 
 WORDS: Final = tuple(
     str(word).encode()
@@ -141,7 +135,7 @@ def test_a_file_is_read_as_it_was_or_refused(kind: str, copies: Path, child: Lim
     files = places(copies, KINDS[kind])
     assert files
 
-    @EXAMPLES
+    @examples(60)
     @given(st.integers(0, len(files) - 1), changes())
     def check(number: int, change: Callable[[bytes], bytes]) -> None:
         checkpoint, path = files[number]
@@ -160,7 +154,7 @@ def test_a_file_is_read_as_it_was_or_refused(kind: str, copies: Path, child: Lim
     check()
 
 
-@EXAMPLES
+@examples(60)
 @given(changes())
 def test_a_safetensors_header_is_read_or_refused(
     child: LimitedChild, tmp_path_factory: pytest.TempPathFactory, change: Callable[[bytes], bytes]
@@ -176,7 +170,7 @@ def test_a_safetensors_header_is_read_or_refused(
     ), outcomes  # fmt: skip
 
 
-@EXAMPLES
+@examples(60)
 @given(changes(), st.booleans())
 def test_a_torch_file_is_read_or_refused(
     child: LimitedChild,
@@ -201,7 +195,7 @@ def test_the_record_of_a_run_is_read_or_refused(tmp_path: Path, child: LimitedCh
     before = path.read_bytes()
     json.loads(before)
 
-    @EXAMPLES
+    @examples(60)
     @given(changes())
     def check(change: Callable[[bytes], bytes]) -> None:
         path.write_bytes(change(before))

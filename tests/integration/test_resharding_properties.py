@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dist_checkpointing as dc
@@ -27,6 +27,7 @@ from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSav
 from dist_checkpointing.strategies.zarr.v2 import ZarrV2Writer
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
+from tiers import examples
 
 Ints = tuple[int, ...]
 Memory = Literal["contiguous", "transposed", "strided", "offset"]
@@ -395,11 +396,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, int, list[Case]]:
 
 
 @FORMAT
-@settings(
-    deadline=None,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@examples(60)
 @given(world=worlds())
 def test_any_save_grid_loads_into_any_load_grid(
     file_format: str, world: tuple[int, int, list[Case]]
@@ -527,11 +524,7 @@ def test_views_that_are_no_plain_memory_are_saved_as_their_values(
 
 
 @FORMAT
-@settings(
-    deadline=None,
-    max_examples=15,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@examples(15)
 @given(
     stored_rows=st.integers(0, 12),
     save_counts=st.integers(1, 4),

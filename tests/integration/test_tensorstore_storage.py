@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +37,7 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreSaveShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
+from forked_scripts import run_forked
 
 WORLD = 2
 LARGE = (1024, 1024)  # 4 MiB of float32: written without a copy, unlike the small ones
@@ -261,13 +260,8 @@ try:
 except RankFailedError as error:
     print(json.dumps([str(error), list(error.ranks)]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_forked("-c", script, tmp_path)
+    assert done.returncode == 0, done.stderr
     message, ranks = json.loads(done.stdout)
     assert "too large" in message
     assert ranks == [0]

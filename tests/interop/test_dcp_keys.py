@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -15,7 +15,6 @@ from dist_checkpointing import CorruptCheckpointError
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, names_in
 from dist_checkpointing.storage.options import Durability
 
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 scalars = st.none() | st.integers() | st.text(max_size=3) | st.tuples(st.integers())
 tensors = st.just(torch.zeros(1))
 texts = st.text("ab0", min_size=1, max_size=2)
@@ -46,7 +45,6 @@ def without_tensors(value: Any) -> Any:
     return ... if isinstance(value, torch.Tensor) else value
 
 
-@unhurried
 @given(nests(scalars | tensors))
 def test_what_dcp_flattens_is_nested_as_it_was(state: dict[str, Any]) -> None:
     flat, mappings = flatten_state_dict(state)
@@ -58,7 +56,6 @@ def test_what_dcp_flattens_is_nested_as_it_was(state: dict[str, Any]) -> None:
     assert keys.values_in(nested) == values
 
 
-@unhurried
 @given(nests(scalars | tensors))
 def test_names_are_those_that_dcp_gives(state: dict[str, Any]) -> None:
     flat, mappings = flatten_state_dict(state)

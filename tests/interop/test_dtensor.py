@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -33,6 +33,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.interop import shard_state_dict, unshard_state_dict
 from dist_checkpointing.testing import run_ranks
+from tiers import examples
 
 pytestmark = pytest.mark.filterwarnings(
     # Said of the rank's device, which a fake group does not have.
@@ -166,7 +167,7 @@ def test_offsets_are_torchs_own(case: str) -> None:
         assert leaf.global_shape == shape
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     extent=st.integers(0, 40), dp=st.integers(1, 4), tp=st.integers(1, 4), axis=st.integers(0, 1)
 )

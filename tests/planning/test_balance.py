@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
@@ -20,6 +20,7 @@ from dist_checkpointing.planning.balance import choose_writers, share_out, tenso
 from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
+from tiers import examples
 
 
 def scan(
@@ -104,7 +105,7 @@ def units(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int], int]:
     return holders, parts, sizes, num_ranks
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(units())
 def test_arrays_give_what_the_plain_scan_gives(
     case: tuple[list[list[int]], list[int], list[int], int],

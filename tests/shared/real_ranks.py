@@ -1,4 +1,4 @@
-"""Scripts as ranks that are processes: under torchrun, or without it where some shall die."""
+"""Scripts as ranks that are processes: under torchrun, or without it where some are to die."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its stubs
 
 import dist_checkpointing
+from forked_scripts import ForkedScript
 
 _ROOT = Path(dist_checkpointing.__file__).parents[1]
+# The store of the ranks is held by the test: no rank starts one.
+_STORE_OF_AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def torchrun(
     world_size: int, script: Path, *arguments: object, reports: Path, timeout_seconds: float
 ) -> list[Any]:
-    """Run ``script ARGUMENTS REPORTS`` on so many ranks.
+    """Run ``script ARGUMENTS REPORTS`` on so many ranks, as a user does.
 
     Returns:
         What each rank wrote to ``REPORTS/<rank>.json``.
@@ -35,41 +40,80 @@ def torchrun(
         env=_environment(),
     )
     assert done.returncode == 0, done.stderr[-5000:]
+    return _read(reports, world_size)
+
+
+def run_script(
+    world_size: int, script: Path, *arguments: object, reports: Path, timeout_seconds: float
+) -> list[Any]:
+    """The same as ``torchrun``, with the environment of torchrun and without its seconds."""
+    reports.mkdir(exist_ok=True)
+    store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    world = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        **_STORE_OF_AGENT,
+    }
+    started = [
+        ForkedScript(
+            [script, *arguments, reports], world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(world_size)
+    ]
+    with _ended(started):
+        outputs = [process.communicate(timeout_seconds)[0] for process in started]
+    codes = [process.returncode for process in started]
+    assert codes == [0] * world_size, "\n".join(outputs)[-5000:]
+    return _read(reports, world_size)
+
+
+def _read(reports: Path, world_size: int) -> list[Any]:
     return [json.loads((reports / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
 @contextmanager
 def processes(
-    commands: Sequence[Sequence[object]], *, stderr: int = subprocess.STDOUT
-) -> Iterator[list[subprocess.Popen[str]]]:
+    commands: Sequence[Sequence[object]],
+    *,
+    stderr: int = subprocess.STDOUT,
+    is_fresh: bool = False,
+) -> Iterator[list[ForkedScript]]:
     """A process a rank without a launcher, which would kill the survivors of a dead one.
 
     Args:
         commands: of each rank: a Python script and its arguments.
         stderr: where it goes; by default among the output.
+        is_fresh: whether each is started by itself, where the end of the interpreter matters.
     """
-    started = [
-        subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            # The store is held by the test: no rank shall start one.
-            env=_environment() | {"TORCHELASTIC_USE_AGENT_STORE": "True"},
-        )
-        for command in commands
-    ]
-    try:
+    start = _fresh if is_fresh else ForkedScript
+    started = [start(command, _STORE_OF_AGENT, stderr=stderr) for command in commands]
+    with _ended(started):
         yield started
+
+
+@contextmanager
+def _ended(started: list[ForkedScript]) -> Iterator[None]:
+    try:
+        yield
     finally:
         for process in started:
             process.kill()
             process.communicate()
 
 
+def _fresh(command: Sequence[object], own: dict[str, str], *, stderr: int) -> ForkedScript:
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env=_environment() | own,
+    )
+    return cast("ForkedScript", process)
+
+
 def _environment() -> dict[str, str]:
     paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-    }
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

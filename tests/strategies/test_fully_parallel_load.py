@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import (
@@ -54,6 +54,7 @@ from dist_checkpointing.testing.conformance.shards import (
     random_bits,
 )
 from simulated_groups import TinyChunks, each_rank, everybody_fails
+from tiers import examples
 
 Algorithm = Literal["broadcast", "gather_object", "gather_rounds"]
 
@@ -228,14 +229,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FEW = settings(
-    max_examples=50,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-
-
-@FEW
+@examples(50)
 @given(worlds(), st.sampled_from(ALGORITHMS), st.sampled_from([1, 60, 10**6]))
 def test_every_wish_is_filled_and_read_once(
     saved: Path, world: World, algorithm: Algorithm, buffer_bytes: int
@@ -262,7 +256,7 @@ def check(wanted: Sequence[ShardedTensor], got: Sequence[torch.Tensor], *, in_pl
             assert value is leaf.data
 
 
-@FEW
+@examples(50)
 @given(worlds(), st.sampled_from(ALGORITHMS), st.booleans())
 def test_a_third_party_reads_once(world: World, algorithm: Algorithm, in_place: bool) -> None:
     def one(comm: Comm, group: Comm) -> int:

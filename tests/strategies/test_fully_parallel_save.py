@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import (
@@ -35,6 +35,7 @@ from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStra
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import TinyChunks, each_rank, everybody_fails
+from tiers import examples
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def worlds(draw: st.DrawFn) -> World:
     return World(groups, rows, tuple(parts))
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@examples(60)
 @given(worlds(), st.sampled_from([TinyChunks, Zarr3SaveShardedStrategy]))
 def test_a_balanced_plan_writes_everything_once(world: World, kind: type[Any]) -> None:
     """Whatever is replicated, and whoever is in no group."""
@@ -177,7 +178,7 @@ class Recorder(SaveShardedStrategy):
         self.given.append(sharded_state_dict)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@examples(60)
 @given(worlds())
 def test_a_third_party_writes_everything_once(world: World) -> None:
     def one(comm: Comm, group: Comm) -> list[ShardedTensor]:

@@ -20,6 +20,7 @@ from dist_checkpointing.errors import CheckpointExistsError
 from dist_checkpointing.filesystem import folder_lock
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
 from dist_checkpointing.filesystem.lock_holder import Holder, Kind
+from tiers import share
 
 # From Python 3.12 on; the children do nothing that needs another thread.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
@@ -109,6 +110,7 @@ def test_no_descriptor_is_left(tmp_path: Path, kind: Kind) -> None:
     assert num_descriptors() == before, kind
 
 
+@pytest.mark.exhaustive
 def test_a_killed_process_has_no_lock(tmp_path: Path, kind: Kind) -> None:
     child = in_a_child(lambda: FolderLock.acquire(tmp_path))
     with pytest.raises(CheckpointExistsError, match=f"process {child} on host") as raised:
@@ -120,6 +122,7 @@ def test_a_killed_process_has_no_lock(tmp_path: Path, kind: Kind) -> None:
     assert not [*tmp_path.iterdir()], kind
 
 
+@pytest.mark.exhaustive
 def test_one_that_is_dead_but_not_reaped_has_no_lock(tmp_path: Path, kind: Kind) -> None:
     child = in_a_child(lambda: FolderLock.acquire(tmp_path))
     os.kill(child, signal.SIGKILL)
@@ -328,7 +331,7 @@ def test_many_take_it_over_at_once_and_one_gets_it(
 ) -> None:
     forget_flock(monkeypatch)
     logging.getLogger(folder_lock.__name__).setLevel(logging.ERROR)
-    for number in range(20):
+    for number in range(share(20)):
         folder = tmp_path / str(number)
         folder.mkdir()
         put(folder, started=1)
@@ -365,6 +368,7 @@ def test_many_take_it_over_at_once_and_one_gets_it(
         assert not [*folder.iterdir()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("owner", "name"), [(os, "rename"), (Holder, "to_json")], ids=str)
 def test_killed_while_it_takes_over(
     tmp_path: Path, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
@@ -391,6 +395,7 @@ def test_killed_while_it_takes_over(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["_write", "_unlink", "_clear_claims"])
 def test_killed_while_it_creates_the_file(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.format.geometry import (
@@ -22,9 +22,7 @@ from dist_checkpointing.format.geometry import (
     split_flat_range,
     split_rows,
 )
-
-settings.register_profile("geometry", deadline=None, max_examples=300, derandomize=True)
-GEOMETRY = settings.get_profile("geometry")
+from tiers import examples
 
 # The longest axis is 6 and there are up to 4: at most 1296 elements to enumerate.
 shapes = st.lists(st.integers(0, 6), min_size=0, max_size=4).map(tuple)
@@ -55,7 +53,7 @@ def is_run(values: list[int]) -> bool:
     return values == list(range(values[0], values[0] + len(values)))
 
 
-@GEOMETRY
+@examples(300)
 @given(st.data())
 def test_intersect_and_contains(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -74,7 +72,7 @@ def test_intersect_and_contains(data: st.DataObject) -> None:
     assert a.contains(a)
 
 
-@GEOMETRY
+@examples(300)
 @given(st.data())
 def test_box_facts(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -119,7 +117,7 @@ def test_boxes_are_values() -> None:
         Box((0,), (1,)).offset = (1,)  # type: ignore[misc]
 
 
-@GEOMETRY
+@examples(300)
 @given(st.data())
 def test_ravel_offset(data: st.DataObject) -> None:
     shape = data.draw(solid_shapes)
@@ -127,7 +125,7 @@ def test_ravel_offset(data: st.DataObject) -> None:
     assert ravel_offset(box.offset, shape) == numbers(shape)[box.offset]
 
 
-@GEOMETRY
+@examples(300)
 @given(st.data())
 def test_split_flat_range_covers_exactly_and_in_order(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -175,7 +173,7 @@ def all_indices(grid: ChunkGrid) -> list[Ints]:
     return list(itertools.product(*map(range, grid.counts)))
 
 
-@GEOMETRY
+@examples(300)
 @given(grids())
 def test_chunks_partition_the_tensor(grid: ChunkGrid) -> None:
     shape = grid.global_shape
@@ -191,7 +189,7 @@ def test_chunks_partition_the_tensor(grid: ChunkGrid) -> None:
     assert (owner != -1).all()
 
 
-@GEOMETRY
+@examples(300)
 @given(st.data())
 def test_meeting_is_what_a_scan_over_all_chunks_finds(data: st.DataObject) -> None:
     grid = data.draw(grids())
@@ -225,7 +223,7 @@ def test_meeting_of_a_small_box_in_a_huge_grid_is_quick() -> None:
     ]
 
 
-@GEOMETRY
+@examples(300)
 @given(st.data())
 def test_contiguous_range_of_a_window(data: st.DataObject) -> None:
     shape = data.draw(solid_shapes)
@@ -240,7 +238,7 @@ def test_contiguous_range_of_a_window(data: st.DataObject) -> None:
     assert window.array_size == math.prod(shape)
 
 
-@GEOMETRY
+@examples(300)
 @given(st.data())
 def test_contiguous_range_of_an_empty_box_is_empty(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -251,7 +249,7 @@ def test_contiguous_range_of_an_empty_box_is_empty(data: st.DataObject) -> None:
     assert found is None or found[0] == found[1]
 
 
-@GEOMETRY
+@examples(300)
 @given(st.data())
 def test_parts_of_a_flat_range_are_runs_in_its_buffer(data: st.DataObject) -> None:
     """The use that windows are made for: a flattened shard seen as boxes of the whole tensor."""
@@ -267,7 +265,7 @@ def test_parts_of_a_flat_range_are_runs_in_its_buffer(data: st.DataObject) -> No
     assert filled == stop - start
 
 
-@GEOMETRY
+@examples(300)
 @given(st.data())
 def test_split_rows_partitions_into_runs(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -296,7 +294,7 @@ def test_split_rows_makes_no_more_blocks_than_needed() -> None:
     assert blocks == [Box((4 + i, 0), (min(3, 10 - i), 5)) for i in range(0, 10, 3)]
 
 
-@GEOMETRY
+@examples(300)
 @given(st.integers(1, 2000), st.integers(0, 2500))
 def test_largest_divisor_block(extent: int, most: int) -> None:
     divisors = [n for n in range(1, extent + 1) if extent % n == 0 and n <= max(most, 1)]

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
@@ -54,7 +54,6 @@ def test_unique_key_is_the_name_on_disk(obj: ShardedObject, name: str) -> None:
     assert ShardedObject.empty_from_unique_key(name) == obj
 
 
-@settings(deadline=None, derandomize=True)
 @given(
     st.text(min_size=1),
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 99)), max_size=3),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import mapping
@@ -24,9 +24,7 @@ from dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-
-settings.register_profile("mapping", deadline=None, max_examples=200, derandomize=True)
-MAPPING = settings.get_profile("mapping")
+from tiers import examples
 
 
 def shard(**changes: Any) -> ShardedTensor:
@@ -313,7 +311,7 @@ class TestPlaces:
         assert flat_shard().has_regular_grid
         assert not shard(axis_fragmentations=None).has_regular_grid
 
-    @MAPPING
+    @examples(200)
     @given(st.data())
     def test_coordinates_are_those_of_numpy(self, data: st.DataObject) -> None:
         local = tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
@@ -494,7 +492,7 @@ class TestNarrow:
         with pytest.raises((CheckpointingException, IndexError)):
             tensor.narrow(0, start, length)
 
-    @MAPPING
+    @examples(200)
     @given(st.data())
     def test_flattened_narrowing_selects_what_numpy_selects(self, data: st.DataObject) -> None:
         local = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import StateMismatchError
@@ -26,9 +26,7 @@ from dist_checkpointing.mapping.nesting import (
     unflatten_part,
     value_at,
 )
-
-settings.register_profile("tree", deadline=None, max_examples=300, derandomize=True)
-TREE = settings.get_profile("tree")
+from tiers import examples
 
 
 class Point(NamedTuple):
@@ -106,7 +104,7 @@ def identities(tree: Any) -> Any:
     return id(tree)
 
 
-@TREE
+@examples(300)
 @given(trees)
 def test_unflatten_inverts_flatten(tree: Any) -> None:
     before, ids = copy.deepcopy(tree), identities(tree)
@@ -117,7 +115,7 @@ def test_unflatten_inverts_flatten(tree: Any) -> None:
     assert identities(tree) == ids
 
 
-@TREE
+@examples(300)
 @given(trees)
 def test_result_shares_no_mutable_container_with_the_input(tree: Any) -> None:
     found, skeleton = flatten(tree)
@@ -135,7 +133,7 @@ def test_result_shares_no_mutable_container_with_the_input(tree: Any) -> None:
     assert not mutable(other) & mutable(one)
 
 
-@TREE
+@examples(300)
 @given(trees)
 def test_a_prefix_goes_before_every_path(tree: Any) -> None:
     prefix: Path = (DictKey("model"), Position(3))
@@ -145,7 +143,7 @@ def test_a_prefix_goes_before_every_path(tree: Any) -> None:
     assert same(unflatten(skeleton, found, prefix), tree)
 
 
-@TREE
+@examples(300)
 @given(trees)
 def test_leaves_come_in_the_order_of_the_tree(tree: Any) -> None:
     def walk(value: Any) -> list[Any]:
@@ -165,7 +163,7 @@ def _is_size(value: object) -> bool:
     return isinstance(value, torch.Size)
 
 
-@TREE
+@examples(300)
 @given(trees, st.data())
 def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
     tree: Any, data: st.DataObject
@@ -185,7 +183,7 @@ def test_part_and_overlay_rebuild_the_tree_however_the_leaves_are_split(
     assert identities(part) == ids
 
 
-@TREE
+@examples(300)
 @given(trees)
 def test_part_of_everything_is_the_tree_and_of_nothing_has_no_leaf(tree: Any) -> None:
     found, skeleton = flatten(tree)
@@ -199,7 +197,7 @@ def _is_wrapped(leaf: object) -> bool:
     return isinstance(leaf, Wrapped)
 
 
-@TREE
+@examples(300)
 @given(trees, st.data())
 def test_only_the_way_to_wanted_leaves_is_opened(tree: Any, data: st.DataObject) -> None:
     found, skeleton = flatten(tree)
@@ -262,7 +260,7 @@ old_trees = st.dictionaries(
 )
 
 
-@TREE
+@examples(300)
 @given(old_trees)
 def test_overlay_opens_the_lists_that_an_older_writer_closed(tree: dict[str, Any]) -> None:
     found, skeleton = flatten(tree)
