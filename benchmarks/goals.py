@@ -46,8 +46,8 @@ def judge(report: Report, goals: Sequence[Goal]) -> list[dict[str, Any]]:
 
 
 def _verdict(report: Report, goal: Goal) -> dict[str, Any]:
-    words = goal.metric.rsplit(" ", 1)[0]
     unit = unit_of(goal.metric)
+    words = goal.metric.removesuffix(f" {unit}")
     if goal.of is None:
         what = f"{words}: {goal.way}"
         text, value = f"<= {number(goal.limit)} {unit}".rstrip(), value_of(report, goal)
@@ -68,7 +68,7 @@ def _verdict(report: Report, goal: Goal) -> dict[str, Any]:
 
 def _is_near(own: Mapping[str, Any], other: Mapping[str, Any], goal: Goal) -> bool:
     difference: float = median(own[goal.metric]) - median(other[goal.metric])
-    return difference <= goal.slack
+    return goal.slack > 0 and difference <= goal.slack
 
 
 def series_of(report: Report, way: str) -> dict[str, list[float]]:

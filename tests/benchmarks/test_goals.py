@@ -32,6 +32,7 @@ def test_a_ratio_is_taken_in_each_round() -> None:
     )
     assert verdict(found, as_fast("ours", "save s", "raw", 0.9)) == "met"
     assert verdict(found, as_fast("ours", "save s", "raw", 0.92)) == "not met"
+    assert verdict(found, as_fast("raw", "save s", "ours", 1.2)) == "not met"  # faster, not enough
 
 
 def test_a_peer_with_fewer_rounds_is_compared_in_those_that_it_had() -> None:
