@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -28,9 +30,11 @@ SPAWNED = [name for name in CASES if name not in IN_PROCESS]
 def quiet() -> Iterator[None]:
     """Peers warn about many things; none of the calls may leave torch's CRC-32 switched off."""
     before = get_crc32_options()
+    gc.freeze()  # memory is looked at after a collection, which is slow with all the modules here
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+    gc.unfreeze()
     assert get_crc32_options() == before
 
 
@@ -95,7 +99,7 @@ def test_a_case_that_breaks_is_shown_and_the_others_run(
 
 
 def test_the_picture_has_bars_and_lines(tmp_path: Path) -> None:
-    way = {"family": "ours", "detail": "", "once": {}, "failed": None}
+    way: dict[str, Any] = {"family": "ours", "detail": "", "once": {}, "failed": None}
     bars = [{**way, "name": name, "point": None, "rounds": {"save s": [1.0]}} for name in "ab"]
     lines = [
         {**way, "name": str(n), "point": n, "rounds": {"save plan s": [float(n)]}} for n in (1, 2)

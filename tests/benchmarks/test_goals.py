@@ -11,8 +11,8 @@ from goals import as_fast, at_most, judge, law, predicted
 
 
 def way(name: str, **changed: Any) -> dict[str, Any]:
-    values = {"name": name, "family": name, "detail": "", "point": None, "once": {}, "failed": None}
-    return {**values, "rounds": {"save s": [1.0, 1.0, 1.0]}, **changed}
+    values: dict[str, Any] = {"name": name, "family": name, "detail": "", "point": None}
+    return {**values, "once": {}, "failed": None, "rounds": {"save s": [1.0, 1.0, 1.0]}, **changed}
 
 
 def report(*ways: dict[str, Any]) -> dict[str, Any]:
