@@ -35,8 +35,8 @@ def _small(state: State, ratio: float) -> list[Goal]:
     return [
         as_fast(_OURS, "save s", _SAFE, ratio),
         as_fast(_OURS, "load s", _SAFE, ratio),
-        as_fast(_DEFAULTS, "save s", _OURS, 1 / 1.5),
-        as_fast(_DEFAULTS, "load s", _OURS, 1 / 1.5),
+        as_fast(_DEFAULTS, "save s", _SAFE, 1 / 1.5),
+        as_fast(_DEFAULTS, "load s", _SAFE, 1 / 1.5),
         *_memory(state, _OURS, _CHECKED),
     ]
 
@@ -313,7 +313,7 @@ PLANNING = (
         "plan-growth",
         "ranks x 5,000 shards a rank: how memory and time of one rank grow",
         PlanCase(model_job, [(ranks, 5000) for ranks in (512, 1024, 2048, 4096, 8192, 16384)]),
-        rounds=1,
+        rounds=3,
         seconds=80,
         goals=(at_most(_LARGEST, "save plan s", 10), at_most(_LARGEST, "peak MiB", 1024)),
         planning=True,

@@ -130,17 +130,17 @@ class Ladder:
 
     Attributes:
         messages: (kind of job, kind of rank) -> message: made once for all sizes.
-        steps: (number of ranks, peak MiB, seconds) of the jobs that ran.
+        steps: (number of shards of all ranks, peak MiB, seconds) of the jobs that ran.
     """
 
     messages: dict[tuple[int, int], bytes] = field(default_factory=dict)
     steps: list[tuple[int, float, float]] = field(default_factory=list)
 
-    def require_room(self, ranks: int) -> None:
+    def require_room(self, job: Job) -> None:
         if not self.steps:
             return
         before, mib, seconds = self.steps[-1]
-        times = ranks / before
+        times = job.ranks * job.shards / before
         room = _MOST_OF_MEMORY * available_mib()
         if mib * times > room:
             raise SkippedError(f"needs about {mib * times:,.0f} MiB, and there are {room:,.0f}")
@@ -161,7 +161,6 @@ class PlanWay(Way):
 
     def __init__(self, job: Job, ladder: Ladder, world: World) -> None:
         self.name = f"ours, {job.ranks:,} x {job.shards:,}"
-        self.point = job.ranks
         self._job = job
         self._ladder = ladder
         self._world = world
@@ -169,7 +168,7 @@ class PlanWay(Way):
 
     def warm_up(self) -> Mapping[str, float]:
         job, values = self._job, dict[str, float]()
-        self._ladder.require_room(job.ranks)
+        self._ladder.require_room(job)
 
         def first() -> None:
             for rank in range(job.ranks):
@@ -181,12 +180,14 @@ class PlanWay(Way):
             leaves = as_leaves(job.shards_of(0))
             with watched() as watch:
                 planned = plan_of_rank0(leaves, self._messages)
-            self._ladder.steps.append((job.ranks, watch.peak_mib, planned.seconds))
+            self._ladder.steps.append((job.ranks * job.shards, watch.peak_mib, planned.seconds))
             values["peak MiB"], values["held MiB"] = watch.peak_mib, watch.kept_mib()
             values["save plan s"] = planned.seconds
+            values["exchange s"] = planned.exchange_seconds
             values["sent / shard bytes"] = sum(map(len, self._messages)) / job.ranks / job.shards
             values["index bytes"] = planned.index_bytes
-            plan, _ = load_plan(as_leaves(job.wanted()), planned.agreed.index)
+            plan, seconds = load_plan(as_leaves(job.wanted()), planned.agreed.index)
+            values["load plan s"] = seconds
             values["items read"] = len(plan.items)
 
         self._world.timed(first)
@@ -285,6 +286,9 @@ class PlanCase:
         sizes = [self.tiny] if is_tiny else self.sizes
         peers = [self.tiny] if is_tiny and self.dcp_sizes else self.dcp_sizes
         ways: list[Way] = [PlanWay(self.make(*size), ladder, stage.world) for size in sizes]
+        for way, size in zip(ways, sizes, strict=True):
+            # One law for one number of shards a rank.
+            way.point = size[0] if size[1:] == sizes[0][1:] else None
         return ways + [DcpPlanWay(self.make(*size), stage.world) for size in peers]
 
 

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from goals import Goal
+from goals import Goal, unit_of
 from world import WayFailedError, World
 
 Values = Mapping[str, float]
 """Metric -> value. The last word of a metric is its unit: ``"save s"``, ``"load MiB"``."""
 
 _LARGE_SHARE = 0.1
-"""A peer whose round takes more than this part of the case's time has one round only."""
+"""A peer whose calls take more than this part of the case's time is called once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def run_case(case: Case, stage: Stage, seconds: float) -> dict[str, Any]:
     Args:
         case: What to measure.
         stage: Where.
-        seconds: No round begins after so long, but the first.
+        seconds: No round begins after so long, but for what the warm-up did not measure.
     """
     run = _Run(case, stage, seconds)
     try:
@@ -182,28 +182,31 @@ class _Run:
 
     def _takers(self, number: int) -> list[str]:
         """Who takes part in the next round, in the order of the table."""
-        if number and time.monotonic() > self._begin + self._seconds:
-            return []
+        late = time.monotonic() > self._begin + self._seconds
         large = _LARGE_SHARE * self._seconds
         return [
             name
             for name, result in self.results.items()
             if result.failed is None
-            and (number == 0 or result.family == "ours" or self._longest[name] <= large)
+            and (
+                (not late and (result.family == "ours" or self._longest[name] <= large))
+                or (number == 0 and not any(unit_of(metric) == "s" for metric in result.once))
+            )
         ]
 
     def _guarded(self, way: Way, step: Callable[[], Values]) -> Values:
-        result, begin = self.results[way.name], time.monotonic()
+        result = self.results[way.name]
         if result.failed is not None:
             return {}
         try:
-            return step()
+            values = step()
         except (WayFailedError, SkippedError) as error:
             result.failed = str(error)
             self._say(f"{way.name} is out: {error}")
             return {}
-        finally:
-            self._longest[way.name] = max(self._longest[way.name], time.monotonic() - begin)
+        seconds = sum(value for metric, value in values.items() if unit_of(metric) == "s")
+        self._longest[way.name] = max(self._longest[way.name], seconds)
+        return values
 
     def _say(self, text: str) -> None:
         if self._stage.world.rank == 0:
