@@ -3,7 +3,7 @@
 #   make test [ARGS='-k tree']       each test function once, nothing is killed
 #   make test-all [ARGS='-k tree']   everything
 #   make chaos [ARGS='--kills 200']
-#   make bench   make bench-planning   make docs
+#   make bench [ARGS='--only small-tensors']   make bench-planning   make docs
 PYTHON ?= python3
 BACKEND ?=
 STEPS ?=
@@ -47,10 +47,10 @@ lint: $(READY)
 	$(BIN)/codespell
 
 bench: $(READY)
-	$(BIN)/python benchmarks/save_load.py $(ARGS)
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 bench-planning: $(READY)
-	$(BIN)/python benchmarks/planning.py $(ARGS)
+	$(BIN)/python benchmarks/bench.py --planning $(ARGS)
 
 chaos: $(READY)
 	$(BIN)/python examples/chaos.py $(ARGS)

@@ -1,193 +1,199 @@
-"""Compare saving and loading with what the machine can do and with what others do.
-
-python benchmarks/save_load.py                        # everything, about twelve minutes
-python benchmarks/save_load.py --quick                # that it runs, in half a minute
-python benchmarks/save_load.py --cases small durable --rounds 9
-python benchmarks/save_load.py --cases async --async-mib 256
-"""
+"""Cases that save a state and load it again."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import os
 import shutil
-import signal
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
+from contestants import (
+    CONTESTANTS,
+    DCP_BEST,
+    DCP_SETTINGS,
+    Calls,
+    Contestant,
+    megatron_is_installed,
+)
+from probes import watched
+from runner import Stage, Way
+from state import State, Work, make_side
+from world import WayFailedError, World
 
-import async_goals
-import async_plot
-import async_save
-from bench_cases import CASES, Case, choose
-from bench_contestants import Contestant, Memcpy, Raw, Safetensors, TorchSave
-from bench_goals import judge
-from bench_megatron import megatron_contestants, megatron_is_installed
-from bench_ours import our_contestants
-from bench_plot import draw
-from bench_probes import environment
-from bench_rounds import CaseRun
-from bench_tables import case_table, goals_table
-from bench_torch_dcp import dcp_contestants
-from bench_world import World, start_world
-
-_FREE_FACTOR = 3
-
-
-def all_contestants() -> list[Contestant]:
-    """In the order of the tables."""
-    return [
-        Raw(),
-        Memcpy(),
-        TorchSave(),
-        Safetensors(),
-        *dcp_contestants(),
-        *megatron_contestants(),
-        *our_contestants(),
-    ]
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"{datetime.now(UTC):%H:%M:%S} {text}\n")
+_TRIED_TENSORS = 5000
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """The cases of one world size, run in its processes.
+class SaveLoad:
+    """Opens the ways of a case; see ``Case.open``.
 
     Attributes:
-        cases: with the share that each may take of the time that is left when it begins.
-        end: ``time.monotonic()`` when all cases of all worlds should be done.
+        state: What is saved and loaded.
+        names: Names of the contestants.
+        measures: "save", "load" or both.
+        calls: Back-to-back calls a round; the fastest counts.
     """
 
-    cases: Sequence[tuple[Case, float]]
-    end: float
+    state: State
+    names: Sequence[str]
+    measures: Sequence[str] = ("save", "load")
+    calls: int = 3
 
-    def __call__(self, world: World, folder: Path) -> None:
-        def say(text: str) -> None:
-            if world.rank == 0:
-                _say(text)
+    def __call__(self, stage: Stage) -> list[Way]:
+        state = self.state.at_most(20, 64) if stage.settings.tiny else self.state
+        sides = [
+            make_side(size, stage.world.rank, stage.world.size)
+            for size in (state.save_ranks, state.load_ranks)
+        ]
+        disk = Disk(stage.world, stage.folder)
 
-        for case, share in self.cases:
-            now = time.monotonic()
-            deadline = now + share * (self.end - now)
-            run = CaseRun(case, world, folder, say)
-            report = run.measure(all_contestants(), deadline)
-            if world.rank == 0:
-                (folder / f"{case.name}.json").write_text(json.dumps(report))
+        def way(contestant: Contestant, work: Work) -> SaveLoadWay:
+            tiny = Work.make(state.at_most(4, 8), *sides)
+            return SaveLoadWay(contestant, work, tiny, disk, self)
+
+        work, chosen = Work.make(state, *sides), []
+        for name in self.names:
+            if name == DCP_BEST:
+                tried = (
+                    Work.make(state.at_most(_TRIED_TENSORS), *sides)
+                    if work.state.num_tensors > _TRIED_TENSORS
+                    else work
+                )
+                seconds = [way(setting, tried).attempt() for setting in DCP_SETTINGS]
+                chosen.append(DCP_SETTINGS[seconds.index(min(seconds))])
+            elif name != "megatron-core" or megatron_is_installed():
+                chosen.append(CONTESTANTS[name])
+        return [way(contestant, work) for contestant in chosen]
 
 
-def run_cases(
-    cases: Sequence[Case], folder: Path, end: float, *, weight_after: float
-) -> dict[str, Any]:
-    """Case name -> report, in the order of ``cases``.
+@dataclass(slots=True)
+class Disk:
+    """The one checkpoint that exists at a time."""
+
+    world: World
+    folder: Path
+    last: Path | None = None
+    number: int = field(default=0)
+
+    def new(self, *, durable: bool) -> Path:
+        self.remove()
+        self.number += 1
+        self.last = self.folder / f"checkpoint-{self.number}"
+        if self.world.rank == 0:
+            self.last.mkdir()
+        if durable:
+            os.sync()  # what others left in the page cache is not the next one's to write
+        return self.last
+
+    def remove(self) -> None:
+        self.world.barrier()
+        if self.last is not None and self.world.rank == 0:
+            shutil.rmtree(self.last, ignore_errors=True)
+        self.last = None
+
+
+class SaveLoadWay(Way):
+    """A contestant in a case.
 
     Args:
-        cases: to run.
-        folder: to work in.
-        end: ``time.monotonic()`` when everything should be done.
-        weight_after: of what else must be done by then.
+        contestant: How to save and load.
+        work: What.
+        tiny: A few bytes of the same kind: what a first call imports is not what it costs.
+        disk: Where.
+        plan: Of the case.
     """
-    left = sum(case.weight for case in cases) + weight_after
-    for size in sorted({case.world_size for case in cases}):
-        shares = []
-        for case in cases:
-            if case.world_size == size:
-                shares.append((case, case.weight / left))
-                left -= case.weight
-        start_world(size, Job(shares, end), folder, group_of_one=megatron_is_installed())
-    return {case.name: json.loads((folder / f"{case.name}.json").read_text()) for case in cases}
 
+    def __init__(
+        self, contestant: Contestant, work: Work, tiny: Work, disk: Disk, plan: SaveLoad
+    ) -> None:
+        self.name, self.family = contestant.name, contestant.family
+        self.detail = contestant.detail
+        self._contestant = contestant
+        self._work = work
+        self._tiny = tiny
+        self._disk = disk
+        self._world = disk.world
+        self._plan = plan
+        self._calls = contestant.open(work)
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = ", ".join([*(case.name for case in CASES), async_save.NAME])
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help=f"some of: {names}")
-    parser.add_argument("--rounds", type=int, help="counted rounds of every case")
-    parser.add_argument("--quick", action="store_true", help="small sizes, one round, one call")
-    parser.add_argument("--async-mib", type=int, default=1024, help="size of the case async")
-    parser.add_argument(
-        "--minutes", type=float, default=12.0, help="no round begins after its time"
-    )
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; by default --output")
-    parser.add_argument("--output", type=Path, default=Path("bench-output"), help="JSON and plot")
-    arguments = parser.parse_args()
-    names_given = arguments.cases
-    arguments.behind = None
-    if names_given is None or async_save.NAME in names_given:
-        arguments.behind = async_save.async_case(
-            max(16, arguments.async_mib), quick=arguments.quick, rounds=arguments.rounds
-        )
-    if names_given is not None:
-        names_given = [name for name in names_given if name != async_save.NAME]
-    try:
-        arguments.cases = choose(names_given, quick=arguments.quick, rounds=arguments.rounds)
-    except ValueError as error:
-        parser.error(str(error))
-    return arguments
+    def attempt(self) -> float:
+        """Seconds of what the case measures first, the better of two calls."""
+        first = self._save if "save" in self._plan.measures else self._load
+        if first == self._load:
+            self._save()
+        seconds = self._world.fastest(first, 2)
+        self._disk.remove()
+        return seconds
 
+    def warm_up(self) -> Mapping[str, float]:
+        """Imports; then memory, bytes, files and whether what is loaded is right."""
+        try:
+            calls = self._contestant.open(self._tiny)
+            self._save(calls, self._tiny)
+            if "load" in self._plan.measures:
+                self._load(calls)
+            return self._measured_once()
+        finally:
+            self._disk.remove()
 
-def main() -> None:
-    arguments = _parse()
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    place = arguments.folder or arguments.output
-    place.mkdir(parents=True, exist_ok=True)
-    behind: Case | None = arguments.behind
-    everything = [*arguments.cases, *([] if behind is None else [behind])]
-    needed = _FREE_FACTOR * max(case.num_bytes for case in everything)
-    if shutil.disk_usage(place).free < needed:
-        raise SystemExit(f"{place} needs {needed / 2**30:.0f} GiB of free space")
-    begin = time.monotonic()
-    # So that a run that is stopped removes its gigabytes.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
-    end = begin + 60 * arguments.minutes
-    async_report = None
-    with tempfile.TemporaryDirectory(prefix="scratch-", dir=place) as name:
-        folder = Path(name).resolve()
-        weight = 0.0 if behind is None else behind.weight
-        cases = run_cases(arguments.cases, folder, end, weight_after=weight)
-        if behind is not None:
-            minutes = (end - time.monotonic()) / 60
-            async_report = async_save.run_async(behind, folder, minutes, _say)
-    verdicts = judge(cases)
-    async_verdicts = [] if async_report is None else async_goals.async_verdicts(async_report)
-    report = {
-        "environment": environment(),
-        "quick": arguments.quick,
-        "seconds": time.monotonic() - begin,
-        "cases": list(cases.values()),
-        "goals": verdicts,
-        "async": async_report,
-        "async_goals": async_verdicts,
-    }
-    (arguments.output / "save_load.json").write_text(json.dumps(report, indent=2))
-    if cases:
-        draw(list(cases.values()), arguments.output / "save_load.png")
-    for case in cases.values():
-        console.print(case_table(case), "")
-    if async_report is not None:
-        async_plot.draw_async(async_report, arguments.output / "async_save.png")
-        console.print(async_goals.async_table(async_report), "")
-    if arguments.quick:
-        console.print("A quick run: numbers mean nothing.")
-    if verdicts and not arguments.quick:
-        console.print(goals_table(verdicts), "")
-    if async_verdicts and not arguments.quick:
-        console.print(async_goals.goals_table(async_verdicts), "")
-    console.print(
-        f"{report['seconds']:.0f} s; save_load.json and the pictures are in {arguments.output}/"
-    )
+    def _measured_once(self) -> dict[str, float]:
+        once: dict[str, float] = {}
+        with watched() as watch:
+            once["save s"] = self._save()
+        once["save MiB"] = self._worst(watch.peak_mib)
+        assert self._disk.last is not None
+        once["files"] = sum(path.is_file() for path in self._disk.last.rglob("*"))
+        if "load" in self._plan.measures:
+            self._work.clear_target()
+            with watched() as watch:
+                once["load s"] = self._load()
+            once["load MiB"] = self._worst(watch.peak_mib)
+            needed = sum(self._world.gather(self._work.target_bytes))
+            read = sum(self._world.gather(watch.read_bytes)) / needed
+            if read > 0.95:  # else it reads through a map, which nobody counts
+                once["read / needed"] = read
+            if not all(self._world.gather(self._work.target_is_right)):
+                raise WayFailedError("what it loaded is not what it saved")
+        return {name: value for name, value in once.items() if self._counts(name)}
 
+    def _counts(self, metric: str) -> bool:
+        operation, _, unit = metric.partition(" ")
+        if operation in ("save", "load") and operation not in self._plan.measures:
+            return False
+        return unit != "s" or self._contestant.timed
 
-if __name__ == "__main__":
-    main()
+    def round(self) -> Mapping[str, float]:
+        if not self._contestant.timed:
+            return {}
+        try:
+            values = {}
+            calls = self._plan.calls if "save" in self._plan.measures else 1
+            seconds = self._world.fastest(self._save, calls)
+            if "save" in self._plan.measures:
+                values["save s"] = seconds
+            if "load" in self._plan.measures:
+                values["load s"] = self._world.fastest(self._load, self._plan.calls)
+            return values
+        finally:
+            self._disk.remove()
+
+    def _save(self, calls: Calls | None = None, work: Work | None = None) -> float:
+        """One save into a new, empty folder; the one before is removed."""
+        work, calls = work or self._work, calls or self._calls
+        side = work.saving
+        if self._contestant.saved_by_loaders and work.state.reshards:
+            side = work.loading
+            for tensor in work.target:
+                tensor.fill()
+        folder = self._disk.new(durable=work.state.durable)
+        return self._world.timed(None if side.rank is None else lambda: calls.save(folder))
+
+    def _load(self, calls: Calls | None = None) -> float:
+        folder, calls = self._disk.last, calls or self._calls
+        assert folder is not None
+        idle = self._work.loading.rank is None
+        return self._world.timed(None if idle else lambda: calls.load(folder))
+
+    def _worst(self, value: float) -> float:
+        return max(self._world.gather(value))

@@ -15,8 +15,98 @@ step, another one begins with the next backend, and with or without workers. Thi
 The seed decides who dies and when, but not what the victims are doing at that moment.
 """
 
-if __name__ == "__main__":
-    # Only here: every process that is spawned imports this file, and needs no rich or matplotlib.
-    from chaos_command import main
+from __future__ import annotations
 
-    main(__doc__)
+import argparse
+import random
+import shutil
+import time
+
+from rich.console import Console
+
+from chaos_course import ChaosError, Course, Job, Mayhem, Worker
+from chaos_report import course_line, draw_chaos, summary_table
+from harness import add_folder, output_folder, wide_console
+
+BACKENDS = ("tensorstore", "zarr", "torch_dist")
+WORKERS: tuple[Worker, ...] = ("thread", "process")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=40, help="so many, or what fits the time")
+    parser.add_argument(
+        "--minutes", type=float, help="no kill after so long; by default 1 for every 10 kills"
+    )
+    parser.add_argument("--world", type=int, default=2, choices=(1, 2, 4), help="number of ranks")
+    parser.add_argument("--seed", type=int, help="who dies and when; by default another every time")
+    parser.add_argument("--steps", type=int, default=120, help="of each training")
+    parser.add_argument("--save-every", type=int, default=5, help="steps")
+    parser.add_argument("--worker", choices=WORKERS, help="who writes; by default they take turns")
+    add_folder(parser)
+    arguments = parser.parse_args()
+    if arguments.minutes is None:
+        arguments.minutes = max(1.0, arguments.kills / 10)
+    if arguments.seed is None:
+        arguments.seed = random.SystemRandom().randrange(10_000)
+    arguments.folder = output_folder(parser, arguments.folder, "chaos-")
+    return arguments
+
+
+def main() -> None:
+    arguments, console = _arguments(), wide_console()
+    repeat = f"--seed {arguments.seed} --kills {arguments.kills} --world {arguments.world}"
+    console.print(f"Chaos with {repeat}, for at most {arguments.minutes:g} minutes", style="bold")
+    begin = time.monotonic()
+    mayhem = Mayhem(
+        world_size=arguments.world,
+        random=random.Random(arguments.seed),  # noqa: S311 - not for secrets
+        kills=arguments.kills,
+        deadline=begin + 60 * arguments.minutes,
+    )
+    try:
+        courses = _wreak(mayhem, arguments, console)
+    except ChaosError as error:
+        console.print(f"the checkpoints are still in {arguments.folder}", soft_wrap=True)
+        raise SystemExit(f"FAILED ({repeat}): {error}") from error
+    finally:
+        mayhem.end()
+    draw_chaos(courses, arguments.folder / "chaos.png")
+    console.print(summary_table(courses[0], courses[1:], time.monotonic() - begin))
+    if mayhem.kills_done < arguments.kills:
+        missing = f"{mayhem.kills_done} of {arguments.kills} kills fitted the time"
+        console.print(f"{missing}; --minutes gives it more", style="yellow")
+    console.print(f"picture  {arguments.folder / 'chaos.png'}", soft_wrap=True)
+
+
+def _wreak(mayhem: Mayhem, arguments: argparse.Namespace, console: Console) -> list[Course]:
+    """The undisturbed training first, then those that are killed."""
+    courses: list[Course] = []
+    with console.status("undisturbed") as status:
+
+        def tell(course: Course) -> None:
+            name = f"training {len(courses)}, {course.job.backend}" if courses else "undisturbed"
+            done = f"{mayhem.kills_done} of {arguments.kills} kills, step {course.reached}"
+            status.update(f"{name}: {done}, {course.resumes} resumes")
+
+        while not courses or mayhem.goes_on:
+            number = max(0, len(courses) - 1)
+            job = Job(
+                arguments.folder / f"training-{len(courses)}",
+                BACKENDS[number % len(BACKENDS)],
+                arguments.steps,
+                arguments.save_every,
+                arguments.worker or WORKERS[number % len(WORKERS)],
+            )
+            course = Course(job)
+            mayhem.run(course, courses[0].losses if courses else None, tell)
+            console.print(course_line(len(courses), course))
+            courses.append(course)
+            shutil.rmtree(job.folder)
+    return courses
+
+
+if __name__ == "__main__":
+    main()

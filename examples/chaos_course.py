@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any, Literal
 
-from chaos_ranks import ChaosError, Job, Kill, Life, Story, Whom, Worker
-from dist_checkpointing import CheckpointingException, CheckpointManager
-from dist_checkpointing.comm import SingleProcess
+import torch
+
+from dist_checkpointing import CheckpointingException, CheckpointManager, Retention
+from dist_checkpointing.comm import Comm, SingleProcess, TorchComm
+from harness import Launch, LaunchError, Tell
+from managed_training import train_managed
+from tensor_parallel import Ranks
+from tensor_parallel_gpt import GPTConfig
+from training_state import Text, TrainingState
+
+Whom = Literal["rank", "all", "worker"]
+Worker = Literal["thread", "process"]
+Since = Literal["meeting", "first step"]
+
+SMALL = GPTConfig(width=64, num_layers=2, num_heads=4, mlp_width=128, context_length=64)
+"""The model of the demo with fewer and smaller layers: 13 ms a step on one core."""
+
+DEAD_AFTER_SECONDS: Mapping[Worker, float] = {"thread": 3.0, "process": 6.0}
+"""How long ranks wait for one another before they say that one is gone; workers start slowly."""
 
 LONGEST_SECONDS: Mapping[Worker, float] = {"thread": 1.5, "process": 4.0}
 """A kill comes so long after the first step, or earlier; a worker has to start first."""
@@ -20,14 +40,190 @@ RESUMING_SHARE = 0.2
 """How many of the kills come so soon after the ranks have met, when they resume."""
 
 
+class ChaosError(Exception):
+    """What must not happen has happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the ranks of a life do.
+
+    Attributes:
+        folder: Folder of the run: its checkpoints.
+        backend: Backend that they are saved with.
+        steps: Number of steps to reach.
+        save_every: Steps between two saves.
+        worker: Who writes, see ``AsyncSaver``.
+    """
+
+    folder: Path
+    backend: str
+    steps: int
+    save_every: int
+    worker: Worker = "thread"
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A kill -9.
+
+    Attributes:
+        whom: One rank, all ranks at once, or only the process that writes for one rank.
+        rank: Which rank; of no meaning for all ranks.
+        since: When the clock starts: when all ranks have met, which is when they begin to look for
+            a checkpoint, or when they have trained a step.
+        seconds: How long after that.
+    """
+
+    whom: Whom
+    rank: int
+    since: Since
+    seconds: float
+
+
+@dataclass(slots=True)
+class Story:
+    """What happened in a life.
+
+    Attributes:
+        exit_codes: Exit codes of all ranks.
+        resumed: The step that was loaded; None if the training began.
+        skipped: (step, why) of the checkpoints that were passed over.
+        losses: (step, loss as hexadecimal) in the order they came.
+        errors: Rank -> what it ended with by itself.
+        killed: Who was killed indeed; None if everything was over by then.
+    """
+
+    exit_codes: list[int] = field(default_factory=list)
+    resumed: int | None = None
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+    losses: list[tuple[int, str]] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
+    killed: Whom | None = None
+
+    @property
+    def has_finished(self) -> bool:
+        return set(self.exit_codes) == {0}
+
+
+class Life:
+    """One launch of the ranks, which ends by itself or by a kill.
+
+    Args:
+        size: Number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._launch = Launch(size)
+        self._size = size
+        self.end = self._launch.end
+
+    def run(self, job: Job, kill: Kill | None, after_kill: Callable[[], None]) -> Story:
+        """Train until all ranks have ended.
+
+        Args:
+            job: What to do.
+            kill: Whom to kill and when, if the training is not done by then.
+            after_kill: Called while the survivors find out.
+
+        Raises:
+            ChaosError: If a rank that was not killed hangs, or dies of a signal.
+        """
+        story, ready = Story(), set[int]()
+        kill_at: float | None = None
+
+        def look() -> None:
+            nonlocal kill_at
+            if kill is None or story.killed is not None:
+                return
+            begun = len(ready) == self._size if kill.since == "meeting" else bool(story.losses)
+            if kill_at is None and begun:
+                kill_at = time.monotonic() + kill.seconds
+            if kill_at is not None and time.monotonic() >= kill_at and self._strike(kill):
+                story.killed = kill.whom
+                after_kill()
+
+        self._launch.begin(train, job)
+        try:
+            for rank, word, value in self._launch.heard(look):
+                if word == "ready":
+                    ready.add(rank)
+                elif word == "resumed":
+                    story.resumed = value
+                elif word == "error":
+                    story.errors[rank] = value
+                else:
+                    {"skipped": story.skipped, "loss": story.losses}[word].append(value)
+        except LaunchError as error:
+            raise ChaosError(str(error)) from error
+        story.exit_codes = self._launch.exit_codes()
+        if story.killed != "worker" and -signal.SIGKILL not in story.exit_codes:
+            story.killed = None  # they had ended before
+        died = [code for code in story.exit_codes if code < 0 and code != -signal.SIGKILL]
+        if died:
+            raise ChaosError(f"a rank died of a signal that nobody sent: {died}")
+        return story
+
+    def _strike(self, kill: Kill) -> bool:
+        """Kill; False if there is no such process yet."""
+        if kill.whom == "worker":
+            pid = self._launch.writer_of(kill.rank)
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+            return pid is not None
+        self._launch.kill(None if kill.whom == "all" else [kill.rank])
+        return True
+
+
+def train(job: Job, ranks: Ranks, tell: Tell) -> None:
+    """What each rank does."""
+    comm: Comm = SingleProcess()
+    if ranks.size > 1:
+        comm = TorchComm(torch.distributed.new_group(), DEAD_AFTER_SECONDS[job.worker])
+    retention = Retention(keep_last=3, keep_every=50)
+    manager = CheckpointManager(
+        job.folder, job.backend, comm=comm, retention=retention, worker=job.worker
+    )
+    if ranks.rank == 0:
+        logging.getLogger("dist_checkpointing").addHandler(_Skipped(tell))
+    tell("ready", None)
+
+    def tell_once(word: str, value: Any) -> None:
+        if ranks.rank == 0:
+            tell(word, value)
+
+    train_managed(
+        TrainingState(SMALL, ranks),
+        Text(),
+        manager,
+        until=job.steps,
+        save_every=job.save_every,
+        on_resume=lambda step: tell_once("resumed", step),
+        on_step=lambda step, loss: tell_once("loss", (step, loss.hex())),
+    )
+
+
+class _Skipped(logging.Handler):
+    """What the manager logs about checkpoints that it passes over."""
+
+    def __init__(self, tell: Tell) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "is skipped" in record.msg and isinstance(record.args, Sequence):
+            step, error = record.args
+            self._tell("skipped", (step, str(error).splitlines()[0]))
+
+
 @dataclass(frozen=True, slots=True)
 class Ending:
     """A life and its end.
 
     Attributes:
-        story: what happened.
-        kill: who should die; None if nobody.
-        was_saving: a save that never became a checkpoint was under way at the end.
+        story: What happened.
+        kill: Who should die; None if nobody.
+        was_saving: A save that never became a checkpoint was under way at the end.
     """
 
     story: Story
@@ -40,22 +236,14 @@ class Course:
     """One training.
 
     Attributes:
-        folder: of its checkpoints.
-        backend: they are saved with.
-        steps: number of steps to reach.
-        save_every: steps between two saves.
-        worker: who writes them.
-        endings: of its lives, in order.
-        losses: step -> loss as hexadecimal.
-        reached: the newest step that was ever committed.
-        verified: number of checkpoints that were left and found whole.
+        job: What its ranks do.
+        endings: Ends of its lives, in order.
+        losses: Step -> loss as hexadecimal.
+        reached: The newest step that was ever committed.
+        verified: Number of checkpoints that were left and found whole.
     """
 
-    folder: Path
-    backend: str
-    steps: int
-    save_every: int
-    worker: Worker = "thread"
+    job: Job
     endings: list[Ending] = field(default_factory=list)
     losses: dict[int, str] = field(default_factory=dict)
     reached: int = 0
@@ -84,9 +272,9 @@ class Mayhem:
     """Runs trainings and kills them until there were enough kills, or the time is over.
 
     Args:
-        world_size: ranks of a training.
-        random: decides who dies and when.
-        kills: number of kills.
+        world_size: Ranks of a training.
+        random: Decides who dies and when.
+        kills: Number of kills.
         deadline: ``time.monotonic()`` after which nobody is killed.
     """
 
@@ -111,28 +299,26 @@ class Mayhem:
         """Train to the last step.
 
         Args:
-            course: filled with what happens.
-            expected: step -> loss of an undisturbed training; None to be that one.
-            tell: called after every life.
+            course: Filled with what happens.
+            expected: Step -> loss of an undisturbed training; None to be that one.
+            tell: Called after every life.
 
         Raises:
-            ChaosError: if anything is not as it must be.
+            ChaosError: If anything is not as it must be.
         """
-        job = Job(course.folder, course.backend, course.steps, course.save_every, course.worker)
         while True:
             kill = None
-            if expected is not None and self.goes_on and course.reached < course.steps:
-                kill = self._next_kill(course.worker)
+            if expected is not None and self.goes_on and course.reached < course.job.steps:
+                kill = self._next_kill(course.job.worker)
             life, self._standby = self._standby or Life(self._world_size), None
             try:
-                story = life.run(job, kill, self._prepare)
+                story = life.run(course.job, kill, self._prepare)
             finally:
                 life.end()
             committed_before = course.reached
             course.endings.append(Ending(story, kill, _check_folder(course)))
             self.kills_done += story.killed is not None
-            _check_resumed(story, committed_before)
-            _check_story(course, story, expected)
+            _check_story(course, story, expected, committed_before)
             tell(course)
             if story.has_finished:
                 break
@@ -158,22 +344,21 @@ class Mayhem:
 
 def _check_folder(course: Course) -> bool:
     """That no checkpoint is lost; whether there is one that was begun and not committed."""
-    committed = CheckpointManager(course.folder, comm=SingleProcess()).steps()
+    committed = CheckpointManager(course.job.folder, comm=SingleProcess()).steps()
     newest = max(committed, default=0)
     if newest < course.reached:
         raise ChaosError(f"step {course.reached} was committed, and now the newest is {newest}")
     course.reached = newest
-    folders = [path for path in course.folder.glob("step-*") if path.is_dir()]
+    folders = [path for path in course.job.folder.glob("step-*") if path.is_dir()]
     return any(int(path.name.removeprefix("step-")) > newest for path in folders)
 
 
-def _check_resumed(story: Story, committed: int) -> None:
-    """That a life that got as far as a step went on from the newest commit before it."""
+def _check_story(
+    course: Course, story: Story, expected: Mapping[int, str] | None, committed: int
+) -> None:
+    """That it went on from the newest commit before it, with the losses that it should have."""
     if (story.losses or story.resumed is not None) and (story.resumed or 0) != committed:
         raise ChaosError(f"resumed from step {story.resumed}, but step {committed} was committed")
-
-
-def _check_story(course: Course, story: Story, expected: Mapping[int, str] | None) -> None:
     if story.killed is None and not story.has_finished:
         raise ChaosError(f"nobody was killed, and yet it ended: {story.errors}")
     for step, loss in story.losses:
@@ -181,19 +366,19 @@ def _check_story(course: Course, story: Story, expected: Mapping[int, str] | Non
         if loss != right:
             found, wanted = float.fromhex(loss), float.fromhex(right)
             raise ChaosError(
-                f"{course.backend}, step {step}: loss {found!r} after resuming from "
+                f"{course.job.backend}, step {step}: loss {found!r} after resuming from "
                 f"{story.resumed}, undisturbed {wanted!r}"
             )
         course.losses[step] = loss
 
 
 def _check_whole(course: Course) -> None:
-    manager = CheckpointManager(course.folder, comm=SingleProcess())
+    job, manager = course.job, CheckpointManager(course.job.folder, comm=SingleProcess())
     for step in manager.steps():
         try:
             manager.verify(step)
         except CheckpointingException as error:
             raise ChaosError(f"step {step} is committed, but not whole: {error}") from error
         course.verified += 1
-    if course.losses.keys() != set(range(1, course.steps + 1)) or course.reached != course.steps:
-        raise ChaosError(f"{course.backend}: the training ended before its last step")
+    if course.losses.keys() != set(range(1, job.steps + 1)) or course.reached != job.steps:
+        raise ChaosError(f"{job.backend}: the training ended before its last step")

@@ -16,10 +16,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,6 +37,8 @@ from torch.distributed.tensor.parallel import (
 
 from dist_checkpointing import load, save
 from dist_checkpointing.interop import shard_state_dict, unshard_state_dict
+from harness import LaunchError, Tell, Work, run_ranks
+from tensor_parallel import Ranks
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -137,36 +135,34 @@ def _report(run: Run) -> dict[str, Any]:
     return {"step": run.step, "digests": digests, "losses": run.train(STEPS)}
 
 
-def _rank(part: str, checkpoint: Path, report: Path) -> None:
-    """What each rank does, under torchrun."""
-    dist.init_process_group("gloo")
+def _train_and_save(path: Path, ranks: Ranks, tell: Tell) -> None:
+    """What each rank does that saves."""
     run = Run()
-    if part == "save":
-        run.train(STEPS)
-        _save(run, checkpoint)
-    else:
-        _load(run, checkpoint)
-    seen = _report(run)
-    if dist.get_rank() == 0:
-        report.write_text(json.dumps(seen))
-    dist.destroy_process_group()
+    run.train(STEPS)
+    _save(run, path)
+    _tell_once(run, ranks, tell)
 
 
-def _on_ranks(world_size: int, part: str, checkpoint: Path, report: Path) -> dict[str, Any]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    arguments = ["--part", part, "--checkpoint", str(checkpoint), "--report", str(report)]
-    done = subprocess.run(  # noqa: S603 - this script
-        [sys.executable, *launcher, __file__, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise SystemExit(f"{done.stdout}\n{part} on {world_size} ranks failed")
-    seen: dict[str, Any] = json.loads(report.read_text())
-    return seen
+def _load_and_train(path: Path, ranks: Ranks, tell: Tell) -> None:
+    """What each rank does that loads."""
+    run = Run()
+    _load(run, path)
+    _tell_once(run, ranks, tell)
+
+
+def _tell_once(run: Run, ranks: Ranks, tell: Tell) -> None:
+    report = _report(run)
+    if ranks.rank == 0:
+        tell("report", report)
+
+
+def _on_ranks(size: int, work: Work, checkpoint: Path) -> dict[str, Any]:
+    try:
+        ((_, _, report),) = run_ranks(size, work, checkpoint)
+    except LaunchError as error:
+        raise SystemExit(f"{size} ranks failed: {error}") from error
+    assert isinstance(report, dict)
+    return report
 
 
 def _with_tensorstore_alone(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
@@ -195,23 +191,15 @@ def _check(what: str, found: dict[str, Any], saved: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Save on 4 ranks, load on 2 and on none.")
-    parser.add_argument("--folder", type=Path, help="where the checkpoint shall stay")
-    parser.add_argument("--part", choices=("save", "load"), help=argparse.SUPPRESS)
-    parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    parser = argparse.ArgumentParser(description="Save on 4 ranks, load on 2 and on one.")
+    parser.add_argument("--folder", type=Path, help="where the checkpoint should stay")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.part is not None:
-        _rank(arguments.part, arguments.checkpoint, arguments.report)
-        return
     with tempfile.TemporaryDirectory() as scratch:
-        folder = (arguments.folder or Path(scratch)).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        checkpoint = folder / "checkpoint"
-        saved = _on_ranks(4, "save", checkpoint, folder / "saved.json")
+        checkpoint = (given.folder or Path(scratch)).absolute() / "checkpoint"
+        saved = _on_ranks(4, _train_and_save, checkpoint)
         print(f"saved  2 x 2 ranks (FSDP2 x tensor parallel), step {saved['step']}: {checkpoint}")
-        two = _on_ranks(2, "load", checkpoint, folder / "two.json")
+        two = _on_ranks(2, _load_and_train, checkpoint)
         plain = Run()
         _load(plain, checkpoint)
         holds = [

@@ -3,60 +3,34 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TransferSpeedColumn
 
-from dist_checkpointing.storage.progress import Progress as Report
+from dist_checkpointing.storage import Progress as Report
 
 
-class ProgressBar:
+@contextmanager
+def progress_bar(*, visible: bool) -> Iterator[Callable[[Report], None]]:
     """One line a phase that moves bytes, on the first rank; nothing on the others.
 
-    Use it as a context manager and pass the object itself as ``progress=``.
+    What it yields is for ``progress=``.
     """
+    columns = ("{task.description:>9}", BarColumn(30), DownloadColumn(), TransferSpeedColumn())
+    # Without a terminal rich prints the lines once, at the end.
+    bar = Progress(*columns, console=Console(width=100, highlight=False), disable=not visible)
+    lines: dict[str, TaskID] = {}
+    lock = threading.Lock()
 
-    def __init__(self, *, visible: bool) -> None:
-        # Without a terminal rich prints the lines once, at the end.
-        self._bar = Progress(
-            TextColumn("{task.description:>9}"),
-            BarColumn(30),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeElapsedColumn(),
-            console=Console(width=100, highlight=False),
-            disable=not visible,
-        )
-        self._lines: dict[str, TaskID] = {}
-        self._lock = threading.Lock()
+    def show(report: Report) -> None:
+        if report.bytes_total:
+            with lock:  # reports come from any thread
+                if report.phase not in lines:
+                    lines[report.phase] = bar.add_task(report.phase)
+            line = lines[report.phase]
+            bar.update(line, completed=report.bytes_done, total=report.bytes_total)
 
-    def __call__(self, report: Report) -> None:
-        if not report.bytes_total:
-            return
-        with self._lock:  # reports come from any thread
-            if report.phase not in self._lines:
-                self._lines[report.phase] = self._bar.add_task(report.phase)
-            line = self._lines[report.phase]
-        self._bar.update(line, completed=report.bytes_done, total=report.bytes_total)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
+    with bar:
+        yield show

@@ -15,56 +15,35 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from backend_option import HELP, parse_backend
-from checkpoint_contents import read_contents
-from cut_picture import cut_picture
-from loss_curves import draw_losses, loss_chart, loss_table
+from demo_report import check_table, cut_picture, draw_losses, loss_chart, loss_table, saved_table
+from harness import LaunchError, Tell, add_folder, output_folder, run_ranks, wide_console
 from resume_checks import check_resumed
-from saved_table import check_table, saved_table
-from training_runs import Run, RunFailedError, train
+from tensor_parallel import Ranks
+from training_runs import BACKEND_HELP, Job, Run, backend_argument, train
 
 SAVED_WITH = 2
 RESUMED_WITH = (2, 4, 1)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train, save, and resume on other ranks.")
-    parser.add_argument("--backend", type=parse_backend, help=HELP)
-    parser.add_argument("--steps", type=int, default=60, help="steps before and after the save")
-    parser.add_argument("--folder", type=Path, help="a new or empty folder for all that is written")
-    arguments = parser.parse_args()
-    if arguments.steps < 1:
-        parser.error("--steps must be at least 1")
-    if arguments.folder is None:
-        arguments.folder = Path("demo-output") / f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
-    if arguments.folder.exists() and any(arguments.folder.iterdir()):
-        parser.error(f"{arguments.folder} is not empty; name a new folder")
-    return arguments
-
-
 def main() -> None:
-    arguments = _arguments()
-    folder, last_step = arguments.folder, 2 * arguments.steps
-    folder.mkdir(parents=True, exist_ok=True)
+    parser = argparse.ArgumentParser(description="Train, save, and resume on other ranks.")
+    parser.add_argument("--backend", type=backend_argument, help=BACKEND_HELP)
+    parser.add_argument("--steps", type=int, default=60, help="steps before and after the save")
+    add_folder(parser)
+    given = parser.parse_args()
+    if given.steps < 1:
+        parser.error("--steps must be at least 1")
+    folder, console, last = output_folder(parser, given.folder), wide_console(), 2 * given.steps
     checkpoint = folder / "checkpoint"
-    console = Console(width=None if sys.stdout.isatty() else 116, highlight=False)
-
-    options = ["--until", str(last_step)]
-    saving = [*options, "--save-at", str(arguments.steps), "--checkpoint", str(checkpoint)]
-    if arguments.backend:
-        backend = arguments.backend
-        saving += ["--backend", backend if isinstance(backend, str) else "{}:{}".format(*backend)]
-    saved = _show_run(console, SAVED_WITH, folder / "uninterrupted.json", saving)
-    console.print(saved_table(read_contents(checkpoint), saved, checkpoint))
-    resuming = [*options, "--resume", str(checkpoint)]
-    resumed = [
-        _show_run(console, size, folder / f"resumed-{size}.json", resuming) for size in RESUMED_WITH
-    ]
+    saving = Job(last, given.steps, checkpoint, backend=given.backend)
+    saved = _run(console, SAVED_WITH, "uninterrupted", saving)
+    console.print(saved_table(checkpoint, saved))
+    resuming = Job(last, resume=checkpoint)
+    resumed = [_run(console, size, f"resumed-{size}", resuming) for size in RESUMED_WITH]
 
     console.print(cut_picture(saved, resumed))
     console.print(loss_chart(saved, resumed))
@@ -77,20 +56,27 @@ def main() -> None:
     if not all(check.holds for check in checks):
         raise SystemExit("FAILED: a resumed run is not the saved one, see the checks above")
     console.print("\nNow try:", soft_wrap=True)
-    console.print(_commands(checkpoint, last_step), style="bold", soft_wrap=True, markup=False)
+    console.print(_commands(checkpoint, last), style="bold", soft_wrap=True, markup=False)
 
 
-def _show_run(console: Console, tensor_parallel: int, report: Path, options: list[str]) -> Run:
-    how = "torchrun" if tensor_parallel > 1 else "one plain process, no process group"
-    console.rule(f"{report.stem}: tensor parallelism {tensor_parallel} ({how})", align="left")
-    start = time.perf_counter()
+def _run(console: Console, size: int, name: str, job: Job) -> Run:
+    how = f"{size} processes" if size > 1 else "one plain process, no process group"
+    console.rule(f"{name}: tensor parallelism {size} ({how})", align="left")
+    begin = time.perf_counter()
     try:
-        run, output = train(tensor_parallel, report, options)
-    except RunFailedError as error:
-        raise SystemExit(f"{report.stem} failed: {error}") from error
-    console.print(output.rstrip(), style="dim", markup=False, soft_wrap=True)
-    console.print(f"{time.perf_counter() - start:.1f} s")
+        messages = run_ranks(size, _rank, job)
+    except LaunchError as error:
+        raise SystemExit(f"{name} failed: {error}") from error
+    console.print(f"{time.perf_counter() - begin:.1f} s")
+    (run,) = (value for _, word, value in messages if word == "run")
+    assert isinstance(run, Run)
     return run
+
+
+def _rank(job: Job, ranks: Ranks, tell: Tell) -> None:
+    run = train(job, ranks)
+    if ranks.rank == 0:
+        tell("run", run)
 
 
 def _commands(checkpoint: Path, last_step: int) -> str:

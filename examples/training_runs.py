@@ -1,70 +1,128 @@
-"""Start ``train_gpt.py`` on some number of ranks, and read what it reports."""
+"""One training run of the small GPT that saves or resumes once, and what it reports."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import argparse
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).with_name("train_gpt.py")
-TIMEOUT_SECONDS = 600
+import torch.distributed as dist
+
+from dist_checkpointing import ShardedTensor, load, save
+from dist_checkpointing.mapping import ShardedTensorFactory
+from dist_checkpointing.strategies.base import StrategyAction
+from dist_checkpointing.strategies.registry import available_strategies
+from oracle import global_digests
+from progress_bar import progress_bar
+from tensor_parallel import Ranks
+from tensor_parallel_gpt import GPTConfig
+from training_state import Text, TrainingState
+
+Backend = str | tuple[str, int] | None
+
+BACKEND_HELP = "NAME (its newest version) or NAME:VERSION to save with; else the default"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What one training run reported.
+class Job:
+    """What a run does.
 
     Attributes:
-        tensor_parallel: number of ranks.
-        losses: step -> loss in nats a byte, exact.
-        digests: what -> SHA-256 of the global tensor, at saving or right after loading.
-        shards: key -> rank, offset and shape of every rank's part.
-        iteration: the step at which digests and shards were taken.
-        seconds: wall time of the save or load.
+        until: Number of steps to reach.
+        save_at: Step after which to save.
+        checkpoint: Folder to save to.
+        resume: Checkpoint to start from.
+        backend: What to save with.
+    """
+
+    until: int
+    save_at: int | None = None
+    checkpoint: Path | None = None
+    resume: Path | None = None
+    backend: Backend = None
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run reports.
+
+    Attributes:
+        tensor_parallel: Number of ranks.
+        losses: Step -> loss in nats a byte, exact.
+        digests: What -> SHA-256 of the global tensor, at saving or right after loading.
+        shards: Key -> rank, offset and shape of every rank's part.
+        iteration: The step at which digests and shards were taken.
     """
 
     tensor_parallel: int
-    losses: Mapping[int, float]
-    digests: Mapping[str, str]
-    shards: Mapping[str, list[dict[str, Any]]]
-    iteration: int
-    seconds: float
+    losses: dict[int, float] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    shards: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    iteration: int = 0
 
 
-class RunFailedError(Exception):
-    """A training run did not end well; the text has its output."""
+def train(job: Job, ranks: Ranks) -> Run:
+    """Train, on all ranks together; rank 0 prints how it goes."""
+    state, text, run = TrainingState(GPTConfig(), ranks), Text(), Run(ranks.size)
+    if job.resume is not None:
+        with progress_bar(visible=ranks.rank == 0) as bar:
+            state.restore(load(state.sharded_state_dict(), str(job.resume), progress=bar))
+        _note(run, state)
+        say(ranks, f"resumed after step {state.iteration} with tensor parallelism {ranks.size}")
+    while state.iteration < job.until:
+        loss = state.train_step(text)
+        run.losses[state.iteration] = loss
+        if state.iteration % 10 == 0:
+            say(ranks, f"step {state.iteration:4d}  loss {loss:.4f}")
+        if state.iteration == job.save_at:
+            begin = time.perf_counter()
+            with progress_bar(visible=ranks.rank == 0) as bar:
+                save(state.sharded_state_dict(), str(job.checkpoint), job.backend, progress=bar)
+            say(ranks, f"saved to {job.checkpoint} in {time.perf_counter() - begin:.2f} s")
+            _note(run, state)
+    return run
 
 
-def train(tensor_parallel: int, report: Path, options: Sequence[str]) -> tuple[Run, str]:
-    """Train under torchrun, or in one plain process, and return the report and the output.
+def say(ranks: Ranks, text: str) -> None:
+    """Print a line, on one of the ranks."""
+    if ranks.rank == 0:
+        print(text, flush=True)
 
-    Raises:
-        RunFailedError: if it fails or does not end.
-    """
-    launcher: list[str] = []
-    if tensor_parallel > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(tensor_parallel)]
-    command = [sys.executable, *launcher, str(SCRIPT), *options, "--report", str(report)]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own script
-            command,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            timeout=TIMEOUT_SECONDS,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RunFailedError(f"no end after {TIMEOUT_SECONDS} s") from error
-    if done.returncode != 0:
-        raise RunFailedError(f"{done.stdout}\nexit code {done.returncode}")
-    content = json.loads(report.read_text())
-    content["losses"] = {int(step): float.fromhex(loss) for step, loss in content["losses"].items()}
-    return Run(**content), done.stdout
+
+def backend_argument(text: str) -> Backend:
+    """What ``save`` takes, of the option ``--backend``."""
+    known = available_strategies(StrategyAction.SAVE_SHARDED)
+    for name, version in known:
+        if text in (name, f"{name}:{version}"):
+            return name if text == name else (name, version)
+    choices = ", ".join(f"{name}:{version}" for name, version in known)
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {choices}")
+
+
+def _note(run: Run, state: TrainingState) -> None:
+    """What the ranks hold: digests of the global tensors, and who has which part of which."""
+    run.iteration = state.iteration
+    run.digests = global_digests(state)
+    own = []
+    for leaf in state.model.sharded_state_dict().values():
+        built = leaf.build().values() if isinstance(leaf, ShardedTensorFactory) else [leaf]
+        own += [
+            {
+                "key": tensor.key,
+                "rank": state.ranks.rank,
+                "offset": tensor.global_offset,
+                "shape": (1,) * tensor.prepend_axis_num + tensor.local_shape,
+            }
+            for tensor in built
+            if isinstance(tensor, ShardedTensor)
+        ]
+    tables: list[Any] = [own] * state.ranks.size
+    if state.ranks.size > 1:
+        dist.all_gather_object(tables, own)
+    shards: dict[str, list[dict[str, Any]]] = {}
+    for shard in (shard for table in tables for shard in table):
+        shards.setdefault(shard.pop("key"), []).append(shard)
+    run.shards = shards

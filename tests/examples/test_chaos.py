@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import dist_checkpointing
-from chaos_course import Course, Ending, Mayhem
-from chaos_ranks import ChaosError, Job, Kill, Life, Story
-from chaos_tables import summary_table
+from chaos_course import ChaosError, Course, Ending, Job, Kill, Life, Mayhem, Story
+from chaos_report import summary_table
 from dist_checkpointing import CheckpointManager, ShardedTensor
 from dist_checkpointing.comm import SingleProcess
 
@@ -30,18 +29,16 @@ class ToldLife(Life):
 
     def __init__(self, story: Story) -> None:
         self._story = story
+        self.end = lambda: None
 
     def run(self, job: Job, kill: Kill | None, after_kill: object) -> Story:  # noqa: ARG002
         return self._story
-
-    def end(self) -> None:
-        pass
 
 
 def course_of(story: Story, root: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
     """A training of two steps, whose first and only life is this story."""
     monkeypatch.setattr("chaos_course.Life", lambda _: ToldLife(story))
-    course = Course(root, "tensorstore", 2, 1)
+    course = Course(Job(root, "tensorstore", 2, 1))
     mayhem = Mayhem(world_size=2, random=random.Random(1), kills=1, deadline=time.monotonic() + 60)
     mayhem.run(course, {1: (2.0).hex(), 2: (1.0).hex()}, lambda _: None)
     return course
@@ -75,7 +72,7 @@ def test_another_loss_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_lost_checkpoint_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(tmp_path, 1)
-    course = Course(tmp_path, "tensorstore", 2, 1, reached=2)
+    course = Course(Job(tmp_path, "tensorstore", 2, 1), reached=2)
     monkeypatch.setattr("chaos_course.Life", lambda _: ToldLife(FINISHED))
     mayhem = Mayhem(world_size=2, random=random.Random(1), kills=0, deadline=0.0)
     with pytest.raises(ChaosError, match="step 2 was committed, and now the newest is 1"):
@@ -86,7 +83,7 @@ def test_going_on_from_an_old_checkpoint_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(tmp_path, 1, 2)
-    course = Course(tmp_path, "tensorstore", 2, 1, reached=2)
+    course = Course(Job(tmp_path, "tensorstore", 2, 1), reached=2)
     story = Story(exit_codes=[0, 0], resumed=1, losses=[(2, (1.0).hex())])
     monkeypatch.setattr("chaos_course.Life", lambda _: ToldLife(story))
     mayhem = Mayhem(world_size=2, random=random.Random(1), kills=0, deadline=0.0)
@@ -119,12 +116,12 @@ def test_steps_that_are_missing_are_seen(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_table_counts(tmp_path: Path) -> None:
-    undisturbed = Course(tmp_path, "zarr", 2, 1)
+    undisturbed = Course(Job(tmp_path, "zarr", 2, 1))
     alone = Story([SIGKILL, 1], None, [], [(1, "0x1p+0")], {1: "RankFailedError: gone"}, "rank")
     killed = Ending(alone, Kill("rank", 0, "meeting", 1.0), was_saving=True)
     resumed = Story([0, 0], 1, [(2, "step-2 is not a distributed checkpoint")], [(2, "0x1p+0")])
     endings = [killed, Ending(resumed, None, was_saving=False)]
-    course = Course(tmp_path, "zarr", 2, 1, endings=endings, verified=3)
+    course = Course(Job(tmp_path, "zarr", 2, 1), endings=endings, verified=3)
     table = summary_table(undisturbed, [course], 1.0)
     cells = zip(*(list(column.cells) for column in table.columns), strict=True)
     counts = {str(name).strip(): str(count) for name, count, _ in cells}

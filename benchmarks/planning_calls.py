@@ -1,0 +1,125 @@
+"""Planning as one rank of many does it, without the others: all that knows how planning is called.
+
+Every rank's message is made in this process, and rank 0 plans with all of them, as each rank of a
+real job does. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from dist_checkpointing.mapping.nesting import DictKey, Path
+from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan
+from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.planning.packing import pack
+from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, plan_save
+
+T = TypeVar("T")
+
+Leaves = dict[Path, ShardedBase]
+
+
+def as_leaves(tensors: Iterable[ShardedTensor]) -> Leaves:
+    """What planning takes, for tensors in their order."""
+    return {(DictKey(number),): tensor for number, tensor in enumerate(tensors)}
+
+
+def message_of(leaves: Leaves) -> bytes:
+    """What a rank sends to plan a save."""
+    planner = DefaultSavePlanner()
+    planner.configure_planner(leaves, is_coordinator=False, rank=0, layout=RowBlockLayout())
+    table = planner.build_local_plan().table
+    nobody = pack(table.take(slice(0, 0)))
+    return pickle.dumps((None, pack(table), nobody, ("", "")))
+
+
+class _OneOfMany(SingleProcess):
+    """Rank 0, for which the messages of the other ranks come from memory."""
+
+    def __init__(self, messages: Sequence[bytes]) -> None:
+        self.world_size = len(messages)
+        self.seconds = 0.0
+        self._messages = messages
+
+    def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
+        del step
+        produce()
+        begin = time.perf_counter()
+        values = [pickle.loads(message) for message in self._messages]  # noqa: S301 - our own
+        self.seconds = time.perf_counter() - begin
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A planned save.
+
+    Attributes:
+        agreed: What rank 0 then knows.
+        exchange_seconds: To make objects of what has arrived.
+        seconds: In all.
+    """
+
+    agreed: AgreedPlan
+    exchange_seconds: float
+    seconds: float
+
+    @property
+    def index_bytes(self) -> int:
+        """What every later load reads first."""
+        return len(self.agreed.index.to_json())
+
+
+def plan_of_rank0(leaves: Leaves, messages: Sequence[bytes]) -> Planned:
+    """Plan a save with the messages of all ranks, of which the first is made again."""
+    comm = _OneOfMany(messages)
+    begin = time.perf_counter()
+    agreed = plan_save(leaves, DefaultSavePlanner(), RowBlockLayout(), comm)
+    return Planned(agreed, comm.seconds, time.perf_counter() - begin)
+
+
+def load_plan(wanted: Leaves, stored: Index) -> tuple[LoadPlan, float]:
+    """What one rank reads, and the seconds to find that out."""
+    index = replace(stored)  # knows nothing from an earlier round
+    planner = DefaultLoadPlanner()
+    begin = time.perf_counter()
+    planner.configure_planner(wanted, index, is_coordinator=True, rank=0)
+    plan = planner.build_local_plan()
+    return plan, time.perf_counter() - begin
+
+
+class _Counting(SingleProcess):
+    """Counts what a rank would send."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def all_same(self, number: int | None) -> bool:
+        self.sent += 16  # two 64-bit integers in one all-reduce
+        return super().all_same(number)
+
+    def agree(self, step: str, error: Exception | None) -> None:
+        self.sent += 4  # one 32-bit integer in one all-reduce
+        super().agree(step, error)
+
+
+class CachedPlan:
+    """Plans the same state again and again with one ``PlanCache``."""
+
+    def __init__(self, leaves: Leaves) -> None:
+        self._leaves = leaves
+        self._cache = PlanCache()
+
+    def plan(self) -> tuple[float, int]:
+        """Seconds, and bytes that a rank sends."""
+        comm = _Counting()
+        begin = time.perf_counter()
+        plan_save(self._leaves, DefaultSavePlanner(), RowBlockLayout(), comm, cache=self._cache)
+        return time.perf_counter() - begin, comm.sent
