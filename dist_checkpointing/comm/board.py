@@ -70,14 +70,6 @@ class Board:
             question, self._question = self._question, None
             _wait_for(question, timeout_seconds)
 
-    def ask(self, question: Callable[[], T], timeout_seconds: float) -> T:
-        """The result of a function that uses this store.
-
-        Raises:
-            StoreSilentError: if it does not return in time.
-        """
-        return asked(question, timeout_seconds)
-
     def raise_flag(self) -> None:
         """Let ranks that wait in a collective know that it will not end."""
         self._store.set(_FLAG, "1")

@@ -113,7 +113,7 @@ class Steps:
     def clear(self) -> None:
         """Delete the keys of this rank in the store, once no rank will read them."""
         try:
-            self._board.ask(self._clear, _CLEARING_SECONDS)
+            asked(self._clear, _CLEARING_SECONDS)
         except (StoreSilentError, dist.DistError) as error:
             logger.debug("keys stay in the store: %s", error)
 
@@ -287,7 +287,7 @@ class Steps:
 
     def _asked(self, question: Callable[[], T], timeout_seconds: float, label: str) -> T:
         """The answer of the store, or an error if it does not answer in time."""
-        return self._answered(label, lambda: self._board.ask(question, timeout_seconds))
+        return self._answered(label, lambda: asked(question, timeout_seconds))
 
     def _answered(self, label: str, question: Callable[[], T]) -> T:
         try:
