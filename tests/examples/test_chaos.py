@@ -17,8 +17,9 @@ import dist_checkpointing
 from chaos_course import Course, Ending, Mayhem
 from chaos_ranks import ChaosError, Job, Kill, Life, Story
 from chaos_tables import summary_table
-from dist_checkpointing import CheckpointManager, ShardedTensor
+from dist_checkpointing import CheckpointManager
 from dist_checkpointing.comm import SingleProcess
+from states import shard
 
 ROOT = Path(dist_checkpointing.__file__).parents[1]
 SCRIPT = ROOT / "examples" / "chaos.py"
@@ -52,7 +53,7 @@ def commit(root: Path, *steps: int) -> CheckpointManager:
 
     manager = CheckpointManager(root, comm=SingleProcess())
     for step in steps:
-        manager.save(step, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))})
+        manager.save(step, {"w": shard("w", torch.ones(1000))})
     return manager
 
 
