@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dist_checkpointing import ShardedObject, ShardedTensor, save
+from dist_checkpointing import ShardedObject
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance.shards import assert_same_bits
+from states import between, blanks, cell, flat, rows, save_on, shard
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_NAMES = ("mc0.12.0_zarr", "mc0.15.3_zarr", "mc0.15.3_torch_dist")
@@ -56,6 +57,22 @@ class Sample:
     tensors: dict[str, torch.Tensor]
     objects: dict[str, dict[tuple[int, ...], Any]] = field(default_factory=dict)
 
+    def template(self) -> dict[str, Any]:
+        """What loads all of it, on one rank."""
+        cells = {
+            k: [ShardedObject(k, None, (len(v),), place) for place in sorted(v)]
+            for k, v in self.objects.items()
+        }
+        return {**blanks(self.tensors), **cells}
+
+    def assert_is(self, loaded: dict[str, Any]) -> None:
+        """What was loaded with the template is this, bit for bit."""
+        for key, tensor in self.tensors.items():
+            assert_same_bits(loaded[key], tensor, key)
+        assert loaded["rng"] == [value for _, value in sorted(self.objects["rng"].items())]
+        assert loaded["iteration"] == COMMON["iteration"]
+        assert loaded["history"] == COMMON["history"]
+
     def copied(self, folder: Path) -> Sample:
         """The same in another place, to be broken."""
         shutil.copytree(self.folder, folder)
@@ -83,27 +100,19 @@ def full_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def _state(full: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+def _state(full: dict[str, torch.Tensor], comm: Comm) -> dict[str, Any]:
+    rank = comm.rank
     state: dict[str, Any] = {}
     for key, tensor in full.items():
         if key == "uneven":
-            cuts = [0, 2, 7]
-            part = tensor[cuts[rank] : cuts[rank + 1]].clone()
-            shape = tuple(part.shape)
-            offset = (cuts[rank], 0)
-            state[key] = ShardedTensor(key, part, part.dtype, shape, (7, 5), offset, None)
+            state[key] = between(key, tensor, *((0, 2), (2, 7))[rank])
         elif key == "flat":
-            cuts = [0, 25, 60]
-            part = tensor.reshape(-1)[cuts[rank] : cuts[rank + 1]].clone()
-            state[key] = ShardedTensor.from_rank_offsets_flat(
-                key, part, (6, 10), flattened_range=slice(cuts[rank], cuts[rank + 1])
-            )
+            state[key] = flat(key, tensor, *((0, 25), (25, 60))[rank])
         elif tensor.ndim > 1 and tensor.numel():
-            part = tensor.chunk(RANKS, 0)[rank].clone()
-            state[key] = ShardedTensor.from_rank_offsets(key, part, (0, rank, RANKS))
+            state[key] = rows(key, tensor, comm)
         else:
-            state[key] = ShardedTensor.from_rank_offsets(key, tensor, replica_id=rank)
-    state["rng"] = ShardedObject("rng", {"seed": [rank, 5]}, (RANKS,), (rank,))
+            state[key] = shard(key, tensor, replica_id=rank)
+    state["rng"] = cell("rng", {"seed": [rank, 5]}, comm)
     return {"state": state, **COMMON}
 
 
@@ -112,12 +121,7 @@ def save_sample(
 ) -> Sample:
     """Save by two ranks: on a chunk grid, replicated, unevenly cut, flattened."""
     full = full_tensors() if tensors is None else tensors
-
-    def save_rank(comm: Comm) -> None:
-        state = _state(full, comm.rank)
-        save(state, folder, strategy, comm=comm, content_metadata=METADATA)
-
-    run_ranks(RANKS, save_rank)
+    save_on(RANKS, partial(_state, full), folder, strategy, content_metadata=METADATA)
     cells: dict[tuple[int, ...], Any] = {(rank,): {"seed": [rank, 5]} for rank in range(RANKS)}
     return Sample(folder.name, folder, full, {"rng": cells})
 

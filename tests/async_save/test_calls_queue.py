@@ -7,39 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dist_checkpointing import (
     CheckpointingException,
     RankFailedError,
-    ShardedTensor,
     check_is_distributed_checkpoint,
-    load_plain_tensors,
     save,
 )
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.strategies import base
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
+from states import assert_at_step, at_step
 
 BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
 
 
 def request(comm: Comm, folder: Path, value: float, backend: Any = None) -> AsyncRequest:
     """Of a tensor that is changed at once."""
-    data = torch.full((4, 3), value)
-    part = (0, comm.rank, comm.world_size)
-    state = {"w": ShardedTensor.from_rank_offsets("w", data, part), "value": value}
+    state = at_step(value, comm)
     made = save(state, folder, backend, async_sharded_save=True, comm=comm)
-    data.fill_(-1)
+    state["w"].data.fill_(-1)
     assert made is not None
     return made
-
-
-def assert_holds(folder: Path, value: float) -> None:
-    found = load_plain_tensors(folder)
-    assert found["value"] == value
-    assert found["w"].unique().tolist() == [value]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -63,7 +53,7 @@ def test_in_order(tmp_path: Path, backend: tuple[str, int]) -> None:
 
     run_ranks(2, one)
     for i in range(3):
-        assert_holds(tmp_path / str(i), i)
+        assert_at_step(tmp_path / str(i), i)
 
 
 def test_nothing_is_finalized_before_all_ranks_are_through() -> None:
@@ -106,7 +96,7 @@ def test_a_failure_is_told_to_all_ranks_and_does_not_stop_the_next_call(tmp_path
     assert "rank 1" in texts[0]
     assert "Traceback" in texts[0]
     assert not check_is_distributed_checkpoint(tmp_path / "1")
-    assert_holds(tmp_path / "2", 2)
+    assert_at_step(tmp_path / "2", 2)
 
 
 def test_a_foreign_function_that_fails() -> None:
@@ -137,7 +127,7 @@ def test_two_queues_do_not_interfere(tmp_path: Path) -> None:
 
     run_ranks(2, one)
     for i in range(4):
-        assert_holds(tmp_path / str(i), i)
+        assert_at_step(tmp_path / str(i), i)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the folder's lock
@@ -167,7 +157,7 @@ def test_a_scheduled_request_is_frozen() -> None:
 
 def test_execute_sync(tmp_path: Path) -> None:
     request(SingleProcess(), tmp_path / "c", 5).execute_sync()
-    assert_holds(tmp_path / "c", 5)
+    assert_at_step(tmp_path / "c", 5)
 
 
 def test_the_shared_queue_is_made_once() -> None:

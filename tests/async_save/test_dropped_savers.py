@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dist_checkpointing import AsyncSaver, CheckpointManager, ShardedTensor, load_plain_tensors
+from dist_checkpointing import AsyncSaver, CheckpointManager, load_plain_tensors
 from dist_checkpointing.comm import TorchComm, default_comm
 from dist_checkpointing.serialization.staged_save import StagedSave
+from states import at_step
 
 ROUNDS = 4
 
@@ -31,10 +31,6 @@ def store() -> Iterator[Any]:
         yield store
     finally:
         dist.destroy_process_group()
-
-
-def state(step: int) -> dict[str, Any]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4, 3), float(step)))}
 
 
 def held(store: Any) -> dict[str, int]:
@@ -76,7 +72,7 @@ def thread_names() -> list[str]:
 
 def drop(folder: Path, step: int) -> None:
     saver = AsyncSaver()
-    saver.save(state(step), folder / f"dropped-{step}").result()
+    saver.save(at_step(step), folder / f"dropped-{step}").result()
 
 
 def drop_without_a_save(folder: Path, step: int) -> None:
@@ -86,16 +82,16 @@ def drop_without_a_save(folder: Path, step: int) -> None:
 
 def close(folder: Path, step: int) -> None:
     with AsyncSaver() as saver:
-        saver.save(state(step), folder / f"closed-{step}")
+        saver.save(at_step(step), folder / f"closed-{step}")
 
 
 def manage(folder: Path, step: int) -> None:
     with CheckpointManager(folder / "run") as manager:
-        manager.async_save(step, state(step))
+        manager.async_save(step, at_step(step))
 
 
 def drop_a_manager(folder: Path, step: int) -> None:
-    CheckpointManager(folder / "run").async_save(step, state(step)).result()
+    CheckpointManager(folder / "run").async_save(step, at_step(step)).result()
 
 
 def talk_and_drop(folder: Path, step: int) -> None:
@@ -132,7 +128,7 @@ def test_a_save_under_way_is_brought_to_its_end(
 
     monkeypatch.setattr(StagedSave, "write_own", wait_and_write)
     saver = AsyncSaver()
-    handle = saver.save(state(7), tmp_path / "c")
+    handle = saver.save(at_step(7), tmp_path / "c")
     del saver
     gc.collect()
     assert look(store)["groups"] == before["groups"] + 1

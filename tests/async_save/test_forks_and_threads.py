@@ -16,7 +16,6 @@ import torch
 
 from dist_checkpointing import (
     AsyncSaver,
-    ShardedTensor,
     async_save,
     load,
     load_plain_tensors,
@@ -25,22 +24,12 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
+from states import assert_at_step, at_step, shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 PATIENCE_SECONDS = 60.0
 THREADS = 6
-
-
-def state(step: int) -> dict[str, Any]:
-    data = torch.full((4, 3), float(step))
-    return {"w": ShardedTensor.from_rank_offsets("w", data), "step": step}
-
-
-def assert_holds(folder: Path, step: int) -> None:
-    found = load_plain_tensors(folder)
-    assert found["step"] == step
-    assert found["w"].unique().tolist() == [step]
 
 
 def told_in_a_child(actions: Sequence[Callable[[], object]]) -> list[str | None]:
@@ -79,13 +68,13 @@ def test_a_forked_child_is_refused_a_save_that_goes_on_in_its_parent(tmp_path: P
     def wait() -> None:
         gate.wait(PATIENCE_SECONDS)
 
-    handle = saver.save(state(1), tmp_path / "1", ("zarr", 2), on_committed=wait)
+    handle = saver.save(at_step(1), tmp_path / "1", ("zarr", 2), on_committed=wait)
     told = told_in_a_child(
         [
             handle.result,
             handle.done,
             handle.captured.wait,
-            lambda: saver.save(state(2), tmp_path / "2", ("zarr", 2)),
+            lambda: saver.save(at_step(2), tmp_path / "2", ("zarr", 2)),
             saver.wait,
             saver.close,
         ]
@@ -98,25 +87,25 @@ def test_a_forked_child_is_refused_a_save_that_goes_on_in_its_parent(tmp_path: P
         assert f"process {os.getpid()}" in text
     handle.result(PATIENCE_SECONDS)
     saver.close()
-    assert_holds(tmp_path / "1", 1)
+    assert_at_step(tmp_path / "1", 1)
 
 
 def test_async_save_works_in_a_forked_child(tmp_path: Path) -> None:
-    async_save(state(1), tmp_path / "1", ("zarr", 2)).result(PATIENCE_SECONDS)
+    async_save(at_step(1), tmp_path / "1", ("zarr", 2)).result(PATIENCE_SECONDS)
 
     def save_there() -> None:
-        async_save(state(2), tmp_path / "2", ("zarr", 2)).result(PATIENCE_SECONDS)
+        async_save(at_step(2), tmp_path / "2", ("zarr", 2)).result(PATIENCE_SECONDS)
 
     assert told_in_a_child([save_there]) == [None]
-    async_save(state(3), tmp_path / "3", ("zarr", 2)).result(PATIENCE_SECONDS)
+    async_save(at_step(3), tmp_path / "3", ("zarr", 2)).result(PATIENCE_SECONDS)
     for step in (1, 2, 3):
-        assert_holds(tmp_path / str(step), step)
+        assert_at_step(tmp_path / str(step), step)
 
 
 def test_a_forked_child_goes_on_training_past_a_fence(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    handle = async_save(state(1), tmp_path / "1", ("zarr", 2))
+    handle = async_save(at_step(1), tmp_path / "1", ("zarr", 2))
     handle.fence(optimizer)
     assert told_in_a_child([optimizer.step]) == [None]
     optimizer.step()
@@ -142,15 +131,15 @@ def test_a_forked_child_is_refused_the_queue_of_its_parent() -> None:
 
 
 def test_a_forked_child_is_told_that_tensorstore_cannot_go_on_there(tmp_path: Path) -> None:
-    save(state(1), tmp_path / "1", "tensorstore")
-    load(state(0), tmp_path / "1")
-    save(state(2), tmp_path / "2", ("zarr", 2))
+    save(at_step(1), tmp_path / "1", "tensorstore")
+    load(at_step(0), tmp_path / "1")
+    save(at_step(2), tmp_path / "2", ("zarr", 2))
     told = told_in_a_child(
         [
-            lambda: load(state(0), tmp_path / "1"),
-            lambda: load(state(0), tmp_path / "2", "tensorstore"),
-            lambda: save(state(3), tmp_path / "3", "tensorstore"),
-            lambda: load(state(0), tmp_path / "2"),
+            lambda: load(at_step(0), tmp_path / "1"),
+            lambda: load(at_step(0), tmp_path / "2", "tensorstore"),
+            lambda: save(at_step(3), tmp_path / "3", "tensorstore"),
+            lambda: load(at_step(0), tmp_path / "2"),
         ]
     )
     for text in told[:3]:
@@ -159,7 +148,7 @@ def test_a_forked_child_is_told_that_tensorstore_cannot_go_on_there(tmp_path: Pa
         assert "spawn" in text
     assert told[3] is None
     assert not (tmp_path / "3").exists()
-    load(state(0), tmp_path / "1")
+    load(at_step(0), tmp_path / "1")
 
 
 def in_threads(action: Callable[[int], None]) -> None:
@@ -191,13 +180,13 @@ def test_threads_share_a_saver(finalize: Any, tmp_path: Path) -> None:
     def one(number: int) -> None:
         for turn in range(3):
             step = 10 * number + turn
-            saver.save(state(step), tmp_path / str(step)).result(PATIENCE_SECONDS)
+            saver.save(at_step(step), tmp_path / str(step)).result(PATIENCE_SECONDS)
 
     in_threads(one)
     saver.close()
     for number in range(THREADS):
         for turn in range(3):
-            assert_holds(tmp_path / str(10 * number + turn), 10 * number + turn)
+            assert_at_step(tmp_path / str(10 * number + turn), 10 * number + turn)
 
 
 def test_threads_share_the_saver_of_their_process(tmp_path: Path) -> None:
@@ -206,7 +195,7 @@ def test_threads_share_the_saver_of_their_process(tmp_path: Path) -> None:
     comm.kept.clear()  # all of them find none
 
     def one(number: int) -> None:
-        async_save(state(number), tmp_path / str(number)).result(PATIENCE_SECONDS)
+        async_save(at_step(number), tmp_path / str(number)).result(PATIENCE_SECONDS)
 
     try:
         in_threads(one)
@@ -214,7 +203,7 @@ def test_threads_share_the_saver_of_their_process(tmp_path: Path) -> None:
     finally:
         comm.kept.update(kept)
     for number in range(THREADS):
-        assert_holds(tmp_path / str(number), number)
+        assert_at_step(tmp_path / str(number), number)
 
 
 def test_threads_share_a_queue() -> None:
@@ -235,7 +224,7 @@ def test_threads_share_a_queue() -> None:
 def test_ranks_that_are_threads_each_have_a_saver(tmp_path: Path) -> None:
     def one(comm: Any) -> None:
         part = (0, comm.rank, comm.world_size)
-        own = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), part)}
+        own = {"w": shard("w", torch.ones(2), part)}
         async_save(own, tmp_path / "1", comm=comm).result(PATIENCE_SECONDS)
 
     run_ranks(4, one)

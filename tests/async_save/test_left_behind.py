@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dist_checkpointing import (
     CheckpointExistsError,
     CheckpointManager,
     RankFailedError,
     Retention,
-    ShardedTensor,
     check_is_distributed_checkpoint,
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
+from dist_checkpointing.comm import Comm, ThreadComm
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, remove_checkpoint
@@ -31,15 +29,9 @@ from dist_checkpointing.serialization.async_saver import AsyncSaver
 from dist_checkpointing.storage import StorageWriter, WriteResults
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
+from states import at_step
 
 BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
-
-
-def state(step: int, comm: Comm | None = None) -> dict[str, Any]:
-    comm = SingleProcess() if comm is None else comm
-    part = (0, comm.rank, comm.world_size)
-    data = torch.full((4, 3), float(step))
-    return {"w": ShardedTensor.from_rank_offsets("w", data, part), "step": step}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -59,13 +51,13 @@ def test_temporary_files_of_a_killed_save_are_cleared_away(
 
     folder = tmp_path / "c"
     monkeypatch.setattr(Path, "replace", leave)
-    save(state(1), folder, backend)
+    save(at_step(1), folder, backend)
     monkeypatch.undo()
     assert {path.name.split(".0123")[0] for path in left} >= {"metadata.json", "common.pt"}
     foreign = [folder / "notes.0123abcd.tmp", folder / "common.pt.bak.tmp"]
     for path in foreign:
         path.write_text("mine")
-    save(state(2), folder, backend, overwrite=True)
+    save(at_step(2), folder, backend, overwrite=True)
     assert not any(path.exists() for path in left)
     assert load_plain_tensors(folder)["step"] == 2
     for path in left:
@@ -78,7 +70,7 @@ def test_temporary_files_of_a_killed_save_are_cleared_away(
 def test_a_manager_clears_its_own(tmp_path: Path) -> None:
     (tmp_path / "manager.json.0123abcd.tmp").write_bytes(b"half")
     with CheckpointManager(tmp_path) as manager:
-        manager.async_save(1, state(1))
+        manager.async_save(1, at_step(1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manager.json", "step-00000001"]
 
 
@@ -133,7 +125,7 @@ def test_a_rank_that_is_only_late_does_not_spoil_the_folder(tmp_path: Path) -> N
 
     def one(comm: Comm) -> None:
         saver = AsyncSaver(comm=comm, retries=3)
-        handle = saver.save(state(1, comm), folder, Late(gate))
+        handle = saver.save(at_step(1, comm), folder, Late(gate))
         try:
             handle.result(30)
         except RankFailedError as error:
@@ -148,7 +140,7 @@ def test_a_rank_that_is_only_late_does_not_spoil_the_folder(tmp_path: Path) -> N
     threads[1].join()
     assert (folder / "w").exists()
     assert not check_is_distributed_checkpoint(folder)
-    save(state(2), folder, "zarr")
+    save(at_step(2), folder, "zarr")
     assert load_plain_tensors(folder)["w"].unique().tolist() == [2]
 
 
@@ -169,7 +161,7 @@ def test_a_rank_lost_after_the_commit_costs_no_checkpoint(
 
     def one(comm: Comm) -> None:
         manager = CheckpointManager(tmp_path, comm=comm)
-        handle = manager.async_save(1, state(1, comm))
+        handle = manager.async_save(1, at_step(1, comm))
         if comm.rank == 0:
             with pytest.raises(RankFailedError, match="did not reach"):
                 handle.result(30)
@@ -228,7 +220,7 @@ def test_errors_of_ranks_that_all_stopped_free_the_folder(tmp_path: Path) -> Non
             return Writer(checkpoint_dir)
 
     with AsyncSaver() as saver, pytest.raises(CheckpointingException, match="Input/output"):
-        saver.save(state(1), tmp_path / "c", Failing()).result(30)
+        saver.save(at_step(1), tmp_path / "c", Failing()).result(30)
     assert [path.name for path in (tmp_path / "c").rglob("*")] == [".dckpt", "attempt.json"]
 
 

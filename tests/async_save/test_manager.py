@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +22,28 @@ from dist_checkpointing import (
     CorruptCheckpointError,
     RankFailedError,
     Retention,
-    ShardedObject,
     ShardedTensor,
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.commit import Attempt
 from dist_checkpointing.format.optimizer_keys import is_of_optimizer
 from dist_checkpointing.manager.run_record import read_record, write_record
 from dist_checkpointing.testing import run_ranks
+from states import ALONE, shard, trained
 
-COMM = SingleProcess()
-
-
-def state(step: int, comm: Comm = COMM) -> dict[str, Any]:
-    part = (0, comm.rank, comm.world_size)
-    return {
-        "w": ShardedTensor.from_rank_offsets("model.w", torch.full((2, 3), float(step)), part),
-        "m": ShardedTensor.from_rank_offsets("optimizer.m", torch.full((2,), float(step)), part),
-        "rng": ShardedObject("rng", [step], (comm.world_size,), (comm.rank,)),
-        "step": step,
-    }
+state = partial(trained, key="model.w")
 
 
-def template(comm: Comm = COMM) -> dict[str, Any]:
+def template(comm: Comm = ALONE) -> dict[str, Any]:
     made = state(-1, comm)
     made["rng"].data = None
     return made
 
 
-def assert_loads(manager: CheckpointManager, step: int, comm: Comm = COMM) -> None:
+def assert_loads(manager: CheckpointManager, step: int, comm: Comm = ALONE) -> None:
     loaded = manager.load(template(comm))
     assert loaded["step"] == step
     assert loaded["w"].unique().tolist() == [step]
@@ -185,7 +176,7 @@ def test_what_stats_counts_as_the_optimizer_is_dropped(
     def leaves() -> dict[str, ShardedTensor]:
         keys = ("model.w", "optimal.w", optimizer, "chained_1.optim.m")
         data = torch.ones(300_000)
-        return {key: ShardedTensor.from_rank_offsets(key, data) for key in keys}
+        return {key: shard(key, data) for key in keys}
 
     manager = CheckpointManager(tmp_path, backend, retention=Retention(drop_optimizer_after=1))
     sizes = []
@@ -213,7 +204,7 @@ def test_it_is_said_once_that_there_was_nothing_to_drop(
 ) -> None:
     def leaves() -> dict[str, ShardedTensor]:
         keys = ("model.w", "opt.m")
-        return {key: ShardedTensor.from_rank_offsets(key, torch.ones(2)) for key in keys}
+        return {key: shard(key, torch.ones(2)) for key in keys}
 
     retention = Retention(drop_optimizer_after=1, optimizer_prefix=prefix)
     manager = CheckpointManager(tmp_path, retention=retention)
@@ -363,7 +354,7 @@ def test_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         f_blocks, f_bavail, f_frsize = real.f_blocks, 1, 16
 
     monkeypatch.setattr(os, "statvfs", lambda _: Full)
-    with pytest.raises(CheckpointingException, match=r"not enough free space(.|\n)*32 bytes"):
+    with pytest.raises(CheckpointingException, match=r"not enough free space(.|\n)*64 bytes"):
         manager.async_save(1, state(1))
     assert not manager.folder(1).exists()
     monkeypatch.undo()

@@ -8,12 +8,13 @@ import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from damage import files_in
 from dist_checkpointing import (
     CheckpointExistsError,
     CheckpointingException,
@@ -22,13 +23,11 @@ from dist_checkpointing import (
     InvalidShardingError,
     RankFailedError,
     Retention,
-    ShardedObject,
-    ShardedTensor,
     load_plain_tensors,
     save,
     verify_checkpoint,
 )
-from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import folder_lock
 from dist_checkpointing.filesystem.local import Durability
@@ -36,20 +35,11 @@ from dist_checkpointing.manager import manager as manager_module
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.run_record import RunRecord, StepRecord, read_record, write_record
 from dist_checkpointing.testing import run_ranks
+from states import trained
 
 BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
 BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
-ALONE = SingleProcess()
-
-
-def state(step: int, comm: Comm = ALONE) -> dict[str, Any]:
-    part = (0, comm.rank, comm.world_size)
-    data = torch.full((200, 300), float(step))
-    return {
-        "w": ShardedTensor.from_rank_offsets("w", data, part),
-        "rng": ShardedObject("rng", [step], (comm.world_size,), (comm.rank,)),
-        "step": step,
-    }
+state = partial(trained, shape=(200, 300))
 
 
 def damage(folder: Path) -> None:
@@ -58,11 +48,6 @@ def damage(folder: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def killed_before_the_pointer(

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from dist_checkpointing import (
     AsyncSaver,
     CheckpointingException,
     RankFailedError,
-    ShardedTensor,
     async_save,
-    load_plain_tensors,
     save,
 )
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm, default_comm
@@ -25,20 +22,7 @@ from dist_checkpointing.serialization.async_save import _KEPT_AS
 from dist_checkpointing.storage.progress import Progress
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
-
-ALONE = SingleProcess()
-
-
-def state(step: int, comm: Comm = ALONE) -> dict[str, Any]:
-    part = (0, comm.rank, comm.world_size)
-    data = torch.full((4, 3), float(step))
-    return {"w": ShardedTensor.from_rank_offsets("w", data, part), "step": step}
-
-
-def assert_holds(folder: Path, step: int) -> None:
-    found = load_plain_tensors(folder)
-    assert found["step"] == step
-    assert found["w"].unique().tolist() == [step]
+from states import assert_at_step, at_step
 
 
 def test_async_save_keeps_one_saver_for_its_ranks(
@@ -58,7 +42,7 @@ def test_async_save_keeps_one_saver_for_its_ranks(
         pointers = set()
         for step in (1, 2, 3):
             again = ThreadComm(comm._rendezvous, comm.rank)  # the same ranks
-            async_save(state(step, again), tmp_path / str(step), comm=again)
+            async_save(at_step(step, again), tmp_path / str(step), comm=again)
             pointers.add(comm.kept[_KEPT_AS]._buffers._memory.data_ptr())
         assert len(pointers) == 1
         comm.kept[_KEPT_AS].close()
@@ -66,7 +50,7 @@ def test_async_save_keeps_one_saver_for_its_ranks(
     run_ranks(2, one)
     assert sorted(made) == [0, 1], "a channel for each call"
     for step in (1, 2, 3):
-        assert_holds(tmp_path / str(step), step)
+        assert_at_step(tmp_path / str(step), step)
 
 
 def test_the_next_async_save_raises_what_nobody_has_heard(
@@ -80,21 +64,21 @@ def test_the_next_async_save_raises_what_nobody_has_heard(
     def one(comm: Comm) -> None:
         with monkeypatch.context() as patched:
             patched.setattr(TensorStoreWriter, "finish", fail)
-            async_save(state(1, comm), tmp_path / "1", comm=comm)
+            async_save(at_step(1, comm), tmp_path / "1", comm=comm)
             with pytest.raises(RankFailedError, match="No space left"):
-                async_save(state(2, comm), tmp_path / "2", comm=comm)
-        async_save(state(2, comm), tmp_path / "2", comm=comm).result(30)
+                async_save(at_step(2, comm), tmp_path / "2", comm=comm)
+        async_save(at_step(2, comm), tmp_path / "2", comm=comm).result(30)
 
     run_ranks(1, one)
-    assert_holds(tmp_path / "2", 2)
+    assert_at_step(tmp_path / "2", 2)
 
 
 def test_ranks_alone_have_one_saver(tmp_path: Path) -> None:
-    async_save(state(1), tmp_path / "1").result(30)
+    async_save(at_step(1), tmp_path / "1").result(30)
     saver = SingleProcess().kept[_KEPT_AS]
-    async_save(state(2), tmp_path / "2").result(30)
+    async_save(at_step(2), tmp_path / "2").result(30)
     assert SingleProcess().kept[_KEPT_AS] is saver
-    assert_holds(tmp_path / "2", 2)
+    assert_at_step(tmp_path / "2", 2)
 
 
 def test_a_world_that_is_taken_down_takes_its_saver_along(tmp_path: Path) -> None:
@@ -104,14 +88,14 @@ def test_a_world_that_is_taken_down_takes_its_saver_along(tmp_path: Path) -> Non
         store = dist.FileStore(str(tmp_path / f"store-{step}"), 1)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
-            async_save(state(step), tmp_path / str(step)).result(30)
+            async_save(at_step(step), tmp_path / str(step)).result(30)
             savers.append(default_comm().kept[_KEPT_AS])
         finally:
             dist.destroy_process_group()
     assert savers[0] is not savers[1]
     for step, saver in enumerate(savers, start=1):
         saver.close_alone(1.0)
-        assert_holds(tmp_path / str(step), step)
+        assert_at_step(tmp_path / str(step), step)
 
 
 def test_a_closed_saver(tmp_path: Path) -> None:
@@ -119,7 +103,7 @@ def test_a_closed_saver(tmp_path: Path) -> None:
     saver.close()
     saver.close()
     with pytest.raises(ValueError, match="closed"):
-        saver.save(state(1), tmp_path / "1")
+        saver.save(at_step(1), tmp_path / "1")
 
 
 def test_a_progress_callback_that_fails_stops_nothing(
@@ -132,13 +116,13 @@ def test_a_progress_callback_that_fails_stops_nothing(
             raise ZeroDivisionError
 
         callback = fail if comm.rank == 1 else None
-        save(state(1, comm), tmp_path / "1", comm=comm, progress=callback)
+        save(at_step(1, comm), tmp_path / "1", comm=comm, progress=callback)
         with AsyncSaver(comm=comm) as saver:
-            saver.save(state(2, comm), tmp_path / "2", progress=callback)
+            saver.save(at_step(2, comm), tmp_path / "2", progress=callback)
 
     run_ranks(2, one, timeout_seconds=10)
-    assert_holds(tmp_path / "1", 1)
-    assert_holds(tmp_path / "2", 2)
+    assert_at_step(tmp_path / "1", 1)
+    assert_at_step(tmp_path / "2", 2)
     told = [record for record in caplog.records if "callback failed" in record.message]
     assert len(told) == 2
     assert told[0].exc_info is not None
@@ -154,7 +138,7 @@ def test_waiting_in_vain_is_told_to_all_ranks(tmp_path: Path) -> None:
                 assert gate.wait(30)
 
         saver = AsyncSaver(comm=comm, finalize="caller")
-        saver.save(state(1, comm), tmp_path / "1", progress=hold)
+        saver.save(at_step(1, comm), tmp_path / "1", progress=hold)
         with pytest.raises(TimeoutError, match="goes on"):
             saver.wait(0.2)
         comm.all_gather(None)
@@ -162,7 +146,7 @@ def test_waiting_in_vain_is_told_to_all_ranks(tmp_path: Path) -> None:
         saver.wait(30)
 
     run_ranks(2, one)
-    assert_holds(tmp_path / "1", 1)
+    assert_at_step(tmp_path / "1", 1)
 
 
 def test_without_a_thread_the_work_is_done_at_once(
@@ -178,11 +162,11 @@ def test_without_a_thread_the_work_is_done_at_once(
 
     def one(comm: Comm) -> None:
         with AsyncSaver(comm=comm) as saver:
-            saver.save(state(1, comm), tmp_path / "1").result(30)
+            saver.save(at_step(1, comm), tmp_path / "1").result(30)
 
     monkeypatch.setattr(threading.Thread, "start", fail)
     run_ranks(1, one)
-    assert_holds(tmp_path / "1", 1)
+    assert_at_step(tmp_path / "1", 1)
     assert any("in the foreground" in text for text in caplog.messages)
 
 
@@ -192,7 +176,7 @@ def test_a_result_that_nobody_asks_for_is_mentioned(
     import gc
 
     saver = AsyncSaver(finalize="caller")
-    handle = saver.save(state(1), tmp_path / "1")
+    handle = saver.save(at_step(1), tmp_path / "1")
     assert handle.is_through_in(30)
     with caplog.at_level(logging.WARNING):
         del saver, handle
@@ -200,7 +184,7 @@ def test_a_result_that_nobody_asks_for_is_mentioned(
     assert any("never committed" in text for text in caplog.messages)
     caplog.clear()
     asked = AsyncSaver(finalize="caller")
-    asked.save(state(2), tmp_path / "2").result(30)
+    asked.save(at_step(2), tmp_path / "2").result(30)
     del asked
     gc.collect()
     assert not caplog.messages

@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from dist_checkpointing import ShardedTensor, load_plain_tensors, save
+from dist_checkpointing import load_plain_tensors, save
 from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.tools.cli.app import app
 from dist_checkpointing.tools.convert.safetensors_files import header_bytes
 from forked_scripts import run_forked
 from peak_memory import TELL_PEAK, told_peak
+from states import shard
 
 TENSORS = {f"layer.{i}.w": torch.randn(600, 640) for i in range(6)} | {"norm": torch.randn(4)}
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
@@ -29,7 +30,7 @@ FORMATS = ["tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch"
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source") / "ckpt"
-    leaves = {key: ShardedTensor.from_rank_offsets(key, full) for key, full in TENSORS.items()}
+    leaves = {key: shard(key, full) for key, full in TENSORS.items()}
     save({**leaves, "step": 5}, folder)
     return folder
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor, save
+from dist_checkpointing import ShardedObject, save
+from states import shard
 
 Sample = Any
 Samples = Callable[[str], Any]
@@ -60,9 +61,7 @@ def written(folder: Path, backend: Any = "tensorstore", **changed: Any) -> Path:
         "dtype": torch.ones(5),
     }
     tensors |= {key: one for key, one in changed.items() if isinstance(one, torch.Tensor)}
-    state: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, tensor) for key, tensor in tensors.items()
-    }
+    state: dict[str, Any] = {key: shard(key, tensor) for key, tensor in tensors.items()}
     state["cell"] = ShardedObject("cell", {"seed": changed.get("seed", 1)}, (1,), (0,))
     state["step"] = changed.get("step", 3)
     save(state, folder, backend, trusted=True)

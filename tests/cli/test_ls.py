@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import dist_checkpointing
-from dist_checkpointing import ShardedTensor, save
+from dist_checkpointing import save
 from dist_checkpointing.format import element_types
 from dist_checkpointing.format.index import Index, StoredTensor, write_index
 from peak_memory import TELL_PEAK, told_peak
+from states import shard
 
 Sample = Any
 Run = Callable[..., Any]
@@ -145,7 +146,7 @@ STRANGE = {
 
 @pytest.mark.parametrize("arguments", [[], ["--tree"], ["--all"]])
 def test_keys_cannot_draw_on_the_screen(tmp_path: Path, dckpt: Run, arguments: list[str]) -> None:
-    state = {k: ShardedTensor.from_rank_offsets(k, torch.zeros(2)) for k in STRANGE}
+    state = {k: shard(k, torch.zeros(2)) for k in STRANGE}
     save({**state, "com\x1b[2Jmon": 1}, tmp_path / "c")
     out = dckpt("ls", tmp_path / "c", *arguments).out
     assert all(character.isprintable() for character in out if character != "\n")
@@ -159,7 +160,7 @@ def test_keys_cannot_draw_on_the_screen(tmp_path: Path, dckpt: Run, arguments: l
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_on_a_terminal_nothing_is_cut_off(tmp_path: Path, width: int) -> None:
     long = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
-    save({"w": ShardedTensor.from_rank_offsets(long, torch.zeros(2, 3))}, tmp_path / "c")
+    save({"w": shard(long, torch.zeros(2, 3))}, tmp_path / "c")
     finished = process("ls", tmp_path / "c", COLUMNS=str(width), FORCE_COLOR="1", TERM="xterm")
     assert "\x1b[1m" in finished.stdout
     assert long in finished.stdout

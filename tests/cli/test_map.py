@@ -20,6 +20,7 @@ from dist_checkpointing.format.geometry import ChunkGrid
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.cli.app import app
 from dist_checkpointing.tools.map import checkpoint_map
+from states import shard
 
 BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
 BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
@@ -45,12 +46,12 @@ def saved(folder: Path, backend: Any) -> Path:
         rank = comm.rank
         low, high = uneven[rank], uneven[rank + 1]
         state = [
-            ShardedTensor.from_rank_offsets("rows", torch.ones(2, 6), (0, rank, 4)),
-            ShardedTensor.from_rank_offsets(
+            shard("rows", torch.ones(2, 6), (0, rank, 4)),
+            shard(
                 "tiles", torch.ones(2, 3), (0, rank // 2, 2), (1, rank % 2, 2)
             ),
-            ShardedTensor.from_rank_offsets("copied", torch.ones(3), replica_id=(rank - 2) % 4),
-            ShardedTensor.from_rank_offsets("empty", torch.ones(0, 3), replica_id=rank),
+            shard("copied", torch.ones(3), replica_id=(rank - 2) % 4),
+            shard("empty", torch.ones(0, 3), replica_id=rank),
             ShardedTensor(
                 "uneven", torch.ones(high - low, 2), torch.float32, (high - low, 2), (8, 2),
                 (low, 0), None,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from damage import files_in
 from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, save
 from dist_checkpointing.checkpoint.verify import verify_checkpoint
 from dist_checkpointing.comm import Comm
@@ -22,6 +23,7 @@ from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStra
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.cli import screen
 from dist_checkpointing.tools.cli.app import app
+from states import shard
 
 BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
 BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
@@ -42,9 +44,7 @@ def values(side: int = 64) -> dict[str, torch.Tensor]:
 def saved(folder: Path, backend: Any, side: int = 64) -> Path:
     def save_rank(comm: Comm) -> None:
         state: dict[str, Any] = {
-            key: ShardedTensor.from_rank_offsets(
-                key, full.chunk(2)[comm.rank].clone(), (0, comm.rank, 2)
-            )
+            key: shard(key, full.chunk(2)[comm.rank].clone(), (0, comm.rank, 2))
             for key, full in values(side).items()
         }
         state["o"] = ShardedObject("optimizer.rng", list(range(1000)), (2,), (comm.rank,))
@@ -67,11 +67,6 @@ BLOCK_BYTES = 4096
 
 def disk_bytes(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def assert_holds(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
@@ -156,7 +151,7 @@ def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: 
     subprocess.run([sys.executable, SCRIPT, folder, "optimizer.", copies], check=True, timeout=120)
     steps = sorted(copies.iterdir(), key=lambda path: int(path.name))
     kept = without("optimizer.", values(32))
-    finished = {name for name in snapshot(steps[-1]) if not name.startswith("d/")}
+    finished = {name for name in files_in(steps[-1]) if not name.startswith("d/")}
     was_removed = False
     for copy in steps:
         is_removed = set(Checkpoint.open(copy)) == set(kept)
@@ -170,7 +165,7 @@ def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: 
             nothing_left = isinstance(result.exception, LookupError)
             assert result.exit_code == 0 or nothing_left
         assert set(Checkpoint.open(copy)) == set(kept)
-        left = {name for name in snapshot(copy) if not name.startswith("d/")}
+        left = {name for name in files_in(copy) if not name.startswith("d/")}
         # The lock file of a killed process is only a file.
         assert left - {".dckpt.lock"} == finished
     assert was_removed
@@ -213,7 +208,7 @@ def test_on_the_checkpoints_of_megatron(tmp_path: Path, name: str) -> None:
 
 def test_long_keys_are_not_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = "optimizer.state." + ".".join(["a_long_name"] * 12)
-    data = {long: ShardedTensor.from_rank_offsets(long, torch.ones(3))}
+    data = {long: shard(long, torch.ones(3))}
     save(data, tmp_path / "c", "tensorstore")
     monkeypatch.setattr(screen, "terminal_width", lambda: 80)
     _, key, facts, *_ = invoke(tmp_path / "c", "optimizer", "--dry-run").splitlines()
@@ -229,13 +224,13 @@ def test_without_a_terminal_and_without_yes_nothing_happens(
     tmp_path: Path, dckpt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(tmp_path / "c", "tensorstore")
-    before = snapshot(folder)
+    before = files_in(folder)
     with Path(os.devnull).open() as nobody:
         monkeypatch.setattr(sys, "stdin", nobody)
         result = dckpt("rm-prefix", folder, "optimizer")
     assert result.code == 2
     assert result.err == "error: cannot ask without a terminal: pass --yes to remove them\n"
-    assert snapshot(folder) == before
+    assert files_in(folder) == before
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1)])
@@ -271,13 +266,13 @@ def test_on_a_terminal_it_asks(
 )
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
     folder = saved(tmp_path / "c", ("zarr", 2))
-    before = snapshot(folder)
+    before = files_in(folder)
     result = RUNNER.invoke(app, ["rm-prefix", str(folder), *arguments])
     assert result.stdout == ""
     assert isinstance(result.exception, LookupError | ValueError)  # which main() prints
     assert expected in str(result.exception)
     assert "\n" not in str(result.exception)
-    assert snapshot(folder) == before
+    assert files_in(folder) == before
 
 
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:

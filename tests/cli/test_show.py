@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor, save
+from dist_checkpointing import ShardedObject, save
+from states import shard
 
 Sample = Any
 Run = Callable[..., Any]
@@ -106,7 +107,7 @@ def test_nan_and_infinity(sample: Sample, dckpt: Run) -> None:
 
 def test_a_large_tensor_shows_its_corners(tmp_path: Path, dckpt: Run) -> None:
     full = torch.arange(3000 * 50).reshape(3000, 50)
-    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path / "c")
+    save({"w": shard("w", full)}, tmp_path / "c")
     out = dckpt("show", tmp_path / "c", "w").out
     values = out.partition("Values\n")[2].partition("\n\n")[0]
     found = {int(word) for word in re.findall(r"\d+", values)}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import ShardedTensor, save
+from dist_checkpointing import save
+from states import shard
 
 Sample = Any
 Run = Callable[..., Any]
@@ -83,10 +84,7 @@ def test_what_only_this_backend_has(
 
 def test_shares(tmp_path: Path, dckpt: Run) -> None:
     sizes = {"model.w": 100, "optimizer.m": 200, "optimizer.v": 100}
-    state = {
-        key: ShardedTensor.from_rank_offsets(key, torch.zeros(count))
-        for key, count in sizes.items()
-    }
+    state = {key: shard(key, torch.zeros(count)) for key, count in sizes.items()}
     save(state, tmp_path / "c")
     out = dckpt("stats", tmp_path / "c").out
     assert " ".join(out.split()).find("model 1 400 B 25.0% optimizer 2 1.2 KiB 75.0%") > 0

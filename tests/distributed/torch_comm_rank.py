@@ -248,6 +248,8 @@ def frozen(rank: int) -> Report:
         report[phase]["seconds"] = time.monotonic() - begin
         if rank == 0:
             os.kill(pids[2], signal.SIGCONT)
+        # Nobody leaves while another still looks for the reason, and all begin the next at once.
+        dist.barrier()
     return report
 
 

@@ -16,8 +16,9 @@ import pytest
 import dist_checkpointing
 from chaos_course import ChaosError, Course, Ending, Job, Kill, Life, Mayhem, Story
 from chaos_report import summary_table
-from dist_checkpointing import CheckpointManager, ShardedTensor
+from dist_checkpointing import CheckpointManager
 from dist_checkpointing.comm import SingleProcess
+from states import shard
 
 ROOT = Path(dist_checkpointing.__file__).parents[1]
 SCRIPT = ROOT / "examples" / "chaos.py"
@@ -49,7 +50,7 @@ def commit(root: Path, *steps: int) -> CheckpointManager:
 
     manager = CheckpointManager(root, comm=SingleProcess())
     for step in steps:
-        manager.save(step, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))})
+        manager.save(step, {"w": shard("w", torch.ones(1000))})
     return manager
 
 

@@ -24,6 +24,7 @@ from dist_checkpointing.tools.inspect.comparison import (
     compare_tensors,
     compare_values,
 )
+from states import shard
 from tiers import examples
 
 numbers = st.floats(width=32) | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf, 1.0])
@@ -118,10 +119,7 @@ def test_checkpoints_are_compared_in_pieces(tmp_path: Path, memory_bytes: int) -
     other[[7, 7, 50], [3, 19, 0]] += torch.tensor([1.0, 2.0, 4.0])
 
     def rows(tensor: torch.Tensor, count: int) -> list[ShardedTensor]:
-        return [
-            ShardedTensor.from_rank_offsets("w", tensor.chunk(count)[i], (0, i, count))
-            for i in range(count)
-        ]
+        return [shard("w", tensor.chunk(count)[i], (0, i, count)) for i in range(count)]
 
     save({"w": rows(full, 4)}, tmp_path / "a")
     save({"w": rows(other, 3)}, tmp_path / "b", Zarr3SaveShardedStrategy(codec="zstd"))

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import Checkpoint, ShardedTensor, save
+from dist_checkpointing import Checkpoint, save
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools.inspect.comparison import compare_checkpoints
 from dist_checkpointing.tools.inspect.values import statistics_of_part, stream_statistics
+from states import shard
 
 ROWS, COLUMNS = 64, 100
 BUDGET = 4 * COLUMNS * 4  # four rows of float32
@@ -48,7 +49,7 @@ def test_nothing_outlives_its_batch(
     at_once: int,
 ) -> None:
     rows = torch.randn(ROWS, COLUMNS).chunk(16)
-    parts = [ShardedTensor.from_rank_offsets("w", part, (0, i, 16)) for i, part in enumerate(rows)]
+    parts = [shard("w", part, (0, i, 16)) for i, part in enumerate(rows)]
     save({"w": parts}, tmp_path / "c", ("zarr", 2))
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0

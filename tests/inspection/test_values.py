@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing import Checkpoint, ShardedTensor, save
+from dist_checkpointing import Checkpoint, save
 from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.testing.conformance.shards import random_bits
@@ -24,6 +24,7 @@ from dist_checkpointing.tools.inspect.values import (
     statistics_of_part,
     stream_statistics,
 )
+from states import shard
 from tiers import examples
 
 
@@ -100,12 +101,10 @@ def test_numbers_are_the_values(dtype: torch.dtype) -> None:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
     full = torch.arange(40 * 30, dtype=torch.float32).reshape(40, 30)
-    rows = [ShardedTensor.from_rank_offsets("w", full.chunk(4)[i], (0, i, 4)) for i in range(4)]
-    more = {
-        f"k{i}": ShardedTensor.from_rank_offsets(f"k{i}", torch.full((5,), i)) for i in range(9)
-    }
+    rows = [shard("w", full.chunk(4)[i], (0, i, 4)) for i in range(4)]
+    more = {f"k{i}": shard(f"k{i}", torch.full((5,), i)) for i in range(9)}
     save(
-        {"rows": rows, **more, "z": ShardedTensor.from_rank_offsets("z", torch.zeros(0, 3))},
+        {"rows": rows, **more, "z": shard("z", torch.zeros(0, 3))},
         tmp_path / "c",
     )
     return Checkpoint.open(tmp_path / "c")

@@ -21,7 +21,6 @@ from dist_checkpointing import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ShardedObject,
-    ShardedTensor,
     UnsupportedFormatError,
     save,
     verify_checkpoint,
@@ -31,6 +30,7 @@ from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing.conformance.shards import assert_same_bits
 from dist_checkpointing.tools.inspect.comparison import Tolerance, compare_checkpoints
+from states import shard
 from tiers import examples
 
 Sample = Any
@@ -115,7 +115,7 @@ def test_a_slice_is_that_of_the_plain_tensor(any_sample: Sample, data: st.DataOb
 @pytest.mark.parametrize("rows", [slice(None, None, 7), slice(3, 60, 20), slice(60, 64, 3), 5])
 def test_rows_that_are_far_apart(tmp_path: Path, rows: Any) -> None:
     full = torch.arange(64 * 700).reshape(64, 700)
-    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path / "c")
+    save({"w": shard("w", full)}, tmp_path / "c")
     handle = Checkpoint.open(tmp_path / "c")["w"]
     for slices in (
         (rows,),
@@ -213,7 +213,7 @@ def test_only_what_is_wanted_is_read(
     tmp_path: Path, bytes_read: list[int], backend: Any, slices: Any, num_rows: int
 ) -> None:
     full = torch.randn(64, 65_536)
-    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path / "c", backend)
+    save({"w": shard("w", full)}, tmp_path / "c", backend)
     handle = Checkpoint.open(tmp_path / "c")["w"]
     assert handle.shape == (64, 65_536)
     bytes_read.clear()
@@ -226,9 +226,7 @@ def test_only_what_is_wanted_is_read(
 
 
 def test_compressed_chunks_that_are_not_wanted_may_be_gone(tmp_path: Path) -> None:
-    rows = [
-        ShardedTensor.from_rank_offsets("w", torch.full((2, 3), i), (0, i, 4)) for i in range(4)
-    ]
+    rows = [shard("w", torch.full((2, 3), i), (0, i, 4)) for i in range(4)]
     save({"rows": rows}, tmp_path / "c", Zarr3SaveShardedStrategy(codec="zstd"))
     for number in (0, 1, 3):
         (tmp_path / "c" / "w" / f"c.{number}.0").unlink()
@@ -375,7 +373,7 @@ def test_a_checkpoint_that_was_deleted(samples: Samples, tmp_path: Path, name: s
 def test_a_checkpoint_that_was_overwritten(tmp_path: Path) -> None:
     def state(fill: float) -> dict[str, Any]:
         cell = ShardedObject("o", fill, (1,), (0,))
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), fill)), "o": cell}
+        return {"w": shard("w", torch.full((4,), fill)), "o": cell}
 
     save(state(1.0), tmp_path / "c")
     checkpoint, late = Checkpoint.open(tmp_path / "c"), Checkpoint.open(tmp_path / "c")

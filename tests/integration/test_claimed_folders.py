@@ -22,8 +22,6 @@ from dist_checkpointing import (
     CheckpointManager,
     RankFailedError,
     Retention,
-    ShardedObject,
-    ShardedTensor,
     check_is_distributed_checkpoint,
     load_plain_tensors,
     remove_sharded_tensors,
@@ -39,25 +37,15 @@ from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy, writer
 from dist_checkpointing.testing import run_ranks
+from states import assert_at_step, shard, trained
 
 BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
 BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
 
 
-def state(step: int, key: str = "w") -> dict[str, Any]:
-    return {
-        "w": ShardedTensor.from_rank_offsets(key, torch.full((4, 3), float(step))),
-        "m": ShardedTensor.from_rank_offsets("optimizer.m", torch.full((4,), float(step))),
-        "rng": ShardedObject("rng", [step], (1,), (0,)),
-        "step": step,
-    }
-
-
-def assert_holds(folder: Path, step: int, key: str = "w") -> None:
+def assert_sound(folder: Path, step: int) -> None:
     verify_checkpoint(folder)
-    loaded = load_plain_tensors(folder)
-    assert loaded["step"] == step
-    assert loaded[key].unique().tolist() == [step]
+    assert_at_step(folder, step)
 
 
 def refuse_flock(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
@@ -87,16 +75,16 @@ def test_saves_overwrites_removals_and_retention_where_flock_is_not_what_it_is_e
 ) -> None:
     refuse_flock(monkeypatch, how)
     folder = tmp_path / "c"
-    save(state(1), folder, backend)
-    save(state(2), folder, backend, overwrite=True)
-    assert_holds(folder, 2)
+    save(trained(1), folder, backend)
+    save(trained(2), folder, backend, overwrite=True)
+    assert_sound(folder, 2)
     remove_sharded_tensors(folder, "optimizer")
     assert "optimizer.m" not in load_plain_tensors(folder)
     assert not (folder / LOCK_NAME).exists()
     manager = CheckpointManager(tmp_path / "run", backend, retention=Retention(keep_last=1))
     for step in (1, 2, 3):
-        manager.save(step, state(step))
-    manager.async_save(4, state(4)).result(60)
+        manager.save(step, trained(step))
+    manager.async_save(4, trained(4)).result(60)
     assert manager.steps() == [4]
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["manager.json", "step-00000004"]
     manager.close()
@@ -107,9 +95,9 @@ def test_a_save_and_a_removal_keep_each_other_out(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_flock(monkeypatch, how)
-    save(state(1), tmp_path, "zarr")
+    save(trained(1), tmp_path, "zarr")
     calls: list[Callable[[], Any]] = [
-        lambda: save(state(2), tmp_path, "zarr", overwrite=True),
+        lambda: save(trained(2), tmp_path, "zarr", overwrite=True),
         lambda: remove_sharded_tensors(tmp_path, "optimizer", comm=SingleProcess()),
         lambda: remove_checkpoint(tmp_path),
     ]
@@ -117,7 +105,7 @@ def test_a_save_and_a_removal_keep_each_other_out(
         for call in calls:
             with pytest.raises(CheckpointExistsError, match=f"process {os.getpid()} on host"):
                 call()
-    assert_holds(tmp_path, 1)
+    assert_sound(tmp_path, 1)
 
 
 _REFUSING = """
@@ -198,13 +186,13 @@ def test_a_checkpoint_that_is_committed_while_a_save_waits_for_its_turn_stays(
 
     def acquire(folder: Path) -> FolderLock:
         monkeypatch.setattr(FolderLock, "acquire", real)
-        save(state(1), folder, "zarr")
+        save(trained(1), folder, "zarr")
         return real(folder)
 
     monkeypatch.setattr(FolderLock, "acquire", acquire)
     with pytest.raises(CheckpointExistsError, match="committed checkpoint"):
-        save(state(2), tmp_path, "zarr")
-    assert_holds(tmp_path, 1)
+        save(trained(2), tmp_path, "zarr")
+    assert_sound(tmp_path, 1)
 
 
 def test_a_folder_that_a_removal_deletes_under_a_save_is_made_again(
@@ -218,8 +206,8 @@ def test_a_folder_that_a_removal_deletes_under_a_save_is_made_again(
         return real(folder)
 
     monkeypatch.setattr(FolderLock, "acquire", acquire)
-    save(state(1), tmp_path / "c", "zarr")
-    assert_holds(tmp_path / "c", 1)
+    save(trained(1), tmp_path / "c", "zarr")
+    assert_sound(tmp_path / "c", 1)
 
 
 def test_ranks_with_more_threads_than_rank_0_leave_nothing_that_nobody_names(
@@ -230,10 +218,7 @@ def test_ranks_with_more_threads_than_rank_0_leave_nothing_that_nobody_names(
 
     def save_rank(comm: Comm) -> None:
         options = StorageOptions(threads=threads[comm.rank])
-        wanted = {
-            str(i): ShardedTensor.from_rank_offsets(str(i), torch.ones(3), (0, comm.rank, 3))
-            for i in range(40)
-        }
+        wanted = {str(i): shard(str(i), torch.ones(3), (0, comm.rank, 3)) for i in range(40)}
         save(wanted, tmp_path, TorchDistSaveShardedStrategy(options=options), comm=comm)
 
     with monkeypatch.context() as patched:
@@ -266,27 +251,27 @@ def test_metadata_that_a_killed_save_cut_off_is_not_looked_into(
             path.write_bytes(content)
 
     folder = tmp_path / "c"
-    save(state(1), folder, ("zarr", 1))
+    save(trained(1), folder, ("zarr", 1))
     damage(folder)
-    save(state(2), folder, ("zarr", 1), overwrite=True)
-    assert_holds(folder, 2)
+    save(trained(2), folder, ("zarr", 1), overwrite=True)
+    assert_sound(folder, 2)
     (folder / "metadata.json").unlink()
     damage(folder)
-    save(state(3), folder, ("zarr", 1))
-    assert_holds(folder, 3)
+    save(trained(3), folder, ("zarr", 1))
+    assert_sound(folder, 3)
     manager = CheckpointManager(tmp_path / "run", ("zarr", 1))
-    manager.save(1, state(1))
+    manager.save(1, trained(1))
     (manager.folder(1) / "metadata.json").unlink()
     damage(manager.folder(1))
-    manager.save(1, state(4))
-    assert_holds(manager.folder(1), 4)
+    manager.save(1, trained(4))
+    assert_sound(manager.folder(1), 4)
 
 
 def test_an_array_of_another_program_is_still_refused_whatever_it_holds(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other/.zarray").write_bytes(b"{")
     with pytest.raises(CheckpointExistsError, match="array of another program"):
-        save(state(1), tmp_path, ("zarr", 1))
+        save(trained(1), tmp_path, ("zarr", 1))
     assert (tmp_path / "other/.zarray").read_bytes() == b"{"
 
 
@@ -310,7 +295,7 @@ def test_temporary_files_of_a_killed_removal_go_with_the_next_change(
             path.write_bytes(b"half")
         return left
 
-    save(state(1), folder, backend)
+    save(trained(1), folder, backend)
     left = leave()
     remove_sharded_tensors(folder, "optimizer")
     assert not [path for path in left if path.exists()]
@@ -318,7 +303,7 @@ def test_temporary_files_of_a_killed_removal_go_with_the_next_change(
     remove_sharded_tensors(folder, "nothing begins with this")
     assert not [path for path in left if path.exists()]
     left = leave()
-    save(state(2), folder, backend, overwrite=True)
+    save(trained(2), folder, backend, overwrite=True)
     assert not [path for path in left if path.exists()]
     leave()
     remove_checkpoint(folder)
@@ -397,14 +382,14 @@ def test_what_may_be_committed_is_not_deleted(
             patched.setattr(Attempt, "abandon", abandon)
             fail_for(patched, "fsync_folder", lambda p: is_renamed(p) or is_undone(p))
         with pytest.raises(RankFailedError, match="Input/output"):
-            save(state(1), folder, backend)
+            save(trained(1), folder, backend)
     (folder / "x").unlink(missing_ok=True)
     assert not (folder / LOCK_NAME).exists()
     if stuck == "unlink":
-        assert_holds(folder, 1)
+        assert_sound(folder, 1)
         with pytest.raises(CheckpointExistsError, match="committed checkpoint"):
-            save(state(2), folder, backend)
-        assert_holds(folder, 1)
+            save(trained(2), folder, backend)
+        assert_sound(folder, 1)
     else:
         # A power cut may bring it back: then everything is there.
         assert tried
@@ -419,13 +404,13 @@ def test_what_may_be_committed_is_not_deleted(
                 }
             )
         )
-        assert_holds(folder, 1)
+        assert_sound(folder, 1)
 
 
 def test_a_checkpoint_whose_commit_cannot_be_taken_back_is_not_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(state(1), tmp_path, "zarr")
+    save(trained(1), tmp_path, "zarr")
     for name, fails in (
         ("unlink", lambda path, *_: path.name == "metadata.json"),
         ("fsync_folder", lambda path: path == tmp_path),
@@ -435,11 +420,11 @@ def test_a_checkpoint_whose_commit_cannot_be_taken_back_is_not_removed(
             with pytest.raises(OSError, match="Input/output"):
                 remove_checkpoint(tmp_path)
             with pytest.raises(RankFailedError, match="Input/output"):
-                save(state(2), tmp_path, "zarr", overwrite=True)
+                save(trained(2), tmp_path, "zarr", overwrite=True)
         (tmp_path / "metadata.json").write_text(
             '{"sharded_backend": "zarr", "sharded_backend_version": 2}'
         )
-        assert_holds(tmp_path, 1)
+        assert_sound(tmp_path, 1)
 
 
 # Links.
@@ -464,10 +449,10 @@ def test_a_link_in_the_place_of_the_record_is_replaced(tmp_path: Path, outside: 
     folder = tmp_path / "c"
     (folder / ".dckpt").mkdir(parents=True)
     (folder / ".dckpt/attempt.json").symlink_to(outside / "victim")
-    save(state(1), folder)
+    save(trained(1), folder)
     assert_untouched(outside)
     assert not (folder / ".dckpt/attempt.json").is_symlink()
-    assert_holds(folder, 1)
+    assert_sound(folder, 1)
 
 
 @BACKEND
@@ -478,7 +463,7 @@ def test_a_link_in_the_place_of_our_folder_is_refused(
     folder.mkdir()
     (folder / ".dckpt").symlink_to(outside)
     with pytest.raises(CheckpointExistsError, match=r"\.dckpt"):
-        save(state(1), folder, backend)
+        save(trained(1), folder, backend)
     assert_untouched(outside)
     assert [path.name for path in folder.iterdir()] == [".dckpt"]
 
@@ -489,7 +474,7 @@ def test_leftovers_behind_a_link_are_not_deleted(tmp_path: Path, outside: Path) 
     (folder / "link").symlink_to(outside)
     names = ["link/x", "link/victim", "link/x/0", "link/nothing/y"]
     (folder / ".dckpt/attempt.json").write_text(json.dumps({"attempt": "a" * 32, "creates": names}))
-    save(state(1), folder)
+    save(trained(1), folder)
     assert_untouched(outside)
     assert (folder / "link").is_symlink()
     remove_checkpoint(folder)
@@ -502,10 +487,10 @@ def test_a_link_of_ours_is_deleted_and_not_what_it_points_to(tmp_path: Path, out
     (folder / ".dckpt").mkdir(parents=True)
     (folder / "w").symlink_to(outside)
     (folder / ".dckpt/attempt.json").write_text(json.dumps({"attempt": "a" * 32, "creates": ["w"]}))
-    save(state(1), folder, "zarr")
+    save(trained(1), folder, "zarr")
     assert_untouched(outside)
     assert not (folder / "w").is_symlink()
-    assert_holds(folder, 1)
+    assert_sound(folder, 1)
 
 
 @pytest.mark.parametrize("creates", [["w"], ["link/w"], ["link/w", "link/x"]], ids=str)
@@ -519,14 +504,14 @@ def test_nothing_is_written_through_a_link(
         json.dumps({"attempt": "a" * 32, "creates": creates})
     )
     with pytest.raises(CheckpointExistsError, match="is a link"):
-        save(state(1, "link/new"), folder, ("zarr", 1))
+        save(trained(1, key="link/new"), folder, ("zarr", 1))
     assert_untouched(outside)
 
 
 @pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)])
 def test_a_removal_does_not_follow_links(tmp_path: Path, outside: Path, backend: Any) -> None:
     folder = tmp_path / "c"
-    save(state(1), folder, backend)
+    save(trained(1), folder, backend)
     (folder / "link").symlink_to(outside)
     going = {"k": ["link/x"], "l": ["link"]}
     (folder / ".dckpt/removal.json").write_text(json.dumps(going))
@@ -543,7 +528,7 @@ def test_lanes_behind_a_link_are_not_deleted(tmp_path: Path) -> None:
     folder, outside = tmp_path / "c", tmp_path / "outside"
     (outside / "lane").mkdir(parents=True)
     (outside / "lane/file").write_text("mine")
-    save(state(1), folder, "tensorstore")
+    save(trained(1), folder, "tensorstore")
     (folder / "data/other").symlink_to(outside)
     remove_sharded_tensors(folder, "optimizer")
     assert (outside / "lane/file").read_text() == "mine"

@@ -35,7 +35,6 @@ from dist_checkpointing import (
     InvalidShardingError,
     LocalNonpersistentObject,
     ShardedObject,
-    ShardedTensor,
     UnsupportedFormatError,
     check_is_distributed_checkpoint,
     load,
@@ -47,6 +46,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.strategies import plain_data
 from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.testing import run_ranks
+from states import shard
 
 FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
 
@@ -624,7 +624,7 @@ def test_many_threads_may_load_and_save_at_once(tmp_path: Path) -> None:
     state = {
         "n": namespace(x=[np.float32(1.5), dt.timedelta(5)]),
         "o": ShardedObject("o", {"a": collections.deque(), "s": random.getstate()}, (1,), (0,)),
-        "w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0)),
+        "w": shard("w", torch.arange(4.0)),
     }
     save(state, tmp_path / "c")
     before = set(torch.serialization.get_safe_globals())
@@ -632,7 +632,7 @@ def test_many_threads_may_load_and_save_at_once(tmp_path: Path) -> None:
     def work(number: int) -> None:
         template = {
             "o": ShardedObject("o", None, (1,), (0,)),
-            "w": ShardedTensor.from_rank_offsets("w", torch.empty(4)),
+            "w": shard("w", torch.empty(4)),
         }
         loaded = load(template, tmp_path / "c")
         assert loaded["n"] == state["n"]
@@ -687,7 +687,7 @@ def hiding_places() -> dict[str, Callable[[Any], Any]]:
 
 
 LEAVES: dict[str, Callable[[], Any]] = {
-    "tensor": lambda: ShardedTensor.from_rank_offsets("w", torch.ones(2)),
+    "tensor": lambda: shard("w", torch.ones(2)),
     "object": lambda: ShardedObject("o", 5, (1,), (0,)),
     "local": lambda: LocalNonpersistentObject(5),
 }

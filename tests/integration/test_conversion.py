@@ -30,6 +30,7 @@ from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance.shards import random_bits
 from dist_checkpointing.tools.convert import (
     COMMON_KEY,
     OBJECTS_KEY,
@@ -38,6 +39,7 @@ from dist_checkpointing.tools.convert import (
     convert,
     open_source,
 )
+from states import between, cell, flat, shard
 from tiers import examples
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -55,15 +57,6 @@ COMMON: dict[str, Any] = {
     "order": torch.arange(3),
 }
 ROOMY = ConvertOptions(memory_bytes=8 * 2**30)
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """NaNs with payloads, infinities and subnormals too."""
-    generator = torch.Generator().manual_seed(seed)
-    size = torch.empty(shape, dtype=dtype).nbytes
-    top = 2 if dtype == torch.bool else 256
-    raw = torch.randint(0, top, (size,), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).reshape(shape)
 
 
 def oracle() -> dict[str, torch.Tensor]:
@@ -104,21 +97,14 @@ def state_of_rank(comm: Comm) -> dict[str, Any]:
     leaves = {}
     for key, full in ORACLE.items():
         if key == "optim.m":
-            cut = slice(0, 7) if rank == 0 else slice(7, 24)
-            leaves[key] = ShardedTensor.from_rank_offsets_flat(
-                key, full[cut], (24,), flattened_range=cut
-            )
+            leaves[key] = flat(key, full, *((0, 7), (7, 24))[rank])
         elif full.ndim and full.shape[0] > 1:
             half = (full.shape[0] + 1) // 2
-            own = full[:half] if rank == 0 else full[half:]
-            offset = (rank * half, *[0] * (full.ndim - 1))
-            leaves[key] = ShardedTensor(
-                key, own, own.dtype, tuple(own.shape), tuple(full.shape), offset, None
-            )
+            leaves[key] = between(key, full, *((0, half), (half, len(full)))[rank])
         else:
-            leaves[key] = ShardedTensor.from_rank_offsets(key, full, replica_id=rank)
+            leaves[key] = shard(key, full, replica_id=rank)
     state["sharded"] = leaves
-    state["rng"] = ShardedObject("rng", {"seed": rank, "t": torch.ones(2) * rank}, (2,), (rank,))
+    state["rng"] = cell("rng", {"seed": rank, "t": torch.ones(2) * rank}, comm)
     return state
 
 
@@ -212,7 +198,7 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
     }
     cell = {"y": [values(40), values(50)], "z": values(60).bfloat16()}
     tensors = {"w": values(70), "empty": torch.ones(0, 2), "v": torch.tensor(5)}
-    leaves = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in tensors.items()}
+    leaves = {key: shard(key, data) for key, data in tensors.items()}
     save({**common, **leaves, "o": ShardedObject("o", cell, (1,), (0,))}, tmp_path / "c")
     convert(tmp_path / "c", tmp_path / "out.pt", "torch", options=ROOMY)
     found = torch.load(tmp_path / "out.pt", weights_only=True)
@@ -227,7 +213,7 @@ def test_tensors_in_common_state_and_objects_reach_a_torch_file(tmp_path: Path) 
 
 def test_torch_leaves_out_what_weights_only_refuses(tmp_path: Path) -> None:
     state = {
-        "w": ShardedTensor.from_rank_offsets("w", torch.ones(2)),
+        "w": shard("w", torch.ones(2)),
         "args": Namespace(lr=1.0),
         "step": 3,
     }
@@ -304,9 +290,7 @@ def test_renamed_cast_and_selected(sources: dict[str, Path], to: str, tmp_path: 
 @pytest.mark.parametrize("codec", ["zstd", "blosc"])
 def test_compressed_chunks(codec: str, tmp_path: Path) -> None:
     full = torch.arange(60.0).reshape(6, 10)
-    leaves = [
-        ShardedTensor.from_rank_offsets("w", full[:, i * 5 : i * 5 + 5], (1, i, 2)) for i in (0, 1)
-    ]
+    leaves = [shard("w", full[:, i * 5 : i * 5 + 5], (1, i, 2)) for i in (0, 1)]
     save({"l": leaves}, tmp_path / "source", Zarr3SaveShardedStrategy(codec=codec))
     for to in FORMATS:
         convert(tmp_path / "source", tmp_path / to, to, options=ROOMY)
@@ -359,13 +343,10 @@ def test_any_cut_arrives(
 def test_small_boxes_and_many_threads(tmp_path: Path) -> None:
     """Batches, groups and bands, which a small checkpoint would otherwise not need."""
     state = {
-        f"k{i:03}": ShardedTensor.from_rank_offsets(
-            f"k{i:03}", random_bits((16, 48), torch.int32, i)
-        )
-        for i in range(300)
+        f"k{i:03}": shard(f"k{i:03}", random_bits((16, 48), torch.int32, i)) for i in range(300)
     }
     big = random_bits((1024, 1024), torch.float32, 0)
-    save({**state, "big": ShardedTensor.from_rank_offsets("big", big)}, tmp_path / "source")
+    save({**state, "big": shard("big", big)}, tmp_path / "source")
     wanted = {key: leaf.data for key, leaf in state.items() if leaf.data is not None}
     wanted["big"] = big
     rules = Rules.parse(reshard=["big:axis=1,parts=2"])
@@ -534,7 +515,7 @@ def test_what_cannot_be_read_or_written(sources: dict[str, Path], tmp_path: Path
     with pytest.raises(CheckpointingException, match="memory"):
         convert(sources["zarr"], tmp_path / "out", "zarr", options=ConvertOptions(memory_bytes=1))
     save(
-        {"c": ShardedTensor.from_rank_offsets("c", torch.ones(2).to(torch.complex128))},
+        {"c": shard("c", torch.ones(2).to(torch.complex128))},
         tmp_path / "c",
     )
     with pytest.raises(CheckpointingException, match="complex128"):
@@ -571,7 +552,7 @@ def test_a_damaged_source_is_named(sources: dict[str, Path], to: str, tmp_path: 
 def test_a_source_that_is_overwritten_meanwhile(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leaf = ShardedTensor.from_rank_offsets("k", torch.ones(4))
+    leaf = shard("k", torch.ones(4))
     save({"k": leaf}, tmp_path / "source")
     read = PlannedLoadStrategy.read
 

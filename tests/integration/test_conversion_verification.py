@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from dist_checkpointing import (
     Checkpoint,
     CorruptCheckpointError,
-    ShardedTensor,
     load_plain_tensors,
     save,
     verify_checkpoint,
@@ -37,6 +36,8 @@ from dist_checkpointing.tools.cli.app import app, main
 from dist_checkpointing.tools.convert import ConvertOptions, Rules, convert
 from dist_checkpointing.tools.convert.memory import Budget
 from dist_checkpointing.tools.convert.verification import PartChecks
+from states import between, rows, save_on, shard
+from states import flat as flat_part
 
 BACKENDS: dict[str, Any] = {
     "tensorstore": "tensorstore",
@@ -56,21 +57,12 @@ FULL = {
 NUM_BYTES = sum(tensor.nbytes for tensor in FULL.values())
 
 
-def state(rank: int) -> dict[str, Any]:
-    flat = [slice(0, 533), slice(533, 1200)][rank]
-    uneven = [slice(0, 11), slice(11, 30)][rank]
-    part = FULL["uneven"][uneven]
+def state(comm: Comm) -> dict[str, Any]:
     return {
-        "even": ShardedTensor.from_rank_offsets("even", FULL["even"].chunk(2)[rank], (0, rank, 2)),
-        "uneven": ShardedTensor(
-            "uneven", part, part.dtype, tuple(part.shape), (30, 50), (uneven.start, 0), None
-        ),
-        "flat": ShardedTensor.from_rank_offsets_flat(
-            "flat", FULL["flat"].reshape(-1)[flat], (60, 20), flattened_range=flat
-        ),
-        "across": ShardedTensor.from_rank_offsets(
-            "across", FULL["across"].chunk(2, 1)[rank].contiguous(), (1, rank, 2)
-        ),
+        "even": rows("even", FULL["even"], comm),
+        "uneven": between("uneven", FULL["uneven"], *((0, 11), (11, 30))[comm.rank]),
+        "flat": flat_part("flat", FULL["flat"], *((0, 533), (533, 1200))[comm.rank]),
+        "across": rows("across", FULL["across"], comm, axis=1),
         "step": 4,
     }
 
@@ -79,11 +71,7 @@ def state(rank: int) -> dict[str, Any]:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("sources")
     for name, backend in BACKENDS.items():
-
-        def save_rank(comm: Comm, name: str = name, backend: Any = backend) -> None:
-            save(state(comm.rank), folder / name, backend, comm=comm)
-
-        run_ranks(2, save_rank)
+        save_on(2, state, folder / name, backend)
     return {name: folder / name for name in BACKENDS}
 
 
@@ -188,9 +176,7 @@ def test_parts_that_are_larger_than_what_is_read_at_a_time(
 
 
 def test_compressed_chunks_are_compared_as_they_are_decoded(tmp_path: Path) -> None:
-    leaves = {
-        key: ShardedTensor.from_rank_offsets(key, full.repeat(50, 1)) for key, full in FULL.items()
-    }
+    leaves = {key: shard(key, full.repeat(50, 1)) for key, full in FULL.items()}
     save(dict(leaves), tmp_path / "source", Zarr3SaveShardedStrategy(codec="zstd"))
     done = convert(tmp_path / "source", tmp_path / "out", options=ROOMY)
     assert done.verified_bytes == 50 * NUM_BYTES
@@ -230,7 +216,7 @@ def test_a_source_without_checksums_is_said(
     if kind == "checkpoint":
         options = StorageOptions(checksum=Checksum.NONE)
         strategy = Zarr3SaveShardedStrategy(options=options)
-        run_ranks(2, lambda comm: save(state(comm.rank), source, strategy, comm=comm))
+        run_ranks(2, lambda comm: save(state(comm), source, strategy, comm=comm))
     else:
         convert(sources["zarr-2"], source, kind, options=ROOMY)
     done = convert(source, tmp_path / "out", "tensorstore", options=ROOMY)

@@ -18,7 +18,6 @@ import dist_checkpointing as dc
 from dist_checkpointing import (
     CheckpointingException,
     CorruptCheckpointError,
-    ShardedObject,
     ShardedTensor,
     StateMismatchError,
     StrategyNotFoundError,
@@ -29,6 +28,7 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from states import cell, every_kind
 
 FORMATS: dict[str, Any] = {
     "zarr 1": ZarrSaveShardedStrategy,
@@ -43,33 +43,7 @@ DOCUMENTED = (CorruptCheckpointError, UnsupportedFormatError, StateMismatchError
 
 
 def state(fill: float | None = None) -> dict[str, Any]:
-    """Tensors on a grid, cut unevenly, and flattened; as one rank holds them all."""
-
-    def values(*shape: int) -> torch.Tensor:
-        count = torch.Size(shape).numel()
-        return (
-            torch.arange(1.0, count + 1).reshape(shape) if fill is None else torch.full(shape, fill)
-        )
-
-    def uneven(key: str, start: int, stop: int, total: int) -> ShardedTensor:
-        data = values(stop - start)
-        return ShardedTensor(key, data, data.dtype, (stop - start,), (total,), (start,), None)
-
-    return {
-        "grid": [
-            ShardedTensor.from_rank_offsets("grid", values(2, 40), (0, i, 2)) for i in range(2)
-        ],
-        "uneven": [uneven("uneven", 0, 30, 100), uneven("uneven", 30, 100, 100)],
-        "flat": [
-            ShardedTensor.from_rank_offsets_flat(
-                "flat", values(stop - start), (6, 10), flattened_range=slice(start, stop)
-            )
-            for start, stop in ((0, 25), (25, 60))
-        ],
-        "bits": ShardedTensor.from_rank_offsets("bits", values(64).bfloat16()),
-        "object": ShardedObject("object", {"a": [1]}, (1,), (0,)),
-        "step": 7,
-    }  # fmt: skip
+    return {**every_kind(fill), "object": cell("object", {"a": [1]}), "step": 7}
 
 
 def flat_tensors(nest: Any) -> list[torch.Tensor]:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dist_checkpointing import ShardedObject, ShardedTensor, load_plain_tensors, save
+from dist_checkpointing import ShardedObject, load_plain_tensors, save
 from dist_checkpointing.interop import DCPWriter
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.base import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
+from states import shard
 
 BACKENDS = [("zarr", 1), ("zarr", 2), ("tensorstore", 1), ("torch_dist", 1)]
 
@@ -63,7 +64,7 @@ def test_a_save_waits_for_the_disk_or_not(
     tmp_path: Path, synced: set[Path], backend: tuple[str, int], durability: Durability
 ) -> None:
     state = {
-        "w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)),
+        "w": shard("w", torch.arange(6.0)),
         "o": ShardedObject("o", [1], (1,), (0,)),
         "step": 1,
     }

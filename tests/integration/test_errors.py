@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dist_checkpointing as dc
+from damage import files_in
 from dist_checkpointing import (
     CheckpointExistsError,
     CheckpointingException,
@@ -44,50 +45,20 @@ from dist_checkpointing.strategies.zarr import (
     ZarrLoadShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
+from simulated_groups import the_one_error
+from states import between, shard
+from states import counted_cell as cell
+from states import counted_rows as rows
+from states import flat as flat_part
 from tiers import examples
 
 FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
 Format = tuple[str, int]
 
 
-def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingException:
-    """The error of rank 0, having checked that all ranks raise the same."""
-
-    def attempt(comm: Comm) -> CheckpointingException:
-        with pytest.raises(CheckpointingException) as raised:
-            fn(comm)
-        return raised.value
-
-    errors = run_ranks(world_size, attempt)
-    assert {type(error) for error in errors} == {type(errors[0])}
-    assert {str(error) for error in errors} == {str(errors[0])}
-    return errors[0]
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
-def rows(key: str, rank: int, count: int, **changes: Any) -> ShardedTensor:
-    """Part ``rank`` of ``count`` of a tensor with two rows a part."""
-    data = torch.arange(6.0).reshape(2, 3) + 10 * rank
-    return replace(ShardedTensor.from_rank_offsets(key, data, (0, rank, count)), **changes)
-
-
 def box(key: str, start: int, stop: int, total: int, **changes: Any) -> ShardedTensor:
     """Elements ``start .. stop`` of a 1-D tensor, cut as you like."""
-    made = ShardedTensor(
-        key, torch.ones(stop - start), torch.float32, (stop - start,), (total,), (start,), None
-    )
-    return replace(made, **changes)
-
-
-def cell(key: str, rank: int, count: int, **changes: Any) -> ShardedObject:
-    return replace(ShardedObject(key, {"rank": rank}, (count,), (rank,)), **changes)
+    return replace(between(key, torch.ones(total), start, stop), **changes)
 
 
 # Opening what is no checkpoint.
@@ -298,8 +269,8 @@ def _load_on(template: Any, folder: Path, comm: Comm) -> Any:
 def test_an_object_in_another_grid_says_which_grid_is_stored(tmp_path: Path, backend: Any) -> None:
     cells = {str(i): ShardedObject("rng", i, (2, 3), divmod(i, 3)) for i in range(6)}
     save(dict(cells), tmp_path, backend)
-    for grid, cell in (((3, 3), (1, 1)), ((6,), (0,)), ((2, 2), (0, 1))):
-        template: Any = {"rng": ShardedObject("rng", None, grid, cell)}
+    for grid, place in (((3, 3), (1, 1)), ((6,), (0,)), ((2, 2), (0, 1))):
+        template: Any = {"rng": ShardedObject("rng", None, grid, place)}
         error = the_one_error(2, partial(_load_on, template, tmp_path))
         assert type(error) is StateMismatchError
         (finding,) = error.findings
@@ -345,13 +316,13 @@ def test_everything_that_does_not_fit_is_reported_at_once_and_before_any_byte_is
     def load_rank(comm: Comm) -> None:
         good = torch.full((4, 3), -1.0)
         kept.append(good)
-        template: dict[str, Any] = {"good": ShardedTensor.from_rank_offsets("good", good)}
+        template: dict[str, Any] = {"good": shard("good", good)}
         if comm.rank == 1:
             template |= {
-                "shape": ShardedTensor.from_rank_offsets("shape", torch.empty(4, 5)),
-                "axes": ShardedTensor.from_rank_offsets("axes", torch.empty(12)),
-                "dtype": ShardedTensor.from_rank_offsets("dtype", torch.empty(4, 3).half()),
-                "deep": [{"down": ShardedTensor.from_rank_offsets("unknown", torch.empty(1))}],
+                "shape": shard("shape", torch.empty(4, 5)),
+                "axes": shard("axes", torch.empty(12)),
+                "dtype": shard("dtype", torch.empty(4, 3).half()),
+                "deep": [{"down": shard("unknown", torch.empty(1))}],
             }
         load(template, tmp_path, comm=comm)
 
@@ -374,7 +345,8 @@ def test_an_object_that_is_not_stored_is_a_mismatch_on_all_ranks(
     tmp_path: Path, file_format: Format
 ) -> None:
     run_ranks(
-        2, lambda comm: save({"o": cell("o", comm.rank, 2)}, tmp_path, file_format, comm=comm)
+        2,
+        lambda comm: save({"o": cell("o", comm.rank, 2)}, tmp_path, file_format, comm=comm),
     )
     error = the_one_error(3, lambda comm: load({"o": cell("o", comm.rank, 3)}, tmp_path, comm=comm))
     assert type(error) is StateMismatchError
@@ -509,9 +481,7 @@ BAD_STATES: dict[str, tuple[BadState, list[str]]] = {
 
 def flat(piece: tuple[int, int]) -> ShardedTensor:
     """A piece of the flattening of a (2, 3) tensor."""
-    return ShardedTensor.from_rank_offsets_flat(
-        "w", torch.ones(piece[1] - piece[0]), (2, 3), flattened_range=slice(*piece)
-    )
+    return flat_part("w", torch.ones(2, 3), *piece)
 
 
 def changed(leaf: ShardedTensor, *, rank: int, **attributes: Any) -> ShardedTensor:
@@ -544,7 +514,8 @@ def test_a_bad_state_dict_does_not_end_a_good_checkpoint_even_with_overwrite(
     tmp_path: Path, file_format: Format, name: str
 ) -> None:
     run_ranks(
-        3, lambda comm: save({"w": rows("w", comm.rank, 3)}, tmp_path, file_format, comm=comm)
+        3,
+        lambda comm: save({"w": rows("w", comm.rank, 3)}, tmp_path, file_format, comm=comm),
     )
     before = files_in(tmp_path)
     make, _ = BAD_STATES[name]
@@ -689,10 +660,7 @@ def test_zarr_2_stores_a_tensor_under_any_key_inside_its_folder(tmp_path: Path, 
     )
 )
 def test_zarr_2_keeps_any_keys_apart(keys: list[str]) -> None:
-    state = {
-        f"{i}": ShardedTensor.from_rank_offsets(key, torch.tensor([i]))
-        for i, key in enumerate(keys)
-    }
+    state = {f"{i}": shard(key, torch.tensor([i])) for i, key in enumerate(keys)}
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "c"
         save(state, folder)
@@ -761,7 +729,11 @@ def test_objects_may_live_below_the_key_of_a_tensor(tmp_path: Path, file_format:
 def test_a_committed_checkpoint_is_never_overwritten_unasked(
     tmp_path: Path, file_format: Format, second: Format
 ) -> None:
-    save({"w": rows("w", 0, 1), "o": cell("o", 0, 1), "step": 1}, tmp_path, file_format)
+    save(
+        {"w": rows("w", 0, 1), "o": cell("o", 0, 1), "step": 1},
+        tmp_path,
+        file_format,
+    )
     before = files_in(tmp_path)
     error = the_one_error(2, lambda comm: save({"step": 2}, tmp_path, second, comm=comm))
     assert type(error) is CheckpointExistsError
@@ -776,7 +748,12 @@ def test_a_committed_checkpoint_is_never_overwritten_unasked(
 def test_overwrite_replaces_all_of_the_old_checkpoint_and_nothing_else(
     tmp_path: Path, file_format: Format, second: Format
 ) -> None:
-    state = {"w": rows("w", 0, 1), "v": box("v", 0, 4, 4), "o": cell("o", 0, 1), "step": 1}
+    state = {
+        "w": rows("w", 0, 1),
+        "v": box("v", 0, 4, 4),
+        "o": cell("o", 0, 1),
+        "step": 1,
+    }
     save(state, tmp_path, file_format)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "logs").mkdir()
@@ -856,7 +833,8 @@ def test_zarr_1_refuses_a_folder_with_arrays_of_another_program(tmp_path: Path) 
     (tmp_path / "a" / "v").rename(tmp_path / "v")
     before = files_in(tmp_path / "v")
     error = the_one_error(
-        2, lambda comm: save({"w": rows("w", comm.rank, 2)}, tmp_path, ("zarr", 1), comm=comm)
+        2,
+        lambda comm: save({"w": rows("w", comm.rank, 2)}, tmp_path, ("zarr", 1), comm=comm),
     )
     assert type(error) is CheckpointExistsError
     assert "'v'" in str(error)

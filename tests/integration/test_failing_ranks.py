@@ -17,14 +17,13 @@ import pytest
 import torch
 
 import dist_checkpointing as dc
+from damage import files_in
 from dist_checkpointing import (
     CheckpointExistsError,
-    CheckpointingException,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     RankFailedError,
     ShardedObject,
-    ShardedTensor,
     ShardedTensorFactory,
     load,
     save,
@@ -52,6 +51,8 @@ from dist_checkpointing.strategies.zarr import (
 )
 from dist_checkpointing.testing import run_ranks
 from forked_scripts import run_forked
+from simulated_groups import the_one_error
+from states import between, save_on, shard
 
 FORMAT = pytest.mark.parametrize("version", [1, 2], ids=["zarr1", "zarr2"])
 SAVERS: dict[int, Any] = {1: ZarrSaveShardedStrategy, 2: Zarr3SaveShardedStrategy}
@@ -59,54 +60,20 @@ LOADERS: dict[int, Any] = {1: ZarrLoadShardedStrategy, 2: Zarr3LoadShardedStrate
 RANKS = 3
 
 
-def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingException:
-    """The error of rank 0, having checked that all ranks raise the same."""
-
-    def attempt(comm: Comm) -> CheckpointingException:
-        with pytest.raises(CheckpointingException) as raised:
-            fn(comm)
-        return raised.value
-
-    errors = run_ranks(world_size, attempt)
-    assert {type(error) for error in errors} == {type(errors[0])}
-    assert {str(error) for error in errors} == {str(errors[0])}
-    return errors[0]
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-
-
 def state(rank: int, name: str = "w", factor: float = 1.0) -> dict[str, Any]:
     """Tensors (one on a grid, one uneven), an object, and common state."""
     even = torch.arange(6.0).reshape(2, 3) * factor + 10 * rank
-    starts = [0, 1, 4, 9]
-    start, stop = starts[rank], starts[rank + 1]
+    uneven = torch.arange(9.0) * factor
     return {
-        "even": ShardedTensor.from_rank_offsets(f"{name}.even", even, (0, rank, RANKS)),
-        "uneven": ShardedTensor(
-            f"{name}.uneven",
-            torch.arange(float(start), float(stop)) * factor,
-            torch.float32,
-            (stop - start,),
-            (9,),
-            (start,),
-            None,
-        ),
+        "even": shard(f"{name}.even", even, (0, rank, RANKS)),
+        "uneven": between(f"{name}.uneven", uneven, *((0, 1), (1, 4), (4, 9))[rank]),
         "object": ShardedObject(f"{name}.object", [rank, factor], (RANKS,), (rank,)),
         "step": factor,
     }
 
 
 def save_state(folder: Path, version: int, **options: Any) -> None:
-    run_ranks(
-        RANKS,
-        lambda comm: save(state(comm.rank, **options), folder, ("zarr", version), comm=comm),
-    )
+    save_on(RANKS, lambda comm: state(comm.rank, **options), folder, ("zarr", version))
 
 
 def check_state(folder: Path, **options: Any) -> None:
@@ -222,7 +189,7 @@ def save_with(fault: Fault, folder: Path, version: int, comm: Comm, **options: A
 
     def build(key: str, data: Any, *_: Any) -> Any:
         fault.at("building a factory", comm.rank)
-        return ShardedTensor.from_rank_offsets(key, data, replica_id=comm.rank)
+        return shard(key, data, replica_id=comm.rank)
 
     wanted["factory"] = ShardedTensorFactory("failed.factory", torch.ones(2), build, lambda x: x)
     save(wanted, folder, strategy, FailingCommon(fault, comm.rank), comm=comm, **options)
@@ -396,7 +363,7 @@ def test_an_interrupt_is_not_swallowed_and_leaves_no_checkpoint(
 
     def save_alone(**options: Any) -> None:
         strategy = SAVERS[version](planner=FailingPlanner(fault, 0))
-        leaf = ShardedTensor.from_rank_offsets("w.uneven", torch.ones(2))
+        leaf = shard("w.uneven", torch.ones(2))
         save({"w": leaf}, tmp_path, strategy, **options)
 
     with pytest.raises(KeyboardInterrupt):
@@ -544,9 +511,7 @@ def test_a_refused_overwrite_touches_nothing_even_with_arrays_of_another_program
     tmp_path: Path,
 ) -> None:
     save_state(tmp_path, 1)
-    save(
-        {"x": ShardedTensor.from_rank_offsets("x", torch.ones(1))}, tmp_path / "other", ("zarr", 1)
-    )
+    save({"x": shard("x", torch.ones(1))}, tmp_path / "other", ("zarr", 1))
     (tmp_path / "other" / "x").rename(tmp_path / "x")
     before = files_in(tmp_path)
     with pytest.raises(CheckpointExistsError, match="'x'"):

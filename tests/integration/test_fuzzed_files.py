@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
@@ -15,20 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hostile_state
-from dist_checkpointing import CheckpointManager, save
+from dist_checkpointing import CheckpointManager
 from dist_checkpointing.format.element_types import from_name
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.tools.convert.safetensors_files import header_bytes
 from limited_child import LimitedChild
 from tiers import examples
 
-BACKENDS: Final[dict[str, Any]] = {
-    "zarr 1": ("zarr", 1),
-    "zarr 2": ("zarr", 2),
-    "zarr 2 zstd": Zarr3SaveShardedStrategy(codec="zstd"),
-    "tensorstore": ("tensorstore", 1),
-    "torch_dist": ("torch_dist", 1),
-}
 KINDS: Final = {
     "config": ("metadata.json",),
     "attempt": (".dckpt/attempt.json",),
@@ -99,22 +91,6 @@ def _changed(data: bytes, kind: str, at: int, given_bytes: bytes, word: bytes) -
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One good checkpoint of each backend."""
-    parent = tmp_path_factory.mktemp("originals")
-    for name, strategy in BACKENDS.items():
-        save(hostile_state.state(), parent / name, strategy)
-    return parent
-
-
-@pytest.fixture(scope="module")
-def child(originals: Path) -> Iterator[LimitedChild]:
-    warm_up = [{"do": "checkpoint", "path": str(originals / name)} for name in BACKENDS]
-    with LimitedChild(warm_up) as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def copies(originals: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same once more, to break and mend."""
     return Path(shutil.copytree(originals, tmp_path_factory.mktemp("copies") / "c"))
@@ -124,7 +100,7 @@ def places(parent: Path, patterns: tuple[str, ...]) -> list[tuple[Path, Path]]:
     """``(checkpoint, file in it)`` of one kind of file, in all backends."""
     return [
         (parent / name, path)
-        for name in BACKENDS
+        for name in hostile_state.BACKENDS
         for pattern in patterns
         for path in sorted((parent / name).glob(pattern))
     ]

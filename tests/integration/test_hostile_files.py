@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,30 +22,6 @@ from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.codecs import make_codec
 from limited_child import LimitedChild
 from tiers import share
-
-BACKENDS: Final = {
-    "zarr 1": ("zarr", 1),
-    "zarr 2": ("zarr", 2),
-    "tensorstore": ("tensorstore", 1),
-    "torch_dist": ("torch_dist", 1),
-}
-BACKEND = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One good checkpoint of each backend."""
-    parent = tmp_path_factory.mktemp("originals")
-    for name, strategy in BACKENDS.items():
-        save(hostile_state.state(), parent / name, strategy)
-    return parent
-
-
-@pytest.fixture(scope="module")
-def child(originals: Path) -> Iterator[LimitedChild]:
-    warm_up = [{"do": "checkpoint", "path": str(originals / name)} for name in BACKENDS]
-    with LimitedChild(warm_up) as started:
-        yield started
 
 
 class Victim:

@@ -25,6 +25,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from states import shard
 
 COUNT = 3000
 SHAPE = (300,)  # too large to lie in the tree
@@ -32,9 +33,7 @@ SHAPE = (300,)  # too large to lie in the tree
 
 def state(count: int = COUNT, *, first: float = 0.0) -> dict[str, ShardedTensor]:
     return {
-        f"layers.{i}.weight": ShardedTensor.from_rank_offsets(
-            f"layers.{i}.weight", torch.full(SHAPE, first + i)
-        )
+        f"layers.{i}.weight": shard(f"layers.{i}.weight", torch.full(SHAPE, first + i))
         for i in range(count)
     }
 
@@ -117,7 +116,7 @@ def test_a_removal_meanwhile_does_not_lead_astray(tmp_path: Path) -> None:
     tensors = {"optimizer.kept": small, "optimizer.state": large}
     for number in range(20):
         folder = tmp_path / str(number)
-        save({k: ShardedTensor.from_rank_offsets(k, v) for k, v in tensors.items()}, folder)
+        save({k: shard(k, v) for k, v in tensors.items()}, folder)
         checkpoint = Checkpoint.open(folder)
         places = {checkpoint[key].location(0).split(",")[0] for key in tensors}
         if len(places) == 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 import dist_checkpointing as dc
 from dist_checkpointing import (
-    CheckpointingException,
     InvalidShardingError,
     ShardedObject,
     ShardedTensor,
@@ -27,37 +25,13 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.testing import run_ranks
+from simulated_groups import the_one_error
+from states import between, shard
+from states import counted_cell as cell
+from states import counted_rows as rows
 
 Format = tuple[str, int]
 FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
-
-
-def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingException:
-    """The error of rank 0, having checked that all ranks raise the same."""
-
-    def attempt(comm: Comm) -> CheckpointingException:
-        with pytest.raises(CheckpointingException) as raised:
-            fn(comm)
-        return raised.value
-
-    errors = run_ranks(world_size, attempt)
-    assert {type(error) for error in errors} == {type(errors[0])}
-    assert {str(error) for error in errors} == {str(errors[0])}
-    return errors[0]
-
-
-def rows(key: str, rank: int = 0, count: int = 1, **changes: Any) -> ShardedTensor:
-    """Part ``rank`` of ``count`` of a tensor with two rows a part."""
-    data = torch.arange(6.0).reshape(2, 3) + 10 * rank
-    return replace(ShardedTensor.from_rank_offsets(key, data, (0, rank, count)), **changes)
-
-
-def whole(key: str, data: torch.Tensor) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, data)
-
-
-def cell(key: str, rank: int = 0, count: int = 1) -> ShardedObject:
-    return ShardedObject(key, {"rank": rank}, (count,), (rank,))
 
 
 # Devices and dtypes.
@@ -66,7 +40,7 @@ def cell(key: str, rank: int = 0, count: int = 1) -> ShardedObject:
 @FORMAT
 def test_a_tensor_on_the_meta_device_cannot_be_filled(tmp_path: Path, file_format: Format) -> None:
     save({"w": rows("w")}, tmp_path, file_format)
-    template = {"w": whole("w", torch.empty(2, 3, device="meta"))}
+    template = {"w": shard("w", torch.empty(2, 3, device="meta"))}
     error = the_one_error(2, lambda comm: load(template, tmp_path, comm=comm))
     assert type(error) is StateMismatchError
     assert "'w': the tensor to fill is on the meta device" in str(error)
@@ -111,10 +85,10 @@ def test_cast_says_which_dtypes_are_converted(
     lossless: bool,
 ) -> None:
     values = torch.tensor([[0.0, 1.0, 2.0], [-3.0, 0.5, 100.0]]).abs().to(stored)
-    save({"w": whole("w", values)}, tmp_path, file_format)
+    save({"w": shard("w", values)}, tmp_path, file_format)
 
     def template() -> dict[str, Any]:
-        leaf = whole("w", torch.zeros(2, 3, dtype=wanted))
+        leaf = shard("w", torch.zeros(2, 3, dtype=wanted))
         return {"w": leaf if given else leaf.without_data()}
 
     expected = values.to(wanted)
@@ -148,9 +122,9 @@ def test_what_widen_converts_can_be_converted_back_bit_for_bit(
     else:
         limits = torch.iinfo(stored)
         values = torch.tensor([limits.min, limits.max - 1, 2**24 + 1, 77], dtype=stored)
-    save({"w": whole("w", values)}, tmp_path)
+    save({"w": shard("w", values)}, tmp_path)
     for row in DTYPES:
-        leaf = whole("w", torch.zeros(values.shape, dtype=row.torch)).without_data()
+        leaf = shard("w", torch.zeros(values.shape, dtype=row.torch)).without_data()
         try:
             loaded: Any = load({"w": leaf}, tmp_path, cast="widen")
         except StateMismatchError:
@@ -166,14 +140,21 @@ def test_what_widen_converts_can_be_converted_back_bit_for_bit(
 
 # Strictness.
 
-SAVED = {"tensor": rows("tensor"), "unasked": rows("unasked"), "object": cell("object")}
+SAVED = {
+    "tensor": rows("tensor"),
+    "unasked": rows("unasked"),
+    "object": cell("object"),
+}
 
 
 def mismatched_template(rank: int) -> dict[str, Any]:
     """Both ranks ask for one stored tensor; rank 1 also for one that is not stored."""
     template: dict[str, Any] = {"known": rows("tensor", data=None), "step": -1}
     if rank == 1:
-        template |= {"extra": {"deep": rows("extra", data=None)}, "o": cell("extra object")}
+        template |= {
+            "extra": {"deep": rows("extra", data=None)},
+            "o": cell("extra object"),
+        }
     return template
 
 
@@ -345,8 +326,8 @@ def test_a_factory_of_which_a_part_is_not_stored_is_a_mismatch_that_says_so(
         "f",
         torch.zeros(4, 3),
         lambda key, data, *_: {
-            "gate": whole(f"{key}.gate", data[:2]),
-            "up": whole(f"{key}.up", data[2:]),
+            "gate": shard(f"{key}.gate", data[:2]),
+            "up": shard(f"{key}.up", data[2:]),
         },
         lambda parts: torch.cat([parts["gate"], parts["up"]]),
     )
@@ -359,7 +340,7 @@ def test_a_factory_of_which_a_part_is_not_stored_is_a_mismatch_that_says_so(
 def test_a_factory_of_which_nothing_is_stored_is_left_out(tmp_path: Path, flag: str) -> None:
     save({"known": rows("known")}, tmp_path)
     factory = ShardedTensorFactory(
-        "f", torch.zeros(2), lambda key, data, *_: {"x": whole(key, data)}, lambda parts: parts["x"]
+        "f", torch.zeros(2), lambda key, data, *_: {"x": shard(key, data)}, lambda parts: parts["x"]
     )
     result: Any = load({"k": rows("known", data=None), "f": factory}, tmp_path, strict=flag)
     state_dict = result[0] if isinstance(result, tuple) else result
@@ -374,7 +355,8 @@ def test_a_partial_or_overlapping_template_is_fine_unless_validation_is_asked_fo
     tmp_path: Path, file_format: Format
 ) -> None:
     run_ranks(
-        2, lambda comm: save({"w": rows("w", comm.rank, 2)}, tmp_path, file_format, comm=comm)
+        2,
+        lambda comm: save({"w": rows("w", comm.rank, 2)}, tmp_path, file_format, comm=comm),
     )
 
     def load_rank(comm: Comm, parts: list[int], *, validate: bool) -> Any:
@@ -393,7 +375,8 @@ def test_a_partial_or_overlapping_template_is_fine_unless_validation_is_asked_fo
 @FORMAT
 def test_some_cells_of_an_object_grid_may_be_loaded(tmp_path: Path, file_format: Format) -> None:
     run_ranks(
-        3, lambda comm: save({"o": cell("o", comm.rank, 3)}, tmp_path, file_format, comm=comm)
+        3,
+        lambda comm: save({"o": cell("o", comm.rank, 3)}, tmp_path, file_format, comm=comm),
     )
     loaded: Any = load({"a": cell("o", 2, 3), "b": [cell("o", 0, 3)]}, tmp_path)
     assert loaded == {"a": {"rank": 2}, "b": [{"rank": 0}]}
@@ -428,9 +411,9 @@ def test_the_metadata_of_tensors_is_a_template_for_all_of_them(
     tmp_path: Path, file_format: Format
 ) -> None:
     state: dict[str, Any] = {
-        "w": whole("a.w", torch.arange(6).reshape(2, 3)),
-        "s": whole("scalar", torch.tensor(2.5).bfloat16()),
-        "e": whole("empty", torch.empty(0, 3)),
+        "w": shard("a.w", torch.arange(6).reshape(2, 3)),
+        "s": shard("scalar", torch.tensor(2.5).bfloat16()),
+        "e": shard("empty", torch.empty(0, 3)),
         "o": cell("rng"),
         "step": 4,
     }
@@ -461,10 +444,7 @@ def removable(rank: int = 0, count: int = 1) -> dict[str, Any]:
     return {
         "w": rows("model.w", rank, count),
         "a": rows("optimizer.state.avg", rank, count),
-        "u": ShardedTensor(
-            "optimizer.uneven", torch.ones(stop - start), torch.float32, (stop - start,), (4,),
-            (start,), None,
-        ),
+        "u": between("optimizer.uneven", torch.ones(4), start, stop),
         "n": rows("optimizer", rank, count),
         "d": rows("optimizer/deep", rank, count),
         "x": rows("opt", rank, count),
@@ -567,7 +547,11 @@ def test_removal_from_zarr_2_keeps_index_and_consolidated_metadata_in_step(tmp_p
 def test_removal_keeps_the_codec(tmp_path: Path) -> None:
     from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 
-    save({"a": rows("a"), "b": rows("b")}, tmp_path, Zarr3SaveShardedStrategy(codec="zstd"))
+    save(
+        {"a": rows("a"), "b": rows("b")},
+        tmp_path,
+        Zarr3SaveShardedStrategy(codec="zstd"),
+    )
     dc.remove_sharded_tensors(tmp_path, "a")
     assert torch.equal(dc.load_plain_tensors(tmp_path)["b"], rows("b").data)  # type: ignore[arg-type]
 
@@ -591,9 +575,9 @@ def test_the_lock_folders_of_megatron_do_not_hinder_removal(tmp_path: Path) -> N
 
 
 def test_another_number_of_axes_is_no_mismatch_that_is_allowed(tmp_path: Path) -> None:
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4, 2))}, tmp_path)
+    save({"w": shard("w", torch.ones(4, 2))}, tmp_path)
     for shape in ((8,), (4, 2, 1)):
-        leaf = ShardedTensor.from_rank_offsets("w", torch.zeros(shape), allow_shape_mismatch=True)
+        leaf = shard("w", torch.zeros(shape), allow_shape_mismatch=True)
         with pytest.raises(StateMismatchError, match="global shape differs"):
             load({"w": leaf}, tmp_path)
         assert leaf.data is not None

@@ -23,6 +23,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
 from dist_checkpointing.testing import run_ranks
+from states import shard
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ZARR_NAMES = ["mc0.12.0_zarr", "mc0.15.3_zarr"]
@@ -74,7 +75,7 @@ def assert_common_state(found: Any, name: str) -> None:
 def cut(key: str, full: torch.Tensor, rank: int, count: int) -> ShardedTensor:
     """As even a part as there is along the first axis that is long enough."""
     if not full.ndim:
-        return ShardedTensor.from_rank_offsets(key, torch.full_like(full, 7))
+        return shard(key, torch.full_like(full, 7))
     axis = next((a for a, extent in enumerate(full.shape) if extent >= count), 0)
     extent = full.shape[axis]
     start, stop = extent * rank // count, extent * (rank + 1) // count
@@ -142,13 +143,11 @@ def saved_by_megatron(name: str, rank: int, values: dict[str, torch.Tensor]) -> 
 
     def even(key: str, axis: int) -> ShardedTensor:
         data = values[key].chunk(2, axis)[rank].clone()
-        return ShardedTensor.from_rank_offsets(key, data, (axis, rank, 2))
+        return shard(key, data, (axis, rank, 2))
 
     def layer(number: int) -> ShardedTensor:
         data = values["layers.w"][number].chunk(2, 0)[rank].clone()
-        return ShardedTensor.from_rank_offsets(
-            "layers.w", data, (0, number, 2), (1, rank, 2), prepend_axis_num=1
-        )
+        return shard("layers.w", data, (0, number, 2), (1, rank, 2), prepend_axis_num=1)
 
     objects = expected(name)["sharded_objects"]
     rng = objects[f"rng_state/shard_0.{rank}_1.2"]
@@ -159,9 +158,7 @@ def saved_by_megatron(name: str, rank: int, values: dict[str, torch.Tensor]) -> 
         "half": even("half", 1),
         "ids": even("ids", 0),
         "flags": even("flags", 0),
-        "norm": ShardedTensor.from_rank_offsets(
-            "norm.weight", values["norm.weight"].clone(), replica_id=rank
-        ),
+        "norm": shard("norm.weight", values["norm.weight"].clone(), replica_id=rank),
         "layers": [layer(0), layer(1)],
         "optim": list(pieces(name, rank, values)),
         "rng": ShardedObject("rng_state", rng, (1, 2), (0, rank)),
@@ -169,7 +166,7 @@ def saved_by_megatron(name: str, rank: int, values: dict[str, torch.Tensor]) -> 
     }
     if "scalar" in values:
         scalar = values["scalar"].clone()
-        state["scalar"] = ShardedTensor.from_rank_offsets("scalar", scalar, replica_id=rank)
+        state["scalar"] = shard("scalar", scalar, replica_id=rank)
     for key, cuts in expected(name).get("uneven_keys", {}).items():
         whole, (start, stop) = values[key], cuts[rank]
         own = whole[start:stop].clone()
@@ -230,9 +227,7 @@ def test_the_state_loads_as_megatron_saved_it_flattened_pieces_and_objects_too(n
 @FIXTURE
 def test_a_layer_of_a_prepended_axis_loads_alone(name: str) -> None:
     for number in range(2):
-        template = ShardedTensor.from_rank_offsets(
-            "layers.w", torch.empty(4, 3), (0, number, 2), prepend_axis_num=1
-        )
+        template = shard("layers.w", torch.empty(4, 3), (0, number, 2), prepend_axis_num=1)
         loaded = load({"w": template}, GOLDEN / name)
         assert torch.equal(loaded["w"], full_tensors(name)["layers.w"][number])
 

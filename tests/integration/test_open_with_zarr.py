@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,20 +20,14 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.dtypes import DTYPES, DType
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance.shards import random_bits
+from states import between, flat, rows, save_on, shard
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=[row.name for row in DTYPES])
 FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
 CODEC = pytest.mark.parametrize("codec", [None, "zstd", "gzip", "blosc"])
 EXTENDED = [row for row in DTYPES if row.numpy.isbuiltin != 1]
 Format = tuple[str, int]
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    highest = 2 if dtype == torch.bool else 256
-    num_bytes = math.prod(shape) * dtype.itemsize
-    raw = torch.randint(0, highest, (num_bytes,), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).reshape(shape)
 
 
 def bits(values: Any) -> bytes:
@@ -53,15 +46,11 @@ def opened(path: Path) -> Any:
 def save_matrix(folder: Path, strategy: Any, full: torch.Tensor, key: str = "w") -> None:
     """A (6, 4) tensor in four chunks, from two ranks."""
 
-    def save_rank(comm: Comm) -> None:
-        rows = full[3 * comm.rank : 3 * comm.rank + 3]
-        leaves = [
-            ShardedTensor.from_rank_offsets(key, part, (0, comm.rank, 2), (1, i, 2))
-            for i, part in enumerate(rows.chunk(2, 1))
-        ]
-        save({"w": leaves}, folder, strategy, comm=comm)
+    def leaves(rank: int) -> list[ShardedTensor]:
+        parts = full.chunk(2)[rank].chunk(2, 1)
+        return [shard(key, part, (0, rank, 2), (1, i, 2)) for i, part in enumerate(parts)]
 
-    run_ranks(2, save_rank)
+    save_on(2, lambda comm: {"w": leaves(comm.rank)}, folder, strategy)
 
 
 # zarr-python.
@@ -91,8 +80,8 @@ def test_zarr_reads_scalars_and_empty_arrays_of_every_dtype(
 ) -> None:
     scalar, empty = random_bits((), dtype.torch), random_bits((0, 3), dtype.torch)
     state = {
-        "s": ShardedTensor.from_rank_offsets("scalar", scalar),
-        "e": ShardedTensor.from_rank_offsets("empty", empty),
+        "s": shard("scalar", scalar),
+        "e": shard("empty", empty),
     }
     save(state, tmp_path, file_format)
     assert opened(tmp_path / "scalar").shape == ()
@@ -117,7 +106,7 @@ def test_zarr_decodes_every_codec_and_dtype(
 @CODEC
 def test_codecs_make_files_of_repetitive_tensors_smaller(tmp_path: Path, codec: str | None) -> None:
     strategy = Zarr3SaveShardedStrategy(codec=codec)
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(1000))}, tmp_path, strategy)
+    save({"w": shard("w", torch.ones(1000))}, tmp_path, strategy)
     size = (tmp_path / "w" / "c.0").stat().st_size
     assert size == 4000 if codec is None else size < 400
     assert bits(opened(tmp_path / "w")[...]) == bits(torch.ones(1000))
@@ -125,9 +114,9 @@ def test_codecs_make_files_of_repetitive_tensors_smaller(tmp_path: Path, codec: 
 
 def test_the_group_of_zarr_2_lists_all_arrays_from_consolidated_metadata(tmp_path: Path) -> None:
     state = {
-        "w": ShardedTensor.from_rank_offsets("decoder.weight", torch.ones(2, 3).bfloat16()),
-        "slash": ShardedTensor.from_rank_offsets("optimizer/state/ü", torch.arange(4)),
-        "8": ShardedTensor.from_rank_offsets("8 bits", torch.ones(3).to(torch.float8_e4m3fn)),
+        "w": shard("decoder.weight", torch.ones(2, 3).bfloat16()),
+        "slash": shard("optimizer/state/ü", torch.arange(4)),
+        "8": shard("8 bits", torch.ones(3).to(torch.float8_e4m3fn)),
         "o": ShardedObject("rng", 5, (1,), (0,)),
         "step": 1,
     }
@@ -153,17 +142,14 @@ def test_the_group_of_zarr_2_opens_without_its_consolidated_metadata_too(tmp_pat
 
 
 def test_consolidated_metadata_says_the_same_as_the_files(tmp_path: Path) -> None:
-    def save_rank(comm: Comm) -> None:
-        state = {
-            "even": ShardedTensor.from_rank_offsets(
-                "even", torch.ones(2).half(), (0, comm.rank, 2)
-            ),
+    def state(comm: Comm) -> dict[str, Any]:
+        return {
+            "even": rows("even", torch.ones(4).half(), comm),
             "uneven": uneven("uneven", comm.rank),
-            "long": ShardedTensor.from_rank_offsets("x" * 300, torch.ones(2), (0, comm.rank, 2)),
+            "long": rows("x" * 300, torch.ones(4), comm),
         }
-        save(state, tmp_path, Zarr3SaveShardedStrategy(codec="zstd"), comm=comm)
 
-    run_ranks(2, save_rank)
+    save_on(2, state, tmp_path, Zarr3SaveShardedStrategy(codec="zstd"))
     root = json.loads((tmp_path / "zarr.json").read_text())
     nodes = root["consolidated_metadata"]["metadata"]
     files = {
@@ -177,13 +163,16 @@ def test_consolidated_metadata_says_the_same_as_the_files(tmp_path: Path) -> Non
 
 def uneven(key: str, rank: int) -> ShardedTensor:
     """Three rows on rank 0, seven on rank 1."""
-    start, stop = ((0, 3), (3, 10))[rank]
-    data = torch.arange(20).reshape(10, 2)[start:stop].bfloat16()
-    return ShardedTensor(key, data, data.dtype, (stop - start, 2), (10, 2), (start, 0), None)
+    return between(key, torch.arange(20).reshape(10, 2).bfloat16(), *((0, 3), (3, 10))[rank])
+
+
+def flattened(key: str, rank: int) -> ShardedTensor:
+    """Five elements of the flattening of a (3, 4) tensor on rank 0, seven on rank 1."""
+    return flat(key, torch.arange(12.0).reshape(3, 4), *((0, 5), (5, 12))[rank])
 
 
 def test_an_uneven_key_of_zarr_2_is_a_group_of_pieces(tmp_path: Path) -> None:
-    run_ranks(2, lambda comm: save({"u": uneven("u", comm.rank)}, tmp_path, ("zarr", 2), comm=comm))
+    save_on(2, lambda comm: {"u": uneven("u", comm.rank)}, tmp_path, ("zarr", 2))
     assert isinstance(zarr.open(str(tmp_path / "u"), mode="r"), zarr.Group)
     group: Any = zarr.open_group(str(tmp_path / "u"), mode="r")
     full = torch.arange(20).reshape(10, 2).bfloat16()
@@ -198,16 +187,7 @@ def test_an_uneven_key_of_zarr_2_is_a_group_of_pieces(tmp_path: Path) -> None:
 
 
 def test_a_flattened_key_of_zarr_2_is_a_group_of_1d_pieces(tmp_path: Path) -> None:
-    full = torch.arange(12.0).reshape(3, 4)
-
-    def save_rank(comm: Comm) -> None:
-        start, stop = ((0, 5), (5, 12))[comm.rank]
-        leaf = ShardedTensor.from_rank_offsets_flat(
-            "f", full.reshape(-1)[start:stop], (3, 4), flattened_range=slice(start, stop)
-        )
-        save({"f": leaf}, tmp_path, ("zarr", 2), comm=comm)
-
-    run_ranks(2, save_rank)
+    save_on(2, lambda comm: {"f": flattened("f", comm.rank)}, tmp_path, ("zarr", 2))
     group: Any = zarr.open(str(tmp_path / "f"), mode="r")
     assert group["piece.0.0-0"][...].tolist() == [0, 1, 2, 3, 4]
     assert group["piece.0.0-5"][...].tolist() == [5, 6, 7, 8, 9, 10, 11]
@@ -215,17 +195,11 @@ def test_a_flattened_key_of_zarr_2_is_a_group_of_1d_pieces(tmp_path: Path) -> No
 
 
 def test_an_uneven_or_flattened_key_of_zarr_1_is_one_array(tmp_path: Path) -> None:
-    flat = torch.arange(12.0)
+    def state(comm: Comm) -> dict[str, Any]:
+        return {"f": flattened("f", comm.rank), "u": uneven("u", comm.rank)}
 
-    def save_rank(comm: Comm) -> None:
-        start, stop = ((0, 5), (5, 12))[comm.rank]
-        leaf = ShardedTensor.from_rank_offsets_flat(
-            "f", flat[start:stop], (3, 4), flattened_range=slice(start, stop)
-        )
-        save({"f": leaf, "u": uneven("u", comm.rank)}, tmp_path, ("zarr", 1), comm=comm)
-
-    run_ranks(2, save_rank)
-    assert opened(tmp_path / "f")[...].tolist() == flat.reshape(3, 4).tolist()
+    save_on(2, state, tmp_path, ("zarr", 1))
+    assert opened(tmp_path / "f")[...].tolist() == torch.arange(12.0).reshape(3, 4).tolist()
     assert bits(opened(tmp_path / "u")[...]) == bits(torch.arange(20).reshape(10, 2).bfloat16())
 
 
@@ -233,8 +207,7 @@ def test_prepended_axes_are_axes_of_the_array(tmp_path: Path) -> None:
     layers = [torch.full((2, 3), float(i)) for i in range(4)]
     state = {
         "layers": [
-            ShardedTensor.from_rank_offsets("w", layer, (0, i, 4), prepend_axis_num=1)
-            for i, layer in enumerate(layers)
+            shard("w", layer, (0, i, 4), prepend_axis_num=1) for i, layer in enumerate(layers)
         ]
     }
     for version in (1, 2):
@@ -280,7 +253,7 @@ def test_tensorstore_decodes_every_codec(tmp_path: Path, codec: str | None) -> N
 
 @FORMAT
 def test_tensorstore_reads_scalars(tmp_path: Path, file_format: Format) -> None:
-    save({"s": ShardedTensor.from_rank_offsets("s", torch.tensor(2.5))}, tmp_path, file_format)
+    save({"s": shard("s", torch.tensor(2.5))}, tmp_path, file_format)
     assert open_tensorstore(tmp_path / "s", file_format).read().result().item() == 2.5
 
 
@@ -362,7 +335,7 @@ def test_an_array_that_zarr_copied_can_take_the_place_of_ours(
     expected = full.clone().view(torch.uint8)
     row = expected.reshape(6, 4, -1)
     row[0, 0] = row[5, 3]
-    template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(full))}
+    template = {"w": shard("w", torch.zeros_like(full))}
     assert bits(load(template, tmp_path)["w"]) == bits(row.reshape(expected.shape))
 
 
@@ -371,9 +344,8 @@ def test_an_array_that_zarr_copied_can_take_the_place_of_ours(
 
 def all_kinds(rank: int) -> dict[str, Any]:
     def even(key: str, data: torch.Tensor) -> ShardedTensor:
-        return ShardedTensor.from_rank_offsets(key, data + rank, (0, rank, 2))
+        return shard(key, data + rank, (0, rank, 2))
 
-    start, stop = ((0, 5), (5, 12))[rank]
     return {
         "even": even("even", torch.arange(6).reshape(2, 3)),
         "bf16": even("bf16", torch.arange(6).reshape(2, 3).bfloat16()),
@@ -383,14 +355,9 @@ def all_kinds(rank: int) -> dict[str, Any]:
         "percent": even("100%~.", torch.full((2,), 5.0)),
         "uneven": uneven("uneven", rank),
         "long uneven": uneven("/" * 200, rank),
-        "flat": ShardedTensor.from_rank_offsets_flat(
-            "flat",
-            torch.arange(12.0)[start:stop],
-            (3, 4),
-            flattened_range=slice(start, stop),
-        ),
-        "scalar": ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5), replica_id=rank),
-        "empty": ShardedTensor.from_rank_offsets("empty", torch.empty(0, 3), replica_id=rank),
+        "flat": flattened("flat", rank),
+        "scalar": shard("scalar", torch.tensor(2.5), replica_id=rank),
+        "empty": shard("empty", torch.empty(0, 3), replica_id=rank),
         "object": ShardedObject("object", rank, (2,), (rank,)),
     }
 

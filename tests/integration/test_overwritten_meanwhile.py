@@ -15,7 +15,6 @@ import torch
 from dist_checkpointing import (
     CheckpointExistsError,
     CorruptCheckpointError,
-    ShardedTensor,
     load,
     save,
 )
@@ -26,10 +25,11 @@ from dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Reader
 from dist_checkpointing.testing import run_ranks
+from states import shard
 
 
 def state(value: float) -> dict[str, Any]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.full((4,), value)), "step": value}
+    return {"w": shard("w", torch.full((4,), value)), "step": value}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

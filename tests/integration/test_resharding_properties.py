@@ -27,6 +27,7 @@ from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSav
 from dist_checkpointing.strategies.zarr.v2 import ZarrV2Writer
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance.shards import random_bits
 from tiers import examples
 
 Ints = tuple[int, ...]
@@ -111,15 +112,6 @@ class Case:
     @property
     def full(self) -> torch.Tensor:
         return random_bits(self.shape, self.dtype, self.seed)
-
-
-def random_bits(shape: Ints, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """A tensor of random bits: NaNs with payloads, infinities, subnormals and all."""
-    generator = torch.Generator().manual_seed(seed)
-    highest = 2 if dtype == torch.bool else 256
-    num_bytes = math.prod(shape) * dtype.itemsize
-    raw = torch.randint(0, highest, (num_bytes,), dtype=torch.uint8, generator=generator)
-    return raw.view(dtype).reshape(shape)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

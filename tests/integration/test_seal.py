@@ -16,7 +16,6 @@ from dist_checkpointing import (
     CheckpointingException,
     CorruptCheckpointError,
     ShardedObject,
-    ShardedTensor,
     StateMismatchError,
     UnsupportedFormatError,
     load,
@@ -38,6 +37,7 @@ from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
+from states import shard
 
 BACKENDS = ["tensorstore", "zarr-2", "zarr-2-zstd", "zarr-1", "torch_dist"]
 STRATEGIES: dict[str, Any] = {
@@ -49,23 +49,6 @@ STRATEGIES: dict[str, Any] = {
 Samples = Callable[[str], Any]
 
 
-def template(sample: Any) -> dict[str, Any]:
-    state: dict[str, Any] = {
-        key: ShardedTensor.from_rank_offsets(key, torch.empty_like(tensor))
-        for key, tensor in sample.tensors.items()
-    }
-    state["rng"] = [ShardedObject("rng", None, (2,), (rank,)) for rank in range(2)]
-    return state
-
-
-def assert_equal(loaded: dict[str, Any], sample: Any) -> None:
-    for key, tensor in sample.tensors.items():
-        pair = [t.reshape(-1).view(torch.uint8) for t in (loaded[key], tensor)]
-        assert torch.equal(*pair), key
-    assert loaded["iteration"] == 1000
-    assert loaded["rng"] == [value for _, value in sorted(sample.objects["rng"].items())]
-
-
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -75,7 +58,7 @@ def refuses(folder: Path, sample: Any) -> None:
     with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
         verify_checkpoint(folder)
     with pytest.raises((CorruptCheckpointError, UnsupportedFormatError)):
-        load(template(sample), folder, verify=True)
+        load(sample.template(), folder, verify=True)
 
 
 @pytest.fixture
@@ -93,7 +76,7 @@ def test_a_sound_checkpoint_is_sealed(samples: Samples, name: str) -> None:
         path.relative_to(sample.folder).as_posix() for path in files_of(sample.folder)
     } - {"metadata.json", SEAL_NAME}
     assert examine_checkpoint(sample.folder).is_sealed
-    assert_equal(load(template(sample), sample.folder, verify=True), sample)
+    sample.assert_is(load(sample.template(), sample.folder, verify=True))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -125,8 +108,8 @@ def test_a_flipped_bit_in_any_file_is_found(samples: Samples, tmp_path: Path, na
             try:
                 verify_checkpoint(sample.folder)
                 # A byte that is no part of any value: padding, or a header that nobody reads.
-                loaded = load(template(sample), sample.folder, verify=True)
-                assert_equal(loaded, sample)
+                loaded = load(sample.template(), sample.folder, verify=True)
+                sample.assert_is(loaded)
             except CheckpointingException:
                 continue
             finally:
@@ -179,7 +162,7 @@ def test_lost_and_foreign_tables_are_found(
         table.write_bytes(b"")
     else:
         other = tmp_path / "other"
-        save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, other)
+        save({"w": shard("w", torch.ones(3))}, other)
         shutil.copy(next((other / checksum_tables.CHECKSUMS_NAME).iterdir()), table)
     refuses(sample.folder, sample)
 
@@ -189,7 +172,7 @@ def test_an_older_part_with_its_older_table_is_found(tmp_path: Path, name: str) 
     """Each file is sound by itself; they are not of one save."""
 
     def state(value: float) -> dict[str, Any]:
-        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((2000,), value))}
+        return {"w": shard("w", torch.full((2000,), value))}
 
     old, new = tmp_path / "old", tmp_path / "new"
     save(state(1.0), old, STRATEGIES[name])
@@ -209,7 +192,7 @@ def test_an_older_part_with_its_older_table_is_found(tmp_path: Path, name: str) 
         verify_checkpoint(new)
     with pytest.raises(CorruptCheckpointError):
         load(
-            {"w": ShardedTensor.from_rank_offsets("w", torch.empty(2000))},
+            {"w": shard("w", torch.empty(2000))},
             new,
             verify=True,
         )
@@ -218,14 +201,14 @@ def test_an_older_part_with_its_older_table_is_found(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_files_of_an_older_save_with_their_seal_are_found(tmp_path: Path, name: str) -> None:
     for step, folder in enumerate(["older", "newer"]):
-        state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((30,), float(step)))}
+        state = {"w": shard("w", torch.full((30,), float(step)))}
         save(state, tmp_path / folder, STRATEGIES[name])
     older, newer = tmp_path / "older", tmp_path / "newer"
     for path in files_of(older):
         if path.relative_to(older).as_posix() != ATTEMPT_NAME:
             (newer / path.relative_to(older)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, newer / path.relative_to(older))
-    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.empty(30))}
+    wanted = {"w": shard("w", torch.empty(30))}
     with pytest.raises(CorruptCheckpointError, match=r"attempt\.json"):
         load(wanted, newer, verify=True)
     with pytest.raises(CorruptCheckpointError, match=r"attempt\.json"):
@@ -245,8 +228,8 @@ def test_objects_of_another_grid_are_no_damage(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_tensors_without_elements_need_no_checksums(tmp_path: Path, name: str) -> None:
     state = {
-        "nothing": ShardedTensor.from_rank_offsets("nothing", torch.ones(0, 4)),
-        "w": ShardedTensor.from_rank_offsets("w", torch.ones(3)),
+        "nothing": shard("nothing", torch.ones(0, 4)),
+        "w": shard("w", torch.ones(3)),
     }
     save(state, tmp_path / "c", STRATEGIES[name])
     loaded = load({"nothing": state["nothing"]}, tmp_path / "c", verify=True)
@@ -257,7 +240,7 @@ def test_a_lost_object_is_found(samples: Samples, tmp_path: Path) -> None:
     sample = samples("zarr-2").copied(tmp_path / "c")
     (sample.folder / "rng" / "shard_1_2.pt").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"shard_1_2\.pt"):
-        load(template(sample), sample.folder, verify=True)
+        load(sample.template(), sample.folder, verify=True)
 
 
 def test_another_dtype_of_an_array_is_found(samples: Samples, tmp_path: Path) -> None:
@@ -266,7 +249,7 @@ def test_another_dtype_of_an_array_is_found(samples: Samples, tmp_path: Path) ->
     content = path.read_text()
     assert '"<f4"' in content
     path.write_text(content.replace('"<f4"', '"<i4"'))
-    wanted = ShardedTensor.from_rank_offsets("decoder.weight", torch.empty(16, 12).int())
+    wanted = shard("decoder.weight", torch.empty(16, 12).int())
     with pytest.raises(CorruptCheckpointError, match=r"\.zarray"):
         load({"w": wanted}, sample.folder, verify=True)
     with pytest.raises(CorruptCheckpointError, match=r"\.zarray"):
@@ -297,7 +280,7 @@ def test_another_backend_in_the_commit_is_found(samples: Samples, tmp_path: Path
     path.write_text(path.read_text().replace('"tensorstore"', '"zarr"'))
     path.write_text(path.read_text().replace('_version": 1', '_version": 2'))
     with pytest.raises(CorruptCheckpointError, match=r"metadata\.json"):
-        load(template(sample), sample.folder, verify=True)
+        load(sample.template(), sample.folder, verify=True)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -329,7 +312,7 @@ def test_a_checkpoint_without_a_seal_is_verified_and_says_so(
 
 def test_what_has_no_checksums_is_not_called_verified(tmp_path: Path) -> None:
     options = StorageOptions(checksum=Checksum.NONE)
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+    state = {"w": shard("w", torch.ones(3))}
     save(state, tmp_path / "c", Zarr3SaveShardedStrategy(options=options))
     with pytest.raises(UnsupportedFormatError, match="no checksums"):
         load(state, tmp_path / "c", verify=True)
@@ -344,8 +327,7 @@ def test_a_rank_reads_the_tables_of_what_it_loads(
 
     def save_rank(comm: Comm) -> None:
         parts = {
-            key: ShardedTensor.from_rank_offsets(key, t.chunk(2)[comm.rank], (0, comm.rank, 2))
-            for key, t in full.items()
+            key: shard(key, t.chunk(2)[comm.rank], (0, comm.rank, 2)) for key, t in full.items()
         }
         save(parts, tmp_path / "c", comm=comm)
 
@@ -357,16 +339,16 @@ def test_a_rank_reads_the_tables_of_what_it_loads(
     assert {(part.key, part.rank) for part in whole} == {(k, r) for k in keys for r in range(2)}
     for path in tables[3:]:
         path.write_bytes(b"")
-    wanted = {key: ShardedTensor.from_rank_offsets(key, torch.empty(6)) for key in keys[:6]}
+    wanted = {key: shard(key, torch.empty(6)) for key in keys[:6]}
     load(wanted, tmp_path / "c", verify=True)
     assert torch.equal(wanted["w05"].data, full["w05"])  # type: ignore[arg-type]
-    wanted = {"x": ShardedTensor.from_rank_offsets("w06", torch.empty(6))}
+    wanted = {"x": shard("w06", torch.empty(6))}
     with pytest.raises(CorruptCheckpointError, match=r"00003\.bin"):
         load(wanted, tmp_path / "c", verify=True)
 
 
 def test_every_flipped_bit_of_a_table_and_of_a_seal_is_found(tmp_path: Path) -> None:
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path / "c")
+    save({"w": shard("w", torch.ones(3))}, tmp_path / "c")
     (table,) = checksum_tables.checksum_files(tmp_path / "c")
     for path, parse in (
         (table, lambda data: checksum_tables.parse_table(data, "t")),
@@ -385,9 +367,7 @@ def test_every_flipped_bit_of_a_table_and_of_a_seal_is_found(tmp_path: Path) -> 
 
 def states_of_ranks() -> Iterator[dict[str, Any]]:
     for rank in range(2):
-        yield {
-            "w": ShardedTensor.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 2))
-        }
+        yield {"w": shard("w", torch.full((2,), float(rank)), (0, rank, 2))}
 
 
 @pytest.mark.usefixtures("quickly")
@@ -465,24 +445,21 @@ def test_nothing_is_committed_that_rank_0_does_not_see(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 def test_a_removal_seals_what_is_left(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "c"
-    state = {
-        key: ShardedTensor.from_rank_offsets(key, torch.full((2000,), 1.0))
-        for key in ("model.w", "optimizer.m")
-    }
+    state = {key: shard(key, torch.full((2000,), 1.0)) for key in ("model.w", "optimizer.m")}
     save(state, folder, STRATEGIES[name])
     remove_sharded_tensors(folder, "optimizer")
     verify_checkpoint(folder)
     content = read_seal(folder)
     assert content is not None
     assert not content.is_open
-    left = {"w": ShardedTensor.from_rank_offsets("model.w", torch.empty(2000))}
+    left = {"w": shard("model.w", torch.empty(2000))}
     load(left, folder, verify=True)
 
 
 def test_a_removal_does_not_seal_damage(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     keys = ("model.w", "optimizer.m")
-    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(9)) for key in keys}
+    state = {key: shard(key, torch.ones(9)) for key in keys}
     save({**state, "step": 1}, folder, ("zarr", 2))
     path = folder / "common.pt"
     content = bytearray(path.read_bytes())
@@ -499,7 +476,7 @@ def test_a_removal_that_was_cut_off_is_no_damage(
 ) -> None:
     folder = tmp_path / "c"
     keys = ("model.w", "optimizer.m")
-    state = {key: ShardedTensor.from_rank_offsets(key, torch.ones(2000)) for key in keys}
+    state = {key: shard(key, torch.ones(2000)) for key in keys}
     save(state, folder, STRATEGIES[name])
     cut_off = iter([None] * (1 if name == "torch_dist" else 3))
 

@@ -17,6 +17,7 @@ from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from states import shard
 
 BUDGET = 2**20
 ROWS, COLUMNS = 1000, 4001  # 16 MB of float32
@@ -62,10 +63,8 @@ def peak_of_load(template: dict[str, Any], folder: Path, strategy: Any) -> int:
 @MODE
 def test_another_dtype(tmp_path: Path, backend: tuple[str, int], mode: ReadMode) -> None:
     full = values()
-    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path, backend)
-    wanted: dict[str, Any] = {
-        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(ROWS, COLUMNS).bfloat16())
-    }
+    save({"w": shard("w", full)}, tmp_path, backend)
+    wanted: dict[str, Any] = {"w": shard("w", torch.zeros(ROWS, COLUMNS).bfloat16())}
     assert peak_of_load(wanted, tmp_path, loader(backend, mode)) < BUDGET + SLACK
     assert torch.equal(wanted["w"].data, full.bfloat16())
 
@@ -75,7 +74,7 @@ def test_another_dtype(tmp_path: Path, backend: tuple[str, int], mode: ReadMode)
 @pytest.mark.usefixtures("elsewhere")
 def test_another_device(tmp_path: Path, backend: tuple[str, int], mode: ReadMode) -> None:
     full = values()
-    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path, backend)
+    save({"w": shard("w", full)}, tmp_path, backend)
     # Some columns: they do not lie together in the file either.
     box = Box((3, 2000), (990, 2001))
     data = torch.zeros(box.shape)
@@ -90,7 +89,7 @@ def test_another_device(tmp_path: Path, backend: tuple[str, int], mode: ReadMode
 @pytest.mark.usefixtures("elsewhere")
 def test_a_flattened_range(tmp_path: Path, backend: tuple[str, int]) -> None:
     full = values()
-    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path, backend)
+    save({"w": shard("w", full)}, tmp_path, backend)
     start, stop = 12_345, ROWS * COLUMNS - 6_789
     data = torch.zeros(stop - start)
     wanted: dict[str, Any] = {
@@ -105,13 +104,11 @@ def test_a_flattened_range(tmp_path: Path, backend: tuple[str, int]) -> None:
 def test_a_compressed_chunk_is_not_copied_as_a_whole(tmp_path: Path) -> None:
     full = values()
     save(
-        {"w": ShardedTensor.from_rank_offsets("w", full)},
+        {"w": shard("w", full)},
         tmp_path,
         Zarr3SaveShardedStrategy(codec="zstd"),
     )
-    wanted: dict[str, Any] = {
-        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(ROWS, COLUMNS).half())
-    }
+    wanted: dict[str, Any] = {"w": shard("w", torch.zeros(ROWS, COLUMNS).half())}
     # The file and the decoded chunk are there as a whole; 4 MiB of it are copied at a time.
     peak = peak_of_load(wanted, tmp_path, loader(("zarr", 2), ReadMode.PREAD))
     assert peak < 2 * full.nbytes + 2**22 + SLACK
@@ -138,10 +135,8 @@ class Doubling(DefaultLoadPlanner):
 @FORMAT
 def test_a_planner_gets_parts_in_the_stored_dtype(tmp_path: Path, backend: tuple[str, int]) -> None:
     full = values()
-    save({"w": ShardedTensor.from_rank_offsets("w", full)}, tmp_path, backend)
-    wanted: dict[str, Any] = {
-        "w": ShardedTensor.from_rank_offsets("w", torch.zeros(ROWS, COLUMNS).double())
-    }
+    save({"w": shard("w", full)}, tmp_path, backend)
+    wanted: dict[str, Any] = {"w": shard("w", torch.zeros(ROWS, COLUMNS).double())}
     planner = Doubling()
     load(wanted, tmp_path, loader(backend, ReadMode.PREAD, planner), cast="widen")
     assert torch.equal(wanted["w"].data, full.double() * 2)

@@ -14,6 +14,7 @@ from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from states import between, flat, shard
 
 CODECS = [("zarr", 1), ("zarr", 2), "zstd", "gzip", "blosc"]
 
@@ -26,40 +27,15 @@ def full(rows: int = 12) -> torch.Tensor:
     return torch.arange(rows * 5, dtype=torch.float32).reshape(rows, 5)
 
 
-def block(key: str, tensor: torch.Tensor, bounds: list[int], rank: int) -> ShardedTensor:
-    begin, end = bounds[rank], bounds[rank + 1]
-    part = tensor[begin:end].clone()
-    return ShardedTensor(
-        key, part, part.dtype, tuple(part.shape), tuple(tensor.shape), (begin, 0), None
-    )
-
-
-def flattened(key: str, tensor: torch.Tensor, bounds: list[int], rank: int) -> ShardedTensor:
-    begin, end = bounds[rank], bounds[rank + 1]
-    shape = tuple(tensor.shape)
-    return ShardedTensor(
-        key,
-        tensor.reshape(-1)[begin:end].clone(),
-        tensor.dtype,
-        shape,
-        shape,
-        (0, 0),
-        (1, 1),
-        flattened_range=slice(begin, end),
-    )
-
-
 def state(rank: int, world: int) -> dict[str, Any]:
     even = [12 * r // world for r in range(world + 1)]
     uneven = [0, *range(3, 3 + world - 1), 12]
-    flat = [0, *range(7, 7 + world - 1), 60]
+    edges = [0, *range(7, 7 + world - 1), 60]
     return {
-        "even": ShardedTensor.from_rank_offsets(
-            "even", full()[even[rank] : even[rank + 1]].clone(), (0, rank, world)
-        ),
-        "uneven": block("uneven", full(), uneven, rank),
-        "flat": flattened("flat", full(), flat, rank),
-        "scalar": ShardedTensor.from_rank_offsets("scalar", torch.tensor(3.5), replica_id=rank),
+        "even": shard("even", full()[even[rank] : even[rank + 1]].clone(), (0, rank, world)),
+        "uneven": between("uneven", full(), *uneven[rank : rank + 2]),
+        "flat": flat("flat", full(), *edges[rank : rank + 2]),
+        "scalar": shard("scalar", torch.tensor(3.5), replica_id=rank),
         "object": ShardedObject("object", {"rank": 0}, (1,), (0,), replica_id=rank),
     }
 
@@ -95,19 +71,19 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path, version: int, row: Any) -> N
     count = 12 * row.itemsize
     bits = torch.randint(0, 2 if row.name == "bool" else 256, (count,), dtype=torch.uint8)
     tensor = bits.view(row.torch).reshape(4, 3)
-    leaf = ShardedTensor.from_rank_offsets("w", tensor)
+    leaf = shard("w", tensor)
     save({"w": leaf}, tmp_path, ("zarr", version))
-    target = ShardedTensor.from_rank_offsets("w", torch.empty_like(tensor))
+    target = shard("w", torch.empty_like(tensor))
     loaded = load({"w": target}, tmp_path, TensorStoreLoadShardedStrategy())
     assert torch.equal(loaded["w"].view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize("name", CODECS, ids=str)
 def test_a_lost_chunk_is_named_and_never_zeros(tmp_path: Path, name: Any) -> None:
-    save({"w": ShardedTensor.from_rank_offsets("w", full())}, tmp_path, strategy(name))
+    save({"w": shard("w", full())}, tmp_path, strategy(name))
     chunk = next(p for p in (tmp_path / "w").iterdir() if p.name in ("0.0", "c.0.0"))
     chunk.unlink()
     with pytest.raises(CorruptCheckpointError) as caught:
-        load({"w": ShardedTensor.from_rank_offsets("w", full())}, tmp_path, "tensorstore")
+        load({"w": shard("w", full())}, tmp_path, "tensorstore")
     assert caught.value.findings[0].key == "w"
     assert caught.value.findings[0].path == str(chunk)

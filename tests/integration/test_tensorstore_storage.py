@@ -14,12 +14,12 @@ import pytest
 import tensorstore as ts
 import torch
 
+from damage import flip
 from dist_checkpointing import (
     CheckpointingException,
     CorruptCheckpointError,
     RankFailedError,
     ShardedObject,
-    ShardedTensor,
     UnsupportedFormatError,
     check_is_distributed_checkpoint,
     load,
@@ -38,14 +38,10 @@ from dist_checkpointing.strategies.tensorstore import (
 )
 from dist_checkpointing.testing import run_ranks
 from forked_scripts import run_forked
+from states import cell, rows, save_on, shard
 
 WORLD = 2
 LARGE = (1024, 1024)  # 4 MiB of float32: written without a copy, unlike the small ones
-
-
-def rows(key: str, full: torch.Tensor, comm: Comm) -> ShardedTensor:
-    part = full.chunk(comm.world_size)[comm.rank].clone()
-    return ShardedTensor.from_rank_offsets(key, part, (0, comm.rank, comm.world_size))
 
 
 def values(seed: int, shape: tuple[int, ...] = LARGE) -> torch.Tensor:
@@ -60,12 +56,11 @@ def save_state(folder: Path, strategy: Any = None) -> dict[str, torch.Tensor]:
         "optimizer.v": values(3, (64,)),
     }
 
-    def save_rank(comm: Comm) -> None:
-        state: dict[str, Any] = {key: rows(key, tensor, comm) for key, tensor in full.items()}
-        state["rng"] = ShardedObject("rng", {"rank": comm.rank}, (WORLD,), (comm.rank,))
-        save(state, folder, strategy, comm=comm)
+    def state(comm: Comm) -> dict[str, Any]:
+        leaves = {key: rows(key, tensor, comm) for key, tensor in full.items()}
+        return {**leaves, "rng": cell("rng", {"rank": comm.rank}, comm)}
 
-    run_ranks(WORLD, save_rank)
+    save_on(WORLD, state, folder, strategy)
     return full
 
 
@@ -81,7 +76,10 @@ def test_a_tensor_is_opened_with_nothing_but_tensorstore(tmp_path: Path, dtype: 
     count = 12 * dtype.itemsize
     raw = torch.randint(0, 2 if dtype.name == "bool" else 256, (count,), dtype=torch.uint8)
     tensor = raw.view(dtype.torch).reshape(4, 3)
-    run_ranks(WORLD, lambda comm: save({"w": rows("a key/w", tensor, comm)}, tmp_path, comm=comm))
+    run_ranks(
+        WORLD,
+        lambda comm: save({"w": rows("a key/w", tensor, comm)}, tmp_path, comm=comm),
+    )
     array: Any = ts.open(
         {
             "driver": "zarr3",
@@ -98,12 +96,9 @@ def test_a_tensor_is_opened_with_nothing_but_tensorstore(tmp_path: Path, dtype: 
 
 
 def test_few_files_whatever_the_number_of_tensors(tmp_path: Path) -> None:
-    def save_rank(comm: Comm) -> None:
-        state = {f"w{i}": rows(f"w{i}", values(i, (4, 2)), comm) for i in range(500)}
-        state |= {f"o{i}": rows(f"optimizer.{i}", values(i, (4, 2)), comm) for i in range(500)}
-        save(state, tmp_path, comm=comm)
-
-    run_ranks(WORLD, save_rank)
+    keys = [f"{prefix}{i}" for i in range(500) for prefix in ("w", "optimizer.")]
+    full = values(0, (4, 2))
+    save_on(WORLD, lambda comm: {key: rows(key, full, comm) for key in keys}, tmp_path)
     assert sum(path.is_file() for path in tmp_path.rglob("*")) < 40
     assert len(load_tensors_metadata(tmp_path)) == 1000
 
@@ -122,12 +117,6 @@ def test_dropping_the_optimizer_frees_its_space(tmp_path: Path) -> None:
     assert {"model.w", "model.b"} <= set(left)
     assert not any(key.startswith("optimizer") for key in left)
     assert torch.equal(left["model.w"], full["model.w"])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -182,7 +171,7 @@ def test_a_flipped_bit_is_found_when_asked_for(tmp_path: Path, backend: Any) -> 
 
 def test_all_shards_of_a_tensor_are_verified(tmp_path: Path) -> None:
     """Also where a rank wants two of them, and only the second is damaged."""
-    parts = [ShardedTensor.from_rank_offsets("w", torch.ones(4), (0, i, 3)) for i in range(3)]
+    parts = [shard("w", torch.ones(4), (0, i, 3)) for i in range(3)]
     save({"w": parts}, tmp_path, "zarr")
     with (tmp_path / "w" / "c.2").open("r+b") as file:
         file.write(b"?")
@@ -271,7 +260,7 @@ except RankFailedError as error:
         ".dckpt/attempt.json"
     }
     assert torch.equal(load_plain_tensors(tmp_path / "good")["w"], torch.ones(1024, 1024))
-    save({"v": ShardedTensor.from_rank_offsets("v", torch.ones(2))}, tmp_path / "bad", backend)
+    save({"v": shard("v", torch.ones(2))}, tmp_path / "bad", backend)
     assert list(load_tensors_metadata(tmp_path / "bad")) == ["v"]
 
 
@@ -279,7 +268,7 @@ def test_progress_counts_every_byte(tmp_path: Path) -> None:
     tensor = values(0)
     saved: list[Progress] = []
     loaded: list[Progress] = []
-    save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path, progress=saved.append)
+    save({"w": shard("w", tensor)}, tmp_path, progress=saved.append)
     template: Any = load_tensors_metadata(tmp_path)
     load(template, tmp_path, progress=loaded.append)
     for reports, phase in ((saved, "writing"), (loaded, "reading")):
@@ -332,10 +321,8 @@ def test_an_error_of_one_rank_reaches_all(tmp_path: Path) -> None:
 
 def step_state(step: int) -> dict[str, Any]:
     tensor = torch.full((300, 1024), float(step))
-    small: dict[str, Any] = {
-        f"s{i}": ShardedTensor.from_rank_offsets(f"s{i}", tensor[i, :9]) for i in range(50)
-    }
-    return {"w": ShardedTensor.from_rank_offsets("w", tensor), **small, "step": step}
+    small: dict[str, Any] = {f"s{i}": shard(f"s{i}", tensor[i, :9]) for i in range(50)}
+    return {"w": shard("w", tensor), **small, "step": step}
 
 
 def test_two_saves_at_once_into_different_folders(tmp_path: Path) -> None:

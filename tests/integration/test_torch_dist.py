@@ -53,6 +53,7 @@ from dist_checkpointing.testing.conformance.shards import (
     random_bits,
     template,
 )
+from states import shard as whole
 
 # DCP warns whoever uses it in one process, also one who says so.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -70,10 +71,6 @@ def dcp_save(state: dict[str, Any], folder: Path, *, flat: bool = False, **optio
 
 def dcp_load(state: dict[str, Any], folder: Path) -> None:
     load_by_dcp(state, storage_reader=FileSystemReader(folder), no_dist=True)
-
-
-def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, tensor)
 
 
 def empty(key: str, like: torch.Tensor) -> ShardedTensor:
@@ -152,9 +149,7 @@ def test_conjugate_and_negative_views_load_as_what_they_stand_for(tmp_path: Path
     dcp_save(stored, tmp_path)
     for key, tensor in stored.items():
         assert torch.equal(dc.load_plain_tensors(tmp_path)[key], tensor)
-        part = ShardedTensor.from_rank_offsets(
-            key, torch.empty(3, 4, dtype=tensor.dtype), (0, 1, 2)
-        )
+        part = whole(key, torch.empty(3, 4, dtype=tensor.dtype), (0, 1, 2))
         assert torch.equal(load({"part": part}, tmp_path)["part"], tensor[3:])
 
 
@@ -175,7 +170,7 @@ def test_enums_as_python_3_11_0_to_3_11_3_pickles_them(
     )
     w = torch.arange(6.0)
     save_by_dcp({"w": w}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    dc.save({"w": ShardedTensor.from_rank_offsets("w", w)}, tmp_path / "own", "torch_dist")
+    dc.save({"w": whole("w", w)}, tmp_path / "own", "torch_dist")
     for folder in (tmp_path / "dcp", tmp_path / "own"):
         assert b"getattr" in (folder / ".metadata").read_bytes()
         assert torch.equal(dc.load_plain_tensors(folder)["w"], w)
@@ -250,9 +245,7 @@ def test_plain_dcp_reads_every_cut(tmp_path: Path, world_size: int) -> None:
 
     def state_of(rank: int) -> dict[str, Any]:
         shards = {k: cuts[k.split()[0]](k, t, world_size)[rank] for k, t in tensors.items()}
-        rest = {
-            k: ShardedTensor.from_rank_offsets(k, t, replica_id=rank) for k, t in others.items()
-        }
+        rest = {k: whole(k, t, replica_id=rank) for k, t in others.items()}
         return {**shards, **rest, "step": 5}
 
     save_on(world_size, tmp_path, state_of)

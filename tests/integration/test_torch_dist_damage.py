@@ -22,19 +22,17 @@ from dist_checkpointing import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ShardedObject,
-    ShardedTensor,
     StateMismatchError,
     UnsupportedFormatError,
     load,
     load_common_state_dict,
     load_plain_tensors,
     load_sharded_metadata,
-    save,
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
-from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance import failures_on
+from states import cell, flat, rows, save_on, shard
 
 BACKEND = ("torch_dist", 1)
 DOCUMENTED = (CorruptCheckpointError, UnsupportedFormatError, StateMismatchError)
@@ -45,20 +43,17 @@ FULL = {
 }
 
 
-def state(rank: int) -> dict[str, Any]:
-    flat = slice(0, 13) if rank == 0 else slice(13, 30)
+def state(comm: Comm) -> dict[str, Any]:
     return {
-        "rows": ShardedTensor.from_rank_offsets("rows", FULL["rows"].chunk(2)[rank], (0, rank, 2)),
-        "bits": ShardedTensor.from_rank_offsets("bits", FULL["bits"], replica_id=rank),
-        "flat": ShardedTensor.from_rank_offsets_flat(
-            "flat", FULL["flat"].reshape(-1)[flat], (5, 6), flattened_range=flat
-        ),
-        "object": ShardedObject("object", {"a": [rank]}, (2,), (rank,)),
+        "rows": rows("rows", FULL["rows"], comm),
+        "bits": shard("bits", FULL["bits"], replica_id=comm.rank),
+        "flat": flat("flat", FULL["flat"], *((0, 13), (13, 30))[comm.rank]),
+        "object": cell("object", {"a": [comm.rank]}, comm),
     }
 
 
 def wanted() -> dict[str, Any]:
-    tensors = {k: ShardedTensor.from_rank_offsets(k, torch.zeros_like(t)) for k, t in FULL.items()}
+    tensors = {k: shard(k, torch.zeros_like(t)) for k, t in FULL.items()}
     cells = [ShardedObject("object", None, (2,), (rank,)) for rank in range(2)]
     return {**tensors, "object": cells}
 
@@ -66,7 +61,7 @@ def wanted() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("original") / "c"
-    run_ranks(2, lambda comm: save(state(comm.rank), folder, BACKEND, comm=comm))
+    save_on(2, state, folder, BACKEND)
     check_loads(folder)
     return folder
 
@@ -407,7 +402,7 @@ def test_objects_of_something_else(damaged: Path, record: bytes) -> None:
 
 def test_all_that_does_not_fit_is_named_at_once(original: Path) -> None:
     given = torch.full((64,), 7.0, dtype=torch.bfloat16)
-    whole = ShardedTensor.from_rank_offsets
+    whole = shard
     template = {
         "bits": whole("bits", given),
         "absent": whole("absent", torch.ones(2)),

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from damage import flip
 from dist_checkpointing import (
     Checkpoint,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ShardedObject,
-    ShardedTensor,
     StrategyNotFoundError,
     UnsupportedFormatError,
     save,
@@ -24,6 +24,7 @@ from dist_checkpointing import (
 from dist_checkpointing.checkpoint.verify import examine_checkpoint
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor, read_index, write_index
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from states import shard
 
 Sample = Any
 Samples = Callable[[str], Any]
@@ -47,18 +48,11 @@ def test_the_work_can_be_shared(sample: Sample) -> None:
         assert sum(getattr(part, name) for part in parts) == getattr(whole, name)
 
 
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
-
-
 def large(folder: Path, name: str) -> Path:
     """Tensors that lie outside of the nodes of a database, w1 of ones and so on, in two chunks."""
     full = {f"w{i}": torch.full((4, 500), float(i)) for i in range(5)}
     rows = {
-        key: [ShardedTensor.from_rank_offsets(key, t.chunk(2)[i], (0, i, 2)) for i in range(2)]
-        for key, t in full.items()
+        key: [shard(key, t.chunk(2)[i], (0, i, 2)) for i in range(2)] for key, t in full.items()
     }
     backends: dict[str, Any] = {
         "zarr-2": ("zarr", 2),
@@ -265,7 +259,7 @@ class Stranger:
 
 def test_what_is_not_unpickled_is_no_damage(tmp_path: Path) -> None:
     cell = ShardedObject("o", Stranger(), (1,), (0,))
-    state = {"o": cell, "w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}
+    state = {"o": cell, "w": shard("w", torch.ones(3))}
     save(state, tmp_path / "c", trusted=True)
     found = examine_checkpoint(tmp_path / "c")
     assert found.is_sound

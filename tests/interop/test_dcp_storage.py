@@ -53,6 +53,7 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreSaveShardedStrategy,
 )
 from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter
+from states import shard
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -160,9 +161,7 @@ def test_dcp_reads_what_save_has_written(tmp_path: Path, backend: tuple[str, int
 @backends
 def test_sharded_objects_have_their_unique_keys(tmp_path: Path, backend: tuple[str, int]) -> None:
     objects = [ShardedObject("rng", {"seed": cell}, (2,), (cell,)) for cell in range(2)]
-    save(
-        {"a": objects, "w": ShardedTensor.from_rank_offsets("w", torch.ones(3))}, tmp_path, backend
-    )
+    save({"a": objects, "w": shard("w", torch.ones(3))}, tmp_path, backend)
     found: dict[str, Any] = {"rng/shard_1_2": None, "rng/shard_0_2": None, "w": torch.zeros(3)}
     dcp_load(found, storage_reader=DCPReader(tmp_path))
     assert found["rng/shard_0_2"] == {"seed": 0}
@@ -238,7 +237,7 @@ def test_a_tensor_is_resolved_once_however_many_chunks_it_has(tmp_path: Path) ->
 
 def test_checksums_are_kept(tmp_path: Path) -> None:
     save_through(tmp_path, {"w": torch.arange(8.0)})
-    load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(8))}, tmp_path, verify=True)
+    load({"w": shard("w", torch.zeros(8))}, tmp_path, verify=True)
 
 
 def test_options_of_a_strategy_are_used(tmp_path: Path) -> None:
@@ -632,7 +631,7 @@ def test_a_lost_database_is_noticed(tmp_path: Path) -> None:
     "clash",
     [
         {"a.b": 1, "a": {"b": 2}},
-        {"a": {"b": 1}, "w": ShardedTensor.from_rank_offsets("a.b", torch.ones(2))},
+        {"a": {"b": 1}, "w": shard("a.b", torch.ones(2))},
     ],
 )
 def test_two_things_of_one_name_are_refused(tmp_path: Path, clash: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ from dist_checkpointing.interop import (
 from dist_checkpointing.strategies.base import StrategyAction
 from dist_checkpointing.strategies.registry import default_strategies
 from dist_checkpointing.testing import StrategyConformance, run_ranks
+from states import between, shard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -83,18 +84,12 @@ def state(rank: int, world_size: int) -> dict[str, Any]:
     rows = [0, *(7 * (r + 1) // world_size for r in range(world_size))]
     first, last = rows[rank], rows[rank + 1]
     return {
-        "rows": ShardedTensor(
-            "rows", FULL[first:last], FULL.dtype, (last - first, 10), (7, 10), (first, 0), None
-        ),
+        "rows": between("rows", FULL, first, last),
         "layers": [
-            ShardedTensor.from_rank_offsets(
-                "layers", LAYERS[layer], (0, layer, 4), prepend_axis_num=1
-            )
+            shard("layers", LAYERS[layer], (0, layer, 4), prepend_axis_num=1)
             for layer in range(rank, 4, world_size)
         ],
-        "half": ShardedTensor.from_rank_offsets(
-            "half", FULL[0].to(torch.bfloat16), replica_id=rank
-        ),
+        "half": shard("half", FULL[0].to(torch.bfloat16), replica_id=rank),
         "rng": ShardedObject("rng", [rank], (world_size,), (rank,)),
         "step": 9,
     }
@@ -120,12 +115,10 @@ def test_every_storage_keeps_every_sharding(tmp_path: Path, pair: str) -> None:
                 "rows", None, FULL.dtype, (7, stop - start), (7, 10), (0, start), None
             ),
             "layers": [
-                ShardedTensor.from_rank_offsets(
-                    "layers", torch.zeros(3, 2, dtype=torch.int64), (0, i, 4), prepend_axis_num=1
-                )
+                shard("layers", torch.zeros(3, 2, dtype=torch.int64), (0, i, 4), prepend_axis_num=1)
                 for i in range(4)
             ],
-            "half": ShardedTensor.from_rank_offsets("half", torch.zeros(10, dtype=torch.bfloat16)),
+            "half": shard("half", torch.zeros(10, dtype=torch.bfloat16)),
             "rng": ShardedObject("rng", None, (4,), (2,)),
         }
         return load(template, tmp_path, DCPStorageLoadStrategy(reader), comm=comm)
@@ -161,7 +154,7 @@ def test_a_folder_that_dcp_alone_has_written(tmp_path: Path, pair: str) -> None:
     assert strategy.load_tensors_metadata(tmp_path).keys() == {"rows", "half"}
     template = {
         "rows": ShardedTensor("rows", None, FULL.dtype, (2, 5), (7, 10), (3, 4), None),
-        "half": ShardedTensor.from_rank_offsets("half", torch.zeros(10, dtype=torch.bfloat16)),
+        "half": shard("half", torch.zeros(10, dtype=torch.bfloat16)),
     }
     found = strategy.load(template, tmp_path)
     assert torch.equal(found["rows"], FULL[3:5, 4:9])
@@ -198,10 +191,7 @@ def test_both_doors_at_once(tmp_path: Path) -> None:
 
 
 def test_a_safetensors_file_cannot_hold_two_parts_of_a_tensor(tmp_path: Path) -> None:
-    halves = [
-        ShardedTensor.from_rank_offsets("w", FULL[:, 5 * i : 5 * i + 5], (1, i, 2))
-        for i in range(2)
-    ]
+    halves = [shard("w", FULL[:, 5 * i : 5 * i + 5], (1, i, 2)) for i in range(2)]
     strategy = DCPStorageSaveStrategy(PAIRS["safetensors"][0])
     with pytest.raises(InvalidShardingError, match="'w': this rank has several parts"):
         save({"w": halves}, tmp_path, strategy)
@@ -227,7 +217,7 @@ def test_metadata_that_cannot_be_read(tmp_path: Path, damage: str) -> None:
     save_on(1, tmp_path, writes_files)
     path = tmp_path / "dcp" / ".metadata"
     path.unlink() if damage == "missing" else path.write_bytes(b"garbage")
-    template = {"rows": ShardedTensor.from_rank_offsets("rows", torch.zeros(7, 10))}
+    template = {"rows": shard("rows", torch.zeros(7, 10))}
     with pytest.raises(CorruptCheckpointError, match="FileSystemReader cannot read its metadata"):
         load(template, tmp_path, DCPStorageLoadStrategy(FileSystemReader))
 
@@ -240,7 +230,7 @@ def test_numbers_in_metadata_are_not_believed(tmp_path: Path) -> None:
             return metadata
 
     save_on(1, tmp_path, writes_files)
-    template = {"rows": ShardedTensor.from_rank_offsets("rows", torch.zeros(7, 10))}
+    template = {"rows": shard("rows", torch.zeros(7, 10))}
     with pytest.raises(CorruptCheckpointError, match="'rows' has pieces outside of it"):
         load(template, tmp_path, DCPStorageLoadStrategy(Lies))
 
@@ -248,9 +238,9 @@ def test_numbers_in_metadata_are_not_believed(tmp_path: Path) -> None:
 def test_what_differs_is_found_before_anything_is_read(tmp_path: Path) -> None:
     save_on(2, tmp_path, writes_files)
     template = {
-        "rows": ShardedTensor.from_rank_offsets("rows", torch.zeros(8, 10)),
-        "half": ShardedTensor.from_rank_offsets("half", torch.zeros(10)),
-        "other": ShardedTensor.from_rank_offsets("other", torch.zeros(1)),
+        "rows": shard("rows", torch.zeros(8, 10)),
+        "half": shard("half", torch.zeros(10)),
+        "other": shard("other", torch.zeros(1)),
     }
     with pytest.raises(StateMismatchError) as raised:
         load(template, tmp_path, DCPStorageLoadStrategy(FileSystemReader))

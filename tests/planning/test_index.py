@@ -35,6 +35,7 @@ from dist_checkpointing.format.index import (
     read_index,
     write_index,
 )
+from states import shard
 
 EXTENTS = st.integers(0, 2**48)
 
@@ -279,9 +280,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for a, b, flat in ((2, 3, slice(0, 1)), (3, 6, slice(1, 4)))
     ]
     first = ShardedTensor("cut", full[0, :2], full.dtype, (2,), (6,), (0,), None)
-    rows = [
-        ShardedTensor.from_rank_offsets("grid", full[i : i + 2], (0, i // 2, 2)) for i in (0, 2)
-    ]
+    rows = [shard("grid", full[i : i + 2], (0, i // 2, 2)) for i in (0, 2)]
     save({"cut": [first, *last], "grid": rows}, folder, ("zarr", 2))
     content = json.loads((folder / INDEX_NAME).read_bytes())
     assert {**content, "checksum": 0, "objects": 0} == {**good(), "checksum": 0, "objects": 0}

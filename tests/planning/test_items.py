@@ -24,6 +24,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
 from dist_checkpointing.planning.shard_table import ShardTable, describe
+from states import shard
 
 KEYS = st.text(min_size=1, max_size=8)
 
@@ -57,7 +58,7 @@ ITEMS = st.lists(st.one_of(tensor_items(), object_items()), max_size=12)
 
 
 def plan_of_rank(rank: int, key: str = "k") -> SavePlan:
-    leaf = ShardedTensor.from_rank_offsets(key, torch.empty(2))
+    leaf = shard(key, torch.empty(2))
     return SavePlan(describe([leaf], rank), planner_data="mine", storage_data=7)
 
 
@@ -106,7 +107,7 @@ def same(one: ShardTable, two: ShardTable) -> bool:
 
 
 def test_what_a_leaf_looks_like_as_an_item() -> None:
-    tensor = ShardedTensor.from_rank_offsets(
+    tensor = shard(
         "w", torch.zeros(3, 4), (0, 1, 2), (1, 2, 3), prepend_axis_num=1, replica_id=(0, 1)
     )
     flat = ShardedTensor.from_rank_offsets_flat(
@@ -132,7 +133,7 @@ def test_every_item_of_a_final_plan_has_data_of_its_shape() -> None:
     """What ``get_data`` gives for an item is what its description says, whatever the layout."""
     full = torch.arange(96, dtype=torch.int16).reshape(8, 12)
     leaves: list[Any] = [
-        ShardedTensor.from_rank_offsets("rows", full),
+        shard("rows", full),
         ShardedTensor("uneven", full[:5], full.dtype, (5, 12), (8, 12), (0, 0), None),
         ShardedTensor("uneven", full[5:], full.dtype, (3, 12), (8, 12), (5, 0), None),
         ShardedTensor.from_rank_offsets_flat(
@@ -141,10 +142,7 @@ def test_every_item_of_a_final_plan_has_data_of_its_shape() -> None:
         ShardedTensor.from_rank_offsets_flat(
             "flat", full.reshape(-1)[50:], (8, 12), flattened_range=slice(50, 96)
         ),
-        *(
-            ShardedTensor.from_rank_offsets("layers", row, (0, i, 8), prepend_axis_num=1)
-            for i, row in enumerate(full)
-        ),
+        *(shard("layers", row, (0, i, 8), prepend_axis_num=1) for i, row in enumerate(full)),
     ]
     for layout in (RowBlockLayout(max_chunk_bytes=40), RowBlockLayout(), WholeShardLayout()):
         planner = DefaultSavePlanner()

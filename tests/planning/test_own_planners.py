@@ -44,6 +44,7 @@ from dist_checkpointing.strategies.base import (
 )
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from states import rows, shard
 
 BACKENDS = pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2), ("tensorstore", 1)])
 
@@ -56,16 +57,6 @@ def saver(backend: tuple[str, int], planner: DefaultSavePlanner) -> PlannedSaveS
 def loader(backend: tuple[str, int], planner: DefaultLoadPlanner) -> PlannedLoadStrategy:
     strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *backend)
     return type(strategy)(planner=planner)  # type: ignore[no-any-return]
-
-
-def rows(key: str, comm: Comm, data: torch.Tensor) -> ShardedTensor:
-    """This rank's rows of ``data``."""
-    part = data.chunk(comm.world_size)[comm.rank].clone()
-    return ShardedTensor.from_rank_offsets(key, part, (0, comm.rank, comm.world_size))
-
-
-def whole(key: str, data: torch.Tensor) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, data)
 
 
 WEIGHT = torch.linspace(-3, 3, 24).reshape(4, 6)
@@ -94,7 +85,10 @@ class SaveUnder(DefaultSavePlanner):
 @BACKENDS
 def test_save_under_another_name(tmp_path: Path, backend: tuple[str, int]) -> None:
     def one(comm: Comm) -> None:
-        state = {"w": rows("weight", comm, WEIGHT), "b": rows("bias", comm, BIAS)}
+        state = {
+            "w": rows("weight", WEIGHT, comm),
+            "b": rows("bias", BIAS, comm),
+        }
         strategy = saver(backend, SaveUnder({"weight": "decoder.weight"}))
         save(state, tmp_path / "c", strategy, comm=comm)
         assert state["w"].key == "weight"
@@ -108,7 +102,7 @@ def test_save_under_another_name(tmp_path: Path, backend: tuple[str, int]) -> No
 
 @BACKENDS
 def test_two_names_may_change_places(tmp_path: Path, backend: tuple[str, int]) -> None:
-    state = {"a": whole("a", WEIGHT), "b": whole("b", WEIGHT + 1)}
+    state = {"a": shard("a", WEIGHT), "b": shard("b", WEIGHT + 1)}
     save(state, tmp_path / "c", saver(backend, SaveUnder({"a": "b", "b": "a"})))
     saved = load_plain_tensors(tmp_path / "c")
     assert torch.equal(saved["b"], WEIGHT)
@@ -116,7 +110,7 @@ def test_two_names_may_change_places(tmp_path: Path, backend: tuple[str, int]) -
 
 
 def test_two_keys_cannot_become_one(tmp_path: Path) -> None:
-    state = {"a": whole("a", WEIGHT), "b": whole("b", WEIGHT)}
+    state = {"a": shard("a", WEIGHT), "b": shard("b", WEIGHT)}
     with pytest.raises(InvalidShardingError, match="2 shards hold this part"):
         save(state, tmp_path / "c", saver(("zarr", 2), SaveUnder({"a": "b"})))
     assert not (tmp_path / "c").exists()
@@ -141,12 +135,12 @@ class LoadFrom(DefaultLoadPlanner):
 
 @BACKENDS
 def test_load_from_another_name(tmp_path: Path, backend: tuple[str, int]) -> None:
-    save({"w": whole("old.weight", WEIGHT)}, tmp_path / "c", backend)
+    save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", backend)
 
     def one(comm: Comm) -> torch.Tensor:
         given = torch.zeros(2, 6)
         strategy = loader(backend, LoadFrom({"new.weight": "old.weight"}))
-        wanted = rows("new.weight", comm, torch.zeros(4, 6))
+        wanted = rows("new.weight", torch.zeros(4, 6), comm)
         wanted.data = given
         result: Any = load({"w": wanted}, tmp_path / "c", strategy, comm=comm)
         assert result["w"].data_ptr() == given.data_ptr()
@@ -159,17 +153,17 @@ def test_load_from_another_name(tmp_path: Path, backend: tuple[str, int]) -> Non
 def test_load_from_another_name_by_the_strategy_itself(
     tmp_path: Path, backend: tuple[str, int]
 ) -> None:
-    save({"w": whole("old.weight", WEIGHT)}, tmp_path / "c", backend)
+    save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", backend)
     strategy = loader(backend, LoadFrom({"new.weight": "old.weight"}))
-    result = strategy.load({"w": whole("new.weight", torch.zeros(4, 6))}, tmp_path / "c")
+    result = strategy.load({"w": shard("new.weight", torch.zeros(4, 6))}, tmp_path / "c")
     assert torch.equal(result["w"], WEIGHT)
 
 
 def test_a_name_that_is_not_stored_either(tmp_path: Path) -> None:
-    save({"w": whole("old.weight", WEIGHT)}, tmp_path / "c", ("zarr", 2))
+    save({"w": shard("old.weight", WEIGHT)}, tmp_path / "c", ("zarr", 2))
     strategy = Zarr3LoadShardedStrategy(planner=LoadFrom({"new.weight": "older.weight"}))
     with pytest.raises(StateMismatchError, match=r"older\.weight|new\.weight"):
-        load({"w": whole("new.weight", torch.zeros(4, 6))}, tmp_path / "c", strategy)
+        load({"w": shard("new.weight", torch.zeros(4, 6))}, tmp_path / "c", strategy)
 
 
 # --- skip a key ---------------------------------------------------------------------------------
@@ -197,10 +191,13 @@ def test_save_without_some_keys(
     data = torch.arange(18.0).reshape(6, 3)
 
     def one(comm: Comm) -> None:
-        state = {key: rows(key, comm, data) for key in ("model.w", "cache.k", "cache.v")}
+        state = {key: rows(key, data, comm) for key in ("model.w", "cache.k", "cache.v")}
         if comm.rank == 2:
             # All that this rank holds is left out.
-            state = {"w": rows("cache.k", comm, data), "v": rows("cache.v", comm, data)}
+            state = {
+                "w": rows("cache.k", data, comm),
+                "v": rows("cache.v", data, comm),
+            }
         save(state, tmp_path / "c", saver(backend, SaveWithout("cache.")), comm=comm)
 
     caplog.set_level(logging.INFO, "dist_checkpointing")
@@ -231,8 +228,8 @@ class LoadWithout(DefaultLoadPlanner):
 
 @BACKENDS
 def test_load_without_some_keys(tmp_path: Path, backend: tuple[str, int]) -> None:
-    save({"w": whole("w", WEIGHT), "b": whole("b", BIAS)}, tmp_path / "c", backend)
-    wanted = {"w": whole("w", torch.full((4, 6), 7.0)), "b": whole("b", torch.full((4,), 7.0))}
+    save({"w": shard("w", WEIGHT), "b": shard("b", BIAS)}, tmp_path / "c", backend)
+    wanted = {"w": shard("w", torch.full((4, 6), 7.0)), "b": shard("b", torch.full((4,), 7.0))}
     result = load(wanted, tmp_path / "c", loader(backend, LoadWithout(["w"])))
     assert torch.equal(result["w"], torch.full((4, 6), 7.0))
     assert torch.equal(result["b"], BIAS)
@@ -240,8 +237,8 @@ def test_load_without_some_keys(tmp_path: Path, backend: tuple[str, int]) -> Non
 
 def test_keep_what_the_checkpoint_does_not_have(tmp_path: Path) -> None:
     """A new layer keeps its initial values when an old checkpoint is loaded."""
-    save({"b": whole("b", BIAS)}, tmp_path / "c", ("zarr", 2))
-    wanted = {"new": whole("new", torch.full((2,), 7.0)), "b": whole("b", torch.zeros(4))}
+    save({"b": shard("b", BIAS)}, tmp_path / "c", ("zarr", 2))
+    wanted = {"new": shard("new", torch.full((2,), 7.0)), "b": shard("b", torch.zeros(4))}
     strategy = Zarr3LoadShardedStrategy(planner=LoadWithout(["new"]))
     result = load(wanted, tmp_path / "c", strategy)
     assert torch.equal(result["new"], torch.full((2,), 7.0))
@@ -277,7 +274,10 @@ def test_save_in_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None
     steps = torch.arange(4)
 
     def one(comm: Comm) -> None:
-        state = {"w": rows("w", comm, WEIGHT), "steps": rows("steps", comm, steps)}
+        state = {
+            "w": rows("w", WEIGHT, comm),
+            "steps": rows("steps", steps, comm),
+        }
         state["f"] = ShardedTensor.from_rank_offsets_flat(
             "f",
             WEIGHT.reshape(-1)[5 * comm.rank : 5 + 19 * comm.rank],
@@ -300,8 +300,8 @@ def test_save_in_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None
 @BACKENDS
 def test_load_into_another_dtype(tmp_path: Path, backend: tuple[str, int]) -> None:
     """For this no planner is needed: ``cast`` says that the difference is meant."""
-    save({"w": whole("w", WEIGHT)}, tmp_path / "c", saver(backend, SaveAsBfloat16()))
-    wanted = {"w": whole("w", torch.zeros(4, 6))}
+    save({"w": shard("w", WEIGHT)}, tmp_path / "c", saver(backend, SaveAsBfloat16()))
+    wanted = {"w": shard("w", torch.zeros(4, 6))}
     with pytest.raises(StateMismatchError, match="dtype differs"):
         load(wanted, tmp_path / "c")
     result = load(wanted, tmp_path / "c", cast="widen")
@@ -321,11 +321,11 @@ class LoadScaled(DefaultLoadPlanner):
 
 @BACKENDS
 def test_change_values_while_loading(tmp_path: Path, backend: tuple[str, int]) -> None:
-    save({"w": whole("w", WEIGHT)}, tmp_path / "c", backend)
+    save({"w": shard("w", WEIGHT)}, tmp_path / "c", backend)
 
     def one(comm: Comm) -> Any:
         strategy = loader(backend, LoadScaled())
-        wanted = {"w": rows("w", comm, torch.zeros(4, 6))}
+        wanted = {"w": rows("w", torch.zeros(4, 6), comm)}
         return load(wanted, tmp_path / "c", strategy, comm=comm)["w"]
 
     assert torch.equal(torch.cat(run_ranks(4, one)), WEIGHT * 10)

@@ -14,6 +14,7 @@ from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.mapping.base import ReplicaId
 from dist_checkpointing.planning.packing import pack, unpack
 from dist_checkpointing.planning.shard_table import ShardTable, describe
+from states import shard
 
 
 @st.composite
@@ -55,7 +56,7 @@ def test_every_table_comes_back(rows: list[ShardedBase], rank: int) -> None:
 
 def test_a_model_takes_few_bytes_a_shard() -> None:
     model = [
-        ShardedTensor.from_rank_offsets(
+        shard(
             f"decoder.layers.{i // 12}.{'abcdefghijkl'[i % 12]}.weight",
             torch.empty(64 << i % 3, 128, device="meta"),
             (0, 5, 8),

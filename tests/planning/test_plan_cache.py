@@ -29,6 +29,7 @@ from dist_checkpointing.planning.plan_save import PlanCache, plan_save
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select
 from dist_checkpointing.testing import run_ranks
+from states import shard
 
 WORLD = 3
 State = dict[str, Any]
@@ -37,20 +38,18 @@ State = dict[str, Any]
 def state(rank: int, step: int = 0) -> State:
     def rows(key: str, count: int) -> ShardedTensor:
         data = torch.full((count, 4), float(10 * step + rank))
-        return ShardedTensor.from_rank_offsets(key, data, (0, rank, WORLD))
+        return shard(key, data, (0, rank, WORLD))
 
     return {
         "a": rows("a", 2),
         "b": rows("b", 5),
-        "norm": ShardedTensor.from_rank_offsets(
-            "norm", torch.full((3,), float(step)), replica_id=rank
-        ),
+        "norm": shard("norm", torch.full((3,), float(step)), replica_id=rank),
         "rng": ShardedObject("rng", step, (WORLD,), (rank,)),
     }
 
 
 def add(own: State, _rank: int) -> None:
-    own["new"] = ShardedTensor.from_rank_offsets("new", torch.ones(2))
+    own["new"] = shard("new", torch.ones(2))
 
 
 def drop(own: State, _rank: int) -> None:
@@ -168,9 +167,7 @@ def test_every_field_of_a_leaf_counts(
 ) -> None:
     assert {field.name for field in fields(kind)} - FIELDS[kind].keys() <= {"data"}
     if kind is ShardedTensor:
-        leaves: list[Any] = [
-            ShardedTensor.from_rank_offsets("a", torch.ones(2, 4), (0, i, 2)) for i in range(2)
-        ]
+        leaves: list[Any] = [shard("a", torch.ones(2, 4), (0, i, 2)) for i in range(2)]
     else:
         leaves = [ShardedObject("a", i, (2,), (i,)) for i in range(2)]
     planned = count_plans(monkeypatch)
@@ -210,7 +207,7 @@ def test_caches_that_do_not_belong_together_are_not_used(
     def whole(rank: int, writer: int) -> State:
         replica = 0 if rank == writer else 1
         data = torch.full((4,), float(rank))
-        return {"w": ShardedTensor.from_rank_offsets("w", data, replica_id=replica)}
+        return {"w": shard("w", data, replica_id=replica)}
 
     for writer in range(2):
         save_all(tmp_path / f"of {writer}", partial(whole, writer=writer), caches[writer])
@@ -240,7 +237,7 @@ def test_a_planner_of_the_user_plans_every_time(tmp_path: Path) -> None:
     strategy.planner = Renaming()
     cache = PlanCache()
     for step in range(2):
-        leaf = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+        leaf = shard("w", torch.ones(2))
         save({"w": leaf}, tmp_path / str(step), strategy, plan_cache=cache)
     assert Renaming.plans == 2
 
@@ -249,7 +246,7 @@ def test_a_cache_keeps_no_values_alive(tmp_path: Path) -> None:
     cache = PlanCache()
     data = torch.ones(4)
     seen = weakref.ref(data)
-    save({"w": ShardedTensor.from_rank_offsets("w", data)}, tmp_path, plan_cache=cache)
+    save({"w": shard("w", data)}, tmp_path, plan_cache=cache)
     del data
     gc.collect()
     assert seen() is None

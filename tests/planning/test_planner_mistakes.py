@@ -11,7 +11,6 @@ import torch
 from dist_checkpointing import (
     CheckpointingException,
     InvalidShardingError,
-    ShardedTensor,
     load_plain_tensors,
     save,
 )
@@ -20,19 +19,10 @@ from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from states import rows, shard
 
 WEIGHT = torch.linspace(-3, 3, 24).reshape(4, 6)
 BIAS = torch.arange(4.0)
-
-
-def rows(key: str, comm: Comm, data: torch.Tensor) -> ShardedTensor:
-    """This rank's rows of ``data``."""
-    part = data.chunk(comm.world_size)[comm.rank].clone()
-    return ShardedTensor.from_rank_offsets(key, part, (0, comm.rank, comm.world_size))
-
-
-def whole(key: str, data: torch.Tensor) -> ShardedTensor:
-    return ShardedTensor.from_rank_offsets(key, data)
 
 
 class DropsRows(DefaultSavePlanner):
@@ -46,7 +36,12 @@ class DropsRows(DefaultSavePlanner):
 def test_a_planner_that_makes_a_gap_is_refused(tmp_path: Path) -> None:
     def one(comm: Comm) -> None:
         strategy = Zarr3SaveShardedStrategy(planner=DropsRows())
-        save({"w": rows("w", comm, WEIGHT)}, tmp_path / "c", strategy, comm=comm)
+        save(
+            {"w": rows("w", WEIGHT, comm)},
+            tmp_path / "c",
+            strategy,
+            comm=comm,
+        )
 
     with pytest.raises(InvalidShardingError, match="no shard holds this part"):
         run_ranks(2, one)
@@ -63,7 +58,12 @@ def test_a_planner_that_raises_fails_the_save_on_all_ranks(tmp_path: Path) -> No
         planner = Breaks() if comm.rank == 1 else DefaultSavePlanner()
         strategy = Zarr3SaveShardedStrategy(planner=planner)
         with pytest.raises(CheckpointingException, match="no data for w"):
-            save({"w": rows("w", comm, WEIGHT)}, tmp_path / "c", strategy, comm=comm)
+            save(
+                {"w": rows("w", WEIGHT, comm)},
+                tmp_path / "c",
+                strategy,
+                comm=comm,
+            )
 
     run_ranks(2, one)
 
@@ -74,13 +74,13 @@ class AddsATensor(DefaultSavePlanner):
     def configure_planner(self, state_dict: Leaves, *, rank: int, **rest: Any) -> None:
         extra: Any = {}
         if rank == 1:
-            extra = {("extra",): whole("extra", BIAS)}
+            extra = {("extra",): shard("extra", BIAS)}
         super().configure_planner({**state_dict, **extra}, rank=rank, **rest)
 
 
 def test_a_planner_may_add_leaves(tmp_path: Path) -> None:
     def one(comm: Comm) -> None:
-        state = {"w": whole("w", WEIGHT)} if comm.rank == 0 else {}
+        state = {"w": shard("w", WEIGHT)} if comm.rank == 0 else {}
         save(state, tmp_path / "c", Zarr3SaveShardedStrategy(planner=AddsATensor()), comm=comm)
 
     run_ranks(2, one)
@@ -99,7 +99,12 @@ def test_items_added_to_an_empty_plan_belong_to_their_rank(tmp_path: Path) -> No
 
     def one(comm: Comm) -> None:
         strategy = Zarr3SaveShardedStrategy(planner=Late())
-        save({"w": rows("w", comm, WEIGHT)}, tmp_path / "c", strategy, comm=comm)
+        save(
+            {"w": rows("w", WEIGHT, comm)},
+            tmp_path / "c",
+            strategy,
+            comm=comm,
+        )
 
     run_ranks(2, one)
     assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], WEIGHT)

@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from dist_checkpointing import Checkpoint, ShardedTensor, save, verify_checkpoint
+from states import shard
 
 
 def test_it_is_opened_and_sliced(tmp_path: Path) -> None:
     full = torch.arange(40.0).reshape(8, 5)
-    rows = [ShardedTensor.from_rank_offsets("w", full.chunk(4)[i], (0, i, 4)) for i in range(4)]
+    rows = [shard("w", full.chunk(4)[i], (0, i, 4)) for i in range(4)]
     flat = [
         ShardedTensor.from_rank_offsets_flat(
             "flat", full.view(-1)[start:stop], (8, 5), flattened_range=slice(start, stop)

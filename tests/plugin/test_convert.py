@@ -6,15 +6,14 @@ from pathlib import Path
 
 import torch
 
-from dist_checkpointing import Checkpoint, ShardedTensor, save
+from dist_checkpointing import Checkpoint, save
 from dist_checkpointing.tools.convert import convert, targets
+from states import shard
 
 
 def test_there_and_back(tmp_path: Path) -> None:
     full = torch.arange(24.0).reshape(6, 4)
-    leaves = [
-        ShardedTensor.from_rank_offsets("w", full[i * 3 : i * 3 + 3], (0, i, 2)) for i in (0, 1)
-    ]
+    leaves = [shard("w", full[i * 3 : i * 3 + 3], (0, i, 2)) for i in (0, 1)]
     save({"leaves": leaves, "step": 3}, tmp_path / "source")
     assert "npy:1" in targets()
     convert(tmp_path / "source", tmp_path / "npy", "npy")

@@ -29,6 +29,7 @@ from dist_checkpointing.strategies.base import (
 from dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from dist_checkpointing.strategies.registry import _BUILT_IN
 from dist_checkpointing.testing import run_ranks
+from states import shard
 
 
 class CommonOnly(SaveCommonStrategy):
@@ -84,7 +85,7 @@ def state(rank: int = 0) -> dict[str, Any]:
     """Rank 0 has a tensor, and only the last of two ranks an object."""
     data = torch.arange(6.0)
     whole: dict[str, Any] = {
-        "w": ShardedTensor.from_rank_offsets("w", data, replica_id=rank),
+        "w": shard("w", data, replica_id=rank),
         "step": 3,
     }
     if rank == 1:

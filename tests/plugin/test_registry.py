@@ -12,7 +12,6 @@ import torch
 
 from dist_checkpointing import (
     CheckpointingException,
-    ShardedTensor,
     StrategyNotFoundError,
     load,
     load_plain_tensors,
@@ -26,12 +25,13 @@ from dist_checkpointing.strategies.base import (
 )
 from dist_checkpointing.strategies.registry import available_strategies
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from states import shard
 
 Install = Callable[..., None]
 
 
 def state() -> dict[str, Any]:
-    return {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
+    return {"w": shard("w", torch.arange(6.0))}
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_found_by_name_and_again_on_load(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "c" / "metadata.json").read_text())
     assert (config["sharded_backend"], config["sharded_backend_version"]) == ("npy", 1)
     assert list((tmp_path / "c" / "w").glob("*.npy"))
-    result = load({"w": ShardedTensor.from_rank_offsets("w", torch.empty(6))}, tmp_path / "c")
+    result = load({"w": shard("w", torch.empty(6))}, tmp_path / "c")
     assert torch.equal(result["w"], torch.arange(6.0))
 
 

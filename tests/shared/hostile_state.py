@@ -4,45 +4,32 @@ from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor
+from dist_checkpointing import save
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from states import cell, every_kind
 
-
-def _values(fill: float | None, *shape: int) -> torch.Tensor:
-    count = torch.Size(shape).numel()
-    return torch.arange(1.0, count + 1).reshape(shape) if fill is None else torch.full(shape, fill)
+BACKENDS: Final[dict[str, Any]] = {
+    "zarr 1": ("zarr", 1),
+    "zarr 2": ("zarr", 2),
+    "zarr 2 zstd": Zarr3SaveShardedStrategy(codec="zstd"),
+    "tensorstore": ("tensorstore", 1),
+    "torch_dist": ("torch_dist", 1),
+}
 
 
 def state(fill: float | None = None) -> dict[str, Any]:
-    """Tensors on a grid and cut unevenly, an object, common state.
+    """Tensors, an object and common state.
 
     Args:
         fill: value of all tensors in a template; None for those that are saved.
     """
-    halves = ((0, 30), (30, 100))
-    return {
-        "grid": [
-            ShardedTensor.from_rank_offsets("grid", _values(fill, 2, 40), (0, i, 2))
-            for i in range(2)
-        ],
-        "uneven": [
-            ShardedTensor(
-                "uneven",
-                _values(fill, stop - start),
-                torch.float32,
-                (stop - start,),
-                (100,),
-                (start,),
-                None,
-            )
-            for start, stop in halves
-        ],
-        "object": ShardedObject("object", OrderedDict(a=[1, "x"], b=b"bytes"), (1,), (0,)),
-        **_common(),
-    }
+    thing = cell("object", OrderedDict(a=[1, "x"], b=b"bytes"))
+    return {**every_kind(fill), "object": thing, **_common()}
 
 
 def _common() -> dict[str, Any]:
@@ -57,10 +44,16 @@ def _common() -> dict[str, Any]:
 
 def loaded() -> dict[str, Any]:
     """What a load of it returns."""
-    wrapped = state()
-    return {
-        "grid": [leaf.data for leaf in wrapped["grid"]],
-        "uneven": [leaf.data for leaf in wrapped["uneven"]],
-        "object": wrapped["object"].data,
-        **_common(),
+    found = {
+        key: [part.data for part in leaf] if isinstance(leaf, list) else leaf.data
+        for key, leaf in state().items()
+        if key not in _common()
     }
+    return found | _common()
+
+
+def save_each(parent: Path) -> Path:
+    """One good checkpoint of each backend."""
+    for name, strategy in BACKENDS.items():
+        save(state(), parent / name, strategy)
+    return parent

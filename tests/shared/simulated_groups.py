@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
+
+from dist_checkpointing import CheckpointingException
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
@@ -60,3 +63,17 @@ def everybody_fails(
     assert None not in errors
     assert len({str(error) for error in errors}) == 1
     return [error for error in errors if error is not None]
+
+
+def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingException:
+    """The error of rank 0, having checked that all ranks raise the same."""
+
+    def attempt(comm: Comm) -> CheckpointingException:
+        with pytest.raises(CheckpointingException) as raised:
+            fn(comm)
+        return raised.value
+
+    errors = run_ranks(world_size, attempt)
+    assert {type(error) for error in errors} == {type(errors[0])}
+    assert {str(error) for error in errors} == {str(errors[0])}
+    return errors[0]

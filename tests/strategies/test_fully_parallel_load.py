@@ -54,6 +54,7 @@ from dist_checkpointing.testing.conformance.shards import (
     random_bits,
 )
 from simulated_groups import TinyChunks, each_rank, everybody_fails
+from states import shard
 from tiers import examples
 
 Algorithm = Literal["broadcast", "gather_object", "gather_rounds"]
@@ -97,7 +98,7 @@ class Plain(LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, ShardedTensor]:
         del checkpoint_dir
-        return {k: ShardedTensor.from_rank_offsets(k, t) for k, t in self.full.items()}
+        return {k: shard(k, t) for k, t in self.full.items()}
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> dict[str, Any]:
         del checkpoint_dir
@@ -224,7 +225,7 @@ def worlds(draw: st.DrawFn) -> World:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved") / "c"
-    state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in FULL.items()}
+    state = {key: shard(key, data) for key, data in FULL.items()}
     save(state, folder, TinyChunks())
     return folder
 
@@ -281,10 +282,7 @@ def test_a_third_party_reads_once(world: World, algorithm: Algorithm, in_place: 
 
 
 def replicas(comm: Comm, full: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
-    return {
-        key: ShardedTensor.from_rank_offsets(key, poisoned(data), replica_id=comm.rank)
-        for key, data in full.items()
-    }
+    return {key: shard(key, poisoned(data), replica_id=comm.rank) for key, data in full.items()}
 
 
 @ALGORITHM
@@ -299,7 +297,7 @@ def test_four_replicas_read_a_quarter_each(
     tmp_path: Path, algorithm: Algorithm, saver: type[Any], loader: type[Any]
 ) -> None:
     full = {f"w{i}": random_bits((32, 16), torch.bfloat16, i) for i in range(12)}
-    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, saver())
+    save({k: shard(k, t) for k, t in full.items()}, tmp_path, saver())
     counting = Counting(loader())
 
     def one(comm: Comm) -> int:
@@ -347,7 +345,7 @@ def test_one_large_tensor_is_read_by_all(tmp_path: Path, monkeypatch: pytest.Mon
     """Along chunks, so that no chunk is read by two."""
     monkeypatch.setattr(sharing, "_MIN_UNIT_BYTES", 64)
     full = {"w": random_bits((48, 5), torch.int16)}
-    state = {"w": ShardedTensor.from_rank_offsets("w", full["w"])}
+    state = {"w": shard("w", full["w"])}
     save(state, tmp_path, TinyChunks(codec="zstd"))
     counting = Counting(Zarr3LoadShardedStrategy())
     chunks: dict[int, set[Any]] = {}
@@ -378,7 +376,7 @@ def test_one_large_tensor_is_read_by_all(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_little_is_read_by_each(tmp_path: Path) -> None:
     full = {"w": random_bits((32, 16), torch.bfloat16)}
-    save({"w": ShardedTensor.from_rank_offsets("w", full["w"])}, tmp_path, "zarr")
+    save({"w": shard("w", full["w"])}, tmp_path, "zarr")
     for least, times in ((full["w"].nbytes, 1), (full["w"].nbytes + 1, 3)):
         counting = Counting(Zarr3LoadShardedStrategy())
 
@@ -402,7 +400,7 @@ def test_conjugate_and_negative_views_are_filled_as_what_they_stand_for(
     for i in range(4):
         full[f"c{i}"] = torch.randn(8, 4, dtype=torch.complex64)
         full[f"r{i}"] = torch.randn(8, 4)
-    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    save({k: shard(k, t) for k, t in full.items()}, tmp_path, "zarr")
 
     def one(comm: Comm) -> None:
         wanted: Any = replicas(comm, full)
@@ -428,7 +426,7 @@ def test_every_dtype(tmp_path: Path, algorithm: Algorithm) -> None:
     full = {row.name: random_bits((3, 5), row.torch, i) for i, row in enumerate(DTYPES)}
     full["scalar"] = random_bits((), torch.float64)
     full["empty"] = torch.empty(0, 4)
-    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    save({k: shard(k, t) for k, t in full.items()}, tmp_path, "zarr")
 
     def one(comm: Comm) -> None:
         wanted: Any = replicas(comm, full)
@@ -444,13 +442,11 @@ def test_every_dtype(tmp_path: Path, algorithm: Algorithm) -> None:
 
 def test_ranks_may_want_other_dtypes_and_shapes(tmp_path: Path) -> None:
     """Only what is the same in memory is shared."""
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}, tmp_path, "zarr")
+    save({"w": shard("w", torch.arange(6.0))}, tmp_path, "zarr")
 
     def one(comm: Comm) -> Any:
         dtype = torch.float64 if comm.rank % 2 else torch.float32
-        leaf = ShardedTensor.from_rank_offsets(
-            "w", torch.full((8,), 7.0, dtype=dtype), allow_shape_mismatch=True
-        )
+        leaf = shard("w", torch.full((8,), 7.0, dtype=dtype), allow_shape_mismatch=True)
         strategy = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy(), min_shared_bytes=0)
         result: Any = load({"w": leaf}, tmp_path, strategy, comm=comm, cast="widen")
         return result["w"]
@@ -462,7 +458,7 @@ def test_ranks_may_want_other_dtypes_and_shapes(tmp_path: Path) -> None:
 
 def test_verifying_and_trusting_work_as_ever(tmp_path: Path) -> None:
     full = {f"w{i}": random_bits((8, 4), torch.float32, i) for i in range(4)}
-    state: dict[str, Any] = {k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}
+    state: dict[str, Any] = {k: shard(k, t) for k, t in full.items()}
     save(state | {"rng": ShardedObject("rng", {1, 2}, (1,), (0,))}, tmp_path, "tensorstore")
 
     def one(comm: Comm) -> Any:
@@ -479,7 +475,7 @@ def test_verifying_and_trusting_work_as_ever(tmp_path: Path) -> None:
 
 def test_a_wrapper_reads_every_format_of_its_strategy(tmp_path: Path) -> None:
     full = {"w": random_bits((8, 4), torch.float32)}
-    state = {"w": ShardedTensor.from_rank_offsets("w", full["w"])}
+    state = {"w": shard("w", full["w"])}
     for backend in (("zarr", 1), ("zarr", 2), ("tensorstore", 1)):
         save(state, tmp_path / str(backend), backend)
 
@@ -506,7 +502,7 @@ def test_a_change_on_one_rank_is_seen_by_all(
     tmp_path: Path, change: str, changed_rank: int
 ) -> None:
     full = {f"w{i}": torch.arange(64.0).reshape(16, 4) + i for i in range(4)}
-    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    save({k: shard(k, t) for k, t in full.items()}, tmp_path, "zarr")
 
     def one(comm: Comm) -> tuple[bool, bool]:
         strategy = FullyParallelLoadStrategyWrapper(
@@ -521,9 +517,9 @@ def test_a_change_on_one_rank_is_seen_by_all(
             if change == "drop":
                 del wanted["w1"]
             if change == "retype":
-                wanted["w1"] = ShardedTensor.from_rank_offsets("w1", torch.zeros(16, 4).double())
+                wanted["w1"] = shard("w1", torch.zeros(16, 4).double())
             if change == "reshard":
-                wanted["w1"] = ShardedTensor.from_rank_offsets("w1", torch.zeros(8, 4), (0, 1, 2))
+                wanted["w1"] = shard("w1", torch.zeros(8, 4), (0, 1, 2))
             load(wanted, tmp_path, strategy, comm=comm, cast="any")
             for key, leaf in wanted.items():
                 want = expected(full[key], leaf)
@@ -540,7 +536,7 @@ def test_a_change_on_one_rank_is_seen_by_all(
 def test_another_chunk_grid_is_another_sharing(tmp_path: Path) -> None:
     full = {"w": torch.arange(64.0).reshape(16, 4)}
     for name, kind in (("a", Zarr3SaveShardedStrategy), ("b", TinyChunks)):
-        state = {"w": ShardedTensor.from_rank_offsets("w", full["w"])}
+        state = {"w": shard("w", full["w"])}
         save(state, tmp_path / name, kind())
 
     def one(comm: Comm) -> bool:
@@ -570,7 +566,7 @@ def test_one_failing_rank_fails_all_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: Algorithm, where: str
 ) -> None:
     full = {f"w{i}": random_bits((8, 4), torch.float32, i) for i in range(6)}
-    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    save({k: shard(k, t) for k, t in full.items()}, tmp_path, "zarr")
     bad = 2
 
     class Broken(DefaultLoadPlanner):
@@ -609,7 +605,7 @@ def test_one_failing_rank_fails_all_groups(
 
 def test_what_is_not_there_is_found_before_anything_is_read(tmp_path: Path) -> None:
     full = {"w": torch.ones(4, 4)}
-    save({"w": ShardedTensor.from_rank_offsets("w", full["w"])}, tmp_path, "zarr")
+    save({"w": shard("w", full["w"])}, tmp_path, "zarr")
 
     def one(comm: Comm, group: Comm) -> None:
         wanted = replicas(comm, {"w": torch.zeros(4, 4), "absent": torch.zeros(3)})
@@ -628,7 +624,7 @@ def test_what_is_not_there_is_found_before_anything_is_read(tmp_path: Path) -> N
 
 
 def test_ranks_must_pass_things_on_alike(tmp_path: Path) -> None:
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, tmp_path, "zarr")
+    save({"w": shard("w", torch.ones(4))}, tmp_path, "zarr")
 
     def one(comm: Comm, group: Comm) -> None:
         algorithm: Algorithm = "broadcast" if comm.rank else "gather_rounds"
@@ -650,7 +646,7 @@ def test_a_third_party_that_returns_something_else_is_found_out() -> None:
 
     def one(comm: Comm, group: Comm) -> None:
         del group
-        wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2), replica_id=comm.rank)}
+        wanted = {"w": shard("w", torch.ones(2), replica_id=comm.rank)}
         FullyParallelLoadStrategyWrapper(Wrong({}), comm, min_shared_bytes=0).load(wanted, "unused")
 
     error = everybody_fails(TWO_GROUPS, one)[0]
@@ -668,12 +664,12 @@ def test_what_is_said_of_the_checkpoint_is_what_the_strategy_says(tmp_path: Path
     assert wrapper.load_tensors_metadata(tmp_path).keys() == FULL.keys()
     assert wrapper.load_sharded_metadata(tmp_path).keys() == FULL.keys()
     with tempfile.TemporaryDirectory() as folder:
-        save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, folder, "zarr")
+        save({"w": shard("w", torch.ones(4))}, folder, "zarr")
         planned = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy())
         for one in (planned, planned.for_format("zarr", 2)):
             assert one.load_sharded_metadata(folder).keys() == {"w"}
             given = torch.zeros(4)
-            loaded = one.load({"w": ShardedTensor.from_rank_offsets("w", given)}, folder)
+            loaded = one.load({"w": shard("w", given)}, folder)
             assert loaded["w"] is given
             assert torch.equal(given, torch.ones(4))
         planned.for_format("zarr", 2).remove_sharded_tensors(folder, "w")
@@ -682,9 +678,7 @@ def test_what_is_said_of_the_checkpoint_is_what_the_strategy_says(tmp_path: Path
 
 def test_messages_keep_to_their_size() -> None:
     rows = [1, 1, 7, 40, 2, 3]
-    leaves = [
-        ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(n, 3)) for i, n in enumerate(rows)
-    ]
+    leaves = [shard(f"w{i}", torch.ones(n, 3)) for i, n in enumerate(rows)]
     tables = [describe(leaves, rank) for rank in range(3)]
     found = sharing.share_reads(
         tables, 1, sharing.whole_part, min_shared_bytes=0, message_bytes=100
@@ -701,7 +695,7 @@ def test_messages_keep_to_their_size() -> None:
 
 
 def test_what_is_one_run_of_memory_takes_no_buffer() -> None:
-    leaves = [ShardedTensor.from_rank_offsets("w", torch.ones(1000, 8))]
+    leaves = [shard("w", torch.ones(1000, 8))]
     tables = [describe(leaves, rank) for rank in range(2)]
     found = sharing.share_reads(
         tables, 0, sharing.whole_part, min_shared_bytes=0, message_bytes=4096

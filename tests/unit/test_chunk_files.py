@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_checkpointing import ShardedTensor, load, save
+from dist_checkpointing import load, save
 from dist_checkpointing.format.dtypes import DTYPES, DType
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from states import shard
 
 BLOSC_TYPESIZE = 3
 """The byte of Blosc's header that says which bytes were shuffled together."""
@@ -18,7 +19,7 @@ BLOSC_TYPESIZE = 3
 
 def saved(folder: Path, tensor: torch.Tensor) -> bytes:
     """The one chunk of the tensor, as Blosc has written it."""
-    state = {"w": ShardedTensor.from_rank_offsets("w", tensor)}
+    state = {"w": shard("w", tensor)}
     save(state, folder, Zarr3SaveShardedStrategy(codec="blosc"))
     return (folder / "w" / "c.0").read_bytes()
 
@@ -35,5 +36,5 @@ def test_blosc_makes_a_float32_copy_of_bfloat16_much_smaller(tmp_path: Path) -> 
     """Half of its bytes are zero, and only shuffling brings them together."""
     tensor = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     assert tensor.nbytes / len(saved(tmp_path, tensor)) > 2.6  # unshuffled: 2.3
-    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.empty(2**20))}
+    wanted = {"w": shard("w", torch.empty(2**20))}
     assert torch.equal(load(wanted, tmp_path)["w"], tensor)

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor, load, save
+from dist_checkpointing import ShardedObject, load, save
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.comm.protocol import Failure
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.planning.plan_save import PlanCache
+from states import shard
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class Watched(SingleProcess):
 
 def state() -> dict[str, Any]:
     return {
-        "w": ShardedTensor.from_rank_offsets("w", torch.arange(12.0)),
+        "w": shard("w", torch.arange(12.0)),
         "rng": ShardedObject("rng", [1, 2], (1,), (0,)),
         "iteration": 3,
     }

@@ -16,7 +16,6 @@ from dist_checkpointing import (
     CheckpointingException,
     CheckpointManager,
     PlanCache,
-    ShardedTensor,
     UnsupportedFormatError,
     async_save,
     check_is_distributed_checkpoint,
@@ -35,6 +34,7 @@ from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.cli.app import app
 from dist_checkpointing.tools.convert import convert
 from real_ranks import run_script
+from states import shard
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ DOORS: dict[str, Callable[[Any, Path], Any]] = {
 def test_every_function_that_takes_a_path_refuses_urls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str, kind: Callable[[str], Any]
 ) -> None:
-    save(STATE | {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c")
+    save(STATE | {"w": shard("w", torch.ones(2))}, tmp_path / "c")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(UnsupportedFormatError, match="'s3'"):
@@ -112,7 +112,7 @@ def test_every_function_that_takes_a_path_refuses_urls(
 def test_every_command_refuses_urls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    save(STATE | {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, tmp_path / "c")
+    save(STATE | {"w": shard("w", torch.ones(2))}, tmp_path / "c")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     result = CliRunner().invoke(app, [part.format(tmp_path / "c") for part in command])
@@ -154,7 +154,7 @@ SAVERS: dict[str, Callable[[Comm, Path], Any]] = {
 
 def tensors(comm: Comm) -> dict[str, Any]:
     part = torch.full((2,), float(comm.rank))
-    return {"w": ShardedTensor.from_rank_offsets("w", part, (0, comm.rank, comm.world_size))}
+    return {"w": shard("w", part, (0, comm.rank, comm.world_size))}
 
 
 @pytest.mark.parametrize("way", SAVERS)
@@ -190,10 +190,10 @@ def test_a_relative_name_that_goes_up_is_a_folder_as_any_other(
     """TensorStore takes no path with ".." in it."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4)), "step": 1}
+    state = {"w": shard("w", torch.ones(4)), "step": 1}
     save(state, "../c", backend)
     assert check_is_distributed_checkpoint(tmp_path / "c")
-    template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}
+    template = {"w": shard("w", torch.zeros(4))}
     assert load(template, "../c", verify=True)["w"].tolist() == [1] * 4
     assert Checkpoint.open("../c")["w"][1:3].tolist() == [1, 1]
     assert list(load_tensors_metadata("../c")) == ["w"]
@@ -245,7 +245,7 @@ def test_a_process_of_several_that_are_not_connected_is_not_taken_for_the_only_o
 def test_looking_into_a_checkpoint_needs_no_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2)), "step": 1}, tmp_path / "c")
+    save({"w": shard("w", torch.ones(2)), "step": 1}, tmp_path / "c")
     monkeypatch.setenv("WORLD_SIZE", "2")
     opened = Checkpoint.open(tmp_path / "c")
     assert opened["w"][:].tolist() == [1, 1]
