@@ -9,7 +9,6 @@ python benchmarks/bench.py --tiny                      # that all of it runs
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import shutil
 import signal
@@ -50,7 +49,6 @@ class Job:
     seconds: float
 
     def __call__(self, world: World, folder: Path) -> None:
-        gc.freeze()  # modules are not looked through before each call that is watched
         scratch = folder / "scratch"
         scratch.mkdir(exist_ok=True)
         stage = Stage(world, scratch, self.settings, say)

@@ -303,7 +303,7 @@ PLANNING = (
     ),
     Case(
         "plan-pieces",
-        "one tensor in 100,000 flattened pieces, of which five are wanted",
+        "one tensor in 100,000 flattened pieces, and a load of five of them",
         PlanCase(pieces_job, [(100_000,)], tiny=(100,)),
         seconds=30,
         goals=(at_most(_PIECES, "load plan s", 0.02),),

@@ -62,7 +62,7 @@ def open_slices(stage: Stage) -> list[Way]:
 
 
 class SlicesWay(Way):
-    """Opens the checkpoint anew in each round, and reads a part of many tensors, twice.
+    """Opens the checkpoint in each round, and reads a part of many tensors, twice.
 
     Args:
         name: Name of the way.

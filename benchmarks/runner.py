@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -157,6 +158,9 @@ class _Run:
         self._seconds = seconds
         self._begin = time.monotonic()
         self.ways = list(case.open(stage))
+        # Neither modules nor the objects of the other ways are for a collection to look through.
+        gc.collect()
+        gc.freeze()
         self.results = {
             way.name: Result(way.name, way.family, way.detail, way.point) for way in self.ways
         }

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from runner import Case, Settings, SkippedError, Stage, Way, run_case
 from world import WayFailedError, World
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
 
 
 class Told(Way):

@@ -16,9 +16,11 @@ import pytest
 import dist_checkpointing
 from chaos_course import ChaosError, Course, Ending, Job, Kill, Life, Mayhem, Story
 from chaos_report import summary_table
-from dist_checkpointing import CheckpointManager
+from dist_checkpointing import AsyncSaver, CheckpointingException, CheckpointManager
 from dist_checkpointing.comm import SingleProcess
+from harness import LaunchError, Tell, run_ranks, writer_of
 from states import shard
+from tensor_parallel import Ranks
 
 ROOT = Path(dist_checkpointing.__file__).parents[1]
 SCRIPT = ROOT / "examples" / "chaos.py"
@@ -134,6 +136,33 @@ def test_the_table_counts(tmp_path: Path) -> None:
     assert counts["killed before the commit"] == "1"
     assert counts["losses compared, bit for bit"] == "2"
     assert counts["checkpoints left, read in full"] == "3"
+
+
+@pytest.mark.slow
+def test_the_process_that_writes_is_found(tmp_path: Path) -> None:
+    import torch
+
+    state = {"w": shard("w", torch.ones(1000))}
+    with AsyncSaver(comm=SingleProcess(), worker="process") as saver:
+        saver.save(state, tmp_path / "a").result()
+        found = writer_of(os.getpid())
+        assert found is not None
+        os.kill(found, signal.SIGKILL)
+        with pytest.raises(CheckpointingException, match="worker"):
+            saver.save(state, tmp_path / "b").result()
+    assert writer_of(os.getpid()) != found
+
+
+def _fail_on_rank_1(job: str, ranks: Ranks, tell: Tell) -> None:
+    tell("begun", job)
+    if ranks.rank == 1:
+        raise ValueError("a bug")
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_named() -> None:
+    with pytest.raises(LaunchError, match="rank 1: ValueError: a bug"):
+        run_ranks(2, _fail_on_rank_1, "job")
 
 
 @pytest.mark.exhaustive
