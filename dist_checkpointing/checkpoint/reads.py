@@ -24,11 +24,8 @@ from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    PlannedLoadStrategy,
-)
+from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import common_reader, handles_objects, open_checkpoint
 
 

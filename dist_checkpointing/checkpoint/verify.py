@@ -25,7 +25,7 @@ from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
-from dist_checkpointing.strategies.base import PlannedLoadStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.verification import (
     damage_of,
     damage_of_objects,

@@ -34,11 +34,8 @@ from dist_checkpointing.planning.coverage import check_coverage
 from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    PlannedLoadStrategy,
-)
+from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,

@@ -40,15 +40,15 @@ from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.storage.staging import StagingBuffers, detached_copy, stage_plan
-from dist_checkpointing.strategies.abstract import require_method
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
-    PlannedSaveStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
+    require_method,
 )
 from dist_checkpointing.strategies.plain_data import check_plain
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import handles_objects, select
 from dist_checkpointing.validation.common_state import compare_common_state

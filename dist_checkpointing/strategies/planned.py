@@ -36,11 +36,7 @@ from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.storage.driver import read, write
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
-from dist_checkpointing.strategies.abstract import (
-    LoadShardedStrategy,
-    PathOrStr,
-    SaveShardedStrategy,
-)
+from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr, SaveShardedStrategy
 from dist_checkpointing.validation.compare import StoredTensors, with_memory
 
 

@@ -8,15 +8,15 @@ from typing import Any, TypeAlias, TypeVar, Union
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
-from dist_checkpointing.strategies.abstract import SaveStrategyBase, lacks
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
+    SaveStrategyBase,
+    lacks,
 )
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import (
     StrategyAction,
     get_default_strategy,

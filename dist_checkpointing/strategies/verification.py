@@ -42,11 +42,8 @@ from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.planning.default import misfits
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    PlannedLoadStrategy,
-)
+from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
 logger = logging.getLogger(__name__)

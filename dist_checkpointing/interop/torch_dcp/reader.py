@@ -24,7 +24,8 @@ from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import Position
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadStrategy
+from dist_checkpointing.strategies.base import LoadShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,

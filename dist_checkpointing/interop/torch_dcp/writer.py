@@ -45,12 +45,9 @@ from dist_checkpointing.interop.torch_dcp.shares import (
 from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
 from dist_checkpointing.storage.driver import finish_all, write_plan
 from dist_checkpointing.storage.protocol import StorageWriter
-from dist_checkpointing.strategies.base import (
-    PlannedSaveStrategy,
-    SaveCommonStrategy,
-    SaveShardedStrategy,
-)
+from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.plain_data import check_plain
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select
 

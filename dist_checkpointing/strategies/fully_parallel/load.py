@@ -20,11 +20,7 @@ from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import ShardTable, describe
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import (
-    LoadShardedStrategy,
-    PathOrStr,
-    PlannedLoadStrategy,
-)
+from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr
 from dist_checkpointing.strategies.fully_parallel.agreed_cache import AgreedCache
 from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
 from dist_checkpointing.strategies.fully_parallel.memory import (
@@ -45,6 +41,7 @@ from dist_checkpointing.strategies.fully_parallel.sharing import (
     share_reads,
     whole_part,
 )
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
 MIN_SHARED_BYTES = 16 * 2**20

@@ -22,11 +22,11 @@ from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     PathOrStr,
-    PlannedSaveStrategy,
     SaveShardedStrategy,
 )
 from dist_checkpointing.strategies.fully_parallel.agreed_cache import AgreedCache
 from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
 _WRITTEN, _NOT_WRITTEN = 0, 1

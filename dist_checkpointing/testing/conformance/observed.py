@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
-from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 
 Observe = Callable[[str, Sequence[Any]], None]
 """Called with a method's name and arguments before it runs, then with ``"<name>.done"`` and its

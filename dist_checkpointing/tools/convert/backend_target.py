@@ -19,7 +19,8 @@ from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import ProgressCallback
-from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
+from dist_checkpointing.strategies.base import SaveShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select
 from dist_checkpointing.tools.convert.copying import cast

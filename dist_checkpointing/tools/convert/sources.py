@@ -23,7 +23,7 @@ from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import PlannedLoadStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.verification import damage_of_objects
 from dist_checkpointing.tools.convert.verification import PartChecks, checks_of
 
