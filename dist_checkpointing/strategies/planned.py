@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -38,6 +38,8 @@ from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr, SaveShardedStrategy
 from dist_checkpointing.validation.compare import StoredTensors, with_memory
+
+ReplicaSharing = Callable[[SavePlanner | None, Leaves, Comm], tuple[SavePlanner, Leaves]]
 
 
 class KnownFormats:
@@ -86,6 +88,8 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         options: knobs of the I/O.
 
     Attributes:
+        share_replicas: given the planner (if any) and the leaves of a save, returns a planner and
+            leaves that let any holder of a replica write it. Collective. By default none.
         writer_type: set by a backend (or it overrides ``make_writer``).
         writes: the (backend, version) whose files it writes.
     """
@@ -110,6 +114,7 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         self.planner = planner
         self.comm = comm
         self.options = options or StorageOptions()
+        self.share_replicas: ReplicaSharing | None = None
 
     def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
         """A writer for one checkpoint."""
@@ -131,7 +136,10 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         Returns:
             The plan, and the planner that answers for its data.
         """
-        planner = DefaultSavePlanner() if self.planner is None else self.planner
+        if self.share_replicas is not None:
+            planner, leaves = self.share_replicas(self.planner, leaves, comm)
+        else:
+            planner = DefaultSavePlanner() if self.planner is None else self.planner
         agreed = plan_save(
             leaves,
             planner,

@@ -209,7 +209,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         base = self.base_strategy
         if isinstance(base, PlannedLoadStrategy):
             return _PlannedParallelLoad(base, self._reads).load(sharded_state_dict, checkpoint_dir)
-        with self._reads.group.meeting(default_comm()) as comm:
+        with self._reads.group.comm(default_comm()) as comm:
             return self._load_shared(sharded_state_dict, checkpoint_dir, comm)
 
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
@@ -285,7 +285,7 @@ class _PlannedParallelLoad(PlannedLoadStrategy):
             self._base.read(leaves, index, reader, comm)
             return
         # Other groups must not wait for one in which something failed: all agree on every step.
-        with comm.agreed(_STEP), self._reads.group.meeting(comm) as group:
+        with comm.agreed(_STEP), self._reads.group.comm(comm) as group:
             sharing = self._reads.plan(
                 leaves,
                 group,
@@ -298,7 +298,7 @@ class _PlannedParallelLoad(PlannedLoadStrategy):
             if sharing is not None:
                 own, arrays = own_share(leaves, sharing, group.rank)
         self._base.read(own, index, reader, comm)
-        with comm.agreed("passing on what was read"), self._reads.group.meeting(comm) as group:
+        with comm.agreed("passing on what was read"), self._reads.group.comm(comm) as group:
             if sharing is not None:
                 self._reads.pass_on(sharing, arrays, group, reader.report)
                 fill_doubles(leaves, sharing, arrays)
