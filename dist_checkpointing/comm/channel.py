@@ -108,12 +108,6 @@ class Channel:
         """Fill ``tensor`` with that of rank ``source``."""
         self._broadcast(self._tensor_group, tensor, source, deadline)
 
-    def gather_tensor(self, tensor: torch.Tensor, deadline: float) -> list[torch.Tensor]:
-        """``tensor`` of every rank."""
-        tensors = [torch.empty_like(tensor) for _ in range(self._world_size)]
-        self._gather_into(self._tensor_group, tensors, tensor, deadline)
-        return tensors
-
     def _broadcast(
         self, group: dist.ProcessGroup, tensor: torch.Tensor, source: int, deadline: float
     ) -> None:

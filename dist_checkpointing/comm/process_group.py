@@ -147,12 +147,6 @@ class TorchComm(Comm):
         with self._steps.tensor_turn() as deadline:
             self._steps.channel.broadcast_tensor(tensor, source, deadline)
 
-    def all_gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        if self._steps.is_broken:
-            return [given.to(tensor.device) for given in self.all_gather(tensor.cpu())]
-        with self._steps.tensor_turn() as deadline:
-            return self._steps.channel.gather_tensor(tensor, deadline)
-
     def duplicate(self) -> TorchComm:
         step = "making a channel for another thread"
         self.agree(step, None)

@@ -160,7 +160,7 @@ class Comm(ABC):
 
     @property
     def tensor_device(self) -> torch.device:
-        """Where tensors must be for ``broadcast_tensor`` and ``all_gather_tensor``."""
+        """Where tensors must be for ``broadcast_tensor``."""
         return torch.device("cpu")
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
@@ -170,10 +170,6 @@ class Comm(ABC):
         if self.rank != source:
             assert given is not None
             tensor.copy_(given)
-
-    def all_gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """``tensor`` of every rank, in rank order: 1-D, uint8, as long on every rank."""
-        return self.all_gather(tensor.clone())
 
     @abstractmethod
     def all_gather(self, value: T) -> list[T]:

@@ -26,14 +26,13 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
     LoadPlanner,
     SavePlanner,
 )
 from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, plan_save
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.storage.driver import read, write
+from dist_checkpointing.storage.driver import PlanReader, read, read_plan, write
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr, SaveShardedStrategy
@@ -172,6 +171,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
 
     Attributes:
         trusted: whether objects may be unpickled without an allow-list.
+        plan_reader: reads what is planned, see ``dist_checkpointing.storage.read``.
         reader_type: set by a backend (or it overrides ``make_reader``).
     """
 
@@ -188,6 +188,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         self.comm = comm
         self.options = options or StorageOptions()
         self.trusted = False
+        self.plan_reader: PlanReader = read_plan
 
     def trusting(self) -> Self:
         strategy = copy.copy(self)
@@ -200,11 +201,6 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         reader.options, reader.trusted = self.options, self.trusted
         return reader
 
-    def read(self, leaves: Leaves, index: Index, reader: StorageReader, comm: Comm) -> None:
-        """Fill the leaves, which all have memory. Collective."""
-        planner = DefaultLoadPlanner() if self.planner is None else self.planner
-        read(leaves, index, planner, reader, comm)
-
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
         comm = default_comm() if self.comm is None else self.comm
         leaves, skeleton = _sharded_leaves(sharded_state_dict)
@@ -215,7 +211,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
             path: with_memory(leaf, stored) if isinstance(leaf, ShardedTensor) else leaf
             for path, leaf in leaves.items()
         }
-        self.read(leaves, index, reader, comm)
+        read(leaves, index, self.planner, reader, comm, self.plan_reader)
         result: StateDict = unflatten(skeleton, {path: leaf.data for path, leaf in leaves.items()})
         return result
 

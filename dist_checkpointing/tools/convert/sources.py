@@ -21,6 +21,7 @@ from dist_checkpointing.format.seal import Seal, check_config, check_files, read
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
+from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
@@ -174,7 +175,7 @@ class CheckpointSource(Source):
         paths: dict[TreePath, ShardedBase] = {
             (DictKey(number),): leaf for number, leaf in enumerate(leaves)
         }
-        strategy.read(paths, index, reader, SingleProcess())
+        read(paths, index, strategy.planner, reader, SingleProcess())
         self.check_unchanged()
         return [leaf.data for leaf in leaves if leaf.data is not None]
 
