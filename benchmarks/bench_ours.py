@@ -15,7 +15,7 @@ from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.storage.options import Checksum, Durability, ReadMode, StorageOptions
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
-from dist_checkpointing.strategies.selection import select
+from dist_checkpointing.strategies.selection import select_strategy
 
 BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
 
@@ -94,8 +94,8 @@ def make_strategies(
     if variant is Variant.PREAD:
         options = replace(options, read_mode=ReadMode.PREAD)
     strategies = (
-        select(StrategyAction.SAVE_SHARDED, backend),
-        select(StrategyAction.LOAD_SHARDED, backend),
+        select_strategy(StrategyAction.SAVE_SHARDED, backend),
+        select_strategy(StrategyAction.LOAD_SHARDED, backend),
     )
     for strategy in strategies:
         strategy.options = options

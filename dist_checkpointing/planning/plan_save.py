@@ -52,6 +52,14 @@ class PlanCache(AgreedCache[AgreedPlan]):
     of all sharded leaves, the layout, the planner and the ranks. One difference on one rank makes
     all ranks plan again. Values do not count, and neither they nor the planner, which knows the
     leaves, are kept.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import PlanCache, ShardedTensor, save
+        >>> cache = PlanCache()
+        >>> for step in range(2):
+        ...     state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((2,), step))}
+        ...     save(state, f"step-{step}", plan_cache=cache)
     """
 
 

@@ -52,34 +52,34 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 
 def left_out(method: M) -> M:
-    """Mark a method that a strategy needs only for some checkpoints, and that raises here."""
+    """Mark a method that raises here, and that a strategy needs only for some checkpoints."""
     method.is_left_out = True  # type: ignore[attr-defined]
     return method
 
 
 def require_method(strategy: object, name: str, need: str) -> None:
-    """Find out before anything is written that a strategy lacks a method.
+    """Refuse a strategy that lacks a method, before anything is written.
 
     Args:
-        strategy: of anybody.
-        name: of the method.
-        need: what it is for, as a verb in the third person.
+        strategy: A strategy, which may be a third party's.
+        name: Name of the method.
+        need: What the method does, as a verb in the third person.
 
     Raises:
-        CheckpointingException: if it does.
+        CheckpointingException: if the strategy lacks the method.
     """
     if not has_method(strategy, name):
         raise lacks(strategy, name, need)
 
 
 def has_method(strategy: object, name: str) -> bool:
-    """Whether the class of a strategy has a method of its own in the place of one left out."""
+    """Whether the class of a strategy has the method, other than one that is only marked."""
     method = getattr(type(strategy), name, None)
     return callable(method) and not getattr(method, "is_left_out", False)
 
 
 def lacks(strategy: object, name: str, need: str) -> CheckpointingException:
-    """The error for a method (or attribute) that a strategy of somebody should have."""
+    """The error for a method or an attribute that a strategy lacks."""
     finding = Finding(
         f"it has no {name}, which {need}",
         found=f"{type(strategy).__module__}.{type(strategy).__qualname__}",
@@ -109,7 +109,7 @@ class LoadStrategyBase(ABC):
         return False
 
 
-class SaveStrategyBase(ABC):  # noqa: B024 - what its two kinds share
+class SaveStrategyBase(ABC):  # noqa: B024 - what its two subclasses have in common
     """Writes one (backend, version)."""
 
     def __init__(self, backend: str, version: int) -> None:
@@ -154,7 +154,17 @@ class LoadCommonStrategy(LoadStrategyBase):
 
 
 class LoadShardedStrategy(LoadStrategyBase):
-    """Reads ShardedTensors."""
+    """Reads ShardedTensors.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, save
+        >>> from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3))}, "ckpt", "zarr")
+        >>> strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 2)
+        >>> strategy.load_tensors_metadata("ckpt")["w"].global_shape
+        (2, 3)
+    """
 
     def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
         """The strategy for one of the formats that it understands: by default itself."""
@@ -181,7 +191,7 @@ class LoadShardedStrategy(LoadStrategyBase):
         raise NotImplementedError(f"{type(self).__name__} does not remove tensors")
 
     def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
-        """What ``remove_sharded_tensors`` would do; by default nothing is known of files."""
+        """What ``remove_sharded_tensors`` would do. By default it knows keys and no files."""
         if not has_method(self, "remove_sharded_tensors"):
             raise NotImplementedError(f"{type(self).__name__} does not remove tensors")
         stored = self.load_tensors_metadata(checkpoint_dir)
@@ -192,7 +202,7 @@ class SaveCommonStrategy(SaveStrategyBase):
     """Writes the common state, and ShardedObjects for strategies that cannot."""
 
     def lasting(self, durability: Durability) -> Self:
-        """A strategy whose files are as durable as that; one that has no choice returns itself."""
+        """A strategy whose files are as durable as that; itself if it has only one way."""
         del durability
         return self
 
@@ -229,7 +239,22 @@ class SaveCommonStrategy(SaveStrategyBase):
 
 
 class SaveShardedStrategy(SaveStrategyBase):
-    """Writes ShardedTensors. ``save`` is all that a strategy of your own must have."""
+    """Writes ShardedTensors. ``save`` is all that a strategy of your own must have.
+
+    Example:
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from dist_checkpointing import ShardedTensor, save
+        >>> from dist_checkpointing.mapping import is_main_replica
+        >>> from dist_checkpointing.strategies.base import SaveShardedStrategy
+        >>> class OneFileATensor(SaveShardedStrategy):
+        ...     def save(self, sharded_state_dict, checkpoint_dir):
+        ...         for shard in sharded_state_dict.values():
+        ...             if is_main_replica(shard.replica_id):
+        ...                 torch.save(shard.data, Path(checkpoint_dir, f"{shard.key}.pt"))
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+        >>> save(state, "ckpt", OneFileATensor("one_file", 1))
+    """
 
     def resolved(self) -> SaveShardedStrategy:
         """The strategy that ``save`` drives: by default itself; a wrapper may name another."""
@@ -241,7 +266,7 @@ class SaveShardedStrategy(SaveStrategyBase):
 
 
 class AsyncSaveShardedStrategy(SaveShardedStrategy):
-    """A strategy that can put off its I/O; it is usable as a synchronous one too."""
+    """Writes ShardedTensors now or later: ``async_save`` returns what is left to do."""
 
     @abstractmethod
     def async_save(

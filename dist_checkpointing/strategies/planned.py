@@ -1,4 +1,4 @@
-"""The two classes from which backends derive that are made of a writer and a reader."""
+"""The strategies that are made of a planner and of a StorageWriter or a StorageReader."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ ReplicaSharing = Callable[[SavePlanner | None, Leaves, Comm], tuple[SavePlanner,
 
 
 class KnownFormats:
-    """Checks what is to be loaded against a list, for any kind of load strategy.
+    """Compares the format of a checkpoint with a list, for any kind of load strategy.
 
     Attributes:
-        reads: the (backend, version)s that the strategy understands.
-        argument: of ``load``, by which a user has chosen it.
+        reads: Each (backend, version) that the strategy understands.
+        argument: Parameter of ``load`` by which a user chooses the strategy.
     """
 
     reads: ClassVar[frozenset[tuple[str, int]]]
@@ -80,17 +80,26 @@ class PlannedSaveStrategy(SaveShardedStrategy):
     Everything between the state dict and the bytes is here; a backend adds its writer.
 
     Args:
-        backend: recorded in the checkpoint; the backend's own name if left out.
-        version: likewise.
-        planner: used instead of DefaultSavePlanner.
-        comm: the ranks that save together when ``save`` is called directly.
-        options: knobs of the I/O.
+        backend: Name that the checkpoint records; by default that of the backend.
+        version: Version that the checkpoint records; by default that of the backend.
+        planner: Used instead of DefaultSavePlanner.
+        comm: The ranks that save together when ``save`` is called directly.
+        options: Options of the I/O.
 
     Attributes:
-        share_replicas: given the planner (if any) and the leaves of a save, returns a planner and
-            leaves that let any holder of a replica write it. Collective. By default none.
-        writer_type: set by a backend (or it overrides ``make_writer``).
-        writes: the (backend, version) whose files it writes.
+        share_replicas: Function that gets the planner (if any) and the leaves of a save, and
+            returns a planner and leaves that let any rank write the replicas that it has. It is
+            collective. None: main replicas are written.
+        writer_type: Class of the writers. A backend sets it, or overrides ``make_writer``.
+        writes: The (backend, version) of the files.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, save
+        >>> from dist_checkpointing.planning import BalancedSavePlanner
+        >>> from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+        >>> save(state, "ckpt", Zarr3SaveShardedStrategy(planner=BalancedSavePlanner()))
     """
 
     writer_type: ClassVar[type[StorageWriter]]
@@ -165,14 +174,25 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
     """A load strategy made of a planner and a StorageReader.
 
     Args:
-        planner: used instead of DefaultLoadPlanner.
-        comm: the ranks that load together when ``load`` is called directly.
-        options: knobs of the I/O.
+        planner: Used instead of DefaultLoadPlanner.
+        comm: The ranks that load together when ``load`` is called directly.
+        options: Options of the I/O.
 
     Attributes:
-        trusted: whether objects may be unpickled without an allow-list.
-        plan_reader: reads what is planned, see ``dist_checkpointing.storage.read``.
-        reader_type: set by a backend (or it overrides ``make_reader``).
+        trusted: Whether objects may be unpickled without an allow-list.
+        plan_reader: Function that reads the plans of all ranks. It is collective. By default each
+            rank reads its own.
+        reader_type: Class of the readers. A backend sets it, or overrides ``make_reader``.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, load, save
+        >>> from dist_checkpointing.storage import StorageOptions
+        >>> from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, "ckpt", "zarr")
+        >>> template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+        >>> load(template, "ckpt", Zarr3LoadShardedStrategy(options=StorageOptions(threads=1)))
+        {'w': tensor([1., 1.])}
     """
 
     reader_type: ClassVar[type[StorageReader]]
@@ -251,7 +271,7 @@ def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> tuple[dict[Any, Sha
         finding = Finding(
             "a strategy takes ShardedTensors and ShardedObjects only",
             found=", ".join(foreign),
-            remedy="Call save or load of dist_checkpointing, which sort out the rest.",
+            remedy="Call save or load of dist_checkpointing, which take the rest out.",
         )
         raise InvalidShardingError("not a sharded state dict", [finding])
     # Copies, so that memory made here does not appear in the caller's leaves.

@@ -17,7 +17,7 @@ from dist_checkpointing.serialization.readers import load_plain_tensors, load_te
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import Selection, select
+from dist_checkpointing.strategies.selection import Selection, select_strategy
 from dist_checkpointing.testing.ranks import run_ranks
 
 StateOf = Callable[[int], dict[str, Any]]
@@ -61,13 +61,15 @@ class BackendHooks:
 
     def saver(self) -> SaveShardedStrategy:
         """The strategy object that ``save_strategy`` means."""
-        strategy: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, self.save_strategy())
+        strategy: SaveShardedStrategy = select_strategy(
+            StrategyAction.SAVE_SHARDED, self.save_strategy()
+        )
         return strategy
 
     def loader(self) -> LoadShardedStrategy:
         """The strategy object that ``load_strategy`` means."""
         selection = self.load_strategy()
-        strategy: LoadShardedStrategy = select(
+        strategy: LoadShardedStrategy = select_strategy(
             StrategyAction.LOAD_SHARDED, self.backend if selection is None else selection
         )
         return strategy
