@@ -716,3 +716,29 @@ def test_what_else_a_rank_wants_does_not_hide_what_it_shares(tmp_path: Path) -> 
 
     run_ranks(3, one)
     assert counting.total == sum(data.nbytes for data in full.values())
+
+
+def test_a_planner_that_converts_gets_what_is_stored(tmp_path: Path) -> None:
+    """It has memory of its own for what is read, which holds nothing before and nothing later."""
+    full = {f"w{i}": torch.arange(8, dtype=torch.int16) + 100 * i for i in range(4)}
+    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+
+    class Scaling(DefaultLoadPlanner):
+        def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+            return torch.zeros(item.lengths, dtype=torch.int16)
+
+        def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+            super().acquire_tensor(item).copy_(tensor * 0.5)
+
+    def one(comm: Comm) -> None:
+        state = {
+            key: ShardedTensor.from_rank_offsets(key, torch.zeros(8), replica_id=comm.rank)
+            for key in full
+        }
+        base = Zarr3LoadShardedStrategy(planner=Scaling() if comm.rank < 2 else None)
+        strategy = FullyParallelLoadStrategyWrapper(base, min_shared_bytes=0)
+        load(state, tmp_path, strategy, comm=comm, cast="any")
+        for key, leaf in state.items():
+            assert torch.equal(leaf.data, full[key] * (0.5 if comm.rank < 2 else 1)), key  # type: ignore[arg-type]
+
+    run_ranks(4, one)

@@ -23,11 +23,11 @@ class ParallelizationGroup(Generic[T]):
     """A group as a caller gives it. A rank outside the group is alone.
 
     Args:
-        given: the group.
-        keeps: whether what the group has worked out is used again.
+        given: The group.
+        keeps: Whether what the group has worked out is used again.
 
     Attributes:
-        cache: what the group has worked out.
+        cache: What the group has worked out.
     """
 
     def __init__(self, given: GivenGroup, *, keeps: bool) -> None:
@@ -66,10 +66,10 @@ class ParallelizationGroup(Generic[T]):
 
 
 def _renumbered(error: CheckpointingException, members: Sequence[int]) -> CheckpointingException:
-    """The error of a group with the numbers that its ranks have elsewhere."""
+    """The error of a group with the numbers that its ranks have outside of the group."""
     if error.names_global_ranks or members == [*range(len(members))]:
         return error
-    if len(set(members)) < len(members):  # they know nothing of each other elsewhere
+    if len(set(members)) < len(members):  # ranks that have no numbers elsewhere
         return error
 
     def number(rank: int) -> int:

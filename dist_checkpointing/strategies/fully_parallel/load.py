@@ -1,4 +1,4 @@
-"""Load in parallel: what several ranks of a group want is read by one of them and passed on."""
+"""Load in parallel: what several ranks of a group want, one of them reads and passes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import flatten, unflatten
-from dist_checkpointing.planning import LoadPlan, LoadPlanner
+from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner
 from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
@@ -33,10 +33,10 @@ from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
 MIN_SHARED_BYTES = 16 * 2**20
-"""To share takes about 10 ms more, however little is shared (two gloo ranks on one machine).
+"""Sharing takes about 10 ms, however little is shared (two gloo ranks on one machine).
 
-Ranks that each read half of 16 MiB save as much where one reads 1 GB/s, and more where less.
-From the page cache each was faster alone at any size, which no threshold makes up for.
+Two ranks that each read half of 16 MiB save that much time if a rank reads 1 GB/s, and more if it
+reads less. From the page cache each rank was faster alone at any size.
 """
 
 ExchangeAlgorithm = Literal["broadcast", "gather_object", "gather_rounds"]
@@ -49,18 +49,19 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     """Loads with another strategy. Each byte is read by one rank of a group and passed on.
 
     What is loaded is the same as without it. Tensors are filled in place. Every rank reads its own
-    sharded objects, which are small. Worth it where reading is slower than the network between the
-    ranks, such as a shared file system that many replicas read from.
+    sharded objects, which are small, and a rank with a load planner that overrides
+    ``acquire_tensor`` or ``apply_tensor`` reads everything itself. Sharing pays where reading is
+    slower than the network between the ranks, such as on a file system that many replicas share.
 
     Args:
-        strategy: does the reading.
-        parallelization_group: the ranks that share their reads, this one included. By default all.
-        do_cache_distribution: keep who reads what, and share out again only when some rank of the
-            group wants something else, which all of them find out together. The same on all ranks.
-        exchange_algo: one of the names by which Megatron chooses how ranks pass on what they have
-            read. All of them mean the same here: a broadcast from the reader to the group.
-        min_shared_bytes: where the ranks of a group want fewer bytes than that alike, each reads
-            for itself.
+        strategy: The strategy that reads.
+        parallelization_group: The ranks that share their reads, this one included. By default all.
+        do_cache_distribution: Whether to keep who reads what until some rank of the group wants
+            something else. The same on all ranks.
+        exchange_algo: One of the names with which Megatron chooses how ranks pass on what they
+            have read. All of them mean the same here: a broadcast from the reader to the group.
+        min_shared_bytes: If several ranks of a group want fewer bytes than that in common, each
+            rank reads for itself.
 
     Raises:
         ValueError: for an exchange_algo that does not exist.
@@ -104,7 +105,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     @property
     def planner(self) -> Any:
-        """The planner of the wrapped strategy's own, if it has one."""
+        """The planner of the wrapped strategy, if it has one."""
         return getattr(self.base_strategy, "planner", None)
 
     @property
@@ -128,7 +129,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         return wrapper.resolved()
 
     def resolved(self) -> LoadShardedStrategy:
-        """The planned strategy, reading together; this wrapper round any other one."""
+        """The wrapped strategy, set to share its reads; this wrapper if that is not planned."""
         if not isinstance(self.base_strategy, PlannedLoadStrategy):
             return self
         strategy = copy.copy(self.base_strategy)
@@ -178,22 +179,22 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     ) -> None:
         """Read a share of the plan, and get the rest from other ranks. Collective.
 
-        The same arguments as for ``read_plan``.
+        The arguments are those of ``read_plan``.
         """
         if comm.world_size == 1:
             read_plan(plan, planner, reader, index, comm)
             return
-        tensors = plan.table.take(~plan.table.is_object)
-        acquire = planner.destinations(replace(plan, table=tensors)).acquire
         # Other groups must not wait for one in which something failed: all agree on every step.
         with comm.agreed(_SHARING), self._group.comm(comm) as group:
+            alone = plan.table.is_object | (not _fills_leaves(planner))
+            table = plan.table.take(~alone)
+            acquire = planner.destinations(replace(plan, table=table)).acquire
             sharing = self._share(
-                lambda: rows_of_table(tensors, acquire), group, reader.options.buffer_bytes
+                lambda: rows_of_table(table, acquire), group, reader.options.buffer_bytes
             )
             if sharing is not None:
-                own = tensors.take(sharing.own)
-                objects = plan.table.take(plan.table.is_object)
-                plan = replace(plan, table=own.followed_by(objects))
+                own = table.take(sharing.own).followed_by(plan.table.take(alone))
+                plan = replace(plan, table=own)
         read_plan(plan, planner, reader, index, comm)
         with comm.agreed(_PASSING), self._group.comm(comm) as group:
             if sharing is not None:
@@ -221,7 +222,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
                 leaf: Any = copy.copy(leaves[path])
                 leaf.init_data("cpu")
                 values[path] = leaf.data
-            # Where they stood in the state dict means nothing to the strategy.
+            # The strategy needs no paths of the state dict.
             asked = {str(n): leaves[p] for n, p in enumerate(leaves) if p not in read_by_others}
             read = self.base_strategy.load(asked, checkpoint_dir)
             values |= {p: read[str(n)] for n, p in enumerate(leaves) if str(n) in asked}
@@ -231,8 +232,16 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         return result
 
 
+def _fills_leaves(planner: LoadPlanner) -> bool:
+    """Whether the destinations of a planner are the memory of leaves, which can be passed on."""
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
+        for name in ("acquire_tensor", "apply_tensor")
+    )
+
+
 def _shape(leaf: ShardedTensor) -> torch.Size:
-    """Of the memory of a leaf."""
+    """The shape of a leaf's memory."""
     flat = leaf.flat_range
     return torch.Size(leaf.local_shape if flat is None else (flat[1] - flat[0],))
 

@@ -1,8 +1,8 @@
 """What one rank has read, broadcast to the others.
 
-All ranks of a group go through all messages in the same order, also those that have nothing to do
-with one. A rank on which something fails in between goes on, so that nobody waits for it, and says
-so at the end.
+All ranks of a group take part in all messages in the same order, also in those that they neither
+send nor want. A rank with an error goes on to the end, so that no other rank waits for it, and
+raises the error then.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Packing:
                 for block in self._messages[number].blocks:
                     for own, values in self._boxes(block, data):
                         values.copy_(own)
-            except Exception as error:  # noqa: BLE001 - the others hear of it when all is through
+            except Exception as error:  # noqa: BLE001 - raised on all ranks at the end
                 self.error = self.error or error
         return data
 
@@ -84,7 +84,7 @@ class _Packing:
         return self._buffer[: self._messages[number].num_bytes] if run is None else run
 
     def unpack(self, number: int, data: torch.Tensor) -> None:
-        """Put what has arrived in its place, if it is not there yet."""
+        """Copy what has arrived to its destinations, unless it was received there."""
         wanted = [block for block in self._messages[number].blocks if block.row >= 0]
         try:
             if self._runs[number] is None:
@@ -101,12 +101,15 @@ class _Packing:
         """The boxes of the own array that make up a block, and their values in a message."""
         array = self._arrays(block.row)
         values = data[block.start : block.start + block.num_bytes].view(array.dtype)
+        if len(values) == array.numel():
+            yield array, values.view(array.shape)
+            return
         for box in split_flat_range(tuple(array.shape), block.first, block.last):
             yield array[box.slices()], values[: box.num_elements].view(box.shape)
             values = values[box.num_elements :]
 
     def _own_run(self, message: Message, device: torch.device) -> torch.Tensor | None:
-        """The memory of this rank that is the message, if there is such."""
+        """The memory of this rank that is the whole message; None if there is none."""
         (block, *others) = message.blocks
         if others or block.row < 0:
             return None
@@ -114,6 +117,6 @@ class _Packing:
         is_plain = own.is_contiguous() and not own.is_conj() and not own.is_neg()
         if own.device.type != device.type or not is_plain:
             return None
-        # One element calls itself contiguous whatever its strides are.
+        # A tensor of one element is contiguous whatever its strides are.
         flat = own.as_strided((own.numel(),), (1,))
         return flat[block.first : block.last].view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Save in parallel: the ranks of a group share out what they hold alike."""
+"""Save in parallel: each rank of a group writes a part of what several of them have."""
 
 from __future__ import annotations
 
@@ -30,21 +30,20 @@ _WRITTEN, _NOT_WRITTEN = 0, 1
 
 
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
-    """Saves with another strategy; every holder of a replica writes a part of what is replicated.
+    """Saves with another strategy. Each rank of a group writes a part of what is replicated.
 
-    The state dict and its replica ids stay what they are. A strategy made of a StorageWriter gets a
-    plan that is balanced to the chunk (see BalancedSavePlanner); any other strategy, and one with a
+    The state dict and its replica ids do not change. A strategy made of a StorageWriter gets a plan
+    that is balanced to the chunk (see BalancedSavePlanner). Any other strategy, and one with a
     planner of its own, gets copies of the leaves whose replica ids say who writes. Sharded objects
     are written by their main replicas.
 
     Args:
-        strategy: does the writing.
-        parallelization_group: the ranks among which replicas are shared out, this one included. A
-            shard stays in the group of its main replica. By default all ranks.
-        do_cache_distribution: keep who writes which copy, and share out again only when the leaves
-            of some rank of the group have changed, which all of them find out together. (Balanced
-            plans are made of what all ranks say in every save; there only who is in which group is
-            kept.) The same on all ranks.
+        strategy: The strategy that writes.
+        parallelization_group: The ranks that share their replicas, this one included. A shard is
+            written in the group of its main replica. By default all ranks.
+        do_cache_distribution: Whether to keep who writes which replica until the leaves of some
+            rank of the group change. Of balanced plans, which every save makes of what all ranks
+            bring, only the groups are kept. The same on all ranks.
 
     Example:
         >>> import torch
@@ -75,7 +74,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
     @property
     def cached_distribution(self) -> frozenset[tuple[int, int]] | None:
-        """What is kept: (rank in the group, position of its leaf) of all that is written."""
+        """Each (rank in the group, position of its leaf) that is written, if that is kept."""
         return self._group.cache.value
 
     def resolved(self) -> SaveShardedStrategy:
@@ -126,8 +125,8 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     def _marked(self, leaves: Leaves, everybody: Comm) -> Leaves:
         """Copies of the leaves with replica ids that say who writes. Collective over the group.
 
-        A tensor whose main replica is in another group is not written here, and objects stay what
-        they are. In a group of one rank all leaves do.
+        A tensor whose main replica is in another group is not written here. Objects keep their
+        replica ids, and so do all leaves in a group of one rank.
         """
 
         def describe_own() -> bytes:
