@@ -108,6 +108,21 @@ class Channel:
         """Fill ``tensor`` with that of rank ``source``."""
         self._broadcast(self._tensor_group, tensor, source, deadline)
 
+    def all_to_all_tensor(
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], deadline: float
+    ) -> torch.Tensor:
+        """What all ranks send to this one, in rank order."""
+        group = self._tensor_group
+        result = tensor.new_empty(sum(received))
+        options = dist.AllToAllOptions()
+        options.timeout = _left(deadline)
+
+        def start() -> Any:
+            return group.alltoall_base(result, tensor, list(received), list(sent), options)
+
+        self._end(start, deadline, tensor.nbytes + result.nbytes)
+        return result
+
     def _broadcast(
         self, group: dist.ProcessGroup, tensor: torch.Tensor, source: int, deadline: float
     ) -> None:

@@ -68,26 +68,34 @@ def rows_of_table(table: ReadTable, acquire: Callable[[int], torch.Tensor]) -> R
     """
     dtypes = [acquire(row).dtype for row in range(len(table))]
     numbers = {dtype: _number(str(dtype)) for dtype in set(dtypes)}
+    column = np.array([numbers[dtype] for dtype in dtypes], dtype=np.int64)
+    identities = identities_of(table, [column], (table.storage_boxes, table.lengths))
+    return _rows(identities, table.num_elements, [dtype.itemsize for dtype in dtypes])
+
+
+def identities_of(
+    table: ReadTable, columns: Sequence[Int64s] = (), by_axis: Sequence[Int64s] = ()
+) -> Iterator[memoryview]:
+    """What the stored chunks of a table are, as bytes that are equal for equal chunks.
+
+    Args:
+        table: what a rank reads.
+        columns: more columns that tell rows apart.
+        by_axis: more columns with a value for each axis.
+    """
     keys = np.array([_number(name) for name in table.names], dtype=np.int64)
     ndims = np.maximum(table.ndim, table.window_ndim)
-    scalars = [
-        keys[table.keys],
-        np.array([numbers[dtype] for dtype in dtypes], dtype=np.int64),
-        ndims,
-        table.pieces,
-        table.storage_starts,
-    ]
-    by_axis = (table.chunk_offsets, table.storage_shapes, table.storage_boxes, table.lengths)
+    scalars = [keys[table.keys], ndims, table.pieces, table.storage_starts, *columns]
+    by_axis = (table.chunk_offsets, table.storage_shapes, *by_axis)
     # Axis by axis, so that what tells rows apart stands first, however many axes others have.
-    columns = [
+    wide = [
         *scalars,
         *(column[:, a] for a in range(int(ndims.max(initial=0))) for column in by_axis),
     ]
-    matrix = memoryview(np.stack(columns, axis=1).astype("<i8").tobytes())
-    width = 8 * len(columns)
+    matrix = memoryview(np.stack(wide, axis=1).astype("<i8").tobytes())
+    width = 8 * len(wide)
     ends = 8 * (len(scalars) + len(by_axis) * ndims)
-    identities = (matrix[row * width : row * width + end] for row, end in enumerate(ends.tolist()))
-    return _rows(identities, table.num_elements, [dtype.itemsize for dtype in dtypes])
+    return (matrix[row * width : row * width + end] for row, end in enumerate(ends.tolist()))
 
 
 def _number(name: str) -> int:
@@ -145,6 +153,18 @@ class Sharing:
     messages: Sequence[Message]
 
 
+def numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
+    """Number of the unit of each row, and the first row of each unit; equal rows are one unit."""
+    order = np.lexsort((low, high))
+    begins = np.ones(len(order), dtype=np.bool_)
+    begins[1:] = (np.diff(high[order]) != 0) | (np.diff(low[order]) != 0)
+    firsts = order[begins]  # Sorting is stable.
+    by_appearance = np.argsort(firsts)
+    units = np.empty(len(order), dtype=np.int64)
+    units[order] = np.argsort(by_appearance)[np.cumsum(begins) - 1]
+    return units, firsts[by_appearance]
+
+
 def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
     """How ranks that want these rows share the reads; None if it is not worth it.
 
@@ -154,15 +174,7 @@ def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
     """
     rows = np.concatenate([want.rows for want in wants])
     ranks = np.repeat(np.arange(len(wants)), [len(want.rows) for want in wants])
-    order = np.lexsort((rows["low"], rows["high"]))
-    ordered = rows[["high", "low"]][order]
-    begins = np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(rows)]
-    firsts = order[begins]  # Sorting is stable: the first row of the lowest rank.
-    by_appearance = np.argsort(firsts)
-    numbers = np.argsort(by_appearance)
-    firsts = firsts[by_appearance]
-    units = np.empty(len(rows), dtype=np.int64)
-    units[order] = numbers[np.cumsum(begins) - 1]
+    units, firsts = numbered(rows["high"], rows["low"])
     # A rank that wants something twice counts once.
     wanted, wanting = np.divmod(np.unique(units * len(wants) + ranks), len(wants))
     starts = np.searchsorted(wanted, np.arange(len(firsts) + 1))
@@ -204,7 +216,7 @@ def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> It
         for first in range(0, size // itemsize, step):
             last = min(first + step, size // itemsize)
             num_bytes = (last - first) * itemsize
-            start = _aligned(blocks[-1].start + blocks[-1].num_bytes) if blocks else 0
+            start = aligned(blocks[-1].start + blocks[-1].num_bytes) if blocks else 0
             if blocks and start + num_bytes > most_bytes:
                 yield _message(reader, blocks)
                 blocks.clear()
@@ -214,7 +226,7 @@ def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> It
         yield _message(reader, blocks)
 
 
-def _aligned(position: int) -> int:
+def aligned(position: int) -> int:
     return -(-position // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
