@@ -52,13 +52,13 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows of a chunk that a rank reads at a time.
+    """A part of a chunk that one rank reads.
 
     Attributes:
         row: A row of the reader, with the chunk.
-        box: The rows, in the array of the chunk.
+        box: The part, in the array of the chunk.
         itemsize: Bytes of an element as stored.
-        cuts: What is wanted of it.
+        cuts: What ranks want of it; on other ranks than the reader, what this rank wants.
     """
 
     row: int
@@ -70,6 +70,13 @@ class Block:
         """Bytes that a cut takes in a message."""
         return aligned(cut.box.num_elements * self.itemsize)
 
+    def parts(self, max_bytes: int) -> Iterator[Block]:
+        """The block in blocks of rows of at most so many bytes."""
+        for box in split_rows(self.box, max(1, max_bytes // self.itemsize)):
+            common = ((cut, box.intersect(cut.box)) for cut in self.cuts)
+            cuts = tuple(replace(cut, box=both) for cut, both in common if both is not None)
+            yield replace(self, box=box, cuts=cuts)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cuts:
@@ -77,11 +84,34 @@ class Cuts:
 
     Attributes:
         own: ``[rows]``, which rows of this rank are read so.
-        rounds: For each round and rank, the blocks that the rank reads.
+        chunks: For each rank, what the rank reads.
+        max_bytes: The most that a rank reads at a time.
+        is_cuttable: Whether chunks may be read in parts. A part of an encoded chunk costs as much
+            as the chunk.
     """
 
     own: Bools
-    rounds: Sequence[Sequence[Sequence[Block]]]
+    chunks: Sequence[Sequence[Block]]
+    max_bytes: int
+    is_cuttable: bool
+
+    def rounds(self) -> Iterator[Sequence[Sequence[Block]]]:
+        """For each round and rank, the blocks that the rank reads."""
+        return itertools.zip_longest(*map(self._rounds_of, self.chunks), fillvalue=())
+
+    def _rounds_of(self, chunks: Sequence[Block]) -> Iterator[list[Block]]:
+        waiting: list[Block] = []
+        size = 0
+        for chunk in chunks:
+            for block in chunk.parts(self.max_bytes) if self.is_cuttable else [chunk]:
+                num_bytes = block.box.num_elements * block.itemsize
+                if waiting and size + num_bytes > self.max_bytes:
+                    yield waiting
+                    waiting, size = [], 0
+                waiting.append(block)
+                size += num_bytes
+        if waiting:
+            yield waiting
 
 
 def pack_cuts(table: ReadTable, index: Index, buffer_bytes: int, min_shared_bytes: int) -> bytes:
@@ -101,9 +131,7 @@ def pack_cuts(table: ReadTable, index: Index, buffer_bytes: int, min_shared_byte
     rows["itemsize"] = itemsizes[table.keys]
     rows["offsets"], rows["lengths"] = table.storage_boxes, table.lengths
     rows["shapes"] = table.storage_shapes
-    # A part of an encoded chunk costs as much as the chunk.
-    is_cuttable = index.codec is None
-    return _HEAD.pack(width, buffer_bytes, min_shared_bytes, is_cuttable) + rows.tobytes()
+    return _HEAD.pack(width, buffer_bytes, min_shared_bytes, index.codec is None) + rows.tobytes()
 
 
 def _row(width: int) -> np.dtype[Any]:
@@ -147,24 +175,18 @@ def share_cuts(packed: Sequence[bytes], rank: int) -> Cuts | None:
     if not chosen or sum(sizes) < max(head[2] for head in heads):
         return None
     readers = _readers([np.unique(ranks[unit]) for unit, _ in chosen.values()], sizes, len(packed))
-    # Of what all ranks read in a round this rank may get all, and so may all ranks of its block.
-    most_bytes = max(1, min(head[1] for head in heads) // (2 * len(packed)))
-    blocks: list[list[Block]] = [[] for _ in packed]
+    chunks: list[list[Block]] = [[] for _ in packed]
     for (unit, hull), reader in zip(chosen.values(), readers, strict=True):
-        itemsize = int(rows["itemsize"][unit[0]])
         wanted = [Cut(int(ranks[m]), int(own_rows[m]), _box(rows[m])) for m in unit]
         row = next(cut.row for cut in wanted if cut.rank == reader)
-        is_cuttable = all(head[3] for head in heads)
-        most = max(1, most_bytes // itemsize) if is_cuttable else hull.num_elements
-        for box in split_rows(hull, most):
-            meeting = ((cut, box.intersect(cut.box)) for cut in wanted)
-            cuts = tuple(replace(cut, box=common) for cut, common in meeting if common is not None)
-            blocks[reader].append(Block(row, box, itemsize, cuts))
-    rounds = itertools.zip_longest(*(_rounds(own, most_bytes) for own in blocks), fillvalue=())
-    mine = np.zeros(counts[rank], dtype=np.bool_)
+        cuts = tuple(cut for cut in wanted if rank in (reader, cut.rank))
+        chunks[reader].append(Block(row, hull, int(rows["itemsize"][unit[0]]), cuts))
+    own = np.zeros(counts[rank], dtype=np.bool_)
     together = np.concatenate([unit for unit, _ in chosen.values()])
-    mine[own_rows[together[ranks[together] == rank]]] = True
-    return Cuts(mine, list(rounds))
+    own[own_rows[together[ranks[together] == rank]]] = True
+    # Of what all ranks read in a round this rank may get all, and so may all ranks of its block.
+    max_bytes = max(1, min(head[1] for head in heads) // (2 * len(packed)))
+    return Cuts(own, chunks, max_bytes, is_cuttable=all(head[3] for head in heads))
 
 
 def _padded(rows: Any, width: int) -> Any:
@@ -209,21 +231,6 @@ def _readers(holders: Sequence[Int64s], sizes: Sequence[int], world_size: int) -
     return readers
 
 
-def _rounds(blocks: Sequence[Block], most_bytes: int) -> Iterator[list[Block]]:
-    """The blocks of one reader, as many at a time as its memory holds."""
-    waiting: list[Block] = []
-    size = 0
-    for block in blocks:
-        num_bytes = block.box.num_elements * block.itemsize
-        if waiting and size + num_bytes > most_bytes:
-            yield waiting
-            waiting, size = [], 0
-        waiting.append(block)
-        size += num_bytes
-    if waiting:
-        yield waiting
-
-
 def pass_cuts(
     cuts: Cuts,
     table: ReadTable,
@@ -254,16 +261,16 @@ def pass_cuts(
     report, reader.report = reader.report, lambda _: None
     was_kept, reader.is_kept = reader.is_kept, True
     failed: Exception | None = None
-    for blocks in cuts.rounds:
+    for blocks in cuts.rounds():
         sent, received = [0] * comm.world_size, [0] * comm.world_size
         arriving: list[tuple[Block, Cut]] = []
         for source, of_source in enumerate(blocks):
             for block, cut in ((b, cut) for b in of_source for cut in b.cuts):
-                if source == comm.rank != cut.rank:
-                    sent[cut.rank] += block.num_bytes(cut)
-                elif source != comm.rank == cut.rank:
+                if source != comm.rank:
                     received[source] += block.num_bytes(cut)
                     arriving.append((block, cut))
+                elif cut.rank != comm.rank:
+                    sent[cut.rank] += block.num_bytes(cut)
         message = torch.empty(sum(sent), dtype=torch.uint8, device=comm.tensor_device)
         # A rank with an error goes on to the end, so that no other rank waits for it.
         try:
