@@ -23,13 +23,11 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
+from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    PlannedLoadStrategy,
-)
+from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import common_reader, handles_objects, open_checkpoint
 
 
@@ -113,7 +111,8 @@ class PartialReads:
                 (DictKey(number),): leaf for number, leaf in leaves.items()
             }
             reader = self.make_reader()
-            strategy.read(paths, self.index_for(reader, index), reader, SingleProcess())
+            index = self.index_for(reader, index)
+            read(paths, index, strategy.planner, reader, SingleProcess())
             return [_data(leaf) for leaf in leaves.values()]
         with _strange_errors(self._folder):
             template = {str(number): leaf for number, leaf in leaves.items()}
@@ -184,7 +183,8 @@ class PartialReads:
         # ``load`` of the strategy would be collective where there is a process group.
         reader = self.make_reader()
         index = self.index_for(reader, index)
-        strategy.read({(DictKey("cell"),): leaf}, index, reader, SingleProcess())
+        leaves: dict[TreePath, ShardedObject] = {(DictKey("cell"),): leaf}
+        read(leaves, index, strategy.planner, reader, SingleProcess())
         return leaf.data
 
     def common(self) -> StateDict:

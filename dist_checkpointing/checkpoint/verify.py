@@ -24,8 +24,9 @@ from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.shard_table import concatenate, describe
+from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
-from dist_checkpointing.strategies.base import PlannedLoadStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.verification import (
     damage_of,
     damage_of_objects,
@@ -190,7 +191,7 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     reader = checkpoint.reads.make_reader()
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     # What all parts need, such as a database that can be opened, is missed once and not by each.
-    strategy.read({}, index, reader, SingleProcess())
+    read({}, index, strategy.planner, reader, SingleProcess())
     # An index of another format, or of another save, may name what this reader does not find.
     unknown = dict.fromkeys(part.key for part in parts if part.key not in index)
     where = str(checkpoint.path)

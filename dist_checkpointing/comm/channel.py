@@ -108,11 +108,20 @@ class Channel:
         """Fill ``tensor`` with that of rank ``source``."""
         self._broadcast(self._tensor_group, tensor, source, deadline)
 
-    def gather_tensor(self, tensor: torch.Tensor, deadline: float) -> list[torch.Tensor]:
-        """``tensor`` of every rank."""
-        tensors = [torch.empty_like(tensor) for _ in range(self._world_size)]
-        self._gather_into(self._tensor_group, tensors, tensor, deadline)
-        return tensors
+    def all_to_all_tensor(
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], deadline: float
+    ) -> torch.Tensor:
+        """What all ranks send to this one, in rank order."""
+        group = self._tensor_group
+        result = tensor.new_empty(sum(received))
+        options = dist.AllToAllOptions()
+        options.timeout = _left(deadline)
+
+        def start() -> Any:
+            return group.alltoall_base(result, tensor, list(received), list(sent), options)
+
+        self._end(start, deadline, tensor.nbytes + result.nbytes)
+        return result
 
     def _broadcast(
         self, group: dist.ProcessGroup, tensor: torch.Tensor, source: int, deadline: float

@@ -7,7 +7,7 @@ import math
 import os
 import pickle
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -150,11 +150,13 @@ class TorchComm(Comm):
         with self._steps.tensor_turn() as deadline:
             self._steps.channel.broadcast_tensor(tensor, source, deadline)
 
-    def all_gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_to_all_tensor(
+        self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
         if self._steps.is_broken:
-            return [given.to(tensor.device) for given in self.all_gather(tensor.cpu())]
+            return super().all_to_all_tensor(tensor.cpu(), sent, received).to(tensor.device)
         with self._steps.tensor_turn() as deadline:
-            return self._steps.channel.gather_tensor(tensor, deadline)
+            return self._steps.channel.all_to_all_tensor(tensor, sent, received, deadline)
 
     def duplicate(self) -> TorchComm:
         step = "making a channel for another thread"

@@ -43,6 +43,11 @@ def distribute_shards_to_ranks(
 
     Returns:
         Shard -> rank, in the order in which they were handed out.
+
+    Example:
+        >>> from dist_checkpointing.planning import distribute_shards_to_ranks
+        >>> distribute_shards_to_ranks({"a": [0, 1], "b": [0, 1]}, {"a": 8, "b": 4}, 2, set())
+        {'a': 0, 'b': 1}
     """
 
     def order(shard: ShardId) -> Any:

@@ -19,6 +19,7 @@ from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.planning import LocalPlans, SavePlan, SavePlanner
+from dist_checkpointing.planning.agreed_cache import AgreedCache
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage
 from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.packing import pack, unpack_all
@@ -43,34 +44,23 @@ class AgreedPlan:
     others: ShardTable
 
 
-class PlanCache:
+class PlanCache(AgreedCache[AgreedPlan]):
     """The plan of the last save, used again as long as nothing about it has changed on any rank.
 
     A program that saves the same kind of state many times owns one, and passes it to every save.
     What counts is what the plan was made of: keys, shapes, dtypes, offsets, replica ids and order
-    of all sharded leaves, the layout, the planner and the ranks. It is compared in full, not by a
-    hash. One difference on one rank makes all ranks plan again. Values do not count, and are not
-    kept.
+    of all sharded leaves, the layout, the planner and the ranks. One difference on one rank makes
+    all ranks plan again. Values do not count, and neither they nor the planner, which knows the
+    leaves, are kept.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import PlanCache, ShardedTensor, save
+        >>> cache = PlanCache()
+        >>> for step in range(2):
+        ...     state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((2,), step))}
+        ...     save(state, f"step-{step}", plan_cache=cache)
     """
-
-    def __init__(self) -> None:
-        self._description: object = None
-        self._number: int | None = None
-        self._agreed: AgreedPlan | None = None
-
-    def number_of(self, description: object) -> int | None:
-        """A number that all ranks share if their plans belong together; None for a new plan."""
-        return self._number if self._description == description else None
-
-    @property
-    def agreed(self) -> AgreedPlan:
-        """The plan of the last save; there must have been one."""
-        assert self._agreed is not None
-        return self._agreed
-
-    def keep(self, description: object, agreed: AgreedPlan, number: int) -> None:
-        """Remember a plan and what it was made of, but not the planner, which knows the leaves."""
-        self._description, self._number, self._agreed = description, number, agreed
 
 
 def plan_save(
@@ -116,11 +106,12 @@ def plan_save(
         named = number ^ (xxhash.xxh3_64_intdigest("\0".join(place).encode()) >> 2)
     if comm.all_same(named):
         assert cache is not None
+        assert cache.value is not None
         with comm.agreed("planning the save"), paused_collector():
             planner.configure_planner(
                 leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
             )
-        return cache.agreed
+        return cache.value
 
     @paused_collector()
     def local_plan() -> tuple[SavePlan | None, bytes, bytes, tuple[str, str]]:
@@ -152,10 +143,7 @@ def plan_save(
         dropped = tuple(sorted(asked - {announced.names[k] for k in np.unique(announced.keys)}))
         agreed = AgreedPlan(plan, index, dropped, catalog)
         if cache is not None and description is not None:
-            digest = xxhash.xxh3_64()
-            for data in (*packed, *packed_others):
-                digest.update(data)
-            cache.keep(description, agreed, digest.intdigest() >> 2)
+            cache.keep(description, agreed, (*packed, *packed_others))
     return agreed
 
 

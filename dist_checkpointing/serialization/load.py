@@ -32,13 +32,11 @@ from dist_checkpointing.mapping.nesting import value_at
 from dist_checkpointing.mapping.partition import Partition, partition
 from dist_checkpointing.planning.coverage import check_coverage
 from dist_checkpointing.planning.shard_table import concatenate, describe
+from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    PlannedLoadStrategy,
-)
+from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,
@@ -324,7 +322,7 @@ def _read(
     try:
         if reader is not None and index is not None:
             assert isinstance(strategy, PlannedLoadStrategy)
-            strategy.read(leaves, index, reader, comm)
+            read(leaves, index, strategy.planner, reader, comm, strategy.plan_reader)
             return {path: leaf.data for path, leaf in leaves.items()}
         with comm.agreed("reading"):
             result = strategy.load(parts.nested(leaves), checkpoint_dir)

@@ -36,7 +36,7 @@ from dist_checkpointing.strategies.selection import (
     common_reader,
     handles_objects,
     open_checkpoint,
-    select,
+    select_strategy,
 )
 
 
@@ -214,7 +214,7 @@ def get_default_save_sharded_strategy(
     backend: str = DEFAULT_SHARDED[0], version: int = DEFAULT_SHARDED[1]
 ) -> SaveShardedStrategy:
     """The save strategy of a backend and version."""
-    strategy: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, (backend, version))
+    strategy: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, (backend, version))
     return strategy
 
 
@@ -222,7 +222,7 @@ def get_default_save_common_strategy(
     backend: str = DEFAULT_COMMON[0], version: int = DEFAULT_COMMON[1]
 ) -> SaveCommonStrategy:
     """The save strategy for common state of a backend and version."""
-    strategy: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, (backend, version))
+    strategy: SaveCommonStrategy = select_strategy(StrategyAction.SAVE_COMMON, (backend, version))
     return strategy
 
 
@@ -231,6 +231,6 @@ def get_default_load_sharded_strategy(
 ) -> LoadShardedStrategy:
     """The load strategy for a checkpoint; without one, that of the default backend."""
     if checkpoint_dir is None:
-        strategy: LoadShardedStrategy = select(StrategyAction.LOAD_SHARDED, None)
+        strategy: LoadShardedStrategy = select_strategy(StrategyAction.LOAD_SHARDED, None)
         return strategy
     return open_checkpoint(checkpoint_dir).sharded

@@ -18,10 +18,10 @@ from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
-    PlannedSaveStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
 )
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.selection import Selection
 
 

@@ -39,17 +39,17 @@ from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.storage.staging import StagingBuffers, detached_copy, stage_plan
-from dist_checkpointing.strategies.abstract import require_method
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
-    PlannedSaveStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
+    require_method,
 )
 from dist_checkpointing.strategies.plain_data import check_plain
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import handles_objects, select
+from dist_checkpointing.strategies.selection import handles_objects, select_strategy
 from dist_checkpointing.validation.common_state import compare_common_state
 from dist_checkpointing.validation.unwrapped import (
     check_storable,
@@ -93,11 +93,11 @@ class SaveJob:
         self.rank, self.meter = rank, meter
         # Whoever writes may do so when the working directory is another one.
         self.folder = local_folder(folder).absolute()
-        selected: SaveShardedStrategy = select(
+        selected: SaveShardedStrategy = select_strategy(
             StrategyAction.SAVE_SHARDED, options.get("sharded_strategy")
         )
         self.strategy = selected.resolved()
-        common_writer: SaveCommonStrategy = select(
+        common_writer: SaveCommonStrategy = select_strategy(
             StrategyAction.SAVE_COMMON, options.get("common_strategy")
         )
         parts = partition(state_dict)

@@ -25,6 +25,8 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning import (
+    DefaultLoadPlanner,
+    LoadPlan,
     LoadPlanner,
     SavePlan,
     SavePlanner,
@@ -60,6 +62,9 @@ class Written:
 
 PlanWriter = Callable[[SavePlan, Any, StorageWriter, int], Written]
 """``write_plan``, or what has the same effect in another process."""
+
+PlanReader = Callable[[LoadPlan, LoadPlanner, StorageReader, Index, Comm], None]
+"""``read_plan``, or what has the same effect when all ranks call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +216,51 @@ def _checksums(results: Sequence[WriteResult], count: int) -> tuple[Int64s, npt.
     return rows, np.array([checksum for _, checksum in found], dtype=np.uint64)
 
 
+def read_plan(
+    plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, index: Index, comm: Comm
+) -> None:
+    """Read the plans of all ranks, each rank its own. Collective.
+
+    Args:
+        plan: what this rank reads.
+        planner: answers for its destinations.
+        reader: of this rank.
+        index: what the checkpoint holds.
+        comm: the ranks that load together.
+    """
+    with comm.agreed("preparing to read"):
+        reader.set_up_storage_reader(index, rank=comm.rank, world_size=comm.world_size)
+        plan = reader.prepare_local_plan(plan)
+    if type(reader).prepare_global_plan is not StorageReader.prepare_global_plan:
+        plans = comm.all_gather(plan)
+        plan = comm.from_rank0("preparing to read", lambda: reader.prepare_global_plan(plans))[
+            comm.rank
+        ]
+    with comm.agreed("reading"):
+        reader.read_data(plan, planner).result()
+
+
 def read(
-    leaves: Leaves, index: Index, planner: LoadPlanner, reader: StorageReader, comm: Comm
+    leaves: Leaves,
+    index: Index,
+    planner: LoadPlanner | None,
+    reader: StorageReader,
+    comm: Comm,
+    plan_reader: PlanReader = read_plan,
 ) -> None:
     """Plan a load and drive a reader through it. Collective; every rank raises alike.
 
     All that is missing is found before the first byte is read.
+
+    Args:
+        leaves: of this rank; all have memory to fill.
+        index: what the checkpoint holds.
+        planner: decides what is read and where it goes; by default DefaultLoadPlanner.
+        reader: of this rank.
+        comm: the ranks that load together.
+        plan_reader: reads what is planned.
     """
+    planner = DefaultLoadPlanner() if planner is None else planner
     with comm.agreed("planning the load"), paused_collector():
         crowded = {
             leaf.key: claim_of(index[leaf.key])
@@ -229,18 +272,11 @@ def read(
         reader.require_stored(list(crowded.values()), index)
         planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
         plan = planner.build_local_plan()
-    if type(planner).build_global_plan is not LoadPlanner.build_global_plan:
+        is_global = type(planner).build_global_plan is not LoadPlanner.build_global_plan
+        if not is_global:
+            plan = planner.finalize_plan(plan)
+    if is_global:
         plans = comm.all_gather(plan)
         with comm.agreed("planning the load"):
-            plan = planner.build_global_plan(plans)[comm.rank]
-    with comm.agreed("preparing to read"):
-        plan = planner.finalize_plan(plan)
-        reader.set_up_storage_reader(index, rank=comm.rank, world_size=comm.world_size)
-        plan = reader.prepare_local_plan(plan)
-    if type(reader).prepare_global_plan is not StorageReader.prepare_global_plan:
-        read_plans = comm.all_gather(plan)
-        plan = comm.from_rank0("preparing to read", lambda: reader.prepare_global_plan(read_plans))[
-            comm.rank
-        ]
-    with comm.agreed("reading"):
-        reader.read_data(plan, planner).result()
+            plan = planner.finalize_plan(planner.build_global_plan(plans)[comm.rank])
+    plan_reader(plan, planner, reader, index, comm)

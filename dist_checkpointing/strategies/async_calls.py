@@ -1,4 +1,4 @@
-"""AsyncRequest: a save that is planned and waits to be executed; and a queue of them."""
+"""AsyncRequest, a planned save that is executed later, and a queue of such requests."""
 
 from __future__ import annotations
 
@@ -21,15 +21,23 @@ class AsyncRequest(NamedTuple):
     """What is left to do of a save, as functions.
 
     Attributes:
-        async_fn: does the bulk I/O, in any thread; None if this rank has none. That of a strategy
-            of this library keeps its error for the first of ``finalize_fns``, which raises it on
-            all ranks.
-        async_fn_args: its positional arguments.
-        finalize_fns: to be called on every rank, in order, once all ranks are through.
-        async_fn_kwargs: its keyword arguments.
-        preload_fn: stages the data; its result takes the place of ``async_fn_args[1]``.
-        is_frozen: whether ``finalize_fns`` is closed.
-        call_idx: number of the call in its queue.
+        async_fn: Function that does most of the I/O, in any thread; None if this rank has none.
+            Strategies of this library keep its error for the first of ``finalize_fns``, which
+            raises it on all ranks.
+        async_fn_args: Positional arguments of ``async_fn``.
+        finalize_fns: Functions to call on every rank, in order, when ``async_fn`` has ended on all
+            ranks.
+        async_fn_kwargs: Keyword arguments of ``async_fn``.
+        preload_fn: Function that copies the data. Its result replaces ``async_fn_args[1]``.
+        is_frozen: Whether ``finalize_fns`` is closed.
+        call_idx: Number of the call in its queue.
+
+    Example:
+        >>> from dist_checkpointing.strategies.async_calls import AsyncRequest
+        >>> request = AsyncRequest(print, ("written",), [lambda: print("committed")])
+        >>> request.execute_sync()
+        written
+        committed
     """
 
     async_fn: Callable[..., Any] | None
@@ -55,7 +63,7 @@ class AsyncRequest(NamedTuple):
         return self._replace(is_frozen=True)
 
     def staged(self) -> AsyncRequest:
-        """The same request after ``preload_fn``: it no longer needs the caller's state."""
+        """The same request after ``preload_fn``. It no longer needs the caller's state."""
         if self.preload_fn is None:
             return self
         args = list(self.async_fn_args)
@@ -89,17 +97,30 @@ class _Call:
 
 
 class AsyncCallsQueue:
-    """Executes requests behind the training, one after the other, for code of the Megatron way.
+    """Executes requests during the training, one after the other, for code written for Megatron.
 
-    The bulk of a request runs in a thread. Everything that concerns other ranks happens in
-    ``maybe_finalize_async_calls``, on the caller's thread, so it cannot get into the way of the
-    training's own collectives; in return a checkpoint is committed only when that is called.
-    Queues know nothing of each other. Threads of one process take turns with a queue, and must do
-    so in the same order on all ranks; a forked process is refused.
+    Most of a request runs in a thread. What concerns other ranks happens in
+    ``maybe_finalize_async_calls``, on the caller's thread, so that it does not mix with the
+    collectives of the training. A checkpoint is therefore committed only by that call. Queues do
+    not know each other. Threads of one process take turns with a queue, and must do so in the same
+    order on all ranks. A forked process is refused.
 
     Args:
-        persistent: known from Megatron, where it chooses a kind of process; here nothing is forked.
-        comm: the ranks that finalize together; by default all of torch.distributed.
+        persistent: Chooses a kind of process in Megatron. It has no effect here.
+        comm: The ranks that finalize together; by default all of torch.distributed.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, load_plain_tensors, save
+        >>> from dist_checkpointing.strategies.async_calls import AsyncCallsQueue
+        >>> queue = AsyncCallsQueue()
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+        >>> queue.schedule_async_request(save(state, "ckpt", async_sharded_save=True))
+        0
+        >>> queue.maybe_finalize_async_calls(blocking=True)
+        [0]
+        >>> load_plain_tensors("ckpt")
+        {'w': tensor([1., 1.])}
     """
 
     def __init__(self, persistent: bool = False, *, comm: Comm | None = None) -> None:
@@ -111,9 +132,9 @@ class AsyncCallsQueue:
         self._turns = threading.RLock()
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        """Begin with a request as soon as those before it are through; its number, from 0.
+        """Start a request as soon as those before it have ended, and return its number, from 0.
 
-        It is staged, if that is left to do, before this returns.
+        Data that is still to be copied is copied before this returns.
         """
         self._owner.require()
         with self._turns:
@@ -123,7 +144,7 @@ class AsyncCallsQueue:
 
             def work() -> None:
                 if before is not None:
-                    before.exception()  # only to wait: its own error is told when it is finalized
+                    before.exception()  # only to wait: finalizing that call raises its error
                 request.execute()
 
             outcome = run_in_background(work, f"async-save-{self._next}")
@@ -134,15 +155,18 @@ class AsyncCallsQueue:
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Finalize what is through on all ranks, in order; the numbers of those calls. Collective.
+        """Finalize, in order, the calls that have ended on all ranks. Collective.
 
         Args:
-            blocking: wait for all calls.
-            no_dist: look at this rank alone. Only where all ranks call this when all are through.
+            blocking: Wait for all calls.
+            no_dist: Look at this rank alone. All ranks must call this when all have ended.
+
+        Returns:
+            The numbers of the calls that were finalized.
 
         Raises:
-            CheckpointingException: if a call failed on any rank, on all of them. That call is done
-                with; the next one can be finalized by calling again.
+            CheckpointingException: on all ranks, if a call failed on any rank. The queue drops
+                that call; to finalize the next one, call this again.
         """
         self._owner.require()
         with self._turns:
@@ -151,10 +175,10 @@ class AsyncCallsQueue:
             while self._calls:
                 call = self._calls[0]
                 index = call.request.call_idx
-                is_through = blocking or call.outcome.done()
-                if not no_dist and not comm.all_same(int(is_through)):
+                has_ended = blocking or call.outcome.done()
+                if not no_dist and not comm.all_same(int(has_ended)):
                     break
-                if not is_through:
+                if not has_ended:
                     break
                 with comm.agreed("ending an asynchronous call"):
                     error = call.outcome.exception()
@@ -178,8 +202,8 @@ class AsyncCallsQueue:
         """Finalize everything. Collective, unless ``abort``.
 
         Args:
-            abort: finalize nothing: what was being saved stays uncommitted. A write that has begun
-                goes on until it ends.
+            abort: Finalize nothing. Checkpoints that are being saved stay uncommitted, and a write
+                that has begun goes on until it ends.
         """
         if abort:
             self._calls.clear()

@@ -23,11 +23,11 @@ from dist_checkpointing.mapping import ShardedTensor
 
 
 class _WithoutMemory(torch.Tensor):
-    """A tensor that is only a shape and a name for others' memory."""
+    """A tensor that has a shape, a dtype and a device, and no memory of its own."""
 
     @classmethod
     def made(cls, shape: Sequence[int], like: torch.Tensor) -> Self:
-        """One of this shape, with the dtype and device of another tensor."""
+        """A tensor of this shape, with the dtype and device of another tensor."""
         make = torch.Tensor._make_wrapper_subclass  # noqa: SLF001 - the name torch gives it
         tensor: Self = make(cls, tuple(shape), dtype=like.dtype, device=like.device)
         return tensor
@@ -51,19 +51,32 @@ class CheckpointableShardedTensor(_WithoutMemory):
     axis that exists only globally, the part has extent 1.
 
     Args:
-        data: of the shard.
-        sh_ten: the shard; not flattened.
+        data: Data of the shard.
+        sh_ten: The shard, which must not be flattened.
 
     Raises:
-        InvalidShardingError: if it is flattened, or ``data`` is not of its local shape.
+        InvalidShardingError: if the shard is flattened, or ``data`` has another shape than its
+            local shape.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from dist_checkpointing import ShardedTensor
+        >>> from dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> state = {"w": CheckpointableShardedTensor.from_sh_ten(shard)}
+        >>> _ = dcp.save({"w": torch.ones(2)}, checkpoint_id="ckpt", no_dist=True)
+        >>> dcp.load(state, checkpoint_id="ckpt", no_dist=True)
+        >>> shard.data
+        tensor([1., 1.])
     """
 
     def __new__(cls, data: torch.Tensor, sh_ten: ShardedTensor) -> Self:
         if sh_ten.flattened_range is not None:
             finding = Finding(
-                "a flattened shard is no single part of its tensor",
+                "a flattened shard is not one box of its tensor",
                 sh_ten.key,
-                remedy="Use LocalShardsContainer.from_sh_tens, which takes it apart.",
+                remedy="Use LocalShardsContainer.from_sh_tens, which cuts it into boxes.",
             )
             raise InvalidShardingError("cannot be made checkpointable", [finding])
         if tuple(data.shape) != tuple(sh_ten.local_shape):
@@ -91,7 +104,7 @@ class CheckpointableShardedTensor(_WithoutMemory):
 
     @property
     def _is_empty_part(self) -> bool:
-        """Whether other ranks have all there is: then DCP must not confuse it with a part there."""
+        """Whether this rank has no element of a tensor that has some; DCP must not look here."""
         return 0 in self._sh_ten.box.shape and 0 not in self._sh_ten.global_shape
 
     def _chunk(self) -> ChunkStorageMetadata:
@@ -121,13 +134,28 @@ class CheckpointableShardedTensor(_WithoutMemory):
 
 
 class LocalShardsContainer(_WithoutMemory):
-    """Several parts of one global tensor that one rank holds.
+    """Several parts of one global tensor that one rank has.
 
     Args:
-        local_shards: one or more, all of one tensor.
+        local_shards: One or more shards of one tensor.
 
     Raises:
-        InvalidShardingError: if there is none, or they are of different tensors.
+        InvalidShardingError: if the list is empty, or its shards are of different tensors.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from dist_checkpointing import ShardedTensor
+        >>> from dist_checkpointing.strategies.checkpointable import LocalShardsContainer
+        >>> halves = [
+        ...     ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, half, 2))
+        ...     for half in range(2)
+        ... ]
+        >>> _ = dcp.save({"w": torch.arange(4.0)}, checkpoint_id="ckpt", no_dist=True)
+        >>> state = {"w": LocalShardsContainer.from_sh_tens(halves)}
+        >>> dcp.load(state, checkpoint_id="ckpt", no_dist=True)
+        >>> halves[1].data
+        tensor([2., 3.])
     """
 
     def __new__(cls, local_shards: Sequence[CheckpointableShardedTensor]) -> Self:
@@ -147,13 +175,14 @@ class LocalShardsContainer(_WithoutMemory):
 
     @classmethod
     def from_sh_tens(cls, sh_tens: Sequence[ShardedTensor]) -> Self:
-        """All shards of one key that this rank holds, flattened ones too.
+        """All shards of one key that this rank has, flattened ones too.
 
-        A flattened range is taken apart into the boxes that it consists of, each a view of its
-        data, so that DCP sees an ordinary tensor.
+        A flattened range is cut into the boxes that it consists of, each a view of its data, so
+        that DCP sees an ordinary tensor.
 
         Raises:
-            InvalidShardingError: if there is none, one has no data or they do not belong together.
+            InvalidShardingError: if the list is empty, a shard has no data, or the shards are of
+                different tensors.
         """
         return cls([part for sh_ten in sh_tens for part in _parts(sh_ten)])
 
@@ -171,10 +200,10 @@ class LocalShardsContainer(_WithoutMemory):
         """The data of one shard.
 
         Raises:
-            ValueError: if the index has no offset, or none of the shards is there.
+            ValueError: if the index has no offset, or no shard has that offset.
         """
         if index.offset is None:
-            raise ValueError(f"{index.fqn!r} is held in parts: an offset is needed to tell which")
+            raise ValueError(f"{index.fqn!r} has several parts here: an offset must say which one")
         shards, hint = self._local_shards, index.index
         # The hint may count the chunks of all ranks.
         candidates = shards[hint : hint + 1] if hint is not None and hint >= 0 else []

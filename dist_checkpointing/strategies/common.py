@@ -50,7 +50,7 @@ def _object_file(leaf: ShardedObject, root: Path) -> Path | None:
         return path
     if len(leaf.global_shape) < 2:
         return None
-    # Writers of old lost the last extent, taking it for a file suffix.
+    # Old writers took the last extent for a file suffix, and lost it.
     older = _older_file(leaf, root)
     behind = (*leaf.global_offset[:-1], leaf.global_shape[-1])
     reaches_further = local.is_file(_older_file(replace(leaf, global_offset=behind), root))
@@ -62,7 +62,7 @@ def _older_file(leaf: ShardedObject, root: Path) -> Path:
 
 
 def _cells(files: Iterable[Path], root: Path) -> list[ShardedObject]:
-    """The cells that files are named after; extents that writers of old lost are found out."""
+    """The cells that the names of files stand for, also where old writers lost an extent."""
     found = [
         ShardedObject.empty_from_unique_key(path.relative_to(root).with_suffix("").as_posix())
         for path in sorted(files)
@@ -79,7 +79,7 @@ def _cells(files: Iterable[Path], root: Path) -> list[ShardedObject]:
 
 
 def _missing(leaves: Sequence[ShardedObject], root: Path) -> Iterator[Finding]:
-    """What to say about cells that have no file: whether the object is stored in another grid."""
+    """The findings about cells that have no file: missing, or stored in another grid."""
     grids: dict[str, list[Ints]] = {}
     for leaf in leaves:
         if leaf.key not in grids:
@@ -96,7 +96,15 @@ def _missing(leaves: Sequence[ShardedObject], root: Path) -> Iterator[Finding]:
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):
-    """Writes ``common.pt`` and one ``.pt`` file a sharded object."""
+    """Writes ``common.pt``, and a ``.pt`` file for each sharded object.
+
+    Example:
+        >>> from dist_checkpointing import load_common_state_dict, save
+        >>> from dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+        >>> save({"step": 7}, "ckpt", common_strategy=TorchCommonSaveStrategy())
+        >>> load_common_state_dict("ckpt")
+        {'step': 7}
+    """
 
     def __init__(self, backend: str = "torch", version: int = 1) -> None:
         super().__init__(backend, version)
@@ -150,7 +158,14 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     """Reads what TorchCommonSaveStrategy and every Megatron release with a ``common.pt`` wrote.
 
     Args:
-        trusted: unpickle anything, which lets the files run any code.
+        trusted: Whether to unpickle anything, which lets the files run any code.
+
+    Example:
+        >>> from dist_checkpointing import save
+        >>> from dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+        >>> save({"step": 7}, "ckpt")
+        >>> TorchCommonLoadStrategy().load_common("ckpt")
+        {'step': 7}
     """
 
     reads = frozenset({("torch", 1)})
@@ -218,7 +233,7 @@ def _is_cell(name: str) -> bool:
 
 
 def _require_cells(found: Iterable[ShardedObject], root: Path) -> None:
-    """Refuse a grid with many cells of which few have a file: it is nothing but a name."""
+    """Refuse a name that speaks of a large grid where few cells have a file."""
     cells: dict[tuple[str, tuple[int, ...]], int] = {}
     for leaf in found:
         grid = leaf.key, tuple(leaf.global_shape)

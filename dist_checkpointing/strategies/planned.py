@@ -1,10 +1,10 @@
-"""The two classes from which backends derive that are made of a writer and a reader."""
+"""The strategies that are made of a planner and of a StorageWriter or a StorageReader."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -27,30 +27,27 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import (
-    DefaultLoadPlanner,
     DefaultSavePlanner,
     LoadPlanner,
     SavePlanner,
 )
 from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, plan_save
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.storage.driver import read, write
+from dist_checkpointing.storage.driver import PlanReader, read, read_plan, write
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
-from dist_checkpointing.strategies.abstract import (
-    LoadShardedStrategy,
-    PathOrStr,
-    SaveShardedStrategy,
-)
+from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr, SaveShardedStrategy
 from dist_checkpointing.validation.compare import StoredTensors, with_memory
+
+ReplicaSharing = Callable[[SavePlanner | None, Leaves, Comm], tuple[SavePlanner, Leaves]]
 
 
 class KnownFormats:
-    """Checks what is to be loaded against a list, for any kind of load strategy.
+    """Compares the format of a checkpoint with a list, for any kind of load strategy.
 
     Attributes:
-        reads: the (backend, version)s that the strategy understands.
-        argument: of ``load``, by which a user has chosen it.
+        reads: Each (backend, version) that the strategy understands.
+        argument: Parameter of ``load`` by which a user chooses the strategy.
     """
 
     reads: ClassVar[frozenset[tuple[str, int]]]
@@ -84,15 +81,26 @@ class PlannedSaveStrategy(SaveShardedStrategy):
     Everything between the state dict and the bytes is here; a backend adds its writer.
 
     Args:
-        backend: recorded in the checkpoint; the backend's own name if left out.
-        version: likewise.
-        planner: used instead of DefaultSavePlanner.
-        comm: the ranks that save together when ``save`` is called directly.
-        options: knobs of the I/O.
+        backend: Name that the checkpoint records; by default that of the backend.
+        version: Version that the checkpoint records; by default that of the backend.
+        planner: Used instead of DefaultSavePlanner.
+        comm: The ranks that save together when ``save`` is called directly.
+        options: Options of the I/O.
 
     Attributes:
-        writer_type: set by a backend (or it overrides ``make_writer``).
-        writes: the (backend, version) whose files it writes.
+        share_replicas: Function that gets the planner (if any) and the leaves of a save, and
+            returns a planner and leaves that let any rank write the replicas that it has. It is
+            collective. None: main replicas are written.
+        writer_type: Class of the writers. A backend sets it, or overrides ``make_writer``.
+        writes: The (backend, version) of the files.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, save
+        >>> from dist_checkpointing.planning import BalancedSavePlanner
+        >>> from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}
+        >>> save(state, "ckpt", Zarr3SaveShardedStrategy(planner=BalancedSavePlanner()))
     """
 
     writer_type: ClassVar[type[StorageWriter]]
@@ -115,6 +123,7 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         self.planner = planner
         self.comm = comm
         self.options = options or StorageOptions()
+        self.share_replicas: ReplicaSharing | None = None
 
     def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
         """A writer for one checkpoint."""
@@ -136,7 +145,10 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         Returns:
             The plan, and the planner that answers for its data.
         """
-        planner = DefaultSavePlanner() if self.planner is None else self.planner
+        if self.share_replicas is not None:
+            planner, leaves = self.share_replicas(self.planner, leaves, comm)
+        else:
+            planner = DefaultSavePlanner() if self.planner is None else self.planner
         agreed = plan_save(
             leaves,
             planner,
@@ -163,13 +175,25 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
     """A load strategy made of a planner and a StorageReader.
 
     Args:
-        planner: used instead of DefaultLoadPlanner.
-        comm: the ranks that load together when ``load`` is called directly.
-        options: knobs of the I/O.
+        planner: Used instead of DefaultLoadPlanner.
+        comm: The ranks that load together when ``load`` is called directly.
+        options: Options of the I/O.
 
     Attributes:
-        trusted: whether objects may be unpickled without an allow-list.
-        reader_type: set by a backend (or it overrides ``make_reader``).
+        trusted: Whether objects may be unpickled without an allow-list.
+        plan_reader: Function that reads the plans of all ranks. It is collective. By default each
+            rank reads its own.
+        reader_type: Class of the readers. A backend sets it, or overrides ``make_reader``.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, load, save
+        >>> from dist_checkpointing.storage import StorageOptions
+        >>> from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, "ckpt", "zarr")
+        >>> template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2))}
+        >>> load(template, "ckpt", Zarr3LoadShardedStrategy(options=StorageOptions(threads=1)))
+        {'w': tensor([1., 1.])}
     """
 
     reader_type: ClassVar[type[StorageReader]]
@@ -185,6 +209,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         self.comm = comm
         self.options = options or StorageOptions()
         self.trusted = False
+        self.plan_reader: PlanReader = read_plan
 
     def trusting(self) -> Self:
         strategy = copy.copy(self)
@@ -197,11 +222,6 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         reader.options, reader.trusted = self.options, self.trusted
         return reader
 
-    def read(self, leaves: Leaves, index: Index, reader: StorageReader, comm: Comm) -> None:
-        """Fill the leaves, which all have memory. Collective."""
-        planner = DefaultLoadPlanner() if self.planner is None else self.planner
-        read(leaves, index, planner, reader, comm)
-
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
         comm = default_comm() if self.comm is None else self.comm
         leaves, skeleton = _sharded_leaves(sharded_state_dict)
@@ -212,7 +232,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
             path: with_memory(leaf, stored) if isinstance(leaf, ShardedTensor) else leaf
             for path, leaf in leaves.items()
         }
-        self.read(leaves, index, reader, comm)
+        read(leaves, index, self.planner, reader, comm, self.plan_reader)
         result: StateDict = unflatten(skeleton, {path: leaf.data for path, leaf in leaves.items()})
         return result
 
@@ -250,7 +270,7 @@ def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> tuple[dict[Any, Sha
         finding = Finding(
             "a strategy takes ShardedTensors and ShardedObjects only",
             found=", ".join(foreign),
-            remedy="Call save or load of dist_checkpointing, which sort out the rest.",
+            remedy="Call save or load of dist_checkpointing, which take the rest out.",
         )
         raise InvalidShardingError("not a sharded state dict", [finding])
     # Copies, so that memory made here does not appear in the caller's leaves.

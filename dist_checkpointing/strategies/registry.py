@@ -1,4 +1,4 @@
-"""The registry: (action, backend, version) -> strategy.
+"""The registry: it finds the strategy for an action, a backend and a version.
 
 Backends are found lazily, through the entry-point group ``dist_checkpointing.strategies``. An entry
 is named ``<action>.<backend>.<version>``, for example ``save_sharded.zarr.2``, and refers to a
@@ -46,13 +46,29 @@ _BUILT_IN = {
 }
 
 default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
-"""``{action.value: {(backend, version): strategy}}`` as registered by hand; these come first."""
+"""``{action.value: {(backend, version): strategy}}`` of strategies registered by a program.
+
+They come before all others.
+"""
 
 
 def register_default_strategy(
     action: StrategyAction, backend: str, version: int, strategy: Any
 ) -> None:
-    """Use ``strategy`` for this action, backend and version from now on, in this process."""
+    """Use ``strategy`` for this action, backend and version from now on, in this process.
+
+    Example:
+        >>> from dist_checkpointing.storage import StorageOptions
+        >>> from dist_checkpointing.strategies.base import (
+        ...     StrategyAction,
+        ...     default_strategies,
+        ...     register_default_strategy,
+        ... )
+        >>> from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+        >>> strategy = Zarr3SaveShardedStrategy(options=StorageOptions(threads=2))
+        >>> register_default_strategy(StrategyAction.SAVE_SHARDED, "my_zarr", 2, strategy)
+        >>> del default_strategies["save_sharded"]["my_zarr", 2]  # no longer used
+    """
     default_strategies[action.value][backend, version] = strategy
 
 
@@ -63,7 +79,13 @@ def _entries() -> Iterator[EntryPoint]:
 
 
 def available_strategies(action: StrategyAction) -> list[tuple[str, int]]:
-    """All (backend, version) that can be had for an action, without importing any of them."""
+    """Each (backend, version) that is available for an action. None of them is imported.
+
+    Example:
+        >>> from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
+        >>> ("zarr", 2) in available_strategies(StrategyAction.SAVE_SHARDED)
+        True
+    """
     found = set(default_strategies[action.value])
     for entry in _entries():
         wanted, _, rest = entry.name.partition(".")
@@ -77,9 +99,14 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     """The strategy for an action, backend and version.
 
     Raises:
-        StrategyNotFoundError: if nobody provides it; the error lists what there is.
-        CheckpointingException: if it exists, but something that it imports does not, or a method
-            that it must have.
+        StrategyNotFoundError: if nothing provides it. The error lists what is available.
+        CheckpointingException: if a package that it imports is missing, or a method that it needs.
+
+    Example:
+        >>> from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
+        >>> strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 2)
+        >>> print(strategy)
+        Zarr3SaveShardedStrategy(zarr, 2)
     """
     registered = default_strategies[action.value].get((backend, version))
     if registered is not None:
@@ -116,12 +143,14 @@ def _made(make: Any, wanted: tuple[str, str, int], where: str) -> Any:
     except Exception as error:
         # A class that lacks an abstract method, for example, which the text names.
         finding = Finding(
-            f"{type(error).__name__}: {error}", found=where, remedy="Mend the package that has it."
+            f"{type(error).__name__}: {error}",
+            found=where,
+            remedy="Repair the package that provides it.",
         )
         raise CheckpointingException(f"cannot make the strategy for {wanted}", [finding]) from error
 
 
 def newest_version(action: StrategyAction, backend: str) -> int:
-    """The highest version of a backend that can be had for an action (1 if there is none)."""
+    """The highest available version of a backend for an action; 1 if there is no version."""
     versions = [v for name, v in available_strategies(action) if name == backend]
     return max(versions, default=1)

@@ -1,4 +1,4 @@
-"""Which strategy a caller means: by name, by (name, version), by object, or by the default."""
+"""Which strategy a caller means with a name, a (name, version), an object, or nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, TypeAlias, TypeVar, Union
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
-from dist_checkpointing.strategies.abstract import SaveStrategyBase, lacks
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
+    SaveStrategyBase,
+    lacks,
 )
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import (
     StrategyAction,
     get_default_strategy,
@@ -43,7 +43,7 @@ _DEFAULTS = {
 }
 
 
-def select(
+def select_strategy(
     action: StrategyAction,
     selection: Any,
     default: tuple[str, int] | None = None,
@@ -51,14 +51,14 @@ def select(
     """The strategy for what a caller passed.
 
     Args:
-        action: what it is for.
-        selection: backend name, (name, version), a strategy, or None.
-        default: what None means, and which version the name of that backend alone; by default the
-            default backend, and the newest version of any.
+        action: What the strategy is for.
+        selection: Backend name, (name, version), a strategy, or None.
+        default: The (name, version) that None means, and that the name alone means. By default
+            the default backend, and for a name its newest version.
 
     Raises:
-        StrategyNotFoundError: if nobody provides it.
-        CheckpointingException: if it is of another kind, or lacks what it must have.
+        StrategyNotFoundError: if nothing provides it.
+        CheckpointingException: if it is of another kind, or lacks what it needs.
     """
     if isinstance(selection, str):
         is_default = default is not None and selection == default[0]
@@ -80,10 +80,10 @@ def select(
 
 
 def _require_complete(strategy: Any) -> None:
-    """Find out now, not in the middle of a save, that the class of somebody is not finished.
+    """Refuse a class that is not finished now, and not in the middle of a save.
 
     Raises:
-        CheckpointingException: naming the class and what it lacks.
+        CheckpointingException: with the class and what it lacks.
     """
     if isinstance(strategy, SaveStrategyBase):
         for name in ("backend", "version"):
@@ -100,7 +100,7 @@ def _require_complete(strategy: Any) -> None:
 
 
 def handles_objects(strategy: Any) -> bool:
-    """Whether a strategy takes ShardedObjects too; some third-party ones have a method for it."""
+    """Whether a strategy takes ShardedObjects too. In some third-party strategies a method says."""
     answer = strategy.can_handle_sharded_objects
     return bool(answer() if callable(answer) else answer)
 
@@ -122,13 +122,13 @@ def open_checkpoint(
     """Find the strategies for a committed checkpoint.
 
     Raises:
-        CheckpointNotFoundError: if there is none.
-        StrategyNotFoundError: if nobody reads its backend.
-        UnsupportedFormatError: if the strategy that the caller asked for does not.
+        CheckpointNotFoundError: if nothing is committed there.
+        StrategyNotFoundError: if no strategy reads its backend.
+        UnsupportedFormatError: if the strategy that the caller chose does not read it.
     """
     config = read_config(checkpoint_dir)
     backend, version = config.sharded_backend, config.sharded_backend_version
-    sharded: LoadShardedStrategy = select(
+    sharded: LoadShardedStrategy = select_strategy(
         StrategyAction.LOAD_SHARDED, sharded_strategy, (backend, version)
     )
     sharded.check_backend_compatibility(backend)
@@ -143,11 +143,11 @@ def common_reader(
     """The strategy for the common state alone, which needs no sharded backend.
 
     Raises:
-        StrategyNotFoundError: if nobody reads it.
-        UnsupportedFormatError: if the strategy that the caller asked for does not.
+        StrategyNotFoundError: if no strategy reads it.
+        UnsupportedFormatError: if the strategy that the caller chose does not read it.
     """
     backend, version = config.common_backend, config.common_backend_version
-    common: LoadCommonStrategy = select(
+    common: LoadCommonStrategy = select_strategy(
         StrategyAction.LOAD_COMMON, common_strategy, (backend, version)
     )
     common.check_backend_compatibility(backend)

@@ -41,13 +41,11 @@ from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.planning.default import misfits
+from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    PlannedLoadStrategy,
-)
+from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
 logger = logging.getLogger(__name__)
@@ -270,7 +268,7 @@ def _verify(
         values.append(leaf.data)
         start += _padded_bytes(part, index)
     try:
-        strategy.read(leaves, index, reader, SingleProcess())
+        read(leaves, index, strategy.planner, reader, SingleProcess())
     except RankFailedError as error:
         raise cause_of(error) from None
     except (CorruptCheckpointError, StateMismatchError) as error:

@@ -113,7 +113,7 @@ def test_a_container_finds_its_shards_by_hint_and_by_offset() -> None:
     for hint in (None, 0, 1, 2, 99):  # DCP's hints may count the chunks of all ranks
         found = group.__get_tensor_shard__(MetadataIndex("w", [3, 3], hint))
         assert found.tolist() == [[3, 3, 3]]
-    with pytest.raises(ValueError, match="offset is needed"):
+    with pytest.raises(ValueError, match="offset must say which one"):
         group.__get_tensor_shard__(MetadataIndex("w"))
     with pytest.raises(ValueError, match=r"no part at \(1, 3\)"):
         group.__get_tensor_shard__(MetadataIndex("w", [1, 3]))

@@ -27,7 +27,7 @@ from dist_checkpointing.errors import (
     StrategyNotFoundError,
 )
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.strategies.base import PlannedLoadStrategy
+from dist_checkpointing.storage import driver
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance.shards import random_bits
@@ -554,13 +554,12 @@ def test_a_source_that_is_overwritten_meanwhile(
 ) -> None:
     leaf = shard("k", torch.ones(4))
     save({"k": leaf}, tmp_path / "source")
-    read = PlannedLoadStrategy.read
 
-    def overwriting(self: PlannedLoadStrategy, *arguments: Any) -> None:
-        read(self, *arguments)
+    def overwriting(*arguments: Any) -> None:
+        driver.read(*arguments)
         save({"k": leaf}, tmp_path / "source", overwrite=True)
 
-    monkeypatch.setattr(PlannedLoadStrategy, "read", overwriting)
+    monkeypatch.setattr("dist_checkpointing.tools.convert.sources.read", overwriting)
     with pytest.raises(CheckpointingException, match="changed"):
         convert(tmp_path / "source", tmp_path / "out", to, options=ROOMY)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

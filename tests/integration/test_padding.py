@@ -17,7 +17,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, StrategyAction
 from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from dist_checkpointing.strategies.selection import select
+from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 
@@ -133,7 +133,7 @@ def test_the_part_outside_is_zero(
 @pytest.mark.parametrize("kind", ["none", "given", "strided"])
 def test_by_a_strategy_of_ones_own(folder: Path, mode: ReadMode, kind: str) -> None:
     options = StorageOptions(read_mode=mode, buffer_bytes=1, threads=2)
-    found: Any = select(StrategyAction.LOAD_SHARDED, None, _backend_of(folder))
+    found: Any = select_strategy(StrategyAction.LOAD_SHARDED, None, _backend_of(folder))
     assert isinstance(found, PlannedLoadStrategy)
     found.options = options
     for offset, shape in PLACES:
@@ -162,7 +162,7 @@ def test_of_a_tensor_that_was_saved_smaller(folder: Path, kind: str) -> None:
 
 def test_where_ranks_share_their_reads(folder: Path) -> None:
     def work(comm: Comm) -> list[torch.Tensor]:
-        base: Any = select(StrategyAction.LOAD_SHARDED, None, _backend_of(folder))
+        base: Any = select_strategy(StrategyAction.LOAD_SHARDED, None, _backend_of(folder))
         shared = FullyParallelLoadStrategyWrapper(base, min_shared_bytes=0)
         leaves = {str(i): template(o, s, kind="none") for i, (o, s) in enumerate(PLACES)}
         loaded: Any = load(leaves, folder, shared, comm=comm)

@@ -27,7 +27,7 @@ from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.plan_save import PlanCache, plan_save
 from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import select
+from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.testing import run_ranks
 from states import shard
 
@@ -233,7 +233,7 @@ def test_a_planner_of_the_user_plans_every_time(tmp_path: Path) -> None:
             Renaming.plans += 1
             return super().build_local_plan()
 
-    strategy = select(StrategyAction.SAVE_SHARDED, "tensorstore")
+    strategy = select_strategy(StrategyAction.SAVE_SHARDED, "tensorstore")
     strategy.planner = Renaming()
     cache = PlanCache()
     for step in range(2):

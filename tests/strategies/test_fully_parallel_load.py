@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_checkpointing import (
-    CheckpointingException,
     RankFailedError,
     ShardedObject,
     ShardedTensor,
@@ -25,14 +24,12 @@ from dist_checkpointing import (
     load,
     save,
 )
-from dist_checkpointing.comm import Comm, SingleProcess
-from dist_checkpointing.format import dtypes
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.dtypes import DTYPES
-from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.geometry import Box, boxes_of_part
+from dist_checkpointing.format.index import Index, read_index
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
-from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.fully_parallel import (
@@ -40,7 +37,6 @@ from dist_checkpointing.strategies.fully_parallel import (
     passing,
     sharing,
 )
-from dist_checkpointing.strategies.fully_parallel.sharing import along_chunks
 from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
@@ -60,15 +56,15 @@ from tiers import examples
 Algorithm = Literal["broadcast", "gather_object", "gather_rounds"]
 
 ALGORITHMS: tuple[Algorithm, ...] = ("broadcast", "gather_object", "gather_rounds")
-ALGORITHM = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 class Counting:
-    """Copies of a strategy, one a rank, and the bytes that each has been told to read."""
+    """Copies of a strategy, one a rank, and the bytes and chunks that each was told to read."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self.num_bytes: dict[int, int] = {}
+        self.chunks: dict[int, set[Any]] = {}
 
     def on(self, rank: int) -> Any:
         def observe(name: str, values: Sequence[Any]) -> None:
@@ -76,6 +72,7 @@ class Counting:
                 plan, planner = values
                 wanted = (planner.acquire_tensor(item) for item in plan.items)
                 self.num_bytes[rank] = sum(tensor.nbytes for tensor in wanted)
+                self.chunks[rank] = {item.storage_index for item in plan.items}
 
         return observed_load(copy.copy(self._strategy), observe)
 
@@ -169,6 +166,9 @@ class Wish:
         return leaf
 
 
+PartsOf = Callable[[Wish], Sequence[tuple[Box, tuple[int, int] | None]]]
+
+
 @dataclass(frozen=True)
 class World:
     groups: tuple[tuple[int, ...], ...]
@@ -179,24 +179,40 @@ class World:
             wish.leaf(memory) for wish in self.wishes for who, memory in wish.ranks if who == rank
         ]
 
-    def unique_bytes(self) -> int:
+    def unique_bytes(self, parts_of: PartsOf) -> int:
         """What must be read if a group in which anything is shared reads each part once."""
-        return sum(self._bytes_of(group) for group in self.groups)
+        return sum(self._bytes_of(group, parts_of) for group in self.groups)
 
-    def _bytes_of(self, group: tuple[int, ...]) -> int:
+    def _bytes_of(self, group: tuple[int, ...], parts_of: PartsOf) -> int:
         wanted = [
-            ((w.key, w.box, w.flat), rank)
-            for w in self.wishes
-            for rank, _ in w.ranks
+            ((wish.key, part), rank)
+            for wish in self.wishes
+            for rank, _ in wish.ranks
             if rank in group
+            for part in parts_of(wish)
         ]
         parts = [part for part, _ in wanted]
         if len(set(parts)) < len(set(wanted)):  # two ranks want the same
             parts = list(set(parts))
         return sum(
             (box.num_elements if flat is None else flat[1] - flat[0]) * DTYPE_OF[key].itemsize
-            for key, box, flat in parts
+            for key, (box, flat) in parts
         )
+
+
+def stored_parts(index: Index) -> PartsOf:
+    """The parts of stored chunks that fill a wish."""
+
+    def parts_of(wish: Wish) -> list[tuple[Box, None]]:
+        grid = index[wish.key].grid
+        return [
+            (inside, None)
+            for box in boxes_of_part(wish.box, wish.flat)
+            for chunk, _ in grid.intersecting(box)
+            if (inside := grid.box(chunk).intersect(box)) is not None
+        ]
+
+    return parts_of
 
 
 @st.composite
@@ -224,30 +240,50 @@ def worlds(draw: st.DrawFn) -> World:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved") / "c"
-    state = {key: shard(key, data) for key, data in FULL.items()}
-    save(state, folder, TinyChunks())
-    return folder
+    folder = tmp_path_factory.mktemp("saved")
+    state = {key: ShardedTensor.from_rank_offsets(key, data) for key, data in FULL.items()}
+    save(state, folder / "zarr", TinyChunks())
+    save(state, folder / "encoded", TinyChunks(codec="zstd"))
+    return folder / "zarr"
 
 
 @examples(50)
-@given(worlds(), st.sampled_from(ALGORITHMS), st.sampled_from([1, 60, 10**6]))
-def test_every_wish_is_filled_and_read_once(
-    saved: Path, world: World, algorithm: Algorithm, buffer_bytes: int
+@given(worlds(), st.sampled_from([1, 60, 10**6]), st.sampled_from(["zarr", "encoded"]))
+def test_every_wish_is_filled_where_chunks_are_read_together(
+    saved: Path, world: World, buffer_bytes: int, folder: str
 ) -> None:
+    options = StorageOptions(buffer_bytes=buffer_bytes, threads=1)
+
+    def one(comm: Comm, group: Comm) -> None:
+        base = Zarr3LoadShardedStrategy(options=options)
+        strategy = FullyParallelLoadStrategyWrapper(
+            base, group, min_shared_bytes=0, cuts="together"
+        )
+        wanted = world.leaves(comm.rank)
+        loaded: Any = load({"leaves": wanted}, saved.with_name(folder), strategy, comm=comm)
+        check(wanted, loaded.get("leaves", []), in_place=True)
+
+    each_rank(world.groups, one)
+
+
+@examples(50)
+@given(worlds(), st.sampled_from([1, 60, 10**6]))
+def test_every_wish_is_filled_and_read_once(saved: Path, world: World, buffer_bytes: int) -> None:
     options = StorageOptions(buffer_bytes=buffer_bytes, threads=1)
     counting = Counting(Zarr3LoadShardedStrategy(options=options))
 
     def one(comm: Comm, group: Comm) -> None:
         strategy = FullyParallelLoadStrategyWrapper(
-            counting.on(comm.rank), group, False, algorithm, min_shared_bytes=0
+            counting.on(comm.rank), group, False, ALGORITHMS[comm.rank % 3], min_shared_bytes=0
         )
         wanted = world.leaves(comm.rank)
         loaded: Any = load({"leaves": wanted}, saved, strategy, comm=comm)
         check(wanted, loaded.get("leaves", []), in_place=True)
 
     each_rank(world.groups, one)
-    assert counting.total == world.unique_bytes()
+    index = read_index(saved)
+    assert index is not None
+    assert counting.total == world.unique_bytes(stored_parts(index))
 
 
 def check(wanted: Sequence[ShardedTensor], got: Sequence[torch.Tensor], *, in_place: bool) -> None:
@@ -258,13 +294,11 @@ def check(wanted: Sequence[ShardedTensor], got: Sequence[torch.Tensor], *, in_pl
 
 
 @examples(50)
-@given(worlds(), st.sampled_from(ALGORITHMS), st.booleans())
-def test_a_third_party_reads_once(world: World, algorithm: Algorithm, in_place: bool) -> None:
+@given(worlds(), st.booleans())
+def test_a_third_party_reads_once(world: World, in_place: bool) -> None:
     def one(comm: Comm, group: Comm) -> int:
         base = Plain(FULL, in_place=in_place)
-        strategy = FullyParallelLoadStrategyWrapper(
-            base, group, exchange_algo=algorithm, min_shared_bytes=0
-        )
+        strategy = FullyParallelLoadStrategyWrapper(base, group, min_shared_bytes=0)
         wanted = world.leaves(comm.rank)
         before = [repr(leaf) for leaf in wanted]
         cell = ShardedObject("rng", None, (1,), (0,))
@@ -275,7 +309,9 @@ def test_a_third_party_reads_once(world: World, algorithm: Algorithm, in_place: 
         assert loaded["deep"][1] == "rng/shard_0_1"
         return base.num_bytes
 
-    assert sum(each_rank(world.groups, one)) == world.unique_bytes()
+    assert sum(each_rank(world.groups, one)) == world.unique_bytes(
+        lambda wish: [(wish.box, wish.flat)]
+    )
 
 
 # --- who reads ----------------------------------------------------------------------------------
@@ -285,7 +321,6 @@ def replicas(comm: Comm, full: dict[str, torch.Tensor]) -> dict[str, ShardedTens
     return {key: shard(key, poisoned(data), replica_id=comm.rank) for key, data in full.items()}
 
 
-@ALGORITHM
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [
@@ -294,7 +329,7 @@ def replicas(comm: Comm, full: dict[str, torch.Tensor]) -> dict[str, ShardedTens
     ],
 )
 def test_four_replicas_read_a_quarter_each(
-    tmp_path: Path, algorithm: Algorithm, saver: type[Any], loader: type[Any]
+    tmp_path: Path, saver: type[Any], loader: type[Any]
 ) -> None:
     full = {f"w{i}": random_bits((32, 16), torch.bfloat16, i) for i in range(12)}
     save({k: shard(k, t) for k, t in full.items()}, tmp_path, saver())
@@ -303,9 +338,7 @@ def test_four_replicas_read_a_quarter_each(
     def one(comm: Comm) -> int:
         done: list[int] = []
         state: Any = replicas(comm, full)
-        strategy = FullyParallelLoadStrategyWrapper(
-            counting.on(comm.rank), exchange_algo=algorithm, min_shared_bytes=0
-        )
+        strategy = FullyParallelLoadStrategyWrapper(counting.on(comm.rank), min_shared_bytes=0)
         result: Any = load(
             state,
             tmp_path,
@@ -324,44 +357,16 @@ def test_four_replicas_read_a_quarter_each(
     assert progress == [unique] * 4
 
 
-@given(
-    rows=st.integers(1, 7), most=st.integers(1, 60), edges=st.sets(st.integers(0, 40), min_size=2)
-)
-def test_cuts_go_along_chunks(rows: int, most: int, edges: set[int]) -> None:
-    stored = StoredTensor("w", dtypes.from_name("int16"), (40, 3), (rows, 3))
-    begin, end = min(edges), max(edges)
-    box = Box((begin, 0), (end - begin, 3))
-    parts = along_chunks(Index.of([stored]))("w", box, most)
-    assert all(part.offset[1:] == (0,) and part.shape[1:] == (3,) for part in parts)
-    cuts = [begin + part.offset[0] for part in parts]
-    stops = [begin + part.stop[0] for part in parts]
-    assert [*cuts, end] == [begin, *stops]
-    assert all(cut % rows == 0 for cut in cuts[1:])
-    # As small as was asked for, if a row of chunks is.
-    assert max(part.shape[0] for part in parts) <= max(rows, most // 3)
-
-
-def test_one_large_tensor_is_read_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_large_tensor_is_read_by_all(tmp_path: Path) -> None:
     """Along chunks, so that no chunk is read by two."""
-    monkeypatch.setattr(sharing, "_MIN_UNIT_BYTES", 64)
     full = {"w": random_bits((48, 5), torch.int16)}
     state = {"w": shard("w", full["w"])}
     save(state, tmp_path, TinyChunks(codec="zstd"))
     counting = Counting(Zarr3LoadShardedStrategy())
-    chunks: dict[int, set[Any]] = {}
-
-    class Planner(DefaultLoadPlanner):
-        rank = 0
-
-        def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
-            chunks.setdefault(self.rank, set()).add(item.storage_index)
-            return super().acquire_tensor(item)
 
     def one(comm: Comm) -> None:
-        base = counting.on(comm.rank)
-        base.planner = Planner()
-        base.planner.rank = comm.rank
         wanted: Any = replicas(comm, full)
+        base = counting.on(comm.rank)
         strategy = FullyParallelLoadStrategyWrapper(base, min_shared_bytes=0)
         load(wanted, tmp_path, strategy, comm=comm)
         assert_same_bits(wanted["w"].data, full["w"], "w")
@@ -369,9 +374,9 @@ def test_one_large_tensor_is_read_by_all(tmp_path: Path, monkeypatch: pytest.Mon
     run_ranks(4, one)
     assert counting.total == full["w"].nbytes
     assert max(counting.num_bytes.values()) <= 2 * full["w"].nbytes // 4
-    for a, b in itertools.combinations(chunks.values(), 2):
+    for a, b in itertools.combinations(counting.chunks.values(), 2):
         assert not a & b
-    assert len(chunks) == 4
+    assert len(counting.chunks) == 4
 
 
 def test_little_is_read_by_each(tmp_path: Path) -> None:
@@ -392,10 +397,7 @@ def test_little_is_read_by_each(tmp_path: Path) -> None:
         assert counting.total == times * full["w"].nbytes
 
 
-@ALGORITHM
-def test_conjugate_and_negative_views_are_filled_as_what_they_stand_for(
-    tmp_path: Path, algorithm: Algorithm
-) -> None:
+def test_conjugate_and_negative_views_are_filled_as_what_they_stand_for(tmp_path: Path) -> None:
     full: dict[str, torch.Tensor] = {}
     for i in range(4):
         full[f"c{i}"] = torch.randn(8, 4, dtype=torch.complex64)
@@ -411,9 +413,7 @@ def test_conjugate_and_negative_views_are_filled_as_what_they_stand_for(
                 leaf.data = view(leaf.data)
         # So little that no two tensors travel together.
         base = Zarr3LoadShardedStrategy(options=StorageOptions(buffer_bytes=64))
-        strategy = FullyParallelLoadStrategyWrapper(
-            base, exchange_algo=algorithm, min_shared_bytes=0
-        )
+        strategy = FullyParallelLoadStrategyWrapper(base, min_shared_bytes=0)
         load(wanted, tmp_path, strategy, comm=comm)
         for key, leaf in wanted.items():
             assert torch.equal(leaf.data, full[key]), key
@@ -421,8 +421,7 @@ def test_conjugate_and_negative_views_are_filled_as_what_they_stand_for(
     run_ranks(2, one)
 
 
-@ALGORITHM
-def test_every_dtype(tmp_path: Path, algorithm: Algorithm) -> None:
+def test_every_dtype(tmp_path: Path) -> None:
     full = {row.name: random_bits((3, 5), row.torch, i) for i, row in enumerate(DTYPES)}
     full["scalar"] = random_bits((), torch.float64)
     full["empty"] = torch.empty(0, 4)
@@ -430,9 +429,7 @@ def test_every_dtype(tmp_path: Path, algorithm: Algorithm) -> None:
 
     def one(comm: Comm) -> None:
         wanted: Any = replicas(comm, full)
-        strategy = FullyParallelLoadStrategyWrapper(
-            Zarr3LoadShardedStrategy(), exchange_algo=algorithm, min_shared_bytes=0
-        )
+        strategy = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy(), min_shared_bytes=0)
         load(wanted, tmp_path, strategy, comm=comm)
         for key, leaf in wanted.items():
             assert_same_bits(leaf.data, full[key], key)
@@ -560,10 +557,9 @@ def test_another_chunk_grid_is_another_sharing(tmp_path: Path) -> None:
 TWO_GROUPS = ((0, 1), (2, 3))
 
 
-@ALGORITHM
 @pytest.mark.parametrize("where", ["reading", "packing", "unpacking"])
 def test_one_failing_rank_fails_all_groups(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: Algorithm, where: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     full = {f"w{i}": random_bits((8, 4), torch.float32, i) for i in range(6)}
     save({k: shard(k, t) for k, t in full.items()}, tmp_path, "zarr")
@@ -573,28 +569,30 @@ def test_one_failing_rank_fails_all_groups(
         def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
             raise OSError(5, f"broken disk below {item.dest_index.fqn}")
 
-    init, place = passing._Hands.__init__, passing._Hands._place
+    own = threading.local()
+    packed, boxes = passing._Packing.packed, passing._Packing._boxes
 
-    def make(self: Any, given: Any, arrays: Any, comm: Any, report: Any) -> None:
-        init(self, given, arrays, comm, report)
-        self.is_bad = getattr(comm, "is_bad", False)
+    def packing(self: Any, number: int) -> torch.Tensor:
+        own.is_packing = True
+        try:
+            return packed(self, number)
+        finally:
+            own.is_packing = False
 
-    def broken(self: Any, block: Any, data: torch.Tensor) -> torch.Tensor:
-        is_own = self._units[block.unit].reader == bad % 2
-        if self.is_bad and is_own == (where == "packing") and where != "reading":
+    def broken(self: Any, block: Any, data: torch.Tensor) -> Any:
+        step = "packing" if getattr(own, "is_packing", False) else "unpacking"
+        if own.is_bad and step == where:
             raise OSError(5, "broken memory")
-        return place(self, block, data)
+        return boxes(self, block, data)
 
-    monkeypatch.setattr(passing._Hands, "__init__", make)
-    monkeypatch.setattr(passing._Hands, "_place", broken)
+    monkeypatch.setattr(passing._Packing, "packed", packing)
+    monkeypatch.setattr(passing._Packing, "_boxes", broken)
 
     def one(comm: Comm, group: Comm) -> None:
         planner = Broken() if where == "reading" and comm.rank == bad else None
-        group.is_bad = comm.rank == bad  # type: ignore[attr-defined]
+        own.is_bad = comm.rank == bad
         base = Zarr3LoadShardedStrategy(planner=planner)
-        strategy = FullyParallelLoadStrategyWrapper(
-            base, group, exchange_algo=algorithm, min_shared_bytes=0
-        )
+        strategy = FullyParallelLoadStrategyWrapper(base, group, min_shared_bytes=0)
         load(replicas(comm, full), tmp_path, strategy, comm=comm)
 
     error = everybody_fails(TWO_GROUPS, one)[0]
@@ -621,21 +619,6 @@ def test_what_is_not_there_is_found_before_anything_is_read(tmp_path: Path) -> N
     error = everybody_fails(TWO_GROUPS, one)[0]
     assert isinstance(error, StateMismatchError)
     assert {finding.key for finding in error.findings} == {"absent"}
-
-
-def test_ranks_must_pass_things_on_alike(tmp_path: Path) -> None:
-    save({"w": shard("w", torch.ones(4))}, tmp_path, "zarr")
-
-    def one(comm: Comm, group: Comm) -> None:
-        algorithm: Algorithm = "broadcast" if comm.rank else "gather_rounds"
-        strategy = FullyParallelLoadStrategyWrapper(
-            Zarr3LoadShardedStrategy(), group, exchange_algo=algorithm, min_shared_bytes=0
-        )
-        load(replicas(comm, {"w": torch.ones(4)}), tmp_path, strategy, comm=comm)
-
-    error = everybody_fails(TWO_GROUPS, one)[0]
-    assert isinstance(error, CheckpointingException)
-    assert "exchange_algo" in str(error)
 
 
 def test_a_third_party_that_returns_something_else_is_found_out() -> None:
@@ -676,35 +659,96 @@ def test_what_is_said_of_the_checkpoint_is_what_the_strategy_says(tmp_path: Path
         assert not planned.load_tensors_metadata(folder)
 
 
+def wants(leaves: Sequence[ShardedTensor], ranks: int, buffer_bytes: int) -> list[Any]:
+    rows = sharing.rows_of_shards(leaves)
+    return [sharing.Wants(rows, buffer_bytes, min_shared_bytes=0)] * ranks
+
+
 def test_messages_keep_to_their_size() -> None:
     rows = [1, 1, 7, 40, 2, 3]
-    leaves = [shard(f"w{i}", torch.ones(n, 3)) for i, n in enumerate(rows)]
-    tables = [describe(leaves, rank) for rank in range(3)]
-    found = sharing.share_reads(
-        tables, 1, sharing.whole_part, min_shared_bytes=0, message_bytes=100
-    )
+    leaves = [
+        ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(n, 3)) for i, n in enumerate(rows)
+    ]
+    found = sharing.share_reads(wants(leaves, 3, 100), 1)
     assert found is not None
     assert all(message.num_bytes <= 100 for message in found.messages)
     blocks = [block for message in found.messages for block in message.blocks]
     assert sum(block.num_bytes for block in blocks) == 12 * 54
-    for number, unit in enumerate(found.units):
-        elements = sum(math.prod(b.box.shape) for b in blocks if b.unit == number)
-        assert elements == unit.box.num_elements
+    for row, leaf in enumerate(leaves):
+        elements = [e for b in blocks if b.row == row for e in range(b.first, b.last)]
+        assert sorted(elements) == [*range(leaf.data.numel())]  # type: ignore[union-attr]
     assert len(found.messages) < len(blocks)
-    assert [unit.sources for unit in found.units] == [(i,) for i in range(6)]
 
 
 def test_what_is_one_run_of_memory_takes_no_buffer() -> None:
-    leaves = [shard("w", torch.ones(1000, 8))]
-    tables = [describe(leaves, rank) for rank in range(2)]
-    found = sharing.share_reads(
-        tables, 0, sharing.whole_part, min_shared_bytes=0, message_bytes=4096
-    )
+    leaves = [ShardedTensor.from_rank_offsets("w", torch.ones(1000, 8))]
+    found = sharing.share_reads(wants(leaves, 2, 4096), 0)
     assert found is not None
 
     def buffer_bytes(array: torch.Tensor) -> int:
-        hands = passing._Hands(found, {0: array}, SingleProcess(), lambda _: None)
-        return hands._buffer.nbytes
+        packing = passing._Packing(found, lambda _: array, torch.device("cpu"), lambda _: None)
+        return packing._buffer.nbytes
 
     assert buffer_bytes(torch.ones(1000, 8)) == 0
     assert 0 < buffer_bytes(torch.ones(8, 1000).T) <= 4096
+
+
+def test_another_number_of_ranks_is_another_sharing(tmp_path: Path) -> None:
+    """The same wrappers load with all ranks, and then with some of them."""
+    full = {f"w{i}": random_bits((8, 4), torch.float32, i) for i in range(4)}
+    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    wrappers = [
+        FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy(), None, True, min_shared_bytes=0)
+        for _ in range(4)
+    ]
+
+    def one(comm: Comm) -> None:
+        wanted: Any = replicas(comm, full)
+        load(wanted, tmp_path, wrappers[comm.rank], comm=comm)
+        for key, leaf in wanted.items():
+            assert_same_bits(leaf.data, full[key], key)
+
+    run_ranks(4, one)
+    run_ranks(2, one)
+
+
+def test_what_else_a_rank_wants_does_not_hide_what_it_shares(tmp_path: Path) -> None:
+    full = {"w": random_bits((8, 4), torch.float32), "deep": random_bits((2,) * 6, torch.int8)}
+    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+    counting = Counting(Zarr3LoadShardedStrategy())
+
+    def one(comm: Comm) -> None:
+        wanted: Any = replicas(comm, {k: t for k, t in full.items() if k == "w" or comm.rank == 1})
+        strategy = FullyParallelLoadStrategyWrapper(counting.on(comm.rank), min_shared_bytes=0)
+        load(wanted, tmp_path, strategy, comm=comm)
+        for key, leaf in wanted.items():
+            assert_same_bits(leaf.data, full[key], key)
+
+    run_ranks(3, one)
+    assert counting.total == sum(data.nbytes for data in full.values())
+
+
+def test_a_planner_that_converts_gets_what_is_stored(tmp_path: Path) -> None:
+    """It has memory of its own for what is read, which holds nothing before and nothing later."""
+    full = {f"w{i}": torch.arange(8, dtype=torch.int16) + 100 * i for i in range(4)}
+    save({k: ShardedTensor.from_rank_offsets(k, t) for k, t in full.items()}, tmp_path, "zarr")
+
+    class Scaling(DefaultLoadPlanner):
+        def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+            return torch.zeros(item.lengths, dtype=torch.int16)
+
+        def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+            super().acquire_tensor(item).copy_(tensor * 0.5)
+
+    def one(comm: Comm) -> None:
+        state = {
+            key: ShardedTensor.from_rank_offsets(key, torch.zeros(8), replica_id=comm.rank)
+            for key in full
+        }
+        base = Zarr3LoadShardedStrategy(planner=Scaling() if comm.rank < 2 else None)
+        strategy = FullyParallelLoadStrategyWrapper(base, min_shared_bytes=0)
+        load(state, tmp_path, strategy, comm=comm, cast="any")
+        for key, leaf in state.items():
+            assert torch.equal(leaf.data, full[key] * (0.5 if comm.rank < 2 else 1)), key  # type: ignore[arg-type]
+
+    run_ranks(4, one)

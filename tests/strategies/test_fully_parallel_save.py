@@ -372,11 +372,11 @@ def test_ranks_that_remember_different_saves_share_out_anew() -> None:
     def marked(comm: Comm, keys: str) -> dict[str, int]:
         leaves = {key: shard(key, 4 + ord(key), rank=comm.rank) for key in keys}
         flat, _ = flatten(leaves)
-        ids = wrappers[comm.rank]._replicas.marked(flat, comm)
+        ids = wrappers[comm.rank]._marked(flat, comm)
         return {leaf.key: leaf.replica_id for leaf in ids.values()}
 
     run_ranks(3, first)
-    cache = wrappers[2]._replicas._cache
+    cache = wrappers[2]._group.cache
     older = cache._kept
     run_ranks(3, lambda comm: marked(comm, "ab" if comm.rank == 2 else "abc"))
     cache._kept = older

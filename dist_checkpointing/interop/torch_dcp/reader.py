@@ -23,8 +23,10 @@ from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, Ke
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import Position
+from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import LoadShardedStrategy, PlannedLoadStrategy
+from dist_checkpointing.strategies.base import LoadShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,
@@ -195,15 +197,15 @@ class DCPReader(dcp_storage.StorageReader):
         for leaf in own_objects.values():
             leaves[(Position(len(leaves)),)] = leaf
         # Every rank reads by itself: DCP does what needs all ranks.
-        strategy.read(leaves, self._index, self._reader, SingleProcess())
-        read = {name: leaf.data for name, leaf in own_objects.items()}
+        read(leaves, self._index, strategy.planner, self._reader, SingleProcess())
+        values = {name: leaf.data for name, leaf in own_objects.items()}
         if objects and not own_objects:
-            read = self._found.common.load_sharded_objects(dict(objects), self.path)
+            values = self._found.common.load_sharded_objects(dict(objects), self.path)
         for item, tensor in filled:
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type is dcp.LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._stream(item.storage_index.fqn, read))
+                planner.load_bytes(item, self._stream(item.storage_index.fqn, values))
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -39,7 +39,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.layout import WholeShardLayout
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter, WriteResult, done
-from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 
 FOLDER_NAME = "dcp"
 BACKEND = ("dcp", 1)

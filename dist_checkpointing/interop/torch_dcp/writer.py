@@ -45,14 +45,11 @@ from dist_checkpointing.interop.torch_dcp.rank_plans import (
 from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
 from dist_checkpointing.storage.driver import finish_all, write_plan
 from dist_checkpointing.storage.protocol import StorageWriter
-from dist_checkpointing.strategies.base import (
-    PlannedSaveStrategy,
-    SaveCommonStrategy,
-    SaveShardedStrategy,
-)
+from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.plain_data import check_plain
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import Selection, select
+from dist_checkpointing.strategies.selection import Selection, select_strategy
 
 
 class DCPWriter(dcp_storage.StorageWriter):
@@ -96,7 +93,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         trusted: bool = False,
     ) -> None:
         super().__init__()
-        strategy = select(StrategyAction.SAVE_SHARDED, backend)
+        strategy = select_strategy(StrategyAction.SAVE_SHARDED, backend)
         if not isinstance(strategy, PlannedSaveStrategy) or strategy.planner is not None:
             finding = Finding(
                 "DCP needs a PlannedSaveStrategy without a planner of its own", found=str(strategy)
@@ -106,7 +103,9 @@ class DCPWriter(dcp_storage.StorageWriter):
         self.overwrite = overwrite
         self.trusted = trusted
         self._strategy = strategy
-        self._common: SaveCommonStrategy = select(StrategyAction.SAVE_COMMON, common_backend)
+        self._common: SaveCommonStrategy = select_strategy(
+            StrategyAction.SAVE_COMMON, common_backend
+        )
         self._save_id = uuid.uuid4().hex
         self._attempt: Attempt | None = None
         self._writer: StorageWriter | None = None

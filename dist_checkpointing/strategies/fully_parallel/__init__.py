@@ -1,13 +1,8 @@
-"""Replicas share the work: wrappers round any save or load strategy.
+"""Wrappers of save and load strategies with which ranks share the work on replicas.
 
-::
-
-    save(state, path, FullyParallelSaveStrategyWrapper(strategy, data_parallel_group))
-    load(template, path, FullyParallelLoadStrategyWrapper(strategy, data_parallel_group))
-
-On save every replica of a shard is as good as the main one, so the ranks of the group write about
-the same number of bytes each. On load every byte that several ranks of the group want is read by
-one of them, and passed on. What is on disk is the same, and so is what is loaded.
+On save the ranks of a group write about the same number of bytes each, since any replica of a shard
+may be written. On load every byte that several ranks of the group want is read by one of them, and
+passed on. Files and loaded values are the same as without a wrapper.
 """
 
 from __future__ import annotations

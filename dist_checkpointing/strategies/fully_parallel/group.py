@@ -1,45 +1,53 @@
-"""The ranks that share their work."""
+"""The ranks that share their work, and what they have worked out together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
 from dist_checkpointing.comm import Comm, group_comm
 from dist_checkpointing.errors import CheckpointingException, RankFailedError
+from dist_checkpointing.planning.agreed_cache import AgreedCache
+
+T = TypeVar("T")
 
 GivenGroup = dist.ProcessGroup | Comm | None
 """A process group, the comm of simulated ranks, or None for all ranks."""
 
 
-class ParallelizationGroup:
-    """A group as a caller gives it; a rank that is not in it is alone.
+class ParallelizationGroup(Generic[T]):
+    """A group as a caller gives it. A rank outside the group is alone.
 
     Args:
-        given: the group.
-        keeps: whether the groups of all ranks are asked for only once.
+        given: The group.
+        keeps: Whether what the group has worked out is used again.
+
+    Attributes:
+        cache: What the group has worked out.
     """
 
     def __init__(self, given: GivenGroup, *, keeps: bool) -> None:
         self._given = given
         self._keeps = keeps
-        self._met: tuple[Comm, Comm, list[int]] | None = None
+        self.cache: AgreedCache[T] = AgreedCache(keeps=keeps)
+        self._found: tuple[Comm, Comm, list[int]] | None = None
         self._numbers: tuple[Comm, list[int]] | None = None
 
     @contextmanager
-    def meeting(self, everybody: Comm) -> Iterator[Comm]:
+    def comm(self, everybody: Comm) -> Iterator[Comm]:
         """The group, for a body that is collective over it; all of ``everybody`` if none was given.
 
         Collective over ``everybody`` on first use. Errors name the ranks as they are numbered
         among ``everybody``.
         """
-        if self._met is None or self._met[0] is not everybody:
+        if self._found is None or self._found[0] is not everybody:
             comm = group_comm(self._given, everybody)
-            self._met = everybody, comm, comm.all_gather(everybody.rank)
-        _, comm, members = self._met
+            self._found = everybody, comm, comm.all_gather(everybody.rank)
+        _, comm, members = self._found
         try:
             yield comm
         except CheckpointingException as error:
@@ -49,19 +57,19 @@ class ParallelizationGroup:
         """The lowest rank in the group of each rank. Collective over ``everybody``."""
         if self._keeps and self._numbers is not None and self._numbers[0] is everybody:
             return self._numbers[1]
-        with everybody.agreed("finding out who shares"), self.meeting(everybody):
-            assert self._met is not None
-            lowest = min(self._met[2])
+        with everybody.agreed("finding out who shares"), self.comm(everybody):
+            assert self._found is not None
+            lowest = min(self._found[2])
         numbers = everybody.all_gather(lowest)
         self._numbers = everybody, numbers
         return numbers
 
 
 def _renumbered(error: CheckpointingException, members: Sequence[int]) -> CheckpointingException:
-    """The error of a group with the numbers that its ranks have elsewhere."""
+    """The error of a group with the numbers that its ranks have outside of the group."""
     if error.names_global_ranks or members == [*range(len(members))]:
         return error
-    if len(set(members)) < len(members):  # they know nothing of each other elsewhere
+    if len(set(members)) < len(members):  # ranks that have no numbers elsewhere
         return error
 
     def number(rank: int) -> int:

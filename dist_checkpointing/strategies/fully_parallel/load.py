@@ -1,162 +1,96 @@
-"""Load in parallel: each byte that ranks of a group want alike is read by one of them."""
+"""Load in parallel: what several ranks of a group want, one of them reads and passes on."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Self, get_args
 
+import numpy as np
 import torch
 
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import flatten, unflatten
-from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import ShardTable, describe
+from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner
+from dist_checkpointing.planning.agreed_cache import AgreedCache
+from dist_checkpointing.planning.read_table import ReadTable
+from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.base import (
-    LoadShardedStrategy,
-    PathOrStr,
-    PlannedLoadStrategy,
+from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr
+from dist_checkpointing.strategies.fully_parallel.cuts import (
+    Cuts,
+    pack_cuts,
+    pass_cuts,
+    share_cuts,
 )
-from dist_checkpointing.strategies.fully_parallel.agreed_cache import AgreedCache
 from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
-from dist_checkpointing.strategies.fully_parallel.memory import (
-    as_read,
-    fill_doubles,
-    own_share,
-    with_memory,
-)
-from dist_checkpointing.strategies.fully_parallel.passing import (
-    EXCHANGE_ALGORITHMS,
-    ExchangeAlgorithm,
-    pass_on,
-)
+from dist_checkpointing.strategies.fully_parallel.passing import pass_on
 from dist_checkpointing.strategies.fully_parallel.sharing import (
-    Cut,
     Sharing,
-    along_chunks,
+    Wants,
+    rows_of_shards,
+    rows_of_table,
     share_reads,
-    whole_part,
 )
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
 MIN_SHARED_BYTES = 16 * 2**20
-"""To share takes about 10 ms more, however little is shared (two gloo ranks on one machine).
+"""Sharing takes about 10 ms, however little is shared (two gloo ranks on one machine).
 
-Ranks that each read half of 16 MiB save as much where one reads 1 GB/s, and more where less.
-From the page cache each was faster alone at any size, which no threshold makes up for.
+Two ranks that each read half of 16 MiB save that much time if a rank reads 1 GB/s, and more if it
+reads less. From the page cache each rank was faster alone at any size.
 """
-_STEP = "sharing out the reads"
 
-Facts = tuple[int, int, str, str]
+ExchangeAlgorithm = Literal["broadcast", "gather_object", "gather_rounds"]
 
-
-class SharedReads:
-    """How the ranks of a group share their reads.
-
-    Args:
-        group: the ranks; None: those that load together.
-        keeps: whether the answer is used again while no rank wants anything else.
-        algorithm: how what was read is passed on.
-        min_shared_bytes: with fewer bytes that several ranks want, each reads for itself.
-    """
-
-    def __init__(
-        self,
-        group: GivenGroup,
-        *,
-        keeps: bool,
-        algorithm: ExchangeAlgorithm,
-        min_shared_bytes: int,
-    ) -> None:
-        self.group = ParallelizationGroup(group, keeps=keeps)
-        self._algorithm = algorithm
-        self._min_shared_bytes = min_shared_bytes
-        self._cache: AgreedCache[Sharing | None] = AgreedCache(keeps=keeps)
-
-    @property
-    def sharing(self) -> Sharing | None:
-        """What is kept, if anything."""
-        return self._cache.value
-
-    def plan(
-        self, leaves: Leaves, comm: Comm, buffer_bytes: int, cut: Cut, cuts: str
-    ) -> Sharing | None:
-        """Who reads what; None if each reads for itself. Collective over the group ``comm``.
-
-        Args:
-            leaves: what this rank wants.
-            comm: the group.
-            buffer_bytes: memory that passing on may take on this rank.
-            cut: how a part may be cut up.
-            cuts: tells ``cut`` from others.
-        """
-        if comm.world_size == 1:
-            return None
-
-        def describe_own() -> tuple[ShardTable, Facts]:
-            facts = (buffer_bytes, self._min_shared_bytes, self._algorithm, cuts)
-            return describe(list(leaves.values()), comm.rank), facts
-
-        def work_out(brought: list[tuple[ShardTable, Facts]]) -> Sharing | None:
-            algorithms = sorted({facts[2] for _, facts in brought})
-            if len(algorithms) > 1:
-                problem = "all ranks of a group need the same exchange_algo"
-                raise CheckpointingException(problem, [Finding(problem, found=algorithms)])
-            # What a message takes: one's own, those of all ranks, and these once more as objects.
-            buffers = {
-                "broadcast": 1,
-                "gather_rounds": comm.world_size + 2,
-                "gather_object": 2 * comm.world_size + 4,
-            }[self._algorithm]
-            return share_reads(
-                [table for table, _ in brought],
-                comm.rank,
-                cut,
-                min_shared_bytes=max(facts[1] for _, facts in brought),
-                message_bytes=max(1, min(facts[0] for _, facts in brought) // buffers),
-            )
-
-        return self._cache.get(comm, _STEP, describe_own, work_out)
-
-    def pass_on(
-        self,
-        sharing: Sharing,
-        arrays: Mapping[int, torch.Tensor],
-        comm: Comm,
-        report: Callable[[int], None],
-    ) -> None:
-        """Fill the arrays of all units that other ranks have read. Collective over ``comm``."""
-        pass_on(sharing, arrays, comm, self._algorithm, report)
+_SHARING = "sharing out the reads"
+_PASSING = "passing on what was read"
 
 
 class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
-    """Loads with another strategy, each byte read by one rank of a group and passed on to others.
+    """Loads with another strategy. Each byte is read by one rank of a group and passed on.
 
     What is loaded is the same as without it. Tensors are filled in place. Every rank reads its own
-    sharded objects, which are small. Worth it where reading is slower than the network between the
-    ranks, such as a shared file system that many replicas read from.
+    sharded objects, which are small, and a rank with a load planner that overrides
+    ``acquire_tensor`` or ``apply_tensor`` reads everything itself. Sharing pays where reading is
+    slower than the network between the ranks, such as on a file system that many replicas share.
 
     Args:
-        strategy: does the reading.
-        parallelization_group: the ranks that share their reads, this one included. By default all.
-        do_cache_distribution: keep who reads what, and share out again only when some rank of the
-            group wants something else, which all of them find out together. The same on all ranks.
-        exchange_algo: how what was read is passed on. ``"broadcast"`` from the reader to all, with
-            no copy where it can be; ``"gather_rounds"`` one tensor of every rank at a time;
-            ``"gather_object"`` the same as pickled bytes. The result is the same.
-        min_shared_bytes: where the ranks of a group want fewer bytes than that alike, each reads
-            for itself.
+        strategy: The strategy that reads.
+        parallelization_group: The ranks that share their reads, this one included. By default all.
+        do_cache_distribution: Whether to keep who reads what until some rank of the group wants
+            something else. The same on all ranks.
+        exchange_algo: One of the names with which Megatron chooses how ranks pass on what they
+            have read. All of them mean the same here: a broadcast from the reader to the group.
+        min_shared_bytes: If several ranks of a group want fewer bytes than that in common, each
+            rank reads for itself.
+        cuts: How stored chunks are read of which ranks want different cuts, such as strips of
+            columns: each rank reads its own (``"apart"``), or one rank reads the chunk and sends
+            the others their cuts (``"together"``). Together pays where files are read and not
+            mapped, and where a strip is much narrower than a chunk.
 
     Raises:
-        ValueError: for an exchange_algo that does not exist.
+        ValueError: for an exchange_algo, or a value of cuts, that does not exist.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, load, save
+        >>> from dist_checkpointing.strategies.fully_parallel import (
+        ...     FullyParallelLoadStrategyWrapper,
+        ... )
+        >>> from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(3))}, "ckpt", "zarr")
+        >>> template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, dtype=int))}
+        >>> strategy = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy())
+        >>> load(template, "ckpt", strategy)
+        {'w': tensor([0, 1, 2])}
     """
 
     def __init__(
@@ -167,26 +101,29 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         exchange_algo: ExchangeAlgorithm = "broadcast",
         *,
         min_shared_bytes: int = MIN_SHARED_BYTES,
+        cuts: Literal["apart", "together"] = "apart",
     ) -> None:
-        if exchange_algo not in EXCHANGE_ALGORITHMS:
-            known = ", ".join(map(repr, EXCHANGE_ALGORITHMS))
+        if exchange_algo not in get_args(ExchangeAlgorithm):
+            known = ", ".join(map(repr, get_args(ExchangeAlgorithm)))
             raise ValueError(f"exchange_algo must be one of {known}, not {exchange_algo!r}")
+        if cuts not in ("apart", "together"):
+            raise ValueError(f"cuts must be 'apart' or 'together', not {cuts!r}")
         self.base_strategy = strategy
-        self._reads = SharedReads(
-            parallelization_group,
-            keeps=do_cache_distribution,
-            algorithm=exchange_algo,
-            min_shared_bytes=min_shared_bytes,
+        self._cuts = cuts
+        self._cut_cache: AgreedCache[Cuts | None] = AgreedCache(keeps=do_cache_distribution)
+        self._group: ParallelizationGroup[Sharing | None] = ParallelizationGroup(
+            parallelization_group, keeps=do_cache_distribution
         )
+        self._min_shared_bytes = min_shared_bytes
 
     @property
     def cached_distribution(self) -> Sharing | None:
         """Who reads what, if that is kept."""
-        return self._reads.sharing
+        return self._group.cache.value
 
     @property
     def planner(self) -> Any:
-        """The planner of the wrapped strategy's own, if it has one."""
+        """The planner of the wrapped strategy, if it has one."""
         return getattr(self.base_strategy, "planner", None)
 
     @property
@@ -194,7 +131,9 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         return handles_objects(self.base_strategy)
 
     def trusting(self) -> Self:
-        return self._round(self.base_strategy.trusting())
+        wrapper = copy.copy(self)
+        wrapper.base_strategy = self.base_strategy.trusting()
+        return wrapper
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         self.base_strategy.check_backend_compatibility(loaded_backend)
@@ -203,17 +142,24 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         self.base_strategy.check_version_compatibility(loaded_version)
 
     def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
-        base = self.base_strategy.for_format(backend, version)
-        if isinstance(base, PlannedLoadStrategy):
-            return _PlannedParallelLoad(base, self._reads)
-        return self._round(base)
+        wrapper = copy.copy(self)
+        wrapper.base_strategy = self.base_strategy.for_format(backend, version)
+        return wrapper.resolved()
+
+    def resolved(self) -> LoadShardedStrategy:
+        """The wrapped strategy, set to share its reads; this wrapper if that is not planned."""
+        if not isinstance(self.base_strategy, PlannedLoadStrategy):
+            return self
+        strategy = copy.copy(self.base_strategy)
+        strategy.plan_reader = self._read_plan
+        return strategy
 
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
-        base = self.base_strategy
-        if isinstance(base, PlannedLoadStrategy):
-            return _PlannedParallelLoad(base, self._reads).load(sharded_state_dict, checkpoint_dir)
-        with self._reads.group.meeting(default_comm()) as comm:
-            return self._load_shared(sharded_state_dict, checkpoint_dir, comm)
+        resolved = self.resolved()
+        if resolved is not self:
+            return resolved.load(sharded_state_dict, checkpoint_dir)
+        with self._group.comm(default_comm()) as comm:
+            return self._load(sharded_state_dict, checkpoint_dir, comm)
 
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
         return self.base_strategy.load_tensors_metadata(checkpoint_dir)
@@ -227,101 +173,139 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
         return self.base_strategy.plan_removal(checkpoint_dir, key_prefix)
 
-    def _load_shared(
+    def _share(self, describe: Callable[[], Any], comm: Comm, buffer_bytes: int) -> Sharing | None:
+        """Who reads what; None if each reads for itself. Collective over the group ``comm``.
+
+        Args:
+            describe: the rows that this rank wants, see ``Wants``.
+            comm: the group.
+            buffer_bytes: memory that passing on may take on this rank.
+        """
+        if comm.world_size == 1:
+            return None
+
+        def describe_own() -> bytes:
+            return Wants(describe(), buffer_bytes, self._min_shared_bytes).pack()
+
+        def share(packed: Sequence[bytes]) -> Sharing | None:
+            return share_reads(list(map(Wants.unpack, packed)), comm.rank)
+
+        return self._group.cache.work_out(comm, _SHARING, describe_own, share)
+
+    def _read_plan(
+        self, plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, index: Index, comm: Comm
+    ) -> None:
+        """Read a share of the plan, and get the rest from other ranks. Collective.
+
+        The arguments are those of ``read_plan``.
+        """
+        if comm.world_size == 1:
+            read_plan(plan, planner, reader, index, comm)
+            return
+        # Other groups must not wait for one in which something failed: all agree on every step.
+        with comm.agreed(_SHARING), self._group.comm(comm) as group:
+            alone = plan.table.is_object | (not _fills_leaves(planner))
+            table = plan.table.take(~alone)
+            acquire = planner.destinations(replace(plan, table=table)).acquire
+            cuts = self._share_cuts(table, index, reader, group)
+            apart = np.arange(len(table)) if cuts is None else np.flatnonzero(~cuts.own)
+            sharing = self._share(
+                lambda: rows_of_table(table.take(apart), lambda row: acquire(int(apart[row]))),
+                group,
+                reader.options.buffer_bytes,
+            )
+            own = apart if sharing is None else apart[sharing.own]
+            plan = replace(plan, table=table.take(own).followed_by(plan.table.take(alone)))
+        read_plan(plan, planner, reader, index, comm)
+        with comm.agreed(_PASSING), self._group.comm(comm) as group:
+            if sharing is not None:
+                pass_on(
+                    sharing, lambda row: acquire(int(apart[row])).detach(), group, reader.report
+                )
+            if cuts is not None:
+                pass_cuts(cuts, table, acquire, index, reader, group)
+
+    def _share_cuts(
+        self, table: ReadTable, index: Index, reader: StorageReader, comm: Comm
+    ) -> Cuts | None:
+        """Which chunks are read together; None for none. Collective over the group ``comm``."""
+        if self._cuts == "apart" or comm.world_size == 1:
+            return None
+        # Plans that a reader prepares for all ranks at once cannot be read block by block.
+        is_free = type(reader).prepare_global_plan is StorageReader.prepare_global_plan
+        own = table if is_free else table.take(np.arange(0))
+        return self._cut_cache.work_out(
+            comm,
+            _SHARING,
+            lambda: pack_cuts(own, index, reader.options.buffer_bytes, self._min_shared_bytes),
+            lambda packed: share_cuts(packed, comm.rank),
+        )
+
+    def _load(
         self, state_dict: ShardedStateDict, checkpoint_dir: PathOrStr, comm: Comm
     ) -> StateDict:
+        """Load with a strategy that is not made of a reader. Collective over the group ``comm``."""
         leaves, skeleton = flatten(state_dict)
-        sharing = self._reads.plan(
-            leaves, comm, StorageOptions().buffer_bytes, whole_part, cuts="none"
-        )
+        paths = [
+            path
+            for path, leaf in leaves.items()
+            if isinstance(leaf, ShardedTensor) and _shape(leaf).numel()
+        ]
+        shards: list[Any] = [leaves[path] for path in paths]
+        sharing = self._share(lambda: rows_of_shards(shards), comm, StorageOptions().buffer_bytes)
         if sharing is None:
             return self.base_strategy.load(state_dict, checkpoint_dir)
         with comm.agreed("reading"):
-            wanted = with_memory(leaves, sharing, comm.rank)
-            own, arrays = own_share(wanted, sharing, comm.rank)
-            # Where they stood in the state dict means nothing to the strategy.
-            names = {path: str(number) for number, path in enumerate(own)}
-            asked = {names[path]: leaf for path, leaf in own.items()}
+            read_by_others = set(paths) - {paths[row] for row in sharing.own.tolist()}
+            values: dict[Any, Any] = {}
+            for path in read_by_others:
+                # A copy, so that memory made here does not appear in the caller's leaves.
+                leaf: Any = copy.copy(leaves[path])
+                leaf.init_data("cpu")
+                values[path] = leaf.data
+            # The strategy needs no paths of the state dict.
+            asked = {str(n): leaves[p] for n, p in enumerate(leaves) if p not in read_by_others}
             read = self.base_strategy.load(asked, checkpoint_dir)
-            values = {path: leaf.data for path, leaf in wanted.items()}
-            values |= {path: read[name] for path, name in names.items()}
-            arrays |= as_read(list(wanted), wanted, values, sharing, comm.rank)
-        self._reads.pass_on(sharing, arrays, comm, lambda _: None)
-        with comm.agreed("passing on what was read"):
-            fill_doubles(wanted, sharing, arrays)
+            values |= {p: read[str(n)] for n, p in enumerate(leaves) if str(n) in asked}
+            _check_read([(leaves[paths[row]], values[paths[row]]) for row in sharing.own.tolist()])
+        pass_on(sharing, lambda row: values[paths[row]].detach(), comm, lambda _: None)
         result: StateDict = unflatten(skeleton, values)
         return result
 
-    def _round(self, base: LoadShardedStrategy) -> Self:
-        wrapper = copy.copy(self)
-        wrapper.base_strategy = base
-        return wrapper
+
+def _fills_leaves(planner: LoadPlanner) -> bool:
+    """Whether the destinations of a planner are the memory of leaves, which can be passed on."""
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name)
+        for name in ("acquire_tensor", "apply_tensor")
+    )
 
 
-class _PlannedParallelLoad(PlannedLoadStrategy):
-    """A planned strategy. Each rank reads its share; all else is the strategy's."""
-
-    def __init__(self, base: PlannedLoadStrategy, reads: SharedReads) -> None:
-        super().__init__(planner=base.planner, comm=base.comm, options=base.options)
-        self.trusted = base.trusted
-        self._base = base
-        self._reads = reads
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return handles_objects(self._base)
-
-    def trusting(self) -> Self:
-        return type(self)(self._base.trusting(), self._reads)
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        self._base.check_backend_compatibility(loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        self._base.check_version_compatibility(loaded_version)
-
-    def make_reader(self, checkpoint_dir: Path) -> StorageReader:
-        return self._base.make_reader(checkpoint_dir)
-
-    def read(self, leaves: Leaves, index: Index, reader: StorageReader, comm: Comm) -> None:
-        if comm.world_size == 1:
-            self._base.read(leaves, index, reader, comm)
-            return
-        # Other groups must not wait for one in which something failed: all agree on every step.
-        with comm.agreed(_STEP), self._reads.group.meeting(comm) as group:
-            sharing = self._reads.plan(
-                leaves,
-                group,
-                reader.options.buffer_bytes,
-                along_chunks(index),
-                _chunks_text(index, leaves),
-            )
-            own: Leaves = leaves
-            arrays: dict[int, torch.Tensor] = {}
-            if sharing is not None:
-                own, arrays = own_share(leaves, sharing, group.rank)
-        self._base.read(own, index, reader, comm)
-        with comm.agreed("passing on what was read"), self._reads.group.meeting(comm) as group:
-            if sharing is not None:
-                self._reads.pass_on(sharing, arrays, group, reader.report)
-                fill_doubles(leaves, sharing, arrays)
-
-    def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
-        return self._base.load_tensors_metadata(checkpoint_dir)
-
-    def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
-        return self._base.load_sharded_metadata(checkpoint_dir)
-
-    def remove_sharded_tensors(self, checkpoint_dir: PathOrStr, key_prefix: str) -> None:
-        self._base.remove_sharded_tensors(checkpoint_dir, key_prefix)
-
-    def plan_removal(self, checkpoint_dir: PathOrStr, key_prefix: str) -> PlannedRemoval:
-        return self._base.plan_removal(checkpoint_dir, key_prefix)
+def _shape(leaf: ShardedTensor) -> torch.Size:
+    """The shape of a leaf's memory."""
+    flat = leaf.flat_range
+    return torch.Size(leaf.local_shape if flat is None else (flat[1] - flat[0],))
 
 
-def _chunks_text(index: Index, leaves: Leaves) -> str:
-    """Differs if the chunks of any wanted tensor differ."""
-    keys = sorted({leaf.key for leaf in leaves.values()})
-    return hashlib.blake2b(
-        repr([(key, index.chunk_shape(key)) for key in keys]).encode()
-    ).hexdigest()
+def _check_read(read: Sequence[tuple[Any, Any]]) -> None:
+    """Refuse values that cannot be passed on.
+
+    Args:
+        read: leaves that were asked for, and what was returned for each.
+
+    Raises:
+        StateMismatchError: if any value has another shape or dtype than the leaf.
+    """
+    findings = [
+        Finding(
+            "the strategy returned something else than it was asked for",
+            leaf.key,
+            expected=(leaf.dtype, tuple(_shape(leaf))),
+            found=(getattr(value, "dtype", type(value).__name__), getattr(value, "shape", "")),
+        )
+        for leaf, value in read
+        if not isinstance(value, torch.Tensor)
+        or (value.shape, value.dtype) != (_shape(leaf), leaf.dtype)
+    ]
+    if findings:
+        raise StateMismatchError("what was read cannot be passed on", findings)

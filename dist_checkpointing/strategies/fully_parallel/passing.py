@@ -1,46 +1,49 @@
-"""What one rank has read, handed to the others with collectives.
+"""What one rank has read, broadcast to the others.
 
-All ranks of a group go through all messages in the same order, also those that have nothing to do
-with one. A rank on which something fails in between goes on, so that nobody waits for it, and says
-so at the end.
+All ranks of a group take part in all messages in the same order, also in those that they neither
+send nor want. A rank with an error goes on to the end, so that no other rank waits for it, and
+raises the error then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator
 
 import torch
 
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.format.geometry import split_flat_range
 from dist_checkpointing.strategies.fully_parallel.sharing import Block, Message, Sharing
 
-ExchangeAlgorithm = Literal["broadcast", "gather_object", "gather_rounds"]
+Arrays = Callable[[int], torch.Tensor]
+"""Row -> its memory on this rank."""
 
 
-def pass_on(
-    sharing: Sharing,
-    arrays: Mapping[int, torch.Tensor],
-    comm: Comm,
-    algorithm: ExchangeAlgorithm,
-    report: Callable[[int], None],
-) -> None:
-    """Fill every array that this rank wants and another has read. Collective.
+def pass_on(sharing: Sharing, arrays: Arrays, comm: Comm, report: Callable[[int], None]) -> None:
+    """Fill every row that this rank wants and another rank has read. Collective.
 
     Args:
         sharing: who has read what.
-        arrays: unit -> the array of its part on this rank, for all units that it wants.
+        arrays: the rows of this rank.
         comm: the group.
-        algorithm: how messages travel.
         report: called with the number of bytes that have arrived since the last call.
     """
     with comm.agreed("preparing to pass on what was read"):
-        hands = _Hands(sharing, arrays, comm, report)
-    _ALGORITHMS[algorithm](hands, comm)
-    comm.agree("passing on what was read", hands.error)
+        packing = _Packing(sharing, arrays, comm.tensor_device, report)
+    for number, message in enumerate(sharing.messages):
+        is_own = message.source == comm.rank
+        data = packing.packed(number) if is_own else packing.room(number)
+        comm.broadcast_tensor(data, message.source)
+        if not is_own:
+            packing.unpack(number, data)
+    with comm.agreed("passing on what was read"):
+        if packing.error is not None:
+            raise packing.error
+        for row, other in sharing.copies:
+            arrays(other).copy_(arrays(row))
 
 
-class _Hands:
+class _Packing:
     """Packs and unpacks messages; remembers the first error instead of raising it.
 
     A message that is one run of memory is sent from, or received into, the array itself. All others
@@ -50,126 +53,70 @@ class _Hands:
     def __init__(
         self,
         sharing: Sharing,
-        arrays: Mapping[int, torch.Tensor],
-        comm: Comm,
+        arrays: Arrays,
+        device: torch.device,
         report: Callable[[int], None],
     ) -> None:
         self.error: Exception | None = None
-        self.messages = sharing.messages
-        self._units = sharing.units
+        self._messages = sharing.messages
         self._arrays = arrays
         self._report = report
-        self._runs = [self._own_run(message, comm.tensor_device) for message in self.messages]
-        pairs = zip(self.messages, self._runs, strict=True)
+        self._runs = [self._own_run(message, device) for message in self._messages]
+        pairs = zip(self._messages, self._runs, strict=True)
         longest = max((message.num_bytes for message, run in pairs if run is None), default=0)
-        self._buffer = torch.empty(longest, dtype=torch.uint8, device=comm.tensor_device)
+        self._buffer = torch.empty(longest, dtype=torch.uint8, device=device)
 
     def packed(self, number: int) -> torch.Tensor:
         """The bytes of a message that this rank sends."""
-        run, message = self._runs[number], self.messages[number]
-        if run is not None:
-            return run
-        try:
-            for block in message.blocks:
-                self._place(block, self._buffer).copy_(self._own(block))
-        except Exception as error:  # noqa: BLE001 - the others hear of it when all is through
-            self.error = self.error or error
-        return self._buffer[: message.num_bytes]
+        data = self.room(number)
+        if self._runs[number] is None:
+            try:
+                for block in self._messages[number].blocks:
+                    for own, values in self._boxes(block, data):
+                        values.copy_(own)
+            except Exception as error:  # noqa: BLE001 - raised on all ranks at the end
+                self.error = self.error or error
+        return data
 
     def room(self, number: int) -> torch.Tensor:
         """Where a message from another rank goes."""
         run = self._runs[number]
-        return self._buffer[: self.messages[number].num_bytes] if run is None else run
+        return self._buffer[: self._messages[number].num_bytes] if run is None else run
 
     def unpack(self, number: int, data: torch.Tensor) -> None:
-        """Put what has arrived in its place, if it is not there yet."""
-        run = self._runs[number]
-        wanted = [block for block in self.messages[number].blocks if block.unit in self._arrays]
+        """Copy what has arrived to its destinations, unless it was received there."""
+        wanted = [block for block in self._messages[number].blocks if block.row >= 0]
         try:
-            if run is None:
+            if self._runs[number] is None:
                 for block in wanted:
-                    self._own(block).copy_(self._place(block, data))
-            elif data.data_ptr() != run.data_ptr():
-                run.copy_(data[: len(run)])
+                    for own, values in self._boxes(block, data):
+                        own.copy_(values)
             self._report(sum(block.num_bytes for block in wanted))
         except Exception as error:  # noqa: BLE001 - as above
             self.error = self.error or error
 
-    def _own(self, block: Block) -> torch.Tensor:
-        return self._arrays[block.unit][block.box.slices()]
-
-    def _place(self, block: Block, data: torch.Tensor) -> torch.Tensor:
-        """A block of a message, in the bytes of the message."""
-        raw = data[block.start : block.start + block.num_bytes]
-        return raw.view(self._units[block.unit].dtype.torch).view(block.box.shape)
+    def _boxes(
+        self, block: Block, data: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The boxes of the own array that make up a block, and their values in a message."""
+        array = self._arrays(block.row)
+        values = data[block.start : block.start + block.num_bytes].view(array.dtype)
+        if len(values) == array.numel():
+            yield array, values.view(array.shape)
+            return
+        for box in split_flat_range(tuple(array.shape), block.first, block.last):
+            yield array[box.slices()], values[: box.num_elements].view(box.shape)
+            values = values[box.num_elements :]
 
     def _own_run(self, message: Message, device: torch.device) -> torch.Tensor | None:
-        """The memory of this rank that is the message, if there is such."""
+        """The memory of this rank that is the whole message; None if there is none."""
         (block, *others) = message.blocks
-        if others or block.unit not in self._arrays:
+        if others or block.row < 0:
             return None
-        own = self._own(block)
+        own = self._arrays(block.row)
         is_plain = own.is_contiguous() and not own.is_conj() and not own.is_neg()
         if own.device.type != device.type or not is_plain:
             return None
-        # One element calls itself contiguous whatever its strides are.
-        return own.as_strided((own.numel(),), (1,)).view(torch.uint8)
-
-
-def _broadcast(hands: _Hands, comm: Comm) -> None:
-    """One at a time, from its source to all."""
-    for number, message in enumerate(hands.messages):
-        if message.source == comm.rank:
-            comm.broadcast_tensor(hands.packed(number), message.source)
-        else:
-            room = hands.room(number)
-            comm.broadcast_tensor(room, message.source)
-            hands.unpack(number, room)
-
-
-def _gather_rounds(hands: _Hands, comm: Comm) -> None:
-    """One of each source at a time, all as long as the longest."""
-    for turn in _turns(hands.messages, comm.world_size):
-        longest = max(hands.messages[number].num_bytes for number in turn.values())
-        own = torch.zeros(longest, dtype=torch.uint8, device=comm.tensor_device)
-        if comm.rank in turn:
-            given = hands.packed(turn[comm.rank])
-            own[: len(given)] = given
-        gathered = comm.all_gather_tensor(own)
-        for source, number in turn.items():
-            if source != comm.rank:
-                hands.unpack(number, gathered[source])
-
-
-def _gather_object(hands: _Hands, comm: Comm) -> None:
-    """One of each source at a time, as bytes."""
-    for turn in _turns(hands.messages, comm.world_size):
-        own = None
-        if comm.rank in turn:
-            own = bytearray(hands.packed(turn[comm.rank]).cpu().numpy())
-        gathered = comm.all_gather(own)
-        for source, number in turn.items():
-            given = gathered[source]
-            if source != comm.rank:
-                assert given is not None
-                hands.unpack(number, torch.frombuffer(given, dtype=torch.uint8))
-
-
-_ALGORITHMS: Mapping[str, Callable[[_Hands, Comm], None]] = {
-    "broadcast": _broadcast,
-    "gather_object": _gather_object,
-    "gather_rounds": _gather_rounds,
-}
-EXCHANGE_ALGORITHMS = tuple(_ALGORITHMS)
-
-
-def _turns(messages: Sequence[Message], world_size: int) -> list[dict[int, int]]:
-    """Source -> number of its message, with at most one of each source at a time."""
-    of_source: list[list[int]] = [[] for _ in range(world_size)]
-    for number, message in enumerate(messages):
-        of_source[message.source].append(number)
-    longest = max(map(len, of_source), default=0)
-    return [
-        {source: own[turn] for source, own in enumerate(of_source) if turn < len(own)}
-        for turn in range(longest)
-    ]
+        # A tensor of one element is contiguous whatever its strides are.
+        flat = own.as_strided((own.numel(),), (1,))
+        return flat[block.first : block.last].view(torch.uint8)

@@ -1,10 +1,9 @@
-"""Save in parallel: each replica group shares out what its ranks hold alike."""
+"""Save in parallel: each rank of a group writes a part of what several of them have."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from dist_checkpointing.comm import Comm, default_comm
@@ -14,88 +13,47 @@ from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import BalancedSavePlanner, SavePlanner
 from dist_checkpointing.planning.balance import choose_writers
 from dist_checkpointing.planning.balanced_planner import check_replicas_have_data
-from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache
+from dist_checkpointing.planning.packing import pack, unpack_all
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
-from dist_checkpointing.storage.protocol import StorageWriter
+from dist_checkpointing.planning.shard_table import concatenate, describe
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
     PathOrStr,
-    PlannedSaveStrategy,
     SaveShardedStrategy,
 )
-from dist_checkpointing.strategies.fully_parallel.agreed_cache import AgreedCache
 from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
 _WRITTEN, _NOT_WRITTEN = 0, 1
 
 
-class Replicas:
-    """Which copies of this rank's leaves say that it writes them, in a group that shares them out.
-
-    Args:
-        group: the ranks that share; None: those that the caller of ``marked`` names.
-        keeps: whether the answer is used again while no rank's leaves change.
-    """
-
-    def __init__(self, group: GivenGroup, *, keeps: bool) -> None:
-        self.group = ParallelizationGroup(group, keeps=keeps)
-        self._cache: AgreedCache[frozenset[tuple[int, int]]] = AgreedCache(keeps=keeps)
-
-    @property
-    def writers(self) -> frozenset[tuple[int, int]] | None:
-        """What is kept: (rank in the group, position of its leaf) of all that is written."""
-        return self._cache.value
-
-    def marked(self, leaves: Leaves, everybody: Comm) -> dict[Any, ShardedBase]:
-        """Copies of the leaves with replica ids that say who writes. Collective over the group.
-
-        A tensor whose main replica is in another group is not written here, and objects stay what
-        they are. In a group of one rank all leaves do.
-        """
-
-        def describe_own(comm: Comm) -> tuple[ShardTable, None]:
-            check_replicas_have_data(list(leaves.values()))
-            return describe(list(leaves.values()), comm.rank), None
-
-        def share_out(brought: list[tuple[ShardTable, None]]) -> frozenset[tuple[int, int]]:
-            catalog = concatenate([table for table, _ in brought])
-            written = catalog.take(choose_writers(catalog, len(brought)))
-            return frozenset(zip(written.ranks.tolist(), written.sources.tolist(), strict=True))
-
-        with self.group.meeting(everybody) as comm:
-            if comm.world_size == 1:
-                return dict(leaves)
-            writers = self._cache.get(
-                comm, "sharing out the replicas", lambda: describe_own(comm), share_out
-            )
-        marked = {}
-        for source, (path, leaf) in enumerate(leaves.items()):
-            marked[path] = copy.copy(leaf)
-            if isinstance(leaf, ShardedTensor):
-                is_ours = (comm.rank, source) in writers
-                marked[path].replica_id = _WRITTEN if is_ours else _NOT_WRITTEN
-        return marked
-
-
 class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
-    """Saves with another strategy, every replica writing its share.
+    """Saves with another strategy. Each rank of a group writes a part of what is replicated.
 
-    The state dict and its replica ids stay what they are. A strategy made of a StorageWriter gets a
-    plan that is balanced to the chunk (see BalancedSavePlanner); any other strategy, and one with a
+    The state dict and its replica ids do not change. A strategy made of a StorageWriter gets a plan
+    that is balanced to the chunk (see BalancedSavePlanner). Any other strategy, and one with a
     planner of its own, gets copies of the leaves whose replica ids say who writes. Sharded objects
     are written by their main replicas.
 
     Args:
-        strategy: does the writing.
-        parallelization_group: the ranks among which replicas are shared out, this one included. A
-            shard stays in the group of its main replica. By default all ranks.
-        do_cache_distribution: keep who writes which copy, and share out again only when the leaves
-            of some rank of the group have changed, which all of them find out together. (Balanced
-            plans are made of what all ranks say in every save; there only who is in which group is
-            kept.) The same on all ranks.
+        strategy: The strategy that writes.
+        parallelization_group: The ranks that share their replicas, this one included. A shard is
+            written in the group of its main replica. By default all ranks.
+        do_cache_distribution: Whether to keep who writes which replica until the leaves of some
+            rank of the group change. Of balanced plans, which every save makes of what all ranks
+            bring, only the groups are kept. The same on all ranks.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ShardedTensor, save
+        >>> from dist_checkpointing.strategies.fully_parallel import (
+        ...     FullyParallelSaveStrategyWrapper,
+        ... )
+        >>> from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", FullyParallelSaveStrategyWrapper(Zarr3SaveShardedStrategy()))
     """
 
     def __init__(
@@ -106,7 +64,9 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     ) -> None:
         super().__init__(strategy.backend, strategy.version)
         self.base_strategy = strategy
-        self._replicas = Replicas(parallelization_group, keeps=do_cache_distribution)
+        self._group: ParallelizationGroup[frozenset[tuple[int, int]]] = ParallelizationGroup(
+            parallelization_group, keeps=do_cache_distribution
+        )
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -114,13 +74,15 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
 
     @property
     def cached_distribution(self) -> frozenset[tuple[int, int]] | None:
-        """What is kept: (rank in the group, position of its leaf) of all that is written."""
-        return self._replicas.writers
+        """Each (rank in the group, position of its leaf) that is written, if that is kept."""
+        return self._group.cache.value
 
     def resolved(self) -> SaveShardedStrategy:
-        if isinstance(self.base_strategy, PlannedSaveStrategy):
-            return _PlannedParallelSave(self.base_strategy, self._replicas)
-        return self
+        if not isinstance(self.base_strategy, PlannedSaveStrategy):
+            return self
+        strategy = copy.copy(self.base_strategy)
+        strategy.share_replicas = self._shared
+        return strategy
 
     def async_save(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
@@ -134,55 +96,58 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
             raise CheckpointingException(
                 f"Cannot apply async_save to non-async strategy {self.base_strategy}"
             )
-        return self.base_strategy.async_save(self._marked(sharded_state_dict), checkpoint_dir)
+        return self.base_strategy.async_save(
+            self._marked_nested(sharded_state_dict), checkpoint_dir
+        )
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
         if isinstance(self.base_strategy, PlannedSaveStrategy):
             self.resolved().save(sharded_state_dict, checkpoint_dir)
         else:
-            self.base_strategy.save(self._marked(sharded_state_dict), checkpoint_dir)
+            self.base_strategy.save(self._marked_nested(sharded_state_dict), checkpoint_dir)
 
-    def _marked(self, state_dict: ShardedStateDict) -> ShardedStateDict:
+    def _marked_nested(self, state_dict: ShardedStateDict) -> ShardedStateDict:
         leaves, skeleton = flatten(state_dict)
-        marked: ShardedStateDict = unflatten(
-            skeleton, self._replicas.marked(leaves, default_comm())
-        )
+        marked: ShardedStateDict = unflatten(skeleton, self._marked(leaves, default_comm()))
         return marked
 
+    def _shared(
+        self, planner: SavePlanner | None, leaves: Leaves, comm: Comm
+    ) -> tuple[SavePlanner, Leaves]:
+        """See ``PlannedSaveStrategy.share_replicas``."""
+        if planner is None:
+            planner = BalancedSavePlanner()
+        if isinstance(planner, BalancedSavePlanner):
+            return planner.within(self._group.numbers(comm)), leaves
+        with comm.agreed("sharing out the replicas"):
+            return planner, self._marked(leaves, comm)
 
-class _PlannedParallelSave(PlannedSaveStrategy):
-    """A planned strategy with a plan that shares out the replicas; all else is the strategy's."""
+    def _marked(self, leaves: Leaves, everybody: Comm) -> Leaves:
+        """Copies of the leaves with replica ids that say who writes. Collective over the group.
 
-    def __init__(self, base: PlannedSaveStrategy, replicas: Replicas) -> None:
-        SaveShardedStrategy.__init__(self, base.backend, base.version)
-        self.planner, self.comm, self.options = base.planner, base.comm, base.options
-        self._base = base
-        self._replicas = replicas
+        A tensor whose main replica is in another group is not written here. Objects keep their
+        replica ids, and so do all leaves in a group of one rank.
+        """
 
-    def __str__(self) -> str:
-        return f"FullyParallelSaveStrategyWrapper({self._base})"
+        def describe_own() -> bytes:
+            check_replicas_have_data(list(leaves.values()))
+            return pack(describe(list(leaves.values()), comm.rank))
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return handles_objects(self._base)
+        def writers_of(packed: Sequence[bytes]) -> frozenset[tuple[int, int]]:
+            catalog = concatenate(unpack_all(packed))
+            written = catalog.take(choose_writers(catalog, len(packed)))
+            return frozenset(zip(written.ranks.tolist(), written.sources.tolist(), strict=True))
 
-    def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
-        return self._base.make_writer(checkpoint_dir)
-
-    def plan(
-        self,
-        leaves: Leaves,
-        writer: StorageWriter,
-        comm: Comm,
-        *,
-        cache: PlanCache | None = None,
-        others: Iterable[ShardedBase] = (),
-    ) -> tuple[AgreedPlan, SavePlanner]:
-        planner = BalancedSavePlanner() if self.planner is None else self.planner
-        if not isinstance(planner, BalancedSavePlanner):
-            with comm.agreed("sharing out the replicas"):
-                marked = self._replicas.marked(leaves, comm)
-            return self._base.plan(marked, writer, comm, cache=cache, others=others)
-        balanced = copy.copy(self._base)
-        balanced.planner = planner.within(self._replicas.group.numbers(comm))
-        return balanced.plan(leaves, writer, comm, cache=cache, others=others)
+        with self._group.comm(everybody) as comm:
+            if comm.world_size == 1:
+                return leaves
+            writers = self._group.cache.work_out(
+                comm, "sharing out the replicas", describe_own, writers_of
+            )
+        marked: dict[Any, ShardedBase] = {}
+        for source, (path, leaf) in enumerate(leaves.items()):
+            marked[path] = copy.copy(leaf)
+            if isinstance(leaf, ShardedTensor):
+                is_written = (comm.rank, source) in writers
+                marked[path].replica_id = _WRITTEN if is_written else _NOT_WRITTEN
+        return marked

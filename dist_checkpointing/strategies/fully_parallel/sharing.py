@@ -1,83 +1,137 @@
-"""Who reads what, for whom, and how it travels: pure functions of what a group of ranks wants."""
+"""Who reads what for whom, and how it travels: pure functions of what the ranks of a group want."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
 
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box, Ints, split_rows
-from dist_checkpointing.format.index import Index
-from dist_checkpointing.planning.balance import share_out, tensor_holdings
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate
-
-_MAX_UNIT_BYTES = 32 * 2**20
-_MIN_UNIT_BYTES = 2**18
-_UNITS_A_RANK = 32
-"""Units of a thirty-second of a rank's share leave at most that much of a difference."""
+from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.planning.balance import share_out
+from dist_checkpointing.planning.read_table import ReadTable
+from dist_checkpointing.planning.shard_table import Int64s
 
 _ALIGNMENT_BYTES = 16
-"""A view as any dtype may begin at such a place."""
+"""Tensors of any dtype may begin at such a position in a message."""
 
-Cut = Callable[[str, Box, int], list[Box]]
-"""Key and box of a part, and about the most elements that one rank should read at a time -> boxes
-inside of it (counted from its offset) that may be read by different ranks."""
+Rows = npt.NDArray[np.void]
+_HEAD = struct.Struct("<QQ")
+_ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<i8"), ("itemsize", "<i8")])
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """What one rank reads, for itself and for all others that want it.
+@dataclass(frozen=True, slots=True, eq=False)
+class Wants:
+    """What one rank wants to have in memory, row by row.
 
     Attributes:
-        dtype: in memory.
-        shape: of the array that holds the whole part: its box, or its flattened range.
-        box: which rows of the array this is.
-        reader: the rank that reads it.
-        wanted_by: the ranks that want it.
-        sources: the leaves of this rank that want it.
+        rows: Digest of what each row is, size of it, and size of one element. Rows with one digest
+            have the same bytes in memory.
+        buffer_bytes: Memory that passing on may take on this rank.
+        min_shared_bytes: With fewer bytes that several ranks want, each reads for itself.
     """
 
-    dtype: dtypes.DType
-    shape: Ints
-    box: Box
-    reader: int
-    wanted_by: Ints
-    sources: Ints
+    rows: Rows
+    buffer_bytes: int
+    min_shared_bytes: int
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the part."""
-        return self.box.shape == self.shape
+    def pack(self) -> bytes:
+        """All of it as bytes."""
+        return _HEAD.pack(self.buffer_bytes, self.min_shared_bytes) + self.rows.tobytes()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in memory."""
-        return self.box.num_elements * self.dtype.itemsize
+    @classmethod
+    def unpack(cls, data: bytes) -> Wants:
+        """What was packed."""
+        return cls(np.frombuffer(data, _ROW, offset=_HEAD.size), *_HEAD.unpack_from(data))
+
+
+def _rows(identities: Iterable[Any], num_elements: Any, itemsizes: Any) -> Rows:
+    digests = b"".join(map(xxhash.xxh3_128_digest, identities))
+    rows = np.empty(len(itemsizes), dtype=_ROW)
+    rows["high"], rows["low"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2).T
+    rows["num_bytes"] = np.multiply(num_elements, itemsizes)
+    rows["itemsize"] = itemsizes
+    return rows
+
+
+def rows_of_table(table: ReadTable, acquire: Callable[[int], torch.Tensor]) -> Rows:
+    """What the tensors of a table are: the same part of the same chunk, in memory of one dtype.
+
+    Args:
+        table: what a rank reads; no objects.
+        acquire: destination of a row.
+    """
+    dtypes = [acquire(row).dtype for row in range(len(table))]
+    numbers = {dtype: _number(str(dtype)) for dtype in set(dtypes)}
+    column = np.array([numbers[dtype] for dtype in dtypes], dtype=np.int64)
+    identities = identities_of(table, [column], (table.storage_boxes, table.lengths))
+    return _rows(identities, table.num_elements, [dtype.itemsize for dtype in dtypes])
+
+
+def identities_of(
+    table: ReadTable, columns: Sequence[Int64s] = (), by_axis: Sequence[Int64s] = ()
+) -> Iterator[memoryview]:
+    """What the stored chunks of a table are, as bytes that are equal for equal chunks.
+
+    Args:
+        table: what a rank reads.
+        columns: more columns that tell rows apart.
+        by_axis: more columns with a value for each axis.
+    """
+    keys = np.array([_number(name) for name in table.names], dtype=np.int64)
+    ndims = np.maximum(table.ndim, table.window_ndim)
+    scalars = [keys[table.keys], ndims, table.pieces, table.storage_starts, *columns]
+    by_axis = (table.chunk_offsets, table.storage_shapes, *by_axis)
+    # Axis by axis, so that what tells rows apart stands first, however many axes others have.
+    wide = [
+        *scalars,
+        *(column[:, a] for a in range(int(ndims.max(initial=0))) for column in by_axis),
+    ]
+    matrix = memoryview(np.stack(wide, axis=1).astype("<i8").tobytes())
+    width = 8 * len(wide)
+    ends = 8 * (len(scalars) + len(by_axis) * ndims)
+    return (matrix[row * width : row * width + end] for row, end in enumerate(ends.tolist()))
+
+
+def _number(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode()) >> 1
+
+
+def rows_of_shards(shards: Sequence[ShardedTensor]) -> Rows:
+    """What shards are: the same part of the same tensor, in memory of one dtype."""
+    parts = [(s.key, str(s.dtype), s.box, s.flat_range) for s in shards]
+    num_elements = [b.num_elements if flat is None else flat[1] - flat[0] for *_, b, flat in parts]
+    identities = (repr(part).encode() for part in parts)
+    return _rows(identities, num_elements, [shard.dtype.itemsize for shard in shards])
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A run of rows on its way.
+    """A run of elements on its way.
 
     Attributes:
-        unit: number of the unit.
-        box: which rows of the part's array.
-        start: first byte in the message.
-        num_bytes: of it.
+        row: The row of this rank that wants them, or -1.
+        first: First element, in C order.
+        last: The element behind the last one.
+        start: First byte in the message.
+        num_bytes: Bytes of all elements.
     """
 
-    unit: int
-    box: Box
+    row: int
+    first: int
+    last: int
     start: int
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank hands to the others at a time."""
+    """What one rank sends to all others at a time."""
 
     source: int
     blocks: tuple[Block, ...]
@@ -86,138 +140,93 @@ class Message:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharing:
-    """How the ranks of a group share their reads.
+    """How one rank shares the reads of its group.
 
     Attributes:
-        units: the same on all ranks, but for ``sources``.
-        messages: likewise; in the order in which they travel.
+        own: Rows that this rank reads, ascending.
+        copies: (row, another row of this rank that wants the same).
+        messages: The same on all ranks but for the rows, in the order in which they travel.
     """
 
-    units: Sequence[Unit]
+    own: Int64s
+    copies: tuple[tuple[int, int], ...]
     messages: Sequence[Message]
 
 
-def whole_part(key: str, box: Box, most_elements: int) -> list[Box]:
-    """One rank reads all of a part."""
-    del key, most_elements
-    return [Box.whole(box.shape)]
+def numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
+    """Number of the unit of each row, and the first row of each unit; equal rows are one unit."""
+    order = np.lexsort((low, high))
+    begins = np.ones(len(order), dtype=np.bool_)
+    begins[1:] = (np.diff(high[order]) != 0) | (np.diff(low[order]) != 0)
+    firsts = order[begins]  # Sorting is stable.
+    by_appearance = np.argsort(firsts)
+    units = np.empty(len(order), dtype=np.int64)
+    units[order] = np.argsort(by_appearance)[np.cumsum(begins) - 1]
+    return units, firsts[by_appearance]
 
 
-def along_chunks(index: Index) -> Cut:
-    """Ranks read different rows of a part, but no two of them of one chunk."""
-
-    def cut(key: str, box: Box, most_elements: int) -> list[Box]:
-        chunk = index.chunk_shape(key) if key in index else None
-        whole = Box.whole(box.shape)
-        if chunk is None or len(chunk) != len(box.shape) or box.num_elements <= most_elements:
-            return [whole]
-        axis = next(a for a, extent in enumerate(box.shape) if extent > 1)
-        row_elements = box.num_elements // box.shape[axis]
-        rows, begin, end = chunk[axis], box.offset[axis], box.offset[axis] + box.shape[axis]
-        step = max(1, most_elements // row_elements // rows) * rows
-        cuts = [begin, *range((begin // rows) * rows + step, end, step), end]
-        return [
-            Box(
-                (*whole.offset[:axis], first - begin, *whole.offset[axis + 1 :]),
-                (*whole.shape[:axis], last - first, *whole.shape[axis + 1 :]),
-            )
-            for first, last in itertools.pairwise(cuts)
-        ]
-
-    return cut
-
-
-def share_reads(
-    tables: Sequence[ShardTable], rank: int, cut: Cut, *, min_shared_bytes: int, message_bytes: int
-) -> Sharing | None:
-    """How ranks that want these shards share the reads; None if it is not worth it.
+def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
+    """How ranks that want these rows share the reads; None if it is not worth it.
 
     Args:
-        tables: what each rank wants.
+        wants: what each rank wants.
         rank: this one.
-        cut: how a part may be cut up.
-        min_shared_bytes: with fewer bytes that several ranks want, each reads for itself.
-        message_bytes: about the most that travels at a time.
     """
-    catalog = concatenate(tables)
-    holdings = tensor_holdings(catalog)
-    firsts = catalog.take(holdings.firsts)
-    is_shared = holdings.counts > 1
-    if not is_shared.any() or firsts.num_bytes[is_shared].sum() < min_shared_bytes:
+    rows = np.concatenate([want.rows for want in wants])
+    ranks = np.repeat(np.arange(len(wants)), [len(want.rows) for want in wants])
+    units, firsts = numbered(rows["high"], rows["low"])
+    # A rank that wants something twice counts once.
+    wanted, wanting = np.divmod(np.unique(units * len(wants) + ranks), len(wants))
+    starts = np.searchsorted(wanted, np.arange(len(firsts) + 1))
+    is_shared = np.diff(starts) > 1
+    sizes = rows["num_bytes"][firsts]
+    least = max(want.min_shared_bytes for want in wants)
+    if not is_shared.any() or sizes[is_shared].sum() < least:
         return None
-    mean = int(firsts.num_bytes.sum()) // len(tables)
-    unit_bytes = min(max(mean // _UNITS_A_RANK, _MIN_UNIT_BYTES), _MAX_UNIT_BYTES)
-    boxes: list[Box] = []
-    parts: list[int] = []
-    for part in range(len(holdings)):
-        box, flat = firsts.box(part), firsts.flat_range(part)
-        if flat is not None:
-            cuts = [Box((0,), (flat[1] - flat[0],))]
-        elif is_shared[part]:
-            most = max(1, unit_bytes // dtypes.from_name(firsts.dtype(part)).itemsize)
-            cuts = cut(firsts.key(part), box, most)
-        else:
-            cuts = [Box.whole(box.shape)]
-        boxes += cuts
-        parts += [part] * len(cuts)
-    part_of = np.array(parts, dtype=np.int64)
-    itemsizes = firsts.num_bytes // firsts.num_elements
-    sizes = np.array([box.num_elements for box in boxes], dtype=np.int64) * itemsizes[part_of]
-    ranks = catalog.ranks[holdings.rows]
-    loads = np.zeros(len(tables), dtype=np.int64)
-    readers = ranks[share_out(ranks, holdings.starts, part_of, sizes, loads)].tolist()
-    own = _sources_of_parts(tables[rank])
-    columns = zip(parts, boxes, readers, strict=True)
-    units = []
-    for part, box, reader in columns:
-        flat = firsts.flat_range(part)
-        begin, end = holdings.starts[part : part + 2].tolist()
-        units.append(
-            Unit(
-                dtypes.from_name(firsts.dtype(part)),
-                firsts.box(part).shape if flat is None else (flat[1] - flat[0],),
-                box,
-                reader,
-                tuple(ranks[begin:end].tolist()),
-                own.get(_identity(firsts, part), ()),
-            )
-        )
-    return Sharing(units, list(_messages(units, message_bytes)))
+    loads = np.zeros(len(wants), dtype=np.int64)
+    readers = wanting[share_out(wanting, starts, np.arange(len(firsts)), sizes, loads)]
+    mine = units[ranks == rank]
+    _, first_rows = np.unique(mine, return_index=True)
+    row_of = np.full(len(firsts), -1, dtype=np.int64)
+    row_of[mine[first_rows]] = first_rows
+    copies = np.flatnonzero(row_of[mine] != np.arange(len(mine)))
+    traveling = np.flatnonzero(is_shared)
+    columns = (readers, row_of, sizes, rows["itemsize"][firsts])
+    most_bytes = max(1, min(want.buffer_bytes for want in wants))
+    return Sharing(
+        own=np.sort(row_of[(readers == rank) & (row_of >= 0)]),
+        copies=tuple(zip(row_of[mine[copies]].tolist(), copies.tolist(), strict=True)),
+        messages=list(
+            _messages(zip(*(c[traveling].tolist() for c in columns), strict=True), most_bytes)
+        ),
+    )
 
 
-def _identity(table: ShardTable, row: int) -> tuple[object, ...]:
-    return table.key(row), table.dtype(row), table.box(row), table.flat_range(row)
+def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> Iterator[Message]:
+    """Small units together, large ones in several messages.
 
-
-def _sources_of_parts(table: ShardTable) -> dict[tuple[object, ...], Ints]:
-    """Part -> the leaves of a rank that are it: a rank may ask for the same twice."""
-    sources: dict[tuple[object, ...], Ints] = {}
-    for row, source in enumerate(table.sources.tolist()):
-        part = _identity(table, row)
-        sources[part] = (*sources.get(part, ()), source)
-    return sources
-
-
-def _messages(units: Sequence[Unit], most_bytes: int) -> Iterator[Message]:
-    """Everything that somebody else wants: small things together, large things in pieces."""
+    Args:
+        units: reader, row of this rank, bytes and bytes of an element.
+        most_bytes: about the most that travels at a time.
+    """
     waiting: dict[int, list[Block]] = {}
-    for number, unit in enumerate(units):
-        if len(unit.wanted_by) < 2:
-            continue
-        for piece in split_rows(unit.box, max(1, most_bytes // unit.dtype.itemsize)):
-            num_bytes = piece.num_elements * unit.dtype.itemsize
-            blocks = waiting.setdefault(unit.reader, [])
-            start = _aligned(blocks[-1].start + blocks[-1].num_bytes) if blocks else 0
+    for reader, row, size, itemsize in units:
+        step = max(1, most_bytes // itemsize)
+        blocks = waiting.setdefault(reader, [])
+        for first in range(0, size // itemsize, step):
+            last = min(first + step, size // itemsize)
+            num_bytes = (last - first) * itemsize
+            start = aligned(blocks[-1].start + blocks[-1].num_bytes) if blocks else 0
             if blocks and start + num_bytes > most_bytes:
-                yield _message(unit.reader, blocks)
+                yield _message(reader, blocks)
                 blocks.clear()
                 start = 0
-            blocks.append(Block(number, piece, start, num_bytes))
+            blocks.append(Block(row, first, last, start, num_bytes))
     for reader, blocks in sorted(waiting.items()):
         yield _message(reader, blocks)
 
 
-def _aligned(position: int) -> int:
+def aligned(position: int) -> int:
     return -(-position // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 

@@ -19,11 +19,8 @@ from dist_checkpointing.format.removal import (
     note_removal,
     noted_removal,
 )
-from dist_checkpointing.strategies.base import (
-    LoadShardedStrategy,
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
-)
+from dist_checkpointing.strategies.base import LoadShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
 from dist_checkpointing.strategies.tensorstore.removal import drop_all_but, plan_removal
 from dist_checkpointing.strategies.tensorstore.writer import TensorStoreWriter

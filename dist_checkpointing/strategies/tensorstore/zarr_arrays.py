@@ -19,7 +19,7 @@ from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadItem
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader, done
-from dist_checkpointing.strategies.base import PlannedLoadStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.raw_chunks import in_threads
 from dist_checkpointing.strategies.tensorstore import database
 from dist_checkpointing.strategies.zarr.folders import ZarrFolderReader

@@ -13,7 +13,7 @@ from pathlib import Path
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.format.removal import PlannedRemoval
-from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.common import TorchDistCommonLoadStrategy
 from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, read_dcp_metadata
 from dist_checkpointing.strategies.torch_dist.metadata_pickle import to_pickle

@@ -36,7 +36,7 @@ from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import WriteResult
-from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk
 from dist_checkpointing.strategies.zarr.codecs import codec_json, make_codec
 from dist_checkpointing.strategies.zarr.folders import (

@@ -18,14 +18,10 @@ from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.readers import load_plain_tensors, load_tensors_metadata
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
-from dist_checkpointing.strategies.base import (
-    LoadShardedStrategy,
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
-    SaveShardedStrategy,
-)
+from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import Selection, select
+from dist_checkpointing.strategies.selection import Selection, select_strategy
 from dist_checkpointing.testing.ranks import run_ranks
 
 StateOf = Callable[[int], dict[str, Any]]
@@ -90,14 +86,16 @@ class BackendHooks:
         os.truncate(path, path.stat().st_size // 2)
 
     def saver(self) -> SaveShardedStrategy:
-        """The strategy object for ``save_strategy``."""
-        strategy: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, self.save_strategy())
+        """The strategy object that ``save_strategy`` means."""
+        strategy: SaveShardedStrategy = select_strategy(
+            StrategyAction.SAVE_SHARDED, self.save_strategy()
+        )
         return strategy
 
     def loader(self) -> LoadShardedStrategy:
         """The strategy object for ``load_strategy``."""
         selection = self.load_strategy()
-        strategy: LoadShardedStrategy = select(
+        strategy: LoadShardedStrategy = select_strategy(
             StrategyAction.LOAD_SHARDED, self.backend if selection is None else selection
         )
         return strategy

@@ -16,11 +16,8 @@ from dist_checkpointing.planning import LoadPlan, SavePlan
 from dist_checkpointing.serialization import check_is_distributed_checkpoint
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save
-from dist_checkpointing.strategies.base import (
-    AsyncSaveShardedStrategy,
-    PlannedLoadStrategy,
-    PlannedSaveStrategy,
-)
+from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.testing.conformance.hooks import (
     BackendHooks,
     Observe,

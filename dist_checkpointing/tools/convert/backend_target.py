@@ -20,9 +20,10 @@ from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import ProgressCallback
-from dist_checkpointing.strategies.base import PlannedSaveStrategy, SaveShardedStrategy
+from dist_checkpointing.strategies.base import SaveShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import select
+from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.tools.convert.copying import cast
 from dist_checkpointing.tools.convert.destination import cleared_on_failure
 from dist_checkpointing.tools.convert.memory import Budget
@@ -103,7 +104,7 @@ def lazy_strategy(
         StrategyNotFoundError: if there is no such backend.
         CheckpointingException: if it takes no planner.
     """
-    found: SaveShardedStrategy = select(StrategyAction.SAVE_SHARDED, backend)
+    found: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, backend)
     if not isinstance(found, PlannedSaveStrategy):
         finding = Finding(
             "it has no planner, so all tensors would have to be in memory", found=type(found)

@@ -14,7 +14,7 @@ from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.reads import WantedShard, plan_load
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader
-from dist_checkpointing.strategies.base import PlannedLoadStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.tools.forecast.templates import RankWants, unknown_objects
 from dist_checkpointing.validation.compare import StoredTensors, compare
 
