@@ -1,0 +1,291 @@
+"""Pieces: the boxes of a tensor that are stored each on its own, because there is no chunk grid.
+
+The pieces of all tensors are one set of arrays, so that what is done with all of them takes no
+Python for each. A distributed optimizer has one piece a rank and a parameter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_checkpointing.format.geometry import Box, ravel_offset
+
+Int64s = npt.NDArray[np.int64]
+
+MAX_EXTENT = 1 << 62
+MAX_AXES = 64
+"""More axes than that no array of numpy has."""
+_ONLY_INT = frozenset([int])
+_ONLY_LIST = frozenset([list])
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Boxes of a tensor that are stored each on its own, because there is no chunk grid.
+
+    Attributes:
+        offsets: ``[pieces, axes]``, in elements of the global tensor.
+        shapes: ``[pieces, axes]``.
+        flat: ``[pieces, 2]``; a piece with ``start >= 0`` holds only elements ``start .. stop`` of
+            the C-order flattening of its box, as a 1-D array.
+    """
+
+    offsets: Int64s
+    shapes: Int64s
+    flat: Int64s
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @classmethod
+    def of(cls, ndim: int, pieces: Iterable[tuple[Box, tuple[int, int] | None]]) -> Pieces:
+        """A table of the given boxes and flat ranges."""
+        rows = list(pieces)
+        return cls(
+            np.array([box.offset for box, _ in rows], dtype=np.int64).reshape(len(rows), ndim),
+            np.array([box.shape for box, _ in rows], dtype=np.int64).reshape(len(rows), ndim),
+            np.array([flat or (-1, -1) for _, flat in rows], dtype=np.int64).reshape(-1, 2),
+        )
+
+    @classmethod
+    def from_lists(cls, offsets: Any, shapes: Any, flat: Any) -> Pieces:
+        """The table from three lists as stored.
+
+        Raises:
+            ValueError: if they do not fit together.
+        """
+        boxes = [_array_from_json(column) for column in (offsets, shapes)]
+        ranges = _array_from_json(flat, least=-1)
+        table = cls(*boxes, ranges)
+        if not len(table.offsets) == len(table.shapes) == len(ranges) or not len(ranges):
+            raise ValueError("pieces of different length, or none")
+        if table.offsets.shape != table.shapes.shape:
+            raise ValueError("offsets and shapes with different axes")
+        if ranges.shape[1] != 2:
+            raise ValueError("a flat range has a start and a stop")
+        is_flat = (ranges >= 0).any(axis=1)
+        start, stop = ranges.T
+        # An exact product may need more than 64 bits, and then no stop is too high.
+        sizes = table.shapes.astype(np.float64).prod(axis=1)
+        sizes = np.where(sizes < MAX_EXTENT, table.shapes.prod(axis=1), MAX_EXTENT)
+        wrong = np.flatnonzero(is_flat & ((start < 0) | (start > stop) | (stop > sizes)))
+        if len(wrong):
+            row = wrong[0]
+            text = f"flat range {start[row]}:{stop[row]} of a box of shape {table.shapes[row]}"
+            raise ValueError(text)
+        return table
+
+    def are_inside(self, shape: Sequence[int]) -> bool:
+        """Whether all pieces lie in a tensor of this shape."""
+        return bool((self.offsets + self.shapes <= np.array(shape, dtype=np.int64)).all())
+
+    def __getitem__(self, row: int) -> tuple[Box, tuple[int, int] | None]:
+        start, stop = self.flat[row].tolist()
+        box = Box(tuple(self.offsets[row].tolist()), tuple(self.shapes[row].tolist()))
+        return box, None if start < 0 else (start, stop)
+
+    def __iter__(self) -> Iterator[tuple[Box, tuple[int, int] | None]]:
+        rows = zip(self.offsets.tolist(), self.shapes.tolist(), self.flat.tolist(), strict=True)
+        for offset, shape, (start, stop) in rows:
+            yield Box(tuple(offset), tuple(shape)), None if start < 0 else (start, stop)
+
+    def meeting(self, box: Box) -> Int64s:
+        """Rows of the pieces that may hold elements of ``box``, ascending.
+
+        Looks at each distinct box of the pieces once, and searches the flattened ranges of those
+        that meet ``box`` by bisection. A range is found if it meets the run from the first to the
+        last wanted element of its box, and may still hold none between them.
+        """
+        chains = self._chains
+        lower = np.maximum(chains.offsets, box.offset)
+        upper = np.minimum(chains.offsets + chains.shapes, box.stop)
+        meets = (lower < upper).all(axis=1)
+        found = [chains.rows[(meets & ~chains.is_flat)[chains.of_row]]]
+        for chain in np.flatnonzero(meets & chains.is_flat).tolist():
+            offset, shape = chains.offsets[chain], tuple(chains.shapes[chain].tolist())
+            first = ravel_offset(tuple((lower[chain] - offset).tolist()), shape)
+            last = ravel_offset(tuple((upper[chain] - offset - 1).tolist()), shape)
+            begin, end = chains.edges[chain : chain + 2].tolist()
+            # Starts ascend in a chain, and stops do in all but a damaged one.
+            last_row = begin + int(np.searchsorted(chains.starts[begin:end], last, "right"))
+            if chains.stops_ascend:
+                begin += int(np.searchsorted(chains.stops[begin:end], first, "right"))
+            held = chains.stops[begin:last_row] > np.maximum(chains.starts[begin:last_row], first)
+            found.append(chains.rows[begin:last_row][held])
+        return np.sort(np.concatenate(found))
+
+    @cached_property
+    def _chains(self) -> _Chains:
+        return _Chains.of(self)
+
+    def __getstate__(self) -> dict[str, Int64s]:
+        # What is only remembered does not travel.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chains:
+    """Pieces sorted by box and start: those of one box are a chain.
+
+    Attributes:
+        rows: row of each sorted piece in the table.
+        of_row: ``[pieces]``, chain of each sorted piece.
+        edges: ``[chains + 1]``, where the pieces of each chain begin.
+        offsets: ``[chains, axes]``.
+        shapes: ``[chains, axes]``.
+        is_flat: ``[chains]``, whether its pieces are flattened ranges.
+        starts: ``[pieces]``, sorted.
+        stops: ``[pieces]``, in the order of the starts.
+        stops_ascend: whether they do so in every chain.
+    """
+
+    rows: Int64s
+    of_row: Int64s
+    edges: Int64s
+    offsets: Int64s
+    shapes: Int64s
+    is_flat: npt.NDArray[np.bool_]
+    starts: Int64s
+    stops: Int64s
+    stops_ascend: bool
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> _Chains:
+        rows = sorted_rows(pieces.offsets, pieces.shapes, pieces.flat)
+        offsets, shapes, flat = pieces.offsets[rows], pieces.shapes[rows], pieces.flat[rows]
+        is_flat = flat[:, 0] >= 0
+        begins = np.ones(len(rows), dtype=np.bool_)
+        begins[1:] = is_flat[1:] != is_flat[:-1]
+        for column in (*offsets.T, *shapes.T):
+            begins[1:] |= column[1:] != column[:-1]
+        firsts = np.flatnonzero(begins)
+        starts, stops = (np.ascontiguousarray(column) for column in flat.T)
+        return cls(
+            rows,
+            np.cumsum(begins) - 1,
+            np.append(firsts, len(rows)),
+            offsets[firsts],
+            shapes[firsts],
+            is_flat[firsts],
+            starts,
+            stops,
+            bool(((stops[1:] >= stops[:-1]) | begins[1:]).all()),
+        )
+
+
+def sorted_rows(
+    offsets: Int64s, shapes: Int64s, flat: Int64s, first: Int64s | None = None
+) -> Int64s:
+    """Positions of pieces by box, then start; by ``first`` before anything else if it is given."""
+    columns = [flat[:, 0], *shapes.T[::-1], *offsets.T[::-1]]
+    if first is not None:
+        columns.append(first)
+    # A column that is all one number does not sort anything, and most are.
+    columns = [column for column in columns if len(column) and (column != column[0]).any()]
+    return np.lexsort(columns) if columns else np.arange(len(flat))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceColumns(Mapping[str, Pieces]):
+    """The pieces of many tensors as one set of arrays; those of one tensor are a part of them.
+
+    Attributes:
+        keys_column: the tensors.
+        starts: ``[tensors + 1]``, where the rows of each tensor begin.
+        ndim: ``[tensors]``, number of axes of each.
+        offsets: ``[rows, most axes]``; see Pieces. Further axes are 0.
+        shapes: likewise. Further axes are 1.
+        flat: ``[rows, 2]``.
+    """
+
+    keys_column: Sequence[str]
+    starts: Int64s
+    ndim: Int64s
+    offsets: Int64s
+    shapes: Int64s
+    flat: Int64s
+    _row: Mapping[str, int] = field(init=False, repr=False)
+    _seen: dict[str, Pieces] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_row", {key: row for row, key in enumerate(self.keys_column)})
+        object.__setattr__(self, "_seen", {})
+
+    @classmethod
+    def of(cls, pieces: Mapping[str, Pieces]) -> PieceColumns:
+        """The pieces of these tensors, in their order."""
+        if isinstance(pieces, cls):
+            return pieces
+        tables = list(pieces.values())
+        ndim = np.array([table.offsets.shape[1] for table in tables], dtype=np.int64)
+        starts = np.cumsum([0, *map(len, tables)], dtype=np.int64)
+        width = int(ndim.max(initial=0))
+        offsets = np.zeros((int(starts[-1]), width), dtype=np.int64)
+        shapes = np.ones(offsets.shape, dtype=np.int64)
+        flat = np.empty((len(offsets), 2), dtype=np.int64)
+        for table, (first, last) in zip(tables, itertools.pairwise(starts.tolist()), strict=True):
+            offsets[first:last, : table.offsets.shape[1]] = table.offsets
+            shapes[first:last, : table.offsets.shape[1]] = table.shapes
+            flat[first:last] = table.flat
+        return cls(list(pieces), starts, ndim, offsets, shapes, flat)
+
+    def __getitem__(self, key: str) -> Pieces:
+        found = self._seen.get(key)
+        if found is None:
+            row = self._row[key]
+            rows = slice(*self.starts[row : row + 2].tolist())
+            ndim = int(self.ndim[row])
+            found = self._seen[key] = Pieces(
+                self.offsets[rows, :ndim], self.shapes[rows, :ndim], self.flat[rows]
+            )
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._row
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys_column)
+
+    def __len__(self) -> int:
+        return len(self.keys_column)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PieceColumns, tuple(getattr(self, f.name) for f in fields(self) if f.init)
+
+
+def ints_from_json(values: Any) -> list[int]:
+    """A list of shapes or offsets as it came out of a JSON file.
+
+    Raises:
+        ValueError: if it holds anything but integers that can be extents.
+    """
+    # type() and not isinstance(): JSON true is an int to Python.
+    if not isinstance(values, list) or not _ONLY_INT.issuperset(map(type, values)):
+        raise ValueError(f"expected a list of ints >= 0, found {values!r}")
+    if values and (min(values) < 0 or max(values) >= MAX_EXTENT):
+        raise ValueError(f"expected a list of ints >= 0, found {values!r}")
+    if len(values) > MAX_AXES:
+        raise ValueError(f"expected at most {MAX_AXES} axes, found {len(values)}")
+    return values
+
+
+def _array_from_json(rows: Any, least: int = 0) -> Int64s:
+    """Lists of ints, all of one length, as they came out of a JSON file: ``[rows, ints]``."""
+    if not isinstance(rows, list) or not _ONLY_LIST.issuperset(map(type, rows)):
+        raise ValueError("expected a list of lists")
+    widths = set(map(len, rows)) or {0}
+    if len(widths) > 1 or max(widths) > MAX_AXES:
+        raise ValueError(f"expected lists of one length up to {MAX_AXES}, found {sorted(widths)}")
+    numbers = [*itertools.chain.from_iterable(rows)]
+    if not _ONLY_INT.issuperset(map(type, numbers)):
+        raise ValueError("expected lists of ints")
+    if numbers and (min(numbers) < least or max(numbers) >= MAX_EXTENT):
+        raise ValueError(f"expected ints from {least} to 2**62")
+    return np.array(numbers, dtype=np.int64).reshape(len(rows), widths.pop())
