@@ -150,16 +150,17 @@ class Index(Mapping[str, StoredTensor]):
         return np.array([row(key, -1) for key in keys], dtype=np.int64)
 
     @cached_property
+    def has_grid(self) -> npt.NDArray[np.bool_]:
+        """Which tensors have a chunk grid."""
+        return np.array([chunk is not None for chunk in self.chunk_shape_column], dtype=np.bool_)
+
+    @cached_property
     def chunk_shapes(self) -> Int64s:
-        """``[tensors, axes]``: chunk shapes; further axes are 1, all are 0 without a grid."""
-        ndim = np.array([len(shape) for shape in self.global_shape_column], dtype=np.int64)
-        has_grid = np.array(
-            [chunk is not None for chunk in self.chunk_shape_column], dtype=np.bool_
-        )
+        """``[tensors, axes]``: chunk shapes; what is further, or without a grid, is 1."""
+        chunks = [chunk or () for chunk in self.chunk_shape_column]
+        ndim = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
         shapes = np.ones((len(ndim), int(ndim.max(initial=0))), dtype=np.int64)
-        shapes[~has_grid] = 0
-        inside = has_grid[:, None] & (np.arange(shapes.shape[1]) < ndim[:, None])
-        chunks = (chunk for chunk in self.chunk_shape_column if chunk is not None)
+        inside = np.arange(shapes.shape[1]) < ndim[:, None]
         shapes[inside] = [*itertools.chain.from_iterable(chunks)]
         return shapes
 
@@ -310,7 +311,7 @@ def _are_extents(shapes: list[Any]) -> bool:
     numbers = [*itertools.chain.from_iterable(shapes)]
     return (
         {int}.issuperset(map(type, numbers))
-        and 0 <= min(numbers, default=0)
+        and min(numbers, default=0) >= 0
         and max(numbers, default=0) < MAX_EXTENT
         and max(map(len, shapes), default=0) <= MAX_AXES
     )

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from dist_checkpointing.format.geometry import Box, ravel_offset
 
 Int64s = npt.NDArray[np.int64]
+Integers = npt.NDArray[np.int32] | Int64s
 
 MAX_EXTENT = 1 << 62
 MAX_AXES = 64
@@ -181,15 +182,18 @@ class _Chains:
 
 
 def sorted_rows(
-    offsets: Int64s, shapes: Int64s, flat: Int64s, first: Int64s | None = None
+    offsets: Int64s, shapes: Int64s, flat: Int64s, keys: Integers | None = None
 ) -> Int64s:
-    """Positions of pieces by box, then start; by ``first`` before anything else if it is given."""
-    columns = [flat[:, 0], *shapes.T[::-1], *offsets.T[::-1]]
-    if first is not None:
-        columns.append(first)
-    # A column that is all one number does not sort anything, and most are.
-    columns = [column for column in columns if len(column) and (column != column[0]).any()]
-    return np.lexsort(columns) if columns else np.arange(len(flat))
+    """Positions of pieces by box, then start; by key before anything else if keys are given."""
+    columns: list[Integers] = [*offsets.T, *shapes.T, flat[:, 0]]
+    if keys is not None:
+        columns.insert(0, keys)
+    is_tie = np.ones(max(len(flat) - 1, 0), dtype=np.bool_)
+    for column in columns:
+        if (is_tie & (column[1:] < column[:-1])).any():
+            return np.lexsort(columns[::-1])
+        is_tie &= column[1:] == column[:-1]
+    return np.arange(len(flat))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

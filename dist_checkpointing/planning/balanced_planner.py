@@ -13,7 +13,7 @@ from dist_checkpointing.errors import CheckpointingException, Finding, InvalidSh
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.balance import Holdings, fixed_rows, share_out, tensor_holdings
-from dist_checkpointing.planning.default import DefaultSavePlanner, as_stored, by_rank
+from dist_checkpointing.planning.default import DefaultSavePlanner, by_rank
 from dist_checkpointing.planning.items import LocalPlans, SavePlan
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
@@ -94,7 +94,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
         def shares(layout: Layout) -> _Shares:
             index = index_of(layout, catalog, whole)
-            units, parts = as_stored(catalog.take(firsts), index, layout)
+            units, parts = layout.cut(catalog.take(firsts), index)
             order = np.argsort(parts, kind="stable")
             units, parts = units.take(order), parts[order]
             loads = np.zeros(num_ranks, dtype=np.int64)

@@ -24,7 +24,7 @@ from dist_checkpointing.planning.items import (
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.planners import Leaves, LoadPlanner, SavePlanner
 from dist_checkpointing.planning.reads import WantedShard, plan_load
-from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
+from dist_checkpointing.planning.shard_table import ShardTable, describe
 
 
 class DefaultSavePlanner(SavePlanner):
@@ -59,7 +59,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
         assert plan.index is not None
-        table, _ = as_stored(plan.table, plan.index, self._layout)
+        table, _ = self._layout.cut(plan.table, plan.index)
         return replace(plan, table=table)
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
@@ -122,35 +122,6 @@ def by_rank(all_plans: Sequence[SavePlan], written: ShardTable, index: Index) ->
         replace(plan, table=ordered.take(slice(*bounds[rank : rank + 2])), index=index)
         for rank, plan in enumerate(all_plans)
     ]
-
-
-def as_stored(table: ShardTable, index: Index, layout: Layout) -> tuple[ShardTable, Int64s]:
-    """The rows cut into chunks and pieces, and for each of these the row that it comes from."""
-    rows: list[int] = []
-    parts: list[tuple[Box, tuple[int, int] | None]] = []
-    uncut = layout.is_uncut(table, index) | table.is_object
-    for row in np.flatnonzero(~uncut).tolist():
-        tensor = index[table.key(row)]
-        box, flat = table.box(row), table.flat_range(row)
-        stored = list(layout.stored_parts(tensor, box, flat))
-        rows += [row] * len(stored)
-        parts += stored
-    origins = np.array(rows, dtype=np.int64)
-    cut = _with_parts(table.take(origins), parts)
-    return table.take(uncut).followed_by(cut), np.concatenate([np.flatnonzero(uncut), origins])
-
-
-def _with_parts(
-    table: ShardTable, parts: Sequence[tuple[Box, tuple[int, int] | None]]
-) -> ShardTable:
-    """The table with its boxes and flat ranges replaced, row by row."""
-    offsets, shapes = table.offsets.copy(), table.shapes.copy()
-    flat = table.flat.copy()
-    for row, (box, flat_range) in enumerate(parts):
-        offsets[row, : len(box.offset)] = box.offset
-        shapes[row, : len(box.shape)] = box.shape
-        flat[row] = flat_range or (-1, -1)
-    return replace(table, offsets=offsets, shapes=shapes, flat=flat)
 
 
 class DefaultLoadPlanner(LoadPlanner):

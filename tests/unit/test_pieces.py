@@ -157,7 +157,8 @@ def test_chunk_shapes_as_an_array() -> None:
             StoredTensor("c", FLOAT32, (4,), None, pieces),
         ]
     )
-    assert index.chunk_shapes.tolist() == [[1, 1], [2, 3], [0, 0]]
+    assert index.chunk_shapes.tolist() == [[1, 1], [2, 3], [1, 1]]
+    assert index.has_grid.tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("spoilt", [[True], [1.0], [-1], [2**62], [1] * 65, "12", (1,)])
