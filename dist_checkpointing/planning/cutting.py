@@ -1,4 +1,4 @@
-"""Shards cut into what is stored: along a chunk grid, in rows, in ranges; all rows of a table at once.
+"""Shards cut into what is stored, along a grid, in rows or in ranges: all rows of a table at once.
 
 Every function returns the parts as a table, and for each of them the row that it was cut from. The
 parts of a row follow each other in C order.
