@@ -22,6 +22,11 @@ def _named(ranks: Int32s) -> tuple[int, ...]:
     return tuple(ranks[:_MAX_NAMED_RANKS].tolist())
 
 
+def main_rows(catalog: ShardTable) -> ShardTable:
+    """The main replicas that have elements, sorted by key, with the ranks that hold them."""
+    return catalog.take(catalog.main & (catalog.num_elements > 0)).of_ranks()
+
+
 def check_coverage(catalog: ShardTable, written: ShardTable) -> None:
     """Raise one error with everything ``find_coverage_problems`` finds.
 
@@ -47,7 +52,7 @@ def check_agreement(catalog: ShardTable) -> None:
     groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
     findings, _ = _find_disagreements(groups)
     if findings:
-        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
+        check_coverage(catalog, main_rows(catalog))
 
 
 def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Finding]:

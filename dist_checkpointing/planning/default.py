@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from dist_checkpointing.planning.coverage import main_rows
 from dist_checkpointing.planning.items import LocalPlans, SavePlan, WriteItem
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.planners import Destinations, Leaves, LoadPlanner, SavePlanner
@@ -45,10 +46,25 @@ class DefaultSavePlanner(SavePlanner):
         return SavePlan(describe(self._leaves, self._rank))
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
-        catalog = LocalPlans.of(all_plans).catalog
-        written = catalog.take(catalog.main & (catalog.num_elements > 0))
-        index = index_of(self._layout, catalog, written)
+        written, index = self.assign(LocalPlans.of(all_plans).catalog, len(all_plans))
         return by_rank(all_plans, written, index), index
+
+    def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
+        """Who writes what, and what the checkpoint then holds, from what all ranks hold.
+
+        All that ``build_global_plan`` does, without the plans of all ranks: a save calls this
+        unless a subclass has a ``build_global_plan`` of its own.
+
+        Args:
+            catalog: the shards of all ranks, sorted by key.
+            num_ranks: number of ranks.
+
+        Returns:
+            The rows that are written with the ranks that write them, sorted by key; the index.
+        """
+        del num_ranks
+        written = main_rows(catalog)
+        return written, index_of(self._layout, catalog, written)
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
         assert plan.index is not None

@@ -114,15 +114,17 @@ class ShardTable:
         sizes = np.array([len(ranks) for ranks in self.holders], dtype=np.int64)
         if sizes[self.ranks].sum() > _MANY_ROWS:
             sizes = np.minimum(sizes, _MOST_HOLDERS)
+        begins = np.cumsum(sizes) - sizes
+        held = zip(self.holders, sizes.tolist(), strict=True)
+        members = np.concatenate([np.empty(0, np.int32), *(ranks[:size] for ranks, size in held)])
         counts = sizes[self.ranks]
+        if (counts == 1).all():
+            return replace(self, ranks=members[begins[self.ranks]], holders=None)
         rows = np.repeat(np.arange(len(self)), counts)
         place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        begins = np.cumsum(sizes) - sizes
-        ranks = np.concatenate(
-            [held[:size] for held, size in zip(self.holders, sizes.tolist(), strict=True)]
-        )[begins[self.ranks[rows]] + place]
+        ranks = members[begins[self.ranks[rows]] + place]
         table = replace(self.take(rows), ranks=ranks, holders=None)
-        return table if (counts <= 1).all() else table.take(np.lexsort((ranks, table.keys)))
+        return table.take(np.lexsort((ranks, table.keys)))
 
     def column(self, name: str) -> Any:
         """One of ``COLUMNS``."""
