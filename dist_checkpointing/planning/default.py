@@ -13,12 +13,13 @@ from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.planning.coverage import main_rows
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.items import LocalPlans, SavePlan, WriteItem
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.planners import Destinations, Leaves, LoadPlanner, SavePlanner
 from dist_checkpointing.planning.read_table import LoadPlan, ReadItem, object_rows
 from dist_checkpointing.planning.reads import WantedShards, plan_load
-from dist_checkpointing.planning.shard_table import ShardTable, describe
+from dist_checkpointing.planning.shard_table import ShardTable
 
 
 class DefaultSavePlanner(SavePlanner):

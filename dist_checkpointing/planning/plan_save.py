@@ -20,10 +20,11 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage, main_rows
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import Exchanged, exchange_tables
 from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate, describe
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate
 
 _TENSORS, _FLATTENED, _OBJECTS, _OTHERS = "tensors", "flattened", "objects", "others"
 

@@ -7,6 +7,7 @@ arithmetic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
@@ -14,11 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.element_types import ELEMENT_TYPES
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 
 OBJECT = "object"
 """Stands in the dtype column for a ShardedObject."""
@@ -240,9 +238,9 @@ class TableRows:
             keys=np.array(keys, dtype=np.int32),
             dtypes=np.array(types, dtype=np.int32),
             ndim=ndim,
-            global_shapes=_padded(global_shapes, ndim, 1),
-            offsets=_padded(offsets, ndim, 0),
-            shapes=_padded(shapes, ndim, 1),
+            global_shapes=padded(global_shapes, ndim, 1),
+            offsets=padded(offsets, ndim, 0),
+            shapes=padded(shapes, ndim, 1),
             flat=np.array(flats, dtype=np.int64).reshape(len(keys), 2),
             main=np.array(mains, dtype=np.bool_),
             sources=np.array(sources, dtype=np.int32),
@@ -250,71 +248,13 @@ class TableRows:
         )
 
 
-def _padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
+def padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
     """Ragged rows as one array."""
     width = int(ndim.max(initial=0))
-    padded = np.full((len(rows), width), fill, dtype=np.int64)
+    wide = np.full((len(rows), width), fill, dtype=np.int64)
     inside = np.arange(width) < ndim[:, None]
-    padded[inside] = [number for row in rows for number in row]
-    return padded
-
-
-def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
-    """The table of this rank's tensors and objects, in the given order.
-
-    Raises:
-        InvalidShardingError: for a leaf whose fields contradict each other (they are mutable, so
-            they are checked again here), a dtype that cannot be stored or an empty key.
-    """
-    findings: list[Finding] = []
-    rows = TableRows()
-    for source, leaf in enumerate(leaves):
-        try:
-            _add(rows, leaf, source)
-        except InvalidShardingError as error:
-            findings += error.findings
-    if findings:
-        raise InvalidShardingError("the sharded state dict is invalid", findings)
-    return rows.table(rank)
-
-
-def _add(rows: TableRows, leaf: ShardedBase, source: int) -> None:
-    key: object = leaf.key
-    if not isinstance(key, str) or not key:
-        finding = Finding("a key must be a string that is not empty", found=repr(key))
-        raise InvalidShardingError("invalid key", [finding])
-    try:
-        key.encode()
-    except UnicodeEncodeError as error:
-        finding = Finding(f"a key must be text that UTF-8 can hold: {error}", found=repr(key))
-        raise InvalidShardingError("invalid key", [finding]) from error
-    leaf.validate_metadata_integrity()
-    main = is_main_replica(leaf.replica_id)
-    if isinstance(leaf, ShardedTensor):
-        rows.add(
-            key=key,
-            dtype=dtypes.from_torch(leaf.dtype, key=key).name,
-            global_shape=tuple(leaf.global_shape),
-            offset=tuple(leaf.global_offset),
-            shape=(1,) * leaf.prepend_axis_num + tuple(leaf.local_shape),
-            flat=leaf.flat_range,
-            main=main,
-            source=source,
-        )
-    elif isinstance(leaf, ShardedObject):
-        rows.add(
-            key=key,
-            dtype=OBJECT,
-            global_shape=tuple(leaf.global_shape),
-            offset=tuple(leaf.global_offset),
-            shape=(1,) * len(leaf.global_shape),
-            flat=None,
-            main=main,
-            source=source,
-        )
-    else:
-        finding = Finding("cannot be described", key, found=type(leaf).__name__)
-        raise InvalidShardingError("unknown kind of sharded leaf", [finding])
+    wide[inside] = [*itertools.chain.from_iterable(rows)]
+    return wide
 
 
 class SomeRows(Protocol):

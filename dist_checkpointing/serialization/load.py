@@ -31,8 +31,8 @@ from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import value_at
 from dist_checkpointing.mapping.partition import Partition, partition
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
-from dist_checkpointing.planning.shard_table import describe
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import (

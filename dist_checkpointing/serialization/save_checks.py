@@ -19,9 +19,10 @@ from dist_checkpointing.mapping import is_main_replica
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import ShardTable, describe
+from dist_checkpointing.planning.shard_table import ShardTable
 
 
 def require_same_format(

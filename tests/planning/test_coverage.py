@@ -23,8 +23,9 @@ from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.pieces import Pieces
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
 from dist_checkpointing.planning.coverage import check_coverage, find_coverage_problems
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate
 from dist_checkpointing.planning.tiling import miscounted_parts
 
 Ints = tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,8 +16,9 @@ from dist_checkpointing import ShardedObject, ShardedTensor
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints, largest_divisor_block, split_rows
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout, index_of
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate
 
 Part = tuple[Box, tuple[int, int] | None]
 
@@ -44,13 +46,13 @@ def shards(draw: st.DrawFn, key: str) -> list[ShardedTensor]:
                 (*box.shape[:axis], end - begin, *box.shape[axis + 1 :]),
             )
             for box in boxes
-            for begin, end in zip(edges, edges[1:], strict=False)
+            for begin, end in itertools.pairwise(edges)
         ]
     parts: list[Part] = [(box, None) for box in boxes]
     if draw(st.booleans()):
         cuts = st.integers(0, math.prod(shape))
         edges = sorted([0, *draw(st.lists(cuts, max_size=3)), math.prod(shape)])
-        parts = [(Box.whole(shape), (a, b)) for a, b in zip(edges, edges[1:], strict=False)]
+        parts = [(Box.whole(shape), (a, b)) for a, b in itertools.pairwise(edges)]
     return [
         ShardedTensor(
             key,

@@ -21,11 +21,12 @@ from dist_checkpointing.planning import BalancedSavePlanner, DefaultSavePlanner,
 from dist_checkpointing.planning import exchange as exchange_module
 from dist_checkpointing.planning.balance import HolderSets, rows_of_ranks, tensor_holdings
 from dist_checkpointing.planning.coverage import find_coverage_problems, main_rows
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.packing import PackedTable, pack
 from dist_checkpointing.planning.plan_save import plan_save
-from dist_checkpointing.planning.shard_table import COLUMNS, ShardTable, concatenate, describe
+from dist_checkpointing.planning.shard_table import COLUMNS, ShardTable, concatenate
 from dist_checkpointing.testing import run_ranks
 
 

@@ -32,7 +32,7 @@ from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import DefaultLoadPlanner, ReadItem
-from dist_checkpointing.planning.shard_table import describe
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.fully_parallel import (

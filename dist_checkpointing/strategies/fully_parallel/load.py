@@ -16,8 +16,9 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import ShardTable, describe
+from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import (
