@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.format.geometry import Box, ravel_offset
+from dist_checkpointing.format.geometry import Box
 
 Int64s = npt.NDArray[np.int64]
 Integers = npt.NDArray[np.int32] | Int64s
@@ -62,9 +61,8 @@ class Pieces:
         Raises:
             ValueError: if they do not fit together.
         """
-        boxes = [_array_from_json(column) for column in (offsets, shapes)]
         ranges = _array_from_json(flat, least=-1)
-        table = cls(*boxes, ranges)
+        table = cls(_array_from_json(offsets), _array_from_json(shapes), ranges)
         if not len(table.offsets) == len(table.shapes) == len(ranges) or not len(ranges):
             raise ValueError("pieces of different length, or none")
         if table.offsets.shape != table.shapes.shape:
@@ -96,89 +94,6 @@ class Pieces:
         rows = zip(self.offsets.tolist(), self.shapes.tolist(), self.flat.tolist(), strict=True)
         for offset, shape, (start, stop) in rows:
             yield Box(tuple(offset), tuple(shape)), None if start < 0 else (start, stop)
-
-    def meeting(self, box: Box) -> Int64s:
-        """Rows of the pieces that may hold elements of ``box``, ascending.
-
-        Looks at each distinct box of the pieces once, and searches the flattened ranges of those
-        that meet ``box`` by bisection. A range is found if it meets the run from the first to the
-        last wanted element of its box, and may still hold none between them.
-        """
-        chains = self._chains
-        lower = np.maximum(chains.offsets, box.offset)
-        upper = np.minimum(chains.offsets + chains.shapes, box.stop)
-        meets = (lower < upper).all(axis=1)
-        found = [chains.rows[(meets & ~chains.is_flat)[chains.of_row]]]
-        for chain in np.flatnonzero(meets & chains.is_flat).tolist():
-            offset, shape = chains.offsets[chain], tuple(chains.shapes[chain].tolist())
-            first = ravel_offset(tuple((lower[chain] - offset).tolist()), shape)
-            last = ravel_offset(tuple((upper[chain] - offset - 1).tolist()), shape)
-            begin, end = chains.edges[chain : chain + 2].tolist()
-            # Starts ascend in a chain, and stops do in all but a damaged one.
-            last_row = begin + int(np.searchsorted(chains.starts[begin:end], last, "right"))
-            if chains.stops_ascend:
-                begin += int(np.searchsorted(chains.stops[begin:end], first, "right"))
-            held = chains.stops[begin:last_row] > np.maximum(chains.starts[begin:last_row], first)
-            found.append(chains.rows[begin:last_row][held])
-        return np.sort(np.concatenate(found))
-
-    @cached_property
-    def _chains(self) -> _Chains:
-        return _Chains.of(self)
-
-    def __getstate__(self) -> dict[str, Int64s]:
-        # What is only remembered does not travel.
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chains:
-    """Pieces sorted by box and start: those of one box are a chain.
-
-    Attributes:
-        rows: row of each sorted piece in the table.
-        of_row: ``[pieces]``, chain of each sorted piece.
-        edges: ``[chains + 1]``, where the pieces of each chain begin.
-        offsets: ``[chains, axes]``.
-        shapes: ``[chains, axes]``.
-        is_flat: ``[chains]``, whether its pieces are flattened ranges.
-        starts: ``[pieces]``, sorted.
-        stops: ``[pieces]``, in the order of the starts.
-        stops_ascend: whether they do so in every chain.
-    """
-
-    rows: Int64s
-    of_row: Int64s
-    edges: Int64s
-    offsets: Int64s
-    shapes: Int64s
-    is_flat: npt.NDArray[np.bool_]
-    starts: Int64s
-    stops: Int64s
-    stops_ascend: bool
-
-    @classmethod
-    def of(cls, pieces: Pieces) -> _Chains:
-        rows = sorted_rows(pieces.offsets, pieces.shapes, pieces.flat)
-        offsets, shapes, flat = pieces.offsets[rows], pieces.shapes[rows], pieces.flat[rows]
-        is_flat = flat[:, 0] >= 0
-        begins = np.ones(len(rows), dtype=np.bool_)
-        begins[1:] = is_flat[1:] != is_flat[:-1]
-        for column in (*offsets.T, *shapes.T):
-            begins[1:] |= column[1:] != column[:-1]
-        firsts = np.flatnonzero(begins)
-        starts, stops = (np.ascontiguousarray(column) for column in flat.T)
-        return cls(
-            rows,
-            np.cumsum(begins) - 1,
-            np.append(firsts, len(rows)),
-            offsets[firsts],
-            shapes[firsts],
-            is_flat[firsts],
-            starts,
-            stops,
-            bool(((stops[1:] >= stops[:-1]) | begins[1:]).all()),
-        )
 
 
 def sorted_rows(

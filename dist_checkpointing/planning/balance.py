@@ -307,7 +307,8 @@ def _least_loaded(members: Integers, set_of: Int64s, sizes: Int64s, loads: Int64
     # Sets ascend, and so do all ranks once they are numbered by set.
     first = np.arange(len(members)) * len(loads)
     places = np.searchsorted((members + first[:, None]).ravel(), winners + first[set_of])
-    return places - set_of * members.shape[1]
+    columns: Int64s = places - set_of * members.shape[1]
+    return columns
 
 
 def _least_loaded_of_sets(sets: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Int64s:

@@ -85,7 +85,7 @@ def _columns(leaves: Sequence[ShardedBase], rank: int) -> ShardTable | None:
         name_of = {t: OBJECT if t is OBJECT else dtypes.from_torch(t).name for t in set(types)}
         dtype_names = [name_of[dtype] for dtype in types]
         number = {name: i for i, name in enumerate(dict.fromkeys((*keys, *dtype_names)))}
-        boxes = local
+        boxes: Sequence[Any] = local
         if any(prepended):
             boxes = [(1,) * more + own for more, own in zip(prepended, local, strict=True)]
         ndim = np.fromiter(map(len, whole), dtype=np.int32, count=len(rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,9 +43,9 @@ class RowBlockLayout:
         ]
         has_grid = groups.is_grid.copy()
         chunk_bytes = firsts.itemsizes * groups.chunk_shapes.prod(axis=1)
-        divided: dict[tuple[Ints, Ints | None, int], Ints | None] = {}
+        divided: dict[tuple[Ints, Ints, int], Ints | None] = {}
         for group in np.flatnonzero(has_grid & (chunk_bytes > self.max_chunk_bytes)).tolist():
-            question = shapes[group], chunks[group], int(firsts.itemsizes[group])
+            question = shapes[group], chunks[group] or (), int(firsts.itemsizes[group])
             if question not in divided:
                 divided[question] = self._divide(*question)
             chunks[group] = divided[question]
@@ -197,13 +197,14 @@ def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Inde
         elif key not in index:
             chunk = tuple(max(extent, 1) for extent in shape)
             empty.append((key, special.dtype(row), shape, chunk))
+    if not empty:
+        return replace(index, objects=objects)
     columns = (
         index.keys_column,
         index.dtype_column,
         index.global_shape_column,
         index.chunk_shape_column,
     )
-    if empty:
-        rows = sorted([*zip(*columns, strict=True), *empty], key=lambda row: row[0])
-        columns = tuple(map(list, zip(*rows, strict=True)))
-    return Index(*columns, index.pieces, objects)
+    rows = sorted([*zip(*columns, strict=True), *empty], key=lambda row: row[0])
+    keys, names, shapes, chunks = map(list, zip(*rows, strict=True))
+    return Index(keys, names, shapes, chunks, index.pieces, objects)

@@ -24,6 +24,7 @@ from dist_checkpointing.planning.coverage import find_coverage_problems, main_ro
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.packing import PackedTable, pack
 from dist_checkpointing.planning.plan_save import plan_save
 from dist_checkpointing.planning.shard_table import COLUMNS, ShardTable, concatenate
@@ -182,7 +183,7 @@ def test_every_rank_gets_the_plan_it_would_get_from_all_rows(
     monkeypatch.setattr(exchange_module, "_INLINE_BYTES", inline_bytes)
 
     def planned(comm: Comm) -> Any:
-        leaves = {(DictKey(i),): leaf for i, leaf in enumerate(model(comm.rank, copies))}
+        leaves: Leaves = {(DictKey(i),): leaf for i, leaf in enumerate(model(comm.rank, copies))}
         own, all_seen = BalancedSavePlanner(), SeesAllPlans()
         found = plan_save(leaves, own, RowBlockLayout(), comm)
         plain = plan_save(leaves, DefaultSavePlanner(), RowBlockLayout(), comm)
@@ -193,7 +194,7 @@ def test_every_rank_gets_the_plan_it_would_get_from_all_rows(
         assert sorted(plain.plan.items, key=repr) == sorted(same.plan.items, key=repr)
         for item in (*found.plan.items, *plain.plan.items):
             assert item.index.index is not None
-            leaf = leaves[DictKey(item.index.index),]
+            leaf: Any = leaves[DictKey(item.index.index),]
             assert leaf.key == item.index.fqn
             assert leaf.global_offset == item.index.offset
         return found.plan.table, found.index.to_json(), plain.index.to_json()
