@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -46,13 +47,18 @@ class DType:
         Raises:
             UnsupportedFormatError: if the installed torch is too old to have it.
         """
-        found: torch.dtype | None = getattr(importlib.import_module("torch"), self.name, None)
+        found = _torch_dtype(self.name)
         if found is None:
             finding = Finding(
                 "the installed torch has no such dtype", found=self.name, remedy="Update torch."
             )
             raise UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])
         return found
+
+
+@cache
+def _torch_dtype(name: str) -> torch.dtype | None:
+    return getattr(importlib.import_module("torch"), name, None)
 
 
 def _table() -> tuple[DType, ...]:

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,87 +21,39 @@ import xxhash
 
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import element_types
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints
+from dist_checkpointing.format.pieces import (
+    MAX_AXES,
+    MAX_EXTENT,
+    Int64s,
+    PieceColumns,
+    Pieces,
+    ints_from_json,
+)
+
+__all__ = [
+    "FORMAT",
+    "FORMAT_MINOR",
+    "INDEX_NAME",
+    "MAX_AXES",
+    "Index",
+    "PieceColumns",
+    "Pieces",
+    "StoredTensor",
+    "ints_from_json",
+    "read_index",
+    "write_index",
+]
 
 INDEX_NAME = ".dckpt/index.json"
 FORMAT = "dist_checkpointing.index"
 FORMAT_MINOR = 0
 _MAX_INDEX_BYTES = 1 << 32
-_MAX_EXTENT = 1 << 62
-MAX_AXES = 64
-"""More axes than that no array of numpy has."""
-_ONLY_INT = frozenset([int])
 _CHECKSUM_BYTES = len('{"checksum":"0123456789abcdef",')
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """Boxes of a tensor that are stored each on its own, because there is no chunk grid.
-
-    Attributes:
-        offsets: ``[pieces, axes]``, in elements of the global tensor.
-        shapes: ``[pieces, axes]``.
-        flat: ``[pieces, 2]``; a piece with ``start >= 0`` holds only elements ``start .. stop`` of
-            the C-order flattening of its box, as a 1-D array.
-    """
-
-    offsets: npt.NDArray[np.int64]
-    shapes: npt.NDArray[np.int64]
-    flat: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    @classmethod
-    def of(cls, ndim: int, pieces: Iterable[tuple[Box, tuple[int, int] | None]]) -> Pieces:
-        """A table of the given boxes and flat ranges."""
-        rows = list(pieces)
-        return cls(
-            np.array([box.offset for box, _ in rows], dtype=np.int64).reshape(len(rows), ndim),
-            np.array([box.shape for box, _ in rows], dtype=np.int64).reshape(len(rows), ndim),
-            np.array([flat or (-1, -1) for _, flat in rows], dtype=np.int64).reshape(-1, 2),
-        )
-
-    @classmethod
-    def from_lists(cls, offsets: Any, shapes: Any, flat: Any) -> Pieces:
-        """The table from three lists as stored.
-
-        Raises:
-            ValueError: if they do not fit together.
-        """
-        rows = [[ints_from_json(row) for row in column] for column in (offsets, shapes)]
-        ranges = [(-1, -1) if row == [-1, -1] else tuple(ints_from_json(row)) for row in flat]
-        if not len(rows[0]) == len(rows[1]) == len(ranges) or not ranges:
-            raise ValueError("pieces of different length, or none")
-        table = cls(
-            np.array(rows[0], dtype=np.int64).reshape(len(ranges), -1),
-            np.array(rows[1], dtype=np.int64).reshape(len(ranges), -1),
-            np.array(ranges, dtype=np.int64).reshape(len(ranges), 2),
-        )
-        if table.offsets.shape != table.shapes.shape:
-            raise ValueError("offsets and shapes with different axes")
-        sizes = [math.prod(shape) for shape in rows[1]]
-        for (start, stop), size in zip(ranges, sizes, strict=True):
-            if start >= 0 and not start <= stop <= size:
-                raise ValueError(f"flat range {start}:{stop} of a box with {size} elements")
-        return table
-
-    def are_inside(self, shape: Sequence[int]) -> bool:
-        """Whether all pieces lie in a tensor of this shape."""
-        return bool((self.offsets + self.shapes <= np.array(shape, dtype=np.int64)).all())
-
-    def __getitem__(self, row: int) -> tuple[Box, tuple[int, int] | None]:
-        start, stop = self.flat[row].tolist()
-        box = Box(tuple(self.offsets[row].tolist()), tuple(self.shapes[row].tolist()))
-        return box, None if start < 0 else (start, stop)
-
-    def __iter__(self) -> Iterator[tuple[Box, tuple[int, int] | None]]:
-        rows = zip(self.offsets.tolist(), self.shapes.tolist(), self.flat.tolist(), strict=True)
-        for offset, shape, (start, stop) in rows:
-            yield Box(tuple(offset), tuple(shape)), None if start < 0 else (start, stop)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StoredTensor:
     """One global tensor as stored: either on a chunk grid, or as pieces."""
 
@@ -111,7 +63,7 @@ class StoredTensor:
     chunk_shape: Ints | None
     pieces: Pieces | None = None
 
-    @property
+    @cached_property
     def grid(self) -> ChunkGrid:
         """The chunk grid; only for tensors that have one."""
         assert self.chunk_shape is not None
@@ -146,8 +98,16 @@ class StoredTensor:
 class Index(Mapping[str, StoredTensor]):
     """Key -> stored tensor, plus the grids of sharded objects that the backend holds itself.
 
-    Columns of equal length, one entry a tensor; ``pieces`` only for tensors without a chunk grid.
-    ``codec`` names the compression of all chunks, if there is one.
+    Columns of equal length, one entry a tensor; a tensor becomes an object when it is asked for.
+
+    Attributes:
+        keys_column: the keys.
+        dtype_column: names of the dtypes.
+        global_shape_column: global shapes.
+        chunk_shape_column: chunk shapes; None for tensors that are stored as pieces.
+        pieces: of the tensors that are stored as pieces.
+        objects: grids of the sharded objects that the backend holds itself.
+        codec: name of the compression of all chunks, if there is one.
     """
 
     keys_column: Sequence[str]
@@ -198,6 +158,30 @@ class Index(Mapping[str, StoredTensor]):
     def __contains__(self, key: object) -> bool:
         return key in self._row
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is only remembered does not travel.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def rows_of(self, keys: Iterable[str]) -> Int64s:
+        """Position of each key in the columns; -1 for a key that is not there."""
+        row = self._row.get
+        return np.array([row(key, -1) for key in keys], dtype=np.int64)
+
+    @cached_property
+    def has_grid(self) -> npt.NDArray[np.bool_]:
+        """Which tensors have a chunk grid."""
+        return np.array([chunk is not None for chunk in self.chunk_shape_column], dtype=np.bool_)
+
+    @cached_property
+    def chunk_shapes(self) -> Int64s:
+        """``[tensors, axes]``: chunk shapes; what is further, or without a grid, is 1."""
+        chunks = [chunk or () for chunk in self.chunk_shape_column]
+        ndim = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
+        shapes = np.ones((len(ndim), int(ndim.max(initial=0))), dtype=np.int64)
+        inside = np.arange(shapes.shape[1]) < ndim[:, None]
+        shapes[inside] = [*itertools.chain.from_iterable(chunks)]
+        return shapes
+
     def chunk_shape(self, key: str) -> Sequence[int] | None:
         """Chunk shape of a tensor; None if it is stored as pieces, or not at all."""
         row = self._row.get(key)
@@ -229,30 +213,23 @@ class Index(Mapping[str, StoredTensor]):
 
     def to_json(self) -> bytes:
         """The bytes of the index file."""
-        pieces = {
-            key: {
-                "offsets": table.offsets.tolist(),
-                "shapes": table.shapes.tolist(),
-                "flat": table.flat.tolist(),
-            }
-            for key, table in self.pieces.items()
-        }
-        content = {
+        pieces = (f"{_text(key)}:{_pieces_text(table)}" for key, table in self.pieces.items())
+        begin = {
             "format": FORMAT,
             "format_minor": FORMAT_MINOR,
-            "keys": list(self.keys_column),
-            "dtypes": list(self.dtype_column),
-            "global_shapes": [list(shape) for shape in self.global_shape_column],
-            "chunk_shapes": [s if s is None else list(s) for s in self.chunk_shape_column],
-            "pieces": pieces,
-            "objects": {key: list(shape) for key, shape in self.objects.items()},
-            "codec": self.codec,
+            "keys": [*self.keys_column],
+            "dtypes": [*self.dtype_column],
+            "global_shapes": [*self.global_shape_column],
+            "chunk_shapes": [*self.chunk_shape_column],
         }
-        body = json.dumps(content, separators=(",", ":")).encode()
+        end = {"objects": dict(self.objects), "codec": self.codec}
+        text = f'{_text(begin)[:-1]},"pieces":{{{",".join(pieces)}}},{_text(end)[1:]}'
+        body = text.encode()
         # Still one JSON object, and a flipped digit in a shape does not go unnoticed.
         return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
 
     @classmethod
+    @paused_collector()
     def from_json(cls, data: bytes, path: str = INDEX_NAME) -> Index:
         """Read and check the bytes of an index file.
 
@@ -274,10 +251,7 @@ class Index(Mapping[str, StoredTensor]):
                 _strings(content["dtypes"]),
                 _shapes(keys, content["global_shapes"]),
                 _shapes(keys, content["chunk_shapes"], optional=True),
-                {
-                    key: Pieces.from_lists(table["offsets"], table["shapes"], table["flat"])
-                    for key, table in content["pieces"].items()
-                },
+                _pieces_from_json(content.pop("pieces")),
                 {key: tuple(_extents(key, shape)) for key, shape in content["objects"].items()},
                 _optional_string(content["codec"]),
             )
@@ -294,14 +268,43 @@ class Index(Mapping[str, StoredTensor]):
             element_types.from_name(name)
         rows = zip(self.keys_column, self.global_shape_column, self.chunk_shape_column, strict=True)
         for key, shape, chunk in rows:
-            if (chunk is None) == (key not in self.pieces):
+            if chunk is None:
+                if key not in self.pieces:
+                    raise ValueError(f"{key!r} needs either a chunk grid or pieces")
+                pieces = self.pieces[key]
+                if pieces.offsets.shape[1:] != (len(shape),):
+                    raise ValueError(f"{key!r} has pieces of another number of axes")
+                if not pieces.are_inside(shape):
+                    raise ValueError(f"{key!r} has pieces outside of it")
+            elif key in self.pieces:
                 raise ValueError(f"{key!r} needs either a chunk grid or pieces")
-            if chunk is not None and (len(chunk) != len(shape) or 0 in chunk):
+            elif len(chunk) != len(shape) or 0 in chunk:
                 raise ValueError(f"{key!r} has chunk shape {chunk} for shape {shape}")
-            if key in self.pieces and self.pieces[key].offsets.shape[1:] != (len(shape),):
-                raise ValueError(f"{key!r} has pieces of another number of axes")
-            if key in self.pieces and not self.pieces[key].are_inside(shape):
-                raise ValueError(f"{key!r} has pieces outside of it")
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _pieces_text(pieces: Pieces) -> str:
+    columns = {"offsets": pieces.offsets, "shapes": pieces.shapes, "flat": pieces.flat}
+    return f"{{{','.join(f'{_text(name)}:{_rows_text(c)}' for name, c in columns.items())}}}"
+
+
+def _rows_text(rows: Int64s) -> str:
+    """Rows of ints as JSON. Flattened pieces of one box have the same offset and shape."""
+    if len(rows) > 1 and (rows == rows[0]).all():
+        return f"[{','.join([_text(rows[0].tolist())] * len(rows))}]"
+    return _text(rows.tolist())
+
+
+def _pieces_from_json(content: Any) -> PieceColumns:
+    pieces = {}
+    # Each table is let go of once it is an array: the lists take ten times as much memory.
+    for key in [*content.keys()]:
+        table = content.pop(key)
+        pieces[key] = Pieces.from_lists(table["offsets"], table["shapes"], table["flat"])
+    return PieceColumns.of(pieces)
 
 
 def _strings(values: Any) -> list[str]:
@@ -314,10 +317,25 @@ def _shapes(keys: Sequence[str], column: Any, *, optional: bool = False) -> list
     """A column of shapes, one a key; None stays if it is optional."""
     if not isinstance(column, list) or len(column) != len(keys):
         raise ValueError("columns of different length")
-    return [
-        None if shape is None and optional else _extents(key, shape)
-        for key, shape in zip(keys, column, strict=True)
-    ]
+    shapes = [shape for shape in column if shape is not None] if optional else column
+    if not _are_extents(shapes):
+        for key, shape in zip(keys, column, strict=True):
+            if shape is not None or not optional:
+                _extents(key, shape)
+    return column
+
+
+def _are_extents(shapes: list[Any]) -> bool:
+    """Whether all are lists of extents, which takes a look at each number but no Python for it."""
+    if not {list}.issuperset(map(type, shapes)):
+        return False
+    numbers = [*itertools.chain.from_iterable(shapes)]
+    return (
+        {int}.issuperset(map(type, numbers))
+        and min(numbers, default=0) >= 0
+        and max(numbers, default=0) < MAX_EXTENT
+        and max(map(len, shapes), default=0) <= MAX_AXES
+    )
 
 
 def _extents(key: str, shape: Any) -> list[int]:
@@ -331,22 +349,6 @@ def _optional_string(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"expected a string, found {value!r}")
     return value
-
-
-def ints_from_json(values: Any) -> list[int]:
-    """A list of shapes or offsets as it came out of a JSON file.
-
-    Raises:
-        ValueError: if it holds anything but integers that can be extents.
-    """
-    # type() and not isinstance(): JSON true is an int to Python.
-    if not isinstance(values, list) or not _ONLY_INT.issuperset(map(type, values)):
-        raise ValueError(f"expected a list of ints >= 0, found {values!r}")
-    if values and (min(values) < 0 or max(values) >= _MAX_EXTENT):
-        raise ValueError(f"expected a list of ints >= 0, found {values!r}")
-    if len(values) > MAX_AXES:
-        raise ValueError(f"expected at most {MAX_AXES} axes, found {len(values)}")
-    return values
 
 
 def write_index(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import xxhash
@@ -38,18 +38,15 @@ class AgreedCache(Generic[T]):
         """
         return self._kept[1] if self._kept is not None and self._kept[0] == own else None
 
-    def keep(self, own: object, value: T, brought: Iterable[bytes]) -> None:
+    def keep(self, own: object, value: T, number: int) -> None:
         """Remember a value.
 
         Args:
             own: what this rank brought.
             value: made of what all ranks brought.
-            brought: what all ranks brought, packed.
+            number: stands for what all ranks brought, below 2**62.
         """
-        digest = xxhash.xxh3_64()
-        for data in brought:
-            digest.update(data)
-        self._kept = own, digest.intdigest() >> 2, value
+        self._kept = own, number, value
 
     def work_out(
         self,
@@ -76,5 +73,8 @@ class AgreedCache(Generic[T]):
         with comm.agreed(step):
             value = make(brought)
         if self._keeps:
-            self.keep(own, value, brought)
+            digest = xxhash.xxh3_64()
+            for data in brought:
+                digest.update(data)
+            self.keep(own, value, digest.intdigest() >> 2)
         return value

@@ -8,6 +8,7 @@ arrays.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -15,7 +16,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dist_checkpointing.planning.shard_table import Bools, Int64s, Integers, ShardTable
+from dist_checkpointing.planning.shard_table import (
+    Bools,
+    Int32s,
+    Int64s,
+    Integers,
+    ShardTable,
+)
 
 ShardId = TypeVar("ShardId", bound=Hashable)
 
@@ -87,9 +94,10 @@ class Holdings:
     flattened range and shape.
 
     Attributes:
-        rows: rows of the table, those of one part together, in order of rank; one a rank.
+        rows: Rows of the table, those of one part together, in the order of the table; one for each
+            rank, or set of ranks, that holds the part.
         starts: ``[parts + 1]``, where the rows of each part begin in ``rows``.
-        main_rows: the row of the main replica of each part; -1 where there is none or more than
+        main_rows: The row of the main replica of each part; -1 where there is none or more than
             one.
     """
 
@@ -102,12 +110,12 @@ class Holdings:
 
     @property
     def counts(self) -> Int64s:
-        """Number of ranks that hold each part."""
+        """Number of rows of each part."""
         return np.diff(self.starts)
 
     @property
     def firsts(self) -> Int64s:
-        """The row of the lowest rank that holds each part."""
+        """The first row of each part, which is that of the lowest rank."""
         return self.rows[self.starts[:-1]]
 
     @property
@@ -121,16 +129,86 @@ class Holdings:
         rows = self.rows[np.repeat(kept, self.counts)]
         return Holdings(rows, _starts(counts), self.main_rows[kept])
 
-    def within(self, groups: Int64s) -> Holdings:
-        """The same parts without the rows of ranks outside of the main replica's group.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HolderSets:
+    """The distinct sets of ranks that hold a part. There are few, however many ranks and parts.
+
+    Attributes:
+        ranks: Those of one set together and ascending.
+        starts: ``[sets + 1]``, where the ranks of each set begin.
+        of_part: ``[parts]``, which set holds each part.
+    """
+
+    ranks: Int32s
+    starts: Int64s
+    of_part: Int64s
+
+    @classmethod
+    def of(cls, table: ShardTable, holdings: Holdings, groups: Int64s | None = None) -> HolderSets:
+        """Who holds each part.
 
         Args:
-            groups: number of the group of each row of the table.
+            table: whose rows the holdings are about.
+            holdings: parts that have a main replica each.
+            groups: number of the group of each rank: ranks outside of the main replica's are left
+                out.
         """
-        home = np.repeat(groups[self.main_rows], self.counts)
-        kept = groups[self.rows] == home
-        counts = np.bincount(self.parts[kept], minlength=len(self))
-        return Holdings(self.rows[kept], _starts(counts), self.main_rows)
+        numbers = table.ranks[holdings.rows]
+        home = np.zeros(len(holdings), dtype=np.int64)
+        if groups is not None:
+            home = groups[table.take(holdings.main_rows).of_ranks().ranks]
+        of_part, examples = _alike(numbers, holdings.starts, home)
+        sets = []
+        for part in examples.tolist():
+            held = numbers[holdings.starts[part] : holdings.starts[part + 1]]
+            if table.holders is not None:
+                held = np.sort(np.concatenate([table.holders[number] for number in held.tolist()]))
+            sets.append(held if groups is None else held[groups[held] == home[part]])
+        ranks = np.concatenate([np.empty(0, dtype=np.int32), *sets])
+        return cls(ranks, _starts(np.array([*map(len, sets)], dtype=np.int64)), of_part)
+
+
+def _alike(numbers: Int32s, starts: Int64s, home: Int64s) -> tuple[Int64s, Int64s]:
+    """Parts with the same numbers and home as groups: the group of each, a part of each group."""
+    counts = np.diff(starts)
+    for seed in itertools.count():
+        # Parts with equal sums are the same but for a chance of one in 10**19, so that is checked.
+        weights = np.random.default_rng(seed).integers(0, 2**63, int(numbers.max(initial=0)) + 1)
+        sums = np.add.reduceat(weights[numbers], starts[:-1]) if len(counts) else counts
+        _, examples, groups = np.unique(sums * 3 + home, return_index=True, return_inverse=True)
+        example = examples[groups]
+        if not ((counts == counts[example]) & (home == home[example])).all():
+            continue
+        place = np.arange(len(numbers)) - np.repeat(starts[:-1], counts)
+        if (numbers == numbers[np.repeat(starts[:-1][example], counts) + place]).all():
+            return groups, examples
+    raise AssertionError("the loop has no end")
+
+
+def rows_of_ranks(table: ShardTable, holdings: Holdings, parts: Int64s, ranks: Int32s) -> Int64s:
+    """The rows by which some ranks hold some parts; ``parts`` and ``ranks`` are of one length."""
+    numbers, origins = ranks.astype(np.int64), np.arange(len(parts))
+    most = int(table.ranks.max(initial=0)) + 1
+    if table.holders is not None:
+        # Every rank stands in a few sets, and one of them is that of the row.
+        sizes = np.array([len(held) for held in table.holders], dtype=np.int64)
+        sets = np.repeat(np.arange(len(sizes)), sizes)
+        members = np.concatenate([np.empty(0, dtype=np.int32), *table.holders])
+        order = np.argsort(members, kind="stable")
+        members, sets = members[order], sets[order]
+        first, last = (np.searchsorted(members, ranks, side) for side in ("left", "right"))
+        counts = last - first
+        origins = np.repeat(origins, counts)
+        place = np.arange(len(origins)) - np.repeat(np.cumsum(counts) - counts, counts)
+        numbers = sets[first[origins] + place]
+    held = holdings.parts * most + table.ranks[holdings.rows]
+    asked = parts[origins] * most + numbers
+    found = np.minimum(np.searchsorted(held, asked), len(held) - 1)
+    is_held = held[found] == asked
+    rows = np.full(len(parts), -1, dtype=np.int64)
+    rows[origins[is_held]] = holdings.rows[found[is_held]]
+    return rows
 
 
 def _starts(counts: Int64s) -> Int64s:
@@ -160,7 +238,10 @@ def find_holdings(table: ShardTable, rows: Int64s) -> Holdings:
     begins = starts_here | differs
     part = np.cumsum(begins) - 1
     main = own.main[order]
-    mains = np.bincount(part[main], minlength=int(begins.sum()))
+    weights = np.ones(len(own), dtype=np.int64)
+    if own.holders is not None:
+        weights = np.array([len(held) for held in own.holders], dtype=np.int64)[own.ranks]
+    mains = np.bincount(part[main], weights[order[main]], minlength=int(begins.sum()))
     main_rows = np.full(len(mains), -1, dtype=np.int64)
     main_rows[part[main]] = rows[order[main]]
     main_rows[mains != 1] = -1
@@ -186,7 +267,8 @@ def share_out(
     """One holder for each unit of data, as ``distribute_shards_to_ranks`` would choose it.
 
     Args:
-        ranks: the holders of all parts, those of one part together and ascending.
+        ranks: the holders of all parts (or sets of parts), those of one part together and
+            ascending.
         starts: ``[parts + 1]``, where those of each part begin.
         parts: ``[units]``, the part that each unit is, or is a piece of.
         sizes: ``[units]``, bytes.
@@ -202,13 +284,14 @@ def share_out(
     for count in np.unique(counts[~alone]).tolist():
         units = np.flatnonzero(counts == count)
         units = units[np.argsort(-sizes[units], kind="stable")]
-        members = ranks[chosen[units][:, None] + np.arange(count)]
-        chosen[units] += _least_loaded(members, sizes[units], loads)
+        used, number = np.unique(parts[units], return_inverse=True)
+        members = ranks[starts[used][:, None] + np.arange(count)]
+        chosen[units] += _least_loaded(members, number, sizes[units], loads)
     return chosen
 
 
-def _least_loaded(members: Integers, sizes: Int64s, loads: Int64s) -> Int64s:
-    """Column of ``members`` for each unit, in turn."""
+def _least_loaded(members: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Int64s:
+    """Column of ``members``, of which each row is a set of ranks, for each unit in turn."""
     leaders = members[:, 0]
     representative = np.zeros(len(loads), dtype=np.int64)
     representative[leaders] = np.arange(len(leaders))
@@ -218,12 +301,18 @@ def _least_loaded(members: Integers, sizes: Int64s, loads: Int64s) -> Int64s:
         (members == members[representative[leaders]]).all()
     )
     if are_disjoint and len(distinct) >= _FEW_SETS:
-        return _least_loaded_of_sets(sets, np.searchsorted(distinct, leaders), sizes, loads)
+        return _least_loaded_of_sets(sets, np.searchsorted(distinct, leaders)[set_of], sizes, loads)
     given = loads.tolist()
-    requests = zip(map(tuple, members.tolist()), sizes.tolist(), strict=True)
+    rows = [*map(tuple, members.tolist())]
+    requests = (
+        (rows[row], size) for row, size in zip(set_of.tolist(), sizes.tolist(), strict=True)
+    )
     winners = np.fromiter(_hand_out(requests, given), dtype=np.int64, count=len(sizes))
     loads[:] = given
-    columns: Int64s = (members == winners[:, None]).argmax(axis=1)
+    # Sets ascend, and so do all ranks once they are numbered by set.
+    first = np.arange(len(members)) * len(loads)
+    places = np.searchsorted((members + first[:, None]).ravel(), winners + first[set_of])
+    columns: Int64s = places - set_of * members.shape[1]
     return columns
 
 

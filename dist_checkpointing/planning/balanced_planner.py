@@ -12,9 +12,16 @@ import numpy as np
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
-from dist_checkpointing.planning.balance import Holdings, fixed_rows, share_out, tensor_holdings
-from dist_checkpointing.planning.default import DefaultSavePlanner, as_stored, by_rank
-from dist_checkpointing.planning.items import LocalPlans, SavePlan
+from dist_checkpointing.planning.balance import (
+    HolderSets,
+    Holdings,
+    fixed_rows,
+    rows_of_ranks,
+    share_out,
+    tensor_holdings,
+)
+from dist_checkpointing.planning.default import DefaultSavePlanner
+from dist_checkpointing.planning.items import SavePlan
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 
@@ -67,71 +74,74 @@ class BalancedSavePlanner(DefaultSavePlanner):
             check_replicas_have_data(self._leaves)
         return super().build_local_plan()
 
-    def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
+    def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
         if not self.remove_redundancy:
-            return super().build_global_plan(all_plans)
-        catalog = LocalPlans.of(all_plans).catalog
+            return super().assign(catalog, num_ranks)
         found = tensor_holdings(catalog)
         shared = found.only(found.main_rows >= 0)
+        groups = None
         if self.groups is not None:
-            if len(self.groups) != len(all_plans):
+            if len(self.groups) != num_ranks:
                 finding = Finding(
-                    "groups must have one number a rank",
-                    expected=len(all_plans),
-                    found=len(self.groups),
+                    "groups must have one number a rank", expected=num_ranks, found=len(self.groups)
                 )
                 raise CheckpointingException("the planner is for another world", [finding])
             groups = np.array(self.groups, dtype=np.int64)
-            shared = shared.within(groups[catalog.ranks])
-        shares = self._shares(catalog, shared, len(all_plans))
-        return by_rank(all_plans, shares.written, shares.index), shares.index
+        sets = HolderSets.of(catalog, shared, groups)
+        best = self._assignment(catalog, shared, sets, num_ranks)
+        return best.written.take(np.argsort(best.written.keys, kind="stable")), best.index
 
-    def _shares(self, catalog: ShardTable, shared: Holdings, num_ranks: int) -> _Shares:
-        fixed = fixed_rows(catalog, shared)
+    def _assignment(
+        self, catalog: ShardTable, shared: Holdings, sets: HolderSets, num_ranks: int
+    ) -> _Assignment:
+        is_fixed = fixed_rows(catalog, shared)
+        fixed = catalog.take(is_fixed).of_ranks()
         firsts = shared.firsts
-        both = np.concatenate([firsts, fixed])
+        both = np.concatenate([firsts, is_fixed])
         whole = catalog.take(both[np.argsort(catalog.keys[both], kind="stable")])
 
-        def shares(layout: Layout) -> _Shares:
+        def assigned(layout: Layout) -> _Assignment:
             index = index_of(layout, catalog, whole)
-            units, parts = as_stored(catalog.take(firsts), index, layout)
+            units, parts = layout.cut(catalog.take(firsts), index)
             order = np.argsort(parts, kind="stable")
             units, parts = units.take(order), parts[order]
             loads = np.zeros(num_ranks, dtype=np.int64)
-            np.add.at(loads, catalog.ranks[fixed], catalog.num_bytes[fixed])
+            np.add.at(loads, fixed.ranks, fixed.num_bytes)
+            own_sets = sets.of_part[parts]
             if self.save_to_minimum_rank:
-                writers = firsts[parts]
+                writers = sets.ranks[sets.starts[own_sets]]
             else:
-                ranks = catalog.ranks[shared.rows]
-                chosen = share_out(ranks, shared.starts, parts, units.num_bytes, loads)
-                writers = shared.rows[chosen]
+                sizes = units.num_bytes
+                writers = sets.ranks[share_out(sets.ranks, sets.starts, own_sets, sizes, loads)]
+            rows = rows_of_ranks(catalog, shared, parts, writers)
             own = replace(
                 units,
-                ranks=catalog.ranks[writers],
-                sources=catalog.sources[writers],
-                main=catalog.main[writers],
+                ranks=writers,
+                sources=catalog.sources[rows],
+                main=catalog.main[rows],
+                holders=None,
             )
-            return _Shares(index, own.followed_by(catalog.take(fixed)), loads)
+            return _Assignment(index, own.followed_by(fixed), loads)
 
-        first = shares(self._layout)
+        first = assigned(self._layout)
         mean = first.loads.sum() / num_ranks
         finer = _finer(self._layout, mean)
         if finer is None or first.loads.max() <= _WELL_BALANCED * mean:
             return first
-        if not (shared.counts > 1).any():
+        if not (np.diff(sets.starts) > 1).any():
             return first
-        second = shares(finer)
+        second = assigned(finer)
         return second if second.loads.max() < first.loads.max() else first
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Shares:
+class _Assignment:
     """Who writes what, if tensors are laid out so.
 
     Attributes:
-        index: what the checkpoint then holds.
-        written: the chunks and pieces (or whole shards) with the ranks that write them.
-        loads: bytes of each rank; zeros if nobody looked.
+        index: What the checkpoint then holds.
+        written: The chunks and pieces (or whole shards) with the ranks that write them.
+        loads: Bytes of each rank; zeros where it does not matter.
     """
 
     index: Index

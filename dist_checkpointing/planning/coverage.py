@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.pieces import sorted_rows
 from dist_checkpointing.planning.key_groups import KeyGroups
 from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int32s, ShardTable
 from dist_checkpointing.planning.tiling import miscounted_parts
 
 _MAX_NAMED_RANKS = 16
-
-
 _MAX_NAMED_PARTS = 4
 
 
-def _ranks(ranks: Int32s) -> tuple[int, ...]:
-    return tuple(np.unique(ranks)[:_MAX_NAMED_RANKS].tolist())
+def _named(ranks: Int32s) -> tuple[int, ...]:
+    return tuple(ranks[:_MAX_NAMED_RANKS].tolist())
+
+
+def main_rows(catalog: ShardTable) -> ShardTable:
+    """The main replicas that have elements, sorted by key, with the ranks that hold them."""
+    return catalog.take(catalog.main & (catalog.num_elements > 0)).of_ranks()
 
 
 def check_coverage(catalog: ShardTable, written: ShardTable) -> None:
@@ -47,7 +52,7 @@ def check_agreement(catalog: ShardTable) -> None:
     groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
     findings, _ = _find_disagreements(groups)
     if findings:
-        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
+        check_coverage(catalog, main_rows(catalog))
 
 
 def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Finding]:
@@ -55,31 +60,36 @@ def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Fin
 
     Args:
         catalog: the shards of all ranks, replicas included, sorted by key.
-        written: those that are written, sorted by key.
+        written: those that are written, sorted by key, with their ranks.
     """
     groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
     findings, broken = _find_disagreements(groups)
-    writers = KeyGroups(written, written.num_elements > 0)
-    written_keys = [written.names[k] for k in written.keys[writers.starts]]
-    covered = writers.is_covered_grid
-    suspects = [
-        (key, int(group))
-        for group, key in enumerate(written_keys)
-        if not covered[group] and key not in broken
-    ]
-    for key, group in suspects:
-        rows = writers.rows(group)
-        findings += _find_gaps_and_overlaps(key, written.take(rows[writers.counted[rows]]))
-    known = set(written_keys) | broken
-    for start in groups.starts[groups.global_shapes.prod(axis=1) > 0].tolist():
-        key = catalog.key(start)
+    # Flattened ranges that follow each other from end to end count as their box.
+    merged, has_broken_chain = _merge_chains(written)
+    writers = KeyGroups(merged, merged.num_elements > 0)
+    firsts = merged.take(writers.starts)
+    names = np.array(written.names, dtype=object)
+    for group in np.flatnonzero(~writers.is_covered_grid | has_broken_chain).tolist():
+        key = names[firsts.keys[group]]
+        if key in broken:
+            continue
+        if has_broken_chain[group]:
+            begin, end = np.searchsorted(written.keys, firsts.keys[group] + np.array([0, 1]))
+            rows = written.take(slice(begin, end))
+            findings += _find_broken_chains(key, rows.take(rows.num_elements > 0))
+        else:
+            own = writers.rows(group)
+            findings += _find_gaps_and_overlaps(key, merged.take(own[writers.counted[own]]))
+    has_elements = groups.global_shapes.all(axis=1)
+    known = {*names[firsts.keys].tolist(), *broken}
+    for group in np.flatnonzero(has_elements).tolist():
+        key = catalog.key(int(groups.starts[group]))
         if key not in known:
-            rows = groups.rows(int(groups.of_row[start]))
             findings.append(
                 Finding(
                     "no rank writes it: no shard is a main replica",
                     key,
-                    ranks=_ranks(catalog.ranks[rows]),
+                    ranks=_named(catalog.ranks_of(groups.rows(group))),
                     remedy="Exactly one holder of each shard needs replica_id 0.",
                 )
             )
@@ -89,6 +99,8 @@ def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Fin
 def _find_disagreements(groups: KeyGroups) -> tuple[list[Finding], set[str]]:
     """Keys on whose dtype, kind or global shape the ranks differ, and shards out of bounds."""
     table = groups.table
+    if not _has_disagreements(table):
+        return [], set()
     first = groups.starts[groups.of_row]
     findings: list[Finding] = []
     broken: set[str] = set()
@@ -111,9 +123,9 @@ def _find_disagreements(groups: KeyGroups) -> tuple[list[Finding], set[str]]:
                 Finding(
                     f"the {aspect} of one key must be the same everywhere",
                     key,
-                    expected=f"{texts[0]} as on rank {table.ranks[reference]}",
+                    expected=f"{texts[0]} as on rank {table.first_rank(reference)}",
                     found=texts[1],
-                    ranks=_ranks(table.ranks[rows]),
+                    ranks=_named(table.ranks_of(rows)),
                 )
             )
     outside = np.any(table.offsets + table.shapes > table.global_shapes, axis=1)
@@ -129,10 +141,19 @@ def _find_disagreements(groups: KeyGroups) -> tuple[list[Finding], set[str]]:
                 key,
                 expected=f"inside {table.global_shape(row)}",
                 found=f"{box.offset} .. {box.stop}",
-                ranks=(int(table.ranks[row]),),
+                ranks=(table.first_rank(row),),
             )
         )
     return findings, broken
+
+
+def _has_disagreements(table: ShardTable) -> bool:
+    """Whether a row differs from the one before of its key, or is out of bounds."""
+    is_same = table.keys[1:] == table.keys[:-1]
+    for column in (table.dtypes, table.ndim, *table.global_shapes.T):
+        if (is_same & (column[1:] != column[:-1])).any():
+            return True
+    return bool((table.offsets + table.shapes > table.global_shapes).any())
 
 
 def _seen(table: ShardTable, row: int, what: str) -> str:
@@ -157,14 +178,14 @@ def _find_gaps_and_overlaps(key: str, rows: ShardTable) -> list[Finding]:
                 remedy="Exactly one holder of each shard needs replica_id 0.",
             )
         ]
-    findings, boxes, ranks = _merge_flat_ranges(key, rows)
-    if findings:
-        return findings
+    findings = []
     shape = rows.global_shape(0)
     what = "shard" if rows.dtype(0) != OBJECT else "ShardedObject"
-    for part in itertools.islice(miscounted_parts(shape, boxes), _MAX_NAMED_PARTS):
+    ndim = len(shape)
+    parts = miscounted_parts(shape, rows.offsets[:, :ndim], rows.shapes[:, :ndim])
+    for part in itertools.islice(parts, _MAX_NAMED_PARTS):
         box, count = part.box, len(part.holders)
-        holders = sorted({ranks[row] for row in part.holders})
+        holders = rows.ranks_of(list(part.holders))
         problem = f"no {what} holds this part" if count == 0 else f"{count} {what}s hold this part"
         remedy = (
             "Every part needs one holder with replica_id 0."
@@ -177,29 +198,62 @@ def _find_gaps_and_overlaps(key: str, rows: ShardTable) -> list[Finding]:
                 key,
                 expected=f"one main replica in {shape}",
                 found=f"{box.offset} .. {box.stop}",
-                ranks=tuple(holders[:_MAX_NAMED_RANKS]),
+                ranks=_named(holders),
                 remedy=remedy,
             )
         )
     return findings
 
 
-def _merge_flat_ranges(key: str, rows: ShardTable) -> tuple[list[Finding], list[Box], list[int]]:
-    """The boxes that the rows make up: flattened ranges of one box count as that box, once."""
+def _merge_chains(table: ShardTable) -> tuple[ShardTable, Bools]:
+    """The table with one box for each chain of flattened ranges, and which keys have a broken one.
+
+    The ranges of one box are a chain if, sorted, each begins where the one before ends, the first
+    at the first element of the box, and the last ends at the last.
+
+    Returns:
+        The boxes, sorted by key, and a mask of their keys.
+    """
+    is_flat = (table.flat[:, 0] >= 0) & (table.num_elements > 0)
+    if not is_flat.any():
+        return table, np.zeros(len(KeyGroups(table, is_flat)), dtype=np.bool_)
+    ranges = table.take(is_flat)
+    order = sorted_rows(ranges.offsets, ranges.shapes, ranges.flat, ranges.keys)
+    if (order[1:] < order[:-1]).any():
+        ranges = ranges.take(order)
+    begins = np.ones(len(ranges), dtype=np.bool_)
+    begins[1:] = ranges.keys[1:] != ranges.keys[:-1]
+    for column in (*ranges.offsets.T, *ranges.shapes.T):
+        begins[1:] |= column[1:] != column[:-1]
+    starts, stops = ranges.flat.T
+    firsts = np.flatnonzero(begins)
+    lasts = np.append(firsts[1:], len(ranges)) - 1
+    boxes = ranges.take(firsts)
+    follows = begins | np.append(False, starts[1:] == stops[:-1])
+    is_whole = (
+        np.logical_and.reduceat(follows, firsts)
+        & (starts[firsts] == 0)
+        & (stops[lasts] == boxes.shapes.prod(axis=1))
+    )
+    # Who is named for an overlap of boxes is the lowest rank that holds a part of the chain.
+    boxes = replace(
+        boxes,
+        flat=np.full_like(boxes.flat, -1),
+        ranks=np.minimum.reduceat(ranges.ranks, firsts),
+    )
+    merged = table.take(~is_flat).followed_by(boxes)
+    merged = merged.take(np.argsort(merged.keys, kind="stable"))
+    keys = merged.keys[KeyGroups(merged, np.zeros(len(merged), dtype=np.bool_)).starts]
+    return merged, np.isin(keys, boxes.keys[~is_whole])
+
+
+def _find_broken_chains(key: str, rows: ShardTable) -> list[Finding]:
     ranges: dict[Box, list[tuple[int, int, int]]] = {}
-    boxes: list[Box] = []
-    ranks: list[int] = []
-    for row in range(len(rows)):
-        box, flat, rank = rows.box(row), rows.flat_range(row), int(rows.ranks[row])
-        if flat is None:
-            boxes.append(box)
-            ranks.append(rank)
-        else:
-            ranges.setdefault(box, []).append((*flat, rank))
+    for row in np.flatnonzero(rows.flat[:, 0] >= 0).tolist():
+        start, stop = rows.flat[row].tolist()
+        ranges.setdefault(rows.box(row), []).append((start, stop, int(rows.ranks[row])))
     findings = []
     for box, parts in ranges.items():
-        boxes.append(box)
-        ranks.append(parts[0][2])
         parts.sort()
         edges = [(0, 0, parts[0][2]), *parts, (box.num_elements, box.num_elements, parts[-1][2])]
         for (_, stop, rank), (start, _, other) in itertools.pairwise(edges):
@@ -215,4 +269,4 @@ def _merge_flat_ranges(key: str, rows: ShardTable) -> tuple[list[Finding], list[
                     ranks=tuple(sorted({rank, other})),
                 )
             )
-    return findings, boxes, ranks
+    return findings

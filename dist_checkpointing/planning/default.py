@@ -9,15 +9,17 @@ import numpy as np
 import torch
 
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from dist_checkpointing.planning.coverage import main_rows
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.items import LocalPlans, SavePlan, WriteItem
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.planners import Destinations, Leaves, LoadPlanner, SavePlanner
 from dist_checkpointing.planning.read_table import LoadPlan, ReadItem, object_rows
 from dist_checkpointing.planning.reads import WantedShards, plan_load
-from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
+from dist_checkpointing.planning.shard_table import ShardTable
 
 
 class DefaultSavePlanner(SavePlanner):
@@ -45,14 +47,29 @@ class DefaultSavePlanner(SavePlanner):
         return SavePlan(describe(self._leaves, self._rank))
 
     def build_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:
-        catalog = LocalPlans.of(all_plans).catalog
-        written = catalog.take(catalog.main & (catalog.num_elements > 0))
-        index = index_of(self._layout, catalog, written)
+        written, index = self.assign(LocalPlans.of(all_plans).catalog, len(all_plans))
         return by_rank(all_plans, written, index), index
+
+    def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
+        """Who writes what, and what the checkpoint then holds, from what all ranks hold.
+
+        All that ``build_global_plan`` does, without the plans of all ranks: a save calls this
+        unless a subclass has a ``build_global_plan`` of its own.
+
+        Args:
+            catalog: the shards of all ranks, sorted by key.
+            num_ranks: number of ranks.
+
+        Returns:
+            The rows that are written with the ranks that write them, sorted by key; the index.
+        """
+        del num_ranks
+        written = main_rows(catalog)
+        return written, index_of(self._layout, catalog, written)
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
         assert plan.index is not None
-        table, _ = as_stored(plan.table, plan.index, self._layout)
+        table, _ = self._layout.cut(plan.table, plan.index)
         return replace(plan, table=table)
 
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
@@ -125,35 +142,6 @@ def by_rank(all_plans: Sequence[SavePlan], written: ShardTable, index: Index) ->
         replace(plan, table=ordered.take(slice(*bounds[rank : rank + 2])), index=index)
         for rank, plan in enumerate(all_plans)
     ]
-
-
-def as_stored(table: ShardTable, index: Index, layout: Layout) -> tuple[ShardTable, Int64s]:
-    """The rows cut into chunks and pieces, and for each of these the row that it comes from."""
-    rows: list[int] = []
-    parts: list[tuple[Box, tuple[int, int] | None]] = []
-    uncut = layout.is_uncut(table, index) | table.is_object
-    for row in np.flatnonzero(~uncut).tolist():
-        tensor = index[table.key(row)]
-        box, flat = table.box(row), table.flat_range(row)
-        stored = list(layout.stored_parts(tensor, box, flat))
-        rows += [row] * len(stored)
-        parts += stored
-    origins = np.array(rows, dtype=np.int64)
-    cut = _with_parts(table.take(origins), parts)
-    return table.take(uncut).followed_by(cut), np.concatenate([np.flatnonzero(uncut), origins])
-
-
-def _with_parts(
-    table: ShardTable, parts: Sequence[tuple[Box, tuple[int, int] | None]]
-) -> ShardTable:
-    """The table with its boxes and flat ranges replaced, row by row."""
-    offsets, shapes = table.offsets.copy(), table.shapes.copy()
-    flat = table.flat.copy()
-    for row, (box, flat_range) in enumerate(parts):
-        offsets[row, : len(box.offset)] = box.offset
-        shapes[row, : len(box.shape)] = box.shape
-        flat[row] = flat_range or (-1, -1)
-    return replace(table, offsets=offsets, shapes=shapes, flat=flat)
 
 
 class DefaultLoadPlanner(LoadPlanner):

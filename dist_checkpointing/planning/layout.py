@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box, Ints, largest_divisor_block, split_rows
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.geometry import Ints, largest_divisor_block
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.pieces import PieceColumns, sorted_rows
+from dist_checkpointing.planning.cutting import Cut, cut_along_grid, cut_ranges, cut_rows, joined
 from dist_checkpointing.planning.key_groups import KeyGroups
-from dist_checkpointing.planning.shard_table import OBJECT, Bools, ShardTable
+from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int64s, ShardTable
 
 MAX_CHUNK_BYTES = 32 * 2**20
 _MIN_CHUNK_BYTES = 2**20
-_ENDLESS = 2**62
-
-StoredPart = tuple[Box, tuple[int, int] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +32,29 @@ class RowBlockLayout:
 
     max_chunk_bytes: int = MAX_CHUNK_BYTES
 
-    def stored_tensors(self, written: ShardTable) -> Iterator[StoredTensor]:
+    def index(self, written: ShardTable) -> Index:
         """The layout of every tensor in a sorted table of the shards that will be written."""
         groups = KeyGroups(written, written.num_elements > 0)
-        chunks = groups.chunk_shapes.tolist()
-        grid = groups.is_grid.tolist()
         firsts = written.take(groups.starts)
-        columns = zip(
-            firsts.key_column, firsts.dtype_column, firsts.global_shape_column, strict=True
-        )
-        for group, (key, dtype_name, shape) in enumerate(columns):
-            ndim, dtype = len(shape), dtypes.from_name(dtype_name)
-            chunk = tuple(chunks[group][:ndim])
-            if grid[group] and dtype.itemsize * math.prod(chunk) > self.max_chunk_bytes:
-                divided = self._divide(shape, chunk, dtype.itemsize)
-            else:
-                divided = chunk if grid[group] else None
-            pieces = None
-            if divided is None:
-                rows = groups.rows(group)
-                parts = self._pieces(written.take(rows[groups.counted[rows]]))
-                pieces = Pieces.of(ndim, parts)
-            yield StoredTensor(key, dtype, shape, divided, pieces)
+        shapes = firsts.global_shape_column
+        chunks: list[Ints | None] = [
+            tuple(chunk[: len(shape)])
+            for chunk, shape in zip(groups.chunk_shapes.tolist(), shapes, strict=True)
+        ]
+        has_grid = groups.is_grid.copy()
+        chunk_bytes = firsts.itemsizes * groups.chunk_shapes.prod(axis=1)
+        divided: dict[tuple[Ints, Ints, int], Ints | None] = {}
+        for group in np.flatnonzero(has_grid & (chunk_bytes > self.max_chunk_bytes)).tolist():
+            question = shapes[group], chunks[group] or (), int(firsts.itemsizes[group])
+            if question not in divided:
+                divided[question] = self._divide(*question)
+            chunks[group] = divided[question]
+            has_grid[group] = chunks[group] is not None
+        for group in np.flatnonzero(~has_grid).tolist():
+            chunks[group] = None
+        rows = groups.counted & ~has_grid[groups.of_row]
+        pieces = self._pieces(written.take(rows)) if rows.any() else {}
+        return Index(firsts.key_column, firsts.dtype_column, shapes, chunks, pieces)
 
     def _divide(self, shape: Ints, chunk: Ints, itemsize: int) -> Ints | None:
         for axis, extent in enumerate(chunk):
@@ -74,33 +72,57 @@ class RowBlockLayout:
                 )
         return None
 
-    def _pieces(self, rows: ShardTable) -> Iterator[StoredPart]:
-        for row in range(len(rows)):
-            yield from self._split(rows.box(row), rows.flat_range(row), rows.dtype(row))
+    def _pieces(self, rows: ShardTable) -> PieceColumns:
+        no_chunks = np.zeros(len(rows), dtype=np.bool_)
+        table, _ = self._cut(rows, no_chunks, np.ones_like(rows.shapes))
+        order = sorted_rows(table.offsets, table.shapes, table.flat, table.keys)
+        if (order[1:] < order[:-1]).any():
+            table = table.take(order)
+        starts = KeyGroups(table, no_chunks).starts
+        firsts = table.take(starts)
+        return PieceColumns(
+            firsts.key_column,
+            np.append(starts, len(table)),
+            firsts.ndim.astype(np.int64),
+            table.offsets,
+            table.shapes,
+            table.flat,
+        )
 
-    def _split(self, box: Box, flat: tuple[int, int] | None, dtype: str) -> Iterator[StoredPart]:
-        most = max(1, self.max_chunk_bytes // dtypes.from_name(dtype).itemsize)
-        if flat is None:
-            yield from ((part, None) for part in split_rows(box, most))
-        else:
-            for start in range(flat[0], flat[1], most):
-                yield box, (start, min(start + most, flat[1]))
+    def cut(self, written: ShardTable, index: Index) -> Cut:
+        """The chunks and pieces that shards consist of, and the row that each comes from."""
+        number = index.rows_of(written.names)[written.keys]
+        chunks = np.ones_like(written.shapes)
+        axes = min(chunks.shape[1], index.chunk_shapes.shape[1])
+        has_grid = np.zeros(len(written), dtype=np.bool_)
+        if len(index):
+            chunks[:, :axes] = np.where(number[:, None] >= 0, index.chunk_shapes[number], 1)[
+                :, :axes
+            ]
+            has_grid = (number >= 0) & index.has_grid[number]
+        return self._cut(written, has_grid, chunks)
 
-    def is_uncut(self, written: ShardTable, index: Index) -> Bools:
-        """Which rows are stored as one chunk or piece just as they are."""
-        small = written.num_bytes <= self.max_chunk_bytes
+    def _cut(self, table: ShardTable, has_grid: Bools, chunks: Int64s) -> Cut:
+        """Parts of a table; what is one chunk or piece just as it is comes first."""
         # A small shard at the edge may still span chunks, if larger neighbours had to be divided.
-        chunks = [index.chunk_shape(key) or () for key in written.key_column]
-        return small & (written.shapes <= written.padded(chunks, _ENDLESS)).all(axis=1)
-
-    def stored_parts(
-        self, tensor: StoredTensor, box: Box, flat: tuple[int, int] | None
-    ) -> Iterator[StoredPart]:
-        """The chunks or pieces that a written shard consists of."""
-        if tensor.chunk_shape is None:
-            yield from self._split(box, flat, tensor.dtype.name)
-        else:
-            yield from ((common, None) for _, common in tensor.grid.intersecting(box))
+        uncut = (table.num_bytes <= self.max_chunk_bytes) & ~(
+            has_grid & (table.shapes > chunks).any(axis=1)
+        )
+        rows = np.arange(len(table))
+        if uncut.all():
+            return table, rows
+        most = np.maximum(1, self.max_chunk_bytes // np.maximum(table.itemsizes, 1))
+        is_flat = table.flat[:, 0] >= 0
+        in_grid = ~uncut & has_grid
+        ranges, boxes = ~uncut & ~has_grid & is_flat, ~uncut & ~has_grid & ~is_flat
+        parts = [(table.take(uncut), rows[uncut])]
+        for mask, (cut, origins) in (
+            (in_grid, cut_along_grid(table.take(in_grid), chunks[in_grid])),
+            (ranges, cut_ranges(table.take(ranges), most[ranges])),
+            (boxes, cut_rows(table.take(boxes), most[boxes])),
+        ):
+            parts.append((cut, rows[mask][origins]))
+        return joined(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,44 +139,38 @@ class WholeShardLayout:
 
     max_chunks_per_shard: int = 64
 
-    def stored_tensors(self, written: ShardTable) -> Iterator[StoredTensor]:
+    def index(self, written: ShardTable) -> Index:
         """The layout of every tensor in a sorted table of the shards that will be written."""
         groups = KeyGroups(written, written.num_elements > 0)
-        for group, row in enumerate(groups.starts.tolist()):
-            ndim, rows = int(written.ndim[row]), groups.rows(group)
-            shape = written.global_shape(row)
-            held = written.take(rows[groups.counted[rows]])
-            chunk = tuple(
-                self._chunk_extent(
-                    shape[axis], held.offsets[:, axis].tolist(), held.shapes[:, axis].tolist()
-                )
-                for axis in range(ndim)
-            )
-            dtype = dtypes.from_name(written.dtype(row))
-            yield StoredTensor(written.key(row), dtype, shape, chunk)
+        firsts = written.take(groups.starts)
+        full, largest = groups.global_shapes, groups.chunk_shapes
+        counted = groups.counted[:, None]
+        whole = full[groups.of_row]
+        extents = largest[groups.of_row]
+        ends = written.offsets + written.shapes
+        fits = (written.offsets % extents == 0) & (
+            written.shapes == np.minimum(extents, whole - written.offsets)
+        )
+        # The end of the tensor is no cut.
+        cuts = np.gcd(written.offsets * (written.offsets != whole), ends * (ends != whole))
+        if len(groups):
+            is_regular = np.logical_and.reduceat(fits | ~counted, groups.starts, axis=0)
+            divisor = np.gcd.reduceat(np.where(counted, cuts, 0), groups.starts, axis=0)
+            few = divisor * self.max_chunks_per_shard >= largest
+            largest = np.where(is_regular, largest, np.where(few, divisor, full))
+        is_held = groups.any_row(groups.counted)[:, None]
+        largest = np.where(is_held, largest, np.maximum(full, 1))
+        shapes = firsts.global_shape_column
+        chunks = [
+            tuple(chunk[: len(shape)])
+            for chunk, shape in zip(largest.tolist(), shapes, strict=True)
+        ]
+        return Index(firsts.key_column, firsts.dtype_column, shapes, chunks)
 
-    def _chunk_extent(self, full: int, offsets: Sequence[int], extents: Sequence[int]) -> int:
-        largest = max(extents, default=0)
-        if largest == 0:
-            return max(full, 1)
-        pairs = zip(offsets, extents, strict=True)
-        if all(o % largest == 0 and e == min(largest, full - o) for o, e in pairs):
-            return largest
-        cuts = {*offsets, *(o + e for o, e in zip(offsets, extents, strict=True))} - {full}
-        divisor = math.gcd(*cuts)
-        return divisor if divisor * self.max_chunks_per_shard >= largest else full
-
-    def is_uncut(self, written: ShardTable, index: Index) -> Bools:
-        """Which rows are stored just as they are: all."""
+    def cut(self, written: ShardTable, index: Index) -> Cut:
+        """The shards themselves: the writer of this format puts them where they belong."""
         del index
-        return np.ones(len(written), dtype=np.bool_)
-
-    def stored_parts(
-        self, tensor: StoredTensor, box: Box, flat: tuple[int, int] | None
-    ) -> Iterator[StoredPart]:
-        """The shard itself: the writer of this format puts it where it belongs."""
-        del tensor
-        yield box, flat
+        return written, np.arange(len(written))
 
 
 Layout = RowBlockLayout | WholeShardLayout
@@ -168,17 +184,27 @@ def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Inde
         announced: shards of all ranks, sorted by key; a tensor without elements is only here.
         written: those with elements that will be written, sorted by key.
     """
-    tensors = [*layout.stored_tensors(written.take(~written.is_object))]
-    stored = {tensor.key for tensor in tensors}
+    index = layout.index(written.take(~written.is_object))
     groups = KeyGroups(announced, np.zeros(len(announced), dtype=np.bool_))
-    objects = {}
     firsts = announced.take(groups.starts)
     special = firsts.take(firsts.is_object | (firsts.global_shapes == 0).any(axis=1))
+    objects: dict[str, Ints] = {}
+    empty: list[tuple[str, str, Ints, Ints | None]] = []
     for row in range(len(special)):
         key, shape = special.key(row), special.global_shape(row)
         if special.dtype(row) == OBJECT:
             objects[key] = shape
-        elif key not in stored:
+        elif key not in index:
             chunk = tuple(max(extent, 1) for extent in shape)
-            tensors.append(StoredTensor(key, dtypes.from_name(special.dtype(row)), shape, chunk))
-    return Index.of(sorted(tensors, key=lambda tensor: tensor.key), objects)
+            empty.append((key, special.dtype(row), shape, chunk))
+    if not empty:
+        return replace(index, objects=objects)
+    columns = (
+        index.keys_column,
+        index.dtype_column,
+        index.global_shape_column,
+        index.chunk_shape_column,
+    )
+    rows = sorted([*zip(*columns, strict=True), *empty], key=lambda row: row[0])
+    keys, names, shapes, chunks = map(list, zip(*rows, strict=True))
+    return Index(keys, names, shapes, chunks, index.pieces, objects)

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.planning.shard_table import Int64s, ShardTable
+from dist_checkpointing.planning.shard_table import COLUMNS, Int64s, ShardTable
 
 _HEAD = struct.Struct("<QQQ")
 _COLUMNS = ("keys", "dtypes", "ndim", "main", "sources")
 _WIDE_COLUMNS = ("global_shapes", "offsets", "shapes", "flat")
 _CODES = "bhiq"
+_ITEMSIZES = {ord(code): np.dtype(code).itemsize for code in _CODES}
 _LEVEL = 1
 
 
@@ -40,27 +41,51 @@ def pack(table: ShardTable) -> bytes:
     return zlib.compress(b"".join(parts), _LEVEL)
 
 
+class PackedTable:
+    """A table whose columns are unpacked when they are asked for.
+
+    Args:
+        data: as it was packed.
+        rank: that it belongs to, or the number of the set of ranks that hold it.
+    """
+
+    def __init__(self, data: bytes, rank: int) -> None:
+        self._raw = raw = zlib.decompress(data)
+        self._rank = rank
+        self._rows, self.max_ndim, names_size = _HEAD.unpack_from(raw)
+        self.names = _names(raw[_HEAD.size : _HEAD.size + names_size])
+        self._begins = [_HEAD.size + names_size]
+        for _ in range(len(_COLUMNS) + 3 * self.max_ndim + 2):
+            begin = self._begins[-1]
+            self._begins.append(begin + 1 + self._rows * _ITEMSIZES[raw[begin]])
+
+    def __len__(self) -> int:
+        return int(self._rows)
+
+    def column(self, name: str) -> Any:
+        """One of the columns of a ShardTable."""
+        if name == "ranks":
+            return np.full(self._rows, self._rank, dtype=np.int32)
+        if name in _COLUMNS:
+            column = self._numbers(_COLUMNS.index(name))
+            return column.astype(np.bool_ if name == "main" else np.int32)
+        first = len(_COLUMNS) + self.max_ndim * _WIDE_COLUMNS.index(name)
+        width = 2 if name == "flat" else self.max_ndim
+        columns = np.empty((self._rows, width), dtype=np.int64)
+        for axis in range(width):
+            columns[:, axis] = self._numbers(first + axis)
+        return columns
+
+    def _numbers(self, number: int) -> Int64s:
+        begin = self._begins[number]
+        steps = np.frombuffer(self._raw, chr(self._raw[begin]), self._rows, begin + 1)
+        return np.cumsum(steps, dtype=np.int64)
+
+
 def unpack(data: bytes, rank: int) -> ShardTable:
     """The table of a rank, as it was packed by that rank."""
-    raw = zlib.decompress(data)
-    rows, width, names_size = _HEAD.unpack_from(raw)
-    position = _HEAD.size + names_size
-    names = _names(raw[_HEAD.size : position])
-    columns: list[Int64s] = []
-    for _ in range(len(_COLUMNS) + 3 * width + 2):
-        dtype = np.dtype(chr(raw[position]))
-        steps = np.frombuffer(raw, dtype, rows, position + 1)
-        columns.append(np.cumsum(steps, dtype=np.int64))
-        position += 1 + rows * dtype.itemsize
-    narrow = zip(_COLUMNS, columns, strict=False)
-    own: dict[str, Any] = {name: column.astype(np.int32) for name, column in narrow}
-    own["main"] = own["main"].astype(np.bool_)
-    wide = columns[len(_COLUMNS) :]
-    for name in _WIDE_COLUMNS:
-        count = 2 if name == "flat" else width
-        taken, wide = wide[:count], wide[count:]
-        own[name] = np.stack(taken, axis=1) if taken else np.empty((rows, 0), dtype=np.int64)
-    return ShardTable(names=names, ranks=np.full(rows, rank, dtype=np.int32), **own)
+    table = PackedTable(data, rank)
+    return ShardTable(names=table.names, **{name: table.column(name) for name in COLUMNS})
 
 
 def unpack_all(packed: Sequence[bytes]) -> list[ShardTable]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -18,13 +18,16 @@ from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_checkpointing.planning import LocalPlans, SavePlan, SavePlanner
+from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
 from dist_checkpointing.planning.agreed_cache import AgreedCache
-from dist_checkpointing.planning.coverage import check_agreement, check_coverage
+from dist_checkpointing.planning.coverage import check_agreement, check_coverage, main_rows
+from dist_checkpointing.planning.describe import describe
+from dist_checkpointing.planning.exchange import Exchanged, exchange_tables
 from dist_checkpointing.planning.layout import Layout
-from dist_checkpointing.planning.packing import pack, unpack_all
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate
+
+_TENSORS, _FLATTENED, _OBJECTS, _OTHERS = "tensors", "flattened", "objects", "others"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,38 +116,115 @@ def plan_save(
             )
         return cache.value
 
+    own: list[SavePlan] = []
+
     @paused_collector()
-    def local_plan() -> tuple[SavePlan | None, bytes, bytes, tuple[str, str]]:
+    def local_plan() -> tuple[Mapping[str, ShardTable], _Facts]:
         planner.configure_planner(
             leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
         )
         plan = planner.build_local_plan()
+        own.append(plan)
         # Most planners bring nothing but the table, and thousands of ranks do so.
         own_data = (plan.storage_data, plan.planner_data)
         bare = type(plan) is SavePlan and own_data == (None, None)
         rest = None if bare else replace(plan, table=plan.table.take(slice(0, 0)))
-        return rest, pack(plan.table), pack(describe(others, comm.rank)), place
+        parts = _parts(plan.table) if _assigns(planner) else {_TENSORS: plan.table}
+        return {**parts, _OTHERS: describe(others, comm.rank)}, _Facts(rest, place)
 
-    exchanged = comm.exchange("planning the save", local_plan)
+    exchanged = exchange_tables(comm, "planning the save", local_plan)
     with comm.agreed("planning the save"), paused_collector():
-        # Who brought a plan is who holds its shards, whatever a user's planner put there.
-        plans_of_ranks, packed, packed_others, places = zip(*exchanged, strict=True)
-        check_one_destination(places)
-        local_plans = LocalPlans(
-            SavePlan(table) if plan is None else replace(plan, table=table)
-            for plan, table in zip(plans_of_ranks, unpack_all(packed), strict=True)
-        )
-        catalog = concatenate(unpack_all(packed_others))
-        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
-        plans, index = checked_plans(local_plans, planner)
-        plan = planner.finalize_plan(plans[comm.rank])
-        announced = local_plans.catalog
+        check_one_destination([facts.place for facts in exchanged.facts])
+        other_rows = exchanged.catalog(_OTHERS)
+        check_coverage(other_rows, main_rows(other_rows))
+        catalog = exchanged.catalog(_TENSORS, _FLATTENED, _OBJECTS)
+        if _assigns(planner):
+            check_agreement(catalog)
+            written, index = planner.assign(catalog, comm.world_size)
+            check_coverage(catalog, written)
+            table = written.take(np.flatnonzero(written.ranks == comm.rank))
+            plan = replace(own[0], table=_with_sources(table, own[0].table), index=index)
+        else:
+            # Who brought a plan is who holds its shards, whatever a user's planner put there.
+            plans, index = checked_plans(_local_plans(exchanged), planner)
+            plan = plans[comm.rank]
+        plan = planner.finalize_plan(plan)
         asked = {leaf.key for leaf in leaves.values()}
-        dropped = tuple(sorted(asked - {announced.names[k] for k in np.unique(announced.keys)}))
-        agreed = AgreedPlan(plan, index, dropped, catalog)
+        dropped = tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
+        agreed = AgreedPlan(plan, index, dropped, other_rows)
         if cache is not None and description is not None:
-            cache.keep(description, agreed, (*packed, *packed_others))
+            cache.keep(description, agreed, exchanged.number)
     return agreed
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a rank brings besides its table.
+
+    Attributes:
+        rest: Its plan without rows, if there is anything else in it.
+        place: Folder and format, which must be the same on all ranks.
+    """
+
+    rest: SavePlan | None
+    place: tuple[str, str]
+
+
+def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
+    """Whether the planner needs no plans of all ranks, but what they hold."""
+    own = DefaultSavePlanner.build_global_plan
+    return isinstance(planner, DefaultSavePlanner) and type(planner).build_global_plan is own
+
+
+def _parts(table: ShardTable) -> dict[str, ShardTable]:
+    """A table in parts that are likely to be the same on many ranks.
+
+    Copies of a model are alike even where their parts of a distributed optimizer, or their random
+    states, are not. Rows are numbered within the part: which leaf a row is concerns its rank only.
+    """
+    parts = {}
+    for kind, rows in _rows_of_kinds(table).items():
+        part = table.take(rows)
+        # Only the names that occur, so that those of the other parts make no difference.
+        used = np.unique(np.concatenate([part.keys, part.dtypes]))
+        number = np.zeros(len(table.names), dtype=np.int32)
+        number[used] = np.arange(len(used), dtype=np.int32)
+        parts[kind] = replace(
+            part,
+            names=tuple(table.names[name] for name in used.tolist()),
+            keys=number[part.keys],
+            dtypes=number[part.dtypes],
+            sources=np.arange(len(rows), dtype=np.int32),
+        )
+    return parts
+
+
+def _rows_of_kinds(table: ShardTable) -> dict[str, Int64s]:
+    is_object, is_flat = table.is_object, table.flat[:, 0] >= 0
+    kinds = {_TENSORS: ~is_object & ~is_flat, _FLATTENED: is_flat, _OBJECTS: is_object}
+    return {
+        kind: np.flatnonzero(mask) for kind, mask in kinds.items() if kind == _TENSORS or mask.any()
+    }
+
+
+def _with_sources(table: ShardTable, local: ShardTable) -> ShardTable:
+    """Rows of this rank that are numbered as in ``_parts``, with the leaves that they are."""
+    rows_of = _rows_of_kinds(local)
+    sources = table.sources.copy()
+    for kind, rows in _rows_of_kinds(table).items():
+        if len(rows):
+            sources[rows] = local.sources[rows_of[kind]][table.sources[rows]]
+    return replace(table, sources=sources)
+
+
+def _local_plans(exchanged: Exchanged[_Facts]) -> LocalPlans:
+    """The plans of all ranks, for a planner of the user's own."""
+    tables = exchanged.tables(_TENSORS, _FLATTENED, _OBJECTS)
+    rests = [facts.rest for facts in exchanged.facts]
+    return LocalPlans(
+        SavePlan(table) if rest is None else replace(rest, table=table)
+        for rest, table in zip(rests, tables, strict=True)
+    )
 
 
 def checked_plans(

@@ -7,18 +7,16 @@ arithmetic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.element_types import ELEMENT_TYPES
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 
 OBJECT = "object"
 """Stands in the dtype column for a ShardedObject."""
@@ -29,6 +27,9 @@ Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Integers = Int32s | Int64s
 Bools = npt.NDArray[np.bool_]
+
+_MANY_ROWS = 1 << 22
+_MOST_HOLDERS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +49,9 @@ class ShardTable:
         flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
         main: whether this is the main replica.
         sources: which leaf of its rank this is, in flattening order.
-        ranks: which rank holds it.
+        ranks: which rank holds it; or, if there are ``holders``, which of them hold it.
+        holders: sets of ranks, ascending each. Tables that are the same on many ranks are then here
+            once, and ``ranks`` are positions in this sequence.
     """
 
     names: tuple[str, ...]
@@ -62,6 +65,7 @@ class ShardTable:
     main: Bools
     sources: Int32s
     ranks: Int32s
+    holders: Sequence[Int32s] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -72,19 +76,57 @@ class ShardTable:
         return int(self.global_shapes.shape[1])
 
     def take(self, rows: Any) -> ShardTable:
-        """The table of some rows, by mask or positions."""
-        columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name != "names"}
-        return replace(self, **columns)
+        """The table of some rows, by mask or positions; itself if the mask is all true."""
+        if isinstance(rows, np.ndarray) and rows.dtype == np.bool_ and rows.all():
+            return self
+        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     def followed_by(self, other: ShardTable) -> ShardTable:
-        """This table and more rows, which must use the same names."""
+        """This table and more rows, which must use the same names and holders."""
         assert self.names == other.names
         columns: dict[str, Any] = {
-            f.name: np.concatenate([getattr(self, f.name), getattr(other, f.name)])
-            for f in fields(self)
-            if f.name != "names"
+            name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in COLUMNS
         }
         return replace(self, **columns)
+
+    def ranks_of(self, rows: Any) -> Int32s:
+        """All ranks that hold any of some rows, ascending."""
+        numbers = np.unique(self.ranks[rows])
+        if self.holders is None or not len(numbers):
+            return numbers
+        return np.unique(np.concatenate([self.holders[number] for number in numbers.tolist()]))
+
+    def first_rank(self, row: int) -> int:
+        """The lowest rank that holds a row."""
+        number = int(self.ranks[row])
+        return number if self.holders is None else int(self.holders[number][0])
+
+    def of_ranks(self) -> ShardTable:
+        """The same with a row for every rank that holds one.
+
+        Of rows that very many ranks hold (which is an error where it comes to this) no more than
+        ``_MOST_HOLDERS`` are told apart.
+        """
+        if self.holders is None:
+            return self
+        sizes = np.array([len(ranks) for ranks in self.holders], dtype=np.int64)
+        if sizes[self.ranks].sum() > _MANY_ROWS:
+            sizes = np.minimum(sizes, _MOST_HOLDERS)
+        begins = np.cumsum(sizes) - sizes
+        held = zip(self.holders, sizes.tolist(), strict=True)
+        members = np.concatenate([np.empty(0, np.int32), *(ranks[:size] for ranks, size in held)])
+        counts = sizes[self.ranks]
+        if (counts == 1).all():
+            return replace(self, ranks=members[begins[self.ranks]], holders=None)
+        rows = np.repeat(np.arange(len(self)), counts)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        ranks = members[begins[self.ranks[rows]] + place]
+        table = replace(self.take(rows), ranks=ranks, holders=None)
+        return table.take(np.lexsort((ranks, table.keys)))
+
+    def column(self, name: str) -> Any:
+        """One of ``COLUMNS``."""
+        return getattr(self, name)
 
     @property
     def key_column(self) -> list[str]:
@@ -105,14 +147,13 @@ class ShardTable:
     @property
     def num_bytes(self) -> Int64s:
         """Bytes that each row holds; 0 for objects."""
-        itemsizes = [_ITEMSIZES.get(name, 0) for name in self.names]
-        return self.num_elements * np.array(itemsizes, dtype=np.int64)[self.dtypes]
+        return self.num_elements * self.itemsizes
 
-    def padded(self, rows: Sequence[Sequence[int]], fill: int) -> Int64s:
-        """One row of numbers for each row of the table, as wide as its shapes."""
-        ndim = np.array([len(row) for row in rows], dtype=np.int32)
-        narrow = _padded(rows, ndim, fill)
-        return np.pad(narrow, ((0, 0), (0, self.max_ndim - narrow.shape[1])), constant_values=fill)
+    @property
+    def itemsizes(self) -> Int64s:
+        """Bytes of an element of each row; 0 for objects."""
+        itemsizes = [_ITEMSIZES.get(name, 0) for name in self.names]
+        return np.array(itemsizes, dtype=np.int64)[self.dtypes]
 
     def key(self, row: int) -> str:
         """Key of a row."""
@@ -151,6 +192,10 @@ class ShardTable:
         """Elements that each row holds (the range only, if flattened)."""
         boxes = self.shapes.prod(axis=1)
         return np.where(self.flat[:, 0] >= 0, self.flat[:, 1] - self.flat[:, 0], boxes)
+
+
+COLUMNS = tuple(f.name for f in fields(ShardTable) if f.name not in ("names", "holders"))
+"""The arrays of a table."""
 
 
 class TableRows:
@@ -193,9 +238,9 @@ class TableRows:
             keys=np.array(keys, dtype=np.int32),
             dtypes=np.array(types, dtype=np.int32),
             ndim=ndim,
-            global_shapes=_padded(global_shapes, ndim, 1),
-            offsets=_padded(offsets, ndim, 0),
-            shapes=_padded(shapes, ndim, 1),
+            global_shapes=padded(global_shapes, ndim, 1),
+            offsets=padded(offsets, ndim, 0),
+            shapes=padded(shapes, ndim, 1),
             flat=np.array(flats, dtype=np.int64).reshape(len(keys), 2),
             main=np.array(mains, dtype=np.bool_),
             sources=np.array(sources, dtype=np.int32),
@@ -203,75 +248,42 @@ class TableRows:
         )
 
 
-def _padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
+def padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
     """Ragged rows as one array."""
     width = int(ndim.max(initial=0))
-    padded = np.full((len(rows), width), fill, dtype=np.int64)
+    wide = np.full((len(rows), width), fill, dtype=np.int64)
     inside = np.arange(width) < ndim[:, None]
-    padded[inside] = [number for row in rows for number in row]
-    return padded
+    wide[inside] = [*itertools.chain.from_iterable(rows)]
+    return wide
 
 
-def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
-    """The table of this rank's tensors and objects, in the given order.
+class SomeRows(Protocol):
+    """Rows with names of their own, whose columns are made when they are asked for."""
 
-    Raises:
-        InvalidShardingError: for a leaf whose fields contradict each other (they are mutable, so
-            they are checked again here), a dtype that cannot be stored or an empty key.
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The distinct keys and dtype names."""
+
+    @property
+    def max_ndim(self) -> int:
+        """Number of columns of the padded arrays."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def column(self, name: str) -> Any:
+        """One of ``COLUMNS``."""
+
+
+def concatenate(tables: Sequence[SomeRows], holders: Sequence[Int32s] | None = None) -> ShardTable:
+    """All rows of all tables in one, sorted by key name, then as given.
+
+    Column by column, so that beside the result no more than one column is in memory.
+
+    Args:
+        tables: any.
+        holders: of the result; see ShardTable.
     """
-    findings: list[Finding] = []
-    rows = TableRows()
-    for source, leaf in enumerate(leaves):
-        try:
-            _add(rows, leaf, source)
-        except InvalidShardingError as error:
-            findings += error.findings
-    if findings:
-        raise InvalidShardingError("the sharded state dict is invalid", findings)
-    return rows.table(rank)
-
-
-def _add(rows: TableRows, leaf: ShardedBase, source: int) -> None:
-    key: object = leaf.key
-    if not isinstance(key, str) or not key:
-        finding = Finding("a key must be a string that is not empty", found=repr(key))
-        raise InvalidShardingError("invalid key", [finding])
-    try:
-        key.encode()
-    except UnicodeEncodeError as error:
-        finding = Finding(f"a key must be text that UTF-8 can hold: {error}", found=repr(key))
-        raise InvalidShardingError("invalid key", [finding]) from error
-    leaf.validate_metadata_integrity()
-    main = is_main_replica(leaf.replica_id)
-    if isinstance(leaf, ShardedTensor):
-        rows.add(
-            key=key,
-            dtype=dtypes.from_torch(leaf.dtype, key=key).name,
-            global_shape=tuple(leaf.global_shape),
-            offset=tuple(leaf.global_offset),
-            shape=(1,) * leaf.prepend_axis_num + tuple(leaf.local_shape),
-            flat=leaf.flat_range,
-            main=main,
-            source=source,
-        )
-    elif isinstance(leaf, ShardedObject):
-        rows.add(
-            key=key,
-            dtype=OBJECT,
-            global_shape=tuple(leaf.global_shape),
-            offset=tuple(leaf.global_offset),
-            shape=(1,) * len(leaf.global_shape),
-            flat=None,
-            main=main,
-            source=source,
-        )
-    else:
-        finding = Finding("cannot be described", key, found=type(leaf).__name__)
-        raise InvalidShardingError("unknown kind of sharded leaf", [finding])
-
-
-def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
-    """All rows of all tables in one, sorted by key name, then as given."""
     tables = [table for table in tables if len(table)] or tables[:1]
     names = sorted(
         {name for table in {id(t.names): t for t in tables}.values() for name in table.names}
@@ -279,21 +291,24 @@ def concatenate(tables: Sequence[ShardTable]) -> ShardTable:
     position = {name: i for i, name in enumerate(names)}
     width = max((table.max_ndim for table in tables), default=0)
     translation: dict[int, Int32s] = {}
-    columns: dict[str, list[Any]] = {f.name: [] for f in fields(ShardTable) if f.name != "names"}
     for table in tables:
-        new = translation.get(id(table.names))
-        if new is None:
+        if id(table.names) not in translation:
             moved = [position[name] for name in table.names]
-            new = translation[id(table.names)] = np.array(moved, dtype=np.int32)
-        for name, parts in columns.items():
-            column = getattr(table, name)
+            translation[id(table.names)] = np.array(moved, dtype=np.int32)
+
+    def column(name: str) -> Any:
+        parts = []
+        for table in tables:
+            part = table.column(name)
             if name in ("keys", "dtypes"):
-                column = new[column] if len(column) else column
-            elif name in ("global_shapes", "offsets", "shapes") and column.shape[1] != width:
+                part = translation[id(table.names)][part] if len(part) else part
+            elif name in ("global_shapes", "offsets", "shapes") and part.shape[1] != width:
                 fill = 0 if name == "offsets" else 1
-                pad = ((0, 0), (0, width - column.shape[1]))
-                column = np.pad(column, pad, constant_values=fill)
-            parts.append(column)
-    merged = ShardTable(tuple(names), **{n: np.concatenate(p) for n, p in columns.items()})
-    order = np.argsort(merged.keys, kind="stable")
-    return merged.take(order)
+                part = np.pad(part, ((0, 0), (0, width - part.shape[1])), constant_values=fill)
+            parts.append(part)
+        return np.concatenate(parts)
+
+    keys = column("keys")
+    order = np.argsort(keys, kind="stable").astype(np.int32)
+    columns = {name: column(name)[order] for name in COLUMNS if name != "keys"}
+    return ShardTable(tuple(names), keys=keys[order], holders=holders, **columns)

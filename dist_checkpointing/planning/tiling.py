@@ -39,7 +39,7 @@ class MiscountedPart:
     holders: Ints
 
 
-def miscounted_parts(shape: Ints, boxes: Sequence[Box]) -> Iterator[MiscountedPart]:
+def miscounted_parts(shape: Ints, offsets: Int64s, shapes: Int64s) -> Iterator[MiscountedPart]:
     """The parts that are not in exactly one box, in C order.
 
     Takes ``len(boxes) * len(shape)`` steps to find out whether there is any, and a few times as
@@ -47,12 +47,10 @@ def miscounted_parts(shape: Ints, boxes: Sequence[Box]) -> Iterator[MiscountedPa
 
     Args:
         shape: of the global tensor.
-        boxes: that lie in it, none of them empty.
+        offsets: ``[boxes, axes]``; the boxes lie in the tensor, and none is empty.
+        shapes: ``[boxes, axes]``.
     """
-    offsets = np.array([box.offset for box in boxes], dtype=np.int64).reshape(
-        len(boxes), len(shape)
-    )
-    stops = np.array([box.stop for box in boxes], dtype=np.int64).reshape(offsets.shape)
+    boxes, stops = range(len(offsets)), offsets + shapes
     cuts = [
         np.unique(np.r_[0, extent, offsets[:, axis], stops[:, axis]])
         for axis, extent in enumerate(shape)

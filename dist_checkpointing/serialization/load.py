@@ -30,8 +30,9 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import value_at
 from dist_checkpointing.mapping.partition import Partition, partition
-from dist_checkpointing.planning.coverage import check_coverage
-from dist_checkpointing.planning.shard_table import concatenate, describe
+from dist_checkpointing.planning.coverage import check_coverage, main_rows
+from dist_checkpointing.planning.describe import describe
+from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.protocol import StorageReader
@@ -304,10 +305,12 @@ def _stored_objects(
 
 def _check_access(parts: Partition, comm: Comm) -> None:
     leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
-    tables = comm.exchange("describing the template", lambda: describe(leaves, comm.rank))
+    exchanged = exchange_tables(
+        comm, "describing the template", lambda: ({"shards": describe(leaves, comm.rank)}, None)
+    )
     with comm.agreed("checking the template"):
-        catalog = concatenate(tables)
-        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
+        catalog = exchanged.catalog("shards")
+        check_coverage(catalog, main_rows(catalog))
 
 
 def _read(

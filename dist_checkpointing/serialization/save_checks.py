@@ -19,9 +19,11 @@ from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
 from dist_checkpointing.mapping import is_main_replica
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
-from dist_checkpointing.planning.coverage import check_coverage
+from dist_checkpointing.planning.coverage import check_coverage, main_rows
+from dist_checkpointing.planning.describe import describe
+from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
+from dist_checkpointing.planning.shard_table import ShardTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +93,19 @@ def check_leaves(leaves: Leaves, folder: Path, saved_as: str, comm: Comm) -> Sha
     """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
 
     @paused_collector()
-    def describe_own() -> tuple[ShardTable, tuple[str, str]]:
-        return describe(list(leaves.values()), comm.rank), (str(folder), saved_as)
+    def describe_own() -> tuple[dict[str, ShardTable], tuple[str, str]]:
+        return {"shards": describe(list(leaves.values()), comm.rank)}, (str(folder), saved_as)
 
-    exchanged = comm.exchange("describing the shards", describe_own)
+    exchanged = exchange_tables(comm, "describing the shards", describe_own)
     with comm.agreed("checking the shards"), paused_collector():
-        tables, destinations = zip(*exchanged, strict=True)
-        check_one_destination(destinations)
-        catalog = concatenate(tables)
-        check_coverage(catalog, catalog.take(catalog.main & (catalog.num_elements > 0)))
+        check_one_destination(exchanged.facts)
+        catalog = exchanged.catalog("shards")
+        check_coverage(catalog, main_rows(catalog))
     return catalog
 
 
 def _ranks_with(table: ShardTable, key: str) -> tuple[int, ...]:
-    return tuple(np.unique(table.ranks[np.array(table.key_column) == key]).tolist())
+    return tuple(table.ranks_of(np.array(table.key_column) == key).tolist())
 
 
 def refuse_clashes(names: list[str], objects: ShardTable, index: Index | None) -> None:

@@ -18,8 +18,9 @@ from dist_checkpointing import CheckpointingException, ShardedObject, ShardedTen
 from dist_checkpointing.planning import BalancedSavePlanner, SavePlan, distribute_shards_to_ranks
 from dist_checkpointing.planning.balance import choose_writers, share_out, tensor_holdings
 from dist_checkpointing.planning.coverage import find_coverage_problems
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate
 from tiers import examples
 
 

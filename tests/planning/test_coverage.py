@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 from dist_checkpointing import InvalidShardingError, ShardedObject, ShardedTensor
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.pieces import Pieces
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
 from dist_checkpointing.planning.coverage import check_coverage, find_coverage_problems
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
-from dist_checkpointing.planning.shard_table import ShardTable, concatenate, describe
+from dist_checkpointing.planning.shard_table import ShardTable, concatenate
 from dist_checkpointing.planning.tiling import miscounted_parts
 
 Ints = tuple[int, ...]
@@ -187,7 +189,8 @@ def test_boxes_cut_anyhow_are_counted_right(data: st.DataObject) -> None:
         boxes = [*boxes, box] if data.draw(st.booleans()) else boxes[1:]
     boxes = [box for box in boxes if box.num_elements]
     counts = counted(shape, [(box, None) for box in boxes])
-    found = list(miscounted_parts(shape, boxes))
+    table = Pieces.of(len(shape), [(box, None) for box in boxes])
+    found = list(miscounted_parts(shape, table.offsets, table.shapes))
     named = np.zeros(shape, dtype=np.int64)
     for part in found:
         named[part.box.slices()] += 1

@@ -13,9 +13,10 @@ from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import BalancedSavePlanner, SavePlanner
 from dist_checkpointing.planning.balance import choose_writers
 from dist_checkpointing.planning.balanced_planner import check_replicas_have_data
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.packing import pack, unpack_all
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import concatenate, describe
+from dist_checkpointing.planning.shard_table import concatenate
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,

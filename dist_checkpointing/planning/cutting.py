@@ -1,0 +1,95 @@
+"""Shards cut into what is stored, along a grid, in rows or in ranges: all rows of a table at once.
+
+Every function returns the parts as a table, and for each of them the row that it was cut from. The
+parts of a row follow each other in C order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable
+
+Cut = tuple[ShardTable, Int64s]
+
+
+def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
+    """Boxes cut along the chunks that they meet.
+
+    Args:
+        table: without flattened ranges.
+        chunks: ``[rows, axes]``, chunk shape of the tensor of each row; at least 1.
+    """
+    first = table.offsets // chunks
+    counts = (table.offsets + table.shapes - 1) // chunks - first + 1
+    totals = np.where(table.shapes.all(axis=1), counts.prod(axis=1), 0)
+    origins, place = _repeated(totals)
+    parts = table.take(origins)
+    begins, ends = parts.offsets.copy(), parts.offsets + parts.shapes
+    for axis in reversed(range(table.max_ndim)):
+        place, step = np.divmod(place, counts[origins, axis])
+        extent = chunks[origins, axis]
+        begin = (first[origins, axis] + step) * extent
+        begins[:, axis] = np.maximum(begin, begins[:, axis])
+        ends[:, axis] = np.minimum(begin + extent, ends[:, axis])
+    return replace(parts, offsets=begins, shapes=ends - begins), origins
+
+
+def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
+    """Flattened ranges cut into ranges.
+
+    Args:
+        table: of flattened shards.
+        most: elements of a part of each row, at least 1.
+    """
+    start, stop = table.flat.T
+    origins, place = _repeated(-(-(stop - start) // most))
+    begins = start[origins] + place * most[origins]
+    ends = np.minimum(begins + most[origins], stop[origins])
+    return replace(table.take(origins), flat=np.stack([begins, ends], axis=1)), origins
+
+
+def cut_rows(table: ShardTable, most: Int64s) -> Cut:
+    """Boxes cut as ``geometry.split_rows`` cuts one: every part is one run of its box.
+
+    Args:
+        table: without flattened ranges.
+        most: elements of a part of each row, at least 1.
+    """
+    origins = np.arange(len(table))
+    offsets, shapes = table.offsets, table.shapes
+    while True:
+        sizes = shapes.prod(axis=1)
+        is_large = sizes > most[origins]
+        if not is_large.any():
+            parts = replace(table.take(origins), offsets=offsets, shapes=shapes)
+            return parts, origins
+        axis = (shapes > 1).argmax(axis=1)[:, None]
+        extent = np.take_along_axis(shapes, axis, 1)[:, 0]
+        row_elements = sizes // np.maximum(extent, 1)
+        step = np.maximum(1, most[origins] // np.maximum(row_elements, 1))
+        step = np.where(is_large, step, np.maximum(extent, 1))
+        rows, place = _repeated(np.where(is_large, -(-extent // step), 1))
+        begin, axis = place * step[rows], axis[rows]
+        offsets, shapes, origins = offsets[rows], shapes[rows], origins[rows]
+        moved = np.take_along_axis(offsets, axis, 1) + begin[:, None]
+        np.put_along_axis(offsets, axis, moved, 1)
+        kept = np.where(is_large[rows], np.minimum(step[rows], extent[rows] - begin), extent[rows])
+        np.put_along_axis(shapes, axis, kept[:, None], 1)
+
+
+def joined(parts: list[Cut]) -> Cut:
+    """Cuts of one table together, those of one row in their order."""
+    table, origins = parts[0]
+    for other, rows in parts[1:]:
+        if len(rows):
+            table, origins = table.followed_by(other), np.concatenate([origins, rows])
+    return table, origins
+
+
+def _repeated(counts: Int64s) -> tuple[Int64s, Int64s]:
+    """Each row so many times: the rows, and the number of each among those of its row."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
