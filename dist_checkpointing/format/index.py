@@ -184,6 +184,14 @@ class Index(Mapping[str, StoredTensor]):
         row = self._row.get(key)
         return None if row is None else self.chunk_shape_column[row]
 
+    def shapes_of(
+        self, keys: Iterable[str]
+    ) -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
+        """Global shapes and chunk shapes (None where there are pieces) of tensors that it holds."""
+        rows = list(map(self._row.__getitem__, keys))
+        shapes, chunks = self.global_shape_column, self.chunk_shape_column
+        return [shapes[row] for row in rows], [chunks[row] for row in rows]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys_column)
 

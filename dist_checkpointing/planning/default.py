@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.format.geometry import Box, Window
+from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_checkpointing.planning.items import (
-    LoadItemType,
-    LoadPlan,
-    LocalPlans,
-    MetadataIndex,
-    ReadItem,
-    SavePlan,
-    WriteItem,
-)
+from dist_checkpointing.planning.items import LocalPlans, SavePlan, WriteItem
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
-from dist_checkpointing.planning.planners import Leaves, LoadPlanner, SavePlanner
-from dist_checkpointing.planning.reads import WantedShard, plan_load
+from dist_checkpointing.planning.planners import Destinations, Leaves, LoadPlanner, SavePlanner
+from dist_checkpointing.planning.read_table import LoadPlan, ReadItem, object_rows
+from dist_checkpointing.planning.reads import WantedShards, plan_load
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, describe
 
 
@@ -61,6 +54,24 @@ class DefaultSavePlanner(SavePlanner):
         assert plan.index is not None
         table, _ = as_stored(plan.table, plan.index, self._layout)
         return replace(plan, table=table)
+
+    def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
+        if not _is(self.get_data, DefaultSavePlanner.get_data):
+            return super().data_of(plan)
+        table, leaves = plan.table, self._leaves
+        sources, sizes = table.sources.tolist(), table.num_elements.tolist()
+
+        def data(row: int) -> torch.Tensor | object:
+            leaf = leaves[sources[row]]
+            own: object = leaf.data
+            # What has as many elements as the whole is the whole.
+            if isinstance(leaf, ShardedTensor) and (
+                leaf.prepend_axis_num or leaf.data is None or leaf.data.numel() != sizes[row]
+            ):
+                return self.get_data(plan.item(row))
+            return own
+
+        return data
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
         assert item.index.index is not None
@@ -104,14 +115,6 @@ def other_grid(leaf: ShardedObject, stored: object, *, path: str | None = None) 
         path=path,
         remedy="Ask for the cells of the stored grid: an object cannot be resharded.",
     )
-
-
-def _object_item(leaf: ShardedObject, source: int) -> ReadItem:
-    offset = tuple(leaf.global_offset)
-    index = MetadataIndex(leaf.key, offset, source)
-    cell = Window(0, (), Box((), ()))
-    stored = MetadataIndex(leaf.key, offset)
-    return ReadItem(LoadItemType.BYTE_IO, index, cell, stored, cell)
 
 
 def by_rank(all_plans: Sequence[SavePlan], written: ShardTable, index: Index) -> list[SavePlan]:
@@ -168,24 +171,36 @@ class DefaultLoadPlanner(LoadPlanner):
         self._index = metadata
 
     def build_local_plan(self) -> LoadPlan:
-        wanted = [
-            WantedShard(leaf.key, leaf.box, leaf.flat_range, source)
-            for source, leaf in enumerate(self._leaves)
-            if isinstance(leaf, ShardedTensor)
-        ]
-        missing = sorted({shard.key for shard in wanted} - set(self._index))
-        findings = [Finding("not in the checkpoint", key) for key in missing]
-        items, uncovered = plan_load(
-            self._index, [shard for shard in wanted if shard.key in self._index]
-        )
-        findings += uncovered
+        tensors: list[ShardedTensor] = []
+        sources: list[int] = []
+        findings: list[Finding] = []
+        cells: list[tuple[str, Ints, int]] = []
         for source, leaf in enumerate(self._leaves):
-            if isinstance(leaf, ShardedObject):
+            if isinstance(leaf, ShardedTensor):
+                if leaf.key in self._index:
+                    tensors.append(leaf)
+                    sources.append(source)
+                else:
+                    findings.append(Finding("not in the checkpoint", leaf.key))
+            elif isinstance(leaf, ShardedObject):
                 findings += misfits(leaf, self._index)
-                items.append(_object_item(leaf, source))
+                cells.append((leaf.key, tuple(leaf.global_offset), source))
+        table, uncovered = plan_load(self._index, _wanted(tensors, sources))
+        findings += uncovered
         if findings:
             raise StateMismatchError("the checkpoint does not hold what is wanted", findings)
-        return LoadPlan(items)
+        return LoadPlan(table.followed_by(object_rows(cells)) if cells else table)
+
+    def destinations(self, plan: LoadPlan) -> Destinations:
+        own = DefaultLoadPlanner
+        is_own = (
+            _is(self.acquire_tensor, own.acquire_tensor)
+            and _is(self.apply_tensor, own.apply_tensor)
+            and _is(self.apply_bytes, own.apply_bytes)
+        )
+        if not is_own:
+            return super().destinations(plan)
+        return _OwnMemory(self, plan, self._leaves)
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
         leaf = self._leaf(item)
@@ -218,3 +233,49 @@ class DefaultLoadPlanner(LoadPlanner):
         leaf = self._leaves[item.dest_index.index]
         assert isinstance(leaf, ShardedTensor)
         return leaf
+
+
+def _is(method: Callable[..., object], function: Callable[..., object]) -> bool:
+    """Whether a method is this one, and not that of a subclass or put in its place."""
+    return getattr(method, "__func__", None) is function
+
+
+class _OwnMemory(Destinations):
+    """The memory of leaves, handed out without items where a row fills a whole leaf."""
+
+    def __init__(
+        self, planner: DefaultLoadPlanner, plan: LoadPlan, leaves: Sequence[ShardedBase]
+    ) -> None:
+        super().__init__(planner, plan)
+        self._leaves = leaves
+        self._sources = plan.table.sources.tolist()
+        self._sizes = plan.table.num_elements.tolist()
+
+    def acquire(self, row: int) -> torch.Tensor:
+        leaf = self._leaves[self._sources[row]]
+        assert isinstance(leaf, ShardedTensor)
+        data = leaf.data
+        assert data is not None
+        # What has as many elements as the whole is the whole; a flattened one has another shape.
+        is_whole = data.numel() == self._sizes[row] and leaf.flattened_range is None
+        if not is_whole or leaf.prepend_axis_num or data.requires_grad:
+            return self.planner.acquire_tensor(self.plan.table.item(row))
+        return data
+
+    def filled(self, row: int, destination: torch.Tensor) -> None:
+        """Nothing is left to do: the destination is the leaf's own memory."""
+
+    def apply_bytes(self, row: int, value: object) -> None:
+        self._leaves[self._sources[row]].data = value
+
+
+def _wanted(tensors: Sequence[ShardedTensor], sources: Sequence[int]) -> WantedShards:
+    """Tensors as the columns of what is wanted."""
+    boxes = [leaf.box for leaf in tensors]
+    return WantedShards.of_columns(
+        [leaf.key for leaf in tensors],
+        [box.offset for box in boxes],
+        [box.shape for box in boxes],
+        [leaf.flat_range for leaf in tensors],
+        sources,
+    )

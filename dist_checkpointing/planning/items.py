@@ -1,28 +1,20 @@
-"""What is written and read, item by item, and the plans that hold the items."""
+"""What one rank writes: a plan, and the items that show its rows one by one."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows
+from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.shard_table import OBJECT, ShardTable, TableRows, concatenate
 
 
 class WriteItemType(Enum):
     """What a WriteItem carries."""
-
-    TENSOR = "tensor"
-    BYTE_IO = "byte_io"
-
-
-class LoadItemType(Enum):
-    """What a ReadItem carries."""
 
     TENSOR = "tensor"
     BYTE_IO = "byte_io"
@@ -90,48 +82,6 @@ class WriteItem:
         return count * dtypes.from_name(data.dtype).itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class ReadItem:
-    """A box to copy from a stored chunk into one of this rank's leaves.
-
-    Attributes:
-        type: tensor or bytes.
-        dest_index: key, offset of the destination shard, and which leaf of this rank it is.
-        dest: where the box lies in the destination's memory.
-        storage_index: key, offset of the stored chunk, and which piece it is.
-        storage: where the box lies in the stored chunk, whose elements are in C order.
-    """
-
-    type: LoadItemType
-    dest_index: MetadataIndex
-    dest: Window
-    storage_index: MetadataIndex
-    storage: Window
-
-    @property
-    def dest_offsets(self) -> Ints:
-        """Offset of the box in the destination."""
-        return self.dest.box.offset
-
-    @property
-    def storage_offsets(self) -> Ints:
-        """Offset of the box in the stored chunk."""
-        return self.storage.box.offset
-
-    @property
-    def lengths(self) -> Ints:
-        """Shape of the box."""
-        return self.dest.box.shape
-
-    def parts(self, max_elements: int) -> Iterator[ReadItem]:
-        """The same in blocks of rows with at most so many elements each; itself if it is small."""
-        if self.dest.box.num_elements <= max_elements:
-            yield self
-            return
-        for block in split_rows(Box.whole(self.lengths), max_elements):
-            yield replace(self, dest=self.dest.part(block), storage=self.storage.part(block))
-
-
 @dataclass(frozen=True, eq=False)
 class SavePlan:
     """What one rank brings to a save (local plan), or writes (final plan).
@@ -169,6 +119,21 @@ class SavePlan:
         return tuple(
             _item(table.names[key], table.names[dtype], *rest)
             for key, dtype, *rest in zip(*(column.tolist() for column in columns), strict=True)
+        )
+
+    def item(self, row: int) -> WriteItem:
+        """One row as an item, for when the others are not needed."""
+        table = self.table
+        return _item(
+            table.key(row),
+            table.dtype(row),
+            int(table.ndim[row]),
+            table.global_shapes[row].tolist(),
+            table.offsets[row].tolist(),
+            table.shapes[row].tolist(),
+            table.flat[row].tolist(),
+            bool(table.main[row]),
+            int(table.sources[row]),
         )
 
     @property
@@ -239,23 +204,3 @@ class LocalPlans(tuple[SavePlan, ...]):  # noqa: SLOT001 - it keeps its catalog
     def catalog(self) -> ShardTable:
         """All their rows in one table, sorted by key."""
         return concatenate([plan.table for plan in self])
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What one rank reads.
-
-    Attributes:
-        items: the boxes to copy.
-        storage_data: for a StorageReader's own use.
-        planner_data: for a LoadPlanner's own use.
-    """
-
-    items: Sequence[ReadItem]
-    storage_data: object = None
-    planner_data: object = None
-
-    @property
-    def num_elements(self) -> int:
-        """Elements that are copied."""
-        return sum(math.prod(item.lengths) for item in self.items)

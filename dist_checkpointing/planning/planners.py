@@ -7,15 +7,16 @@ default planners to rename, skip or convert, and pass the planner to a strategy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.mapping.nesting import Path
-from dist_checkpointing.planning.items import LoadPlan, ReadItem, SavePlan, WriteItem
+from dist_checkpointing.planning.items import SavePlan, WriteItem
 from dist_checkpointing.planning.layout import Layout
+from dist_checkpointing.planning.read_table import LoadPlan, ReadItem
 
 Leaves = Mapping[Path, ShardedBase]
 """A flattened sharded state dict: path -> ShardedTensor or ShardedObject."""
@@ -71,6 +72,42 @@ class SavePlanner(ABC):
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
         """The data of an item: a tensor of its shape (any device, may be a view) or an object."""
 
+    def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
+        """What gives the data of each row of a plan, to a writer that works on rows.
+
+        Several threads may call it. Each row is asked for once, when its data is needed. There is
+        no need to override this: it asks ``get_data`` for the row's item.
+        """
+        items = plan.items
+        return lambda row: self.get_data(items[row])
+
+
+class Destinations:
+    """Where the rows of a plan go, for a reader that works on rows: a planner is asked for each.
+
+    Several threads may ask.
+
+    Args:
+        planner: answers for the items.
+        plan: whose rows they are.
+    """
+
+    def __init__(self, planner: LoadPlanner, plan: LoadPlan) -> None:
+        self.planner = planner
+        self.plan = plan
+
+    def acquire(self, row: int) -> torch.Tensor:
+        """The destination of a row, as a writable view of the shape of its box."""
+        return self.planner.acquire_tensor(self.plan.items[row])
+
+    def filled(self, row: int, destination: torch.Tensor) -> None:
+        """To be called when what ``acquire`` gave has been filled in place."""
+        self.planner.apply_tensor(self.plan.items[row], destination)
+
+    def apply_bytes(self, row: int, value: object) -> None:
+        """Put a loaded object where the row belongs."""
+        self.planner.apply_bytes(self.plan.items[row], value)
+
 
 class LoadPlanner(ABC):
     """Decides what is read and where it goes.
@@ -115,3 +152,10 @@ class LoadPlanner(ABC):
     @abstractmethod
     def apply_bytes(self, item: ReadItem, value: object) -> None:
         """Put a loaded object where the item belongs."""
+
+    def destinations(self, plan: LoadPlan) -> Destinations:
+        """Where the rows of a plan go, for a reader that works on rows.
+
+        There is no need to override this: it asks the methods above for the row's item.
+        """
+        return Destinations(self, plan)

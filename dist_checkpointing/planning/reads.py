@@ -1,16 +1,26 @@
-"""Resharding, which happens only here: the parts of stored chunks that fill a wanted shard."""
+"""Resharding, which happens only here: the parts of stored chunks that fill wanted shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dist_checkpointing.errors import Finding
-from dist_checkpointing.format.geometry import Box, Window, split_flat_range
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
-from dist_checkpointing.planning.items import LoadItemType, MetadataIndex, ReadItem
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.planning.piece_reads import WantedParts, with_pieces
+from dist_checkpointing.planning.read_table import ReadTable
+from dist_checkpointing.planning.segments import (
+    Overlaps,
+    Segments,
+    in_grid,
+    joined,
+    padded_rows,
+    segments_of,
+)
+from dist_checkpointing.planning.shard_table import Int32s, Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +28,10 @@ class WantedShard:
     """A part of a global tensor that a rank wants to have.
 
     Attributes:
-        key: of the tensor.
-        box: in elements of the global tensor, clipped to what is stored.
-        flat_range: if given, only these elements of the flattened ``shard``.
-        source: which leaf of the rank it is.
+        key: Key of the tensor.
+        box: Box in elements of the global tensor; it may stick out of a smaller stored tensor.
+        flat_range: If given, only these elements of the flattened box.
+        source: Which leaf of the rank it is.
     """
 
     key: str
@@ -30,107 +40,221 @@ class WantedShard:
     source: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A box of the global tensor that is one C-order array in a buffer, from element ``start``."""
+@dataclass(frozen=True, slots=True, eq=False)
+class WantedShards:
+    """Wanted shards as columns; shapes and offsets are padded as in ``ShardTable``.
 
-    start: int
-    shape: tuple[int, ...]
-    box: Box
+    Attributes:
+        keys: Key of each.
+        ndim: Number of axes of each.
+        offsets: ``[rows, axes]``, first element of the box.
+        shapes: ``[rows, axes]``, shape of the box.
+        flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
+        sources: Which leaf of the rank it is.
+    """
 
-    def window(self, common: Box) -> Window:
-        return Window(self.start, self.shape, common.relative_to(self.box.offset))
+    keys: Sequence[str]
+    ndim: Int32s
+    offsets: Int64s
+    shapes: Int64s
+    flat: Int64s
+    sources: Int32s
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @classmethod
+    def of(cls, shards: Iterable[WantedShard]) -> WantedShards:
+        """The columns of some shards."""
+        rows = list(shards)
+        return cls.of_columns(
+            [shard.key for shard in rows],
+            [shard.box.offset for shard in rows],
+            [shard.box.shape for shard in rows],
+            [shard.flat_range for shard in rows],
+            [shard.source for shard in rows],
+        )
+
+    @classmethod
+    def of_columns(
+        cls,
+        keys: Sequence[str],
+        offsets: Sequence[Ints],
+        shapes: Sequence[Ints],
+        flat: Sequence[tuple[int, int] | None],
+        sources: Sequence[int],
+    ) -> WantedShards:
+        """The same from lists, one value a shard."""
+        ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
+        ranges = np.array([r or (-1, -1) for r in flat], dtype=np.int64).reshape(len(flat), 2)
+        return cls(
+            keys,
+            ndim,
+            padded_rows(offsets, ndim, 0),
+            padded_rows(shapes, ndim, 1),
+            ranges,
+            np.array(sources, dtype=np.int32),
+        )
 
 
-def _segments(box: Box, flat: tuple[int, int] | None) -> list[_Segment]:
-    if flat is None:
-        return [_Segment(0, box.shape, box)]
-    segments, start = [], 0
-    for part in split_flat_range(box.shape, *flat):
-        offset = tuple(a + b for a, b in zip(box.offset, part.offset, strict=True))
-        segments.append(_Segment(start, part.shape, Box(offset, part.shape)))
-        start += part.num_elements
-    return segments
-
-
-def _grid_chunks(tensor: StoredTensor, box: Box) -> Iterator[tuple[MetadataIndex, _Segment]]:
-    grid = tensor.grid
-    for chunk, _ in grid.meeting(box):
-        own = grid.box(chunk)
-        # Chunks are stored at full size, also where they stick out of the tensor.
-        yield MetadataIndex(tensor.key, own.offset), _Segment(0, grid.chunk_shape, own)
-
-
-def _pieces(key: str, pieces: Pieces, box: Box) -> Iterator[tuple[MetadataIndex, _Segment]]:
-    start, stop = np.array(box.offset), np.array(box.stop)
-    meets = ((pieces.offsets < stop) & (pieces.offsets + pieces.shapes > start)).all(axis=1)
-    for row in np.flatnonzero(meets).tolist():
-        own = Box(tuple(pieces.offsets[row].tolist()), tuple(pieces.shapes[row].tolist()))
-        first, last = pieces.flat[row].tolist()
-        index = MetadataIndex(key, own.offset, row)
-        for segment in _segments(own, None if first < 0 else (first, last)):
-            yield index, segment
-
-
-def _is_stored_chunk(shard: WantedShard, tensor: StoredTensor) -> bool:
-    """Whether it is wanted just as it is stored, which is common, and takes no geometry."""
-    if shard.flat_range is not None or tensor.chunk_shape != shard.box.shape:
-        return False
-    return tensor.grid.is_chunk(shard.box)
-
-
-def plan_load(index: Index, wanted: Sequence[WantedShard]) -> tuple[list[ReadItem], list[Finding]]:
+def plan_load(
+    index: Index, wanted: WantedShards | Sequence[WantedShard]
+) -> tuple[ReadTable, list[Finding]]:
     """The reads that fill every wanted shard, and the shards that nothing stored fills.
 
-    A pure function: nothing is opened, and the topology need not exist.
+    A pure function: nothing is opened, and the topology need not exist. All shards are planned
+    together, in time that grows with the reads and with the pieces of the wanted tensors.
+
+    Args:
+        index: what is stored, the wanted tensors included.
+        wanted: any shards of them.
+
+    Returns:
+        The reads, in the order of the shards, and what the checkpoint does not hold.
     """
-    items: list[ReadItem] = []
-    findings: list[Finding] = []
-    for shard in wanted:
-        tensor = index[shard.key]
-        dest_index = MetadataIndex(shard.key, shard.box.offset, shard.source)
-        if _is_stored_chunk(shard, tensor):
-            window = Window(0, shard.box.shape, Box.whole(shard.box.shape))
-            stored_index = MetadataIndex(shard.key, shard.box.offset)
-            items.append(ReadItem(LoadItemType.TENSOR, dest_index, window, stored_index, window))
-            continue
-        whole = Box.whole(tensor.global_shape)
-        needed = found = 0
-        seen: set[tuple[int, Box]] = set()
-        for dest in _segments(shard.box, shard.flat_range):
-            # A wanted shard may stick out of a smaller stored tensor (allow_shape_mismatch).
-            inside = dest.box.intersect(whole)
-            if inside is None:
-                continue
-            needed += inside.num_elements
-            if tensor.pieces is None:
-                stored = _grid_chunks(tensor, inside)
-            else:
-                stored = _pieces(shard.key, tensor.pieces, inside)
-            for storage_index, source in stored:
-                common = source.box.intersect(inside)
-                if common is None:
-                    continue
-                if (dest.start, common) in seen:
-                    continue  # a piece that is listed twice must not make up for a lost one
-                seen.add((dest.start, common))
-                found += common.num_elements
-                items.append(
-                    ReadItem(
-                        LoadItemType.TENSOR,
-                        dest_index,
-                        dest.window(common),
-                        storage_index,
-                        source.window(common),
-                    )
-                )
-        if found != needed:
-            findings.append(
-                Finding(
-                    "the checkpoint does not cover the wanted part exactly once",
-                    shard.key,
-                    expected=f"{needed} elements in {shard.box.offset} .. {shard.box.stop}",
-                    found=f"{found} elements",
-                )
+    shards = wanted if isinstance(wanted, WantedShards) else WantedShards.of(wanted)
+    global_shapes, chunk_shapes = index.shapes_of(shards.keys)
+    stored_ndim = np.fromiter(map(len, global_shapes), dtype=np.int32, count=len(shards))
+    differs = np.flatnonzero(stored_ndim != shards.ndim)
+    if len(differs):
+        return ReadTable.of(()), [
+            Finding(
+                "the number of axes differs",
+                shards.keys[row],
+                expected=int(shards.ndim[row]),
+                found=int(stored_ndim[row]),
             )
-    return items, findings
+            for row in differs.tolist()
+        ]
+    whole = padded_rows(global_shapes, shards.ndim, 1)
+    on_grid = np.array([shape is not None for shape in chunk_shapes], dtype=np.bool_)
+    shapes = [shape or full for shape, full in zip(chunk_shapes, global_shapes, strict=True)]
+    chunks = np.maximum(padded_rows(shapes, shards.ndim, 1), 1)
+    names = {key: number for number, key in enumerate(dict.fromkeys(shards.keys))}
+    numbers = np.fromiter(map(names.__getitem__, shards.keys), dtype=np.int32, count=len(shards))
+    # Most of what is wanted is wanted as it is stored, which takes no geometry.
+    is_chunk = on_grid & (shards.flat[:, 0] < 0) & (shards.shapes == chunks).all(axis=1)
+    is_chunk &= (shards.offsets % chunks == 0).all(axis=1)
+    is_chunk &= (shards.offsets + shards.shapes <= whole).all(axis=1)
+    rows = np.flatnonzero(is_chunk)
+    uncut = _uncut(shards, tuple(names), numbers, rows)
+    others = np.flatnonzero(~is_chunk)
+    if not len(others):
+        return uncut, []
+    cut = segments_of(shards.offsets[others], shards.shapes[others], shards.flat[others])
+    cut = replace(cut, parts=others[cut.parts])
+    # A wanted shard may stick out of a smaller stored tensor (allow_shape_mismatch).
+    highs = np.minimum(cut.offsets + cut.shapes, whole[cut.parts])
+    some = (highs > cut.offsets).all(axis=1)
+    cut, highs = cut.take(some), highs[some]
+    found = []
+    on = on_grid[cut.parts]
+    if on.any():
+        grid = cut.take(on)
+        found.append(in_grid(grid, grid.offsets, highs[on], chunks[grid.parts]))
+    findings: list[Finding] = []
+    if not on.all():
+        overlaps, findings = _in_pieces(index, shards, cut.take(~on), highs[~on])
+        found.append(overlaps)
+    if not found:
+        return uncut, []
+    overlaps = joined(found)
+    table = uncut.followed_by(_of_overlaps(shards, tuple(names), numbers, overlaps))
+    origins = np.concatenate([rows, overlaps.wanted.parts])
+    return table.take(np.argsort(origins, kind="stable")), findings
+
+
+def _uncut(
+    shards: WantedShards, names: tuple[str, ...], numbers: Int32s, rows: Int64s
+) -> ReadTable:
+    """The reads of shards that are whole chunks."""
+    offsets, shapes = shards.offsets[rows], shards.shapes[rows]
+    starts, zeros = np.zeros(len(rows), dtype=np.int64), np.zeros_like(offsets)
+    return ReadTable(
+        names=names,
+        keys=numbers[rows],
+        is_object=np.zeros(len(rows), dtype=np.bool_),
+        ndim=shards.ndim[rows],
+        window_ndim=shards.ndim[rows],
+        sources=shards.sources[rows],
+        dest_offsets=offsets,
+        dest_starts=starts,
+        dest_shapes=shapes,
+        dest_boxes=zeros,
+        pieces=np.full(len(rows), -1, dtype=np.int64),
+        chunk_offsets=offsets,
+        storage_starts=starts,
+        storage_shapes=shapes,
+        storage_boxes=zeros,
+        lengths=shapes,
+    )
+
+
+def _of_overlaps(
+    shards: WantedShards, names: tuple[str, ...], numbers: Int32s, overlaps: Overlaps
+) -> ReadTable:
+    wanted, stored = overlaps.wanted, overlaps.stored
+    rows = wanted.parts
+    return ReadTable(
+        names=names,
+        keys=numbers[rows],
+        is_object=np.zeros(len(rows), dtype=np.bool_),
+        ndim=shards.ndim[rows],
+        window_ndim=shards.ndim[rows],
+        sources=shards.sources[rows],
+        dest_offsets=shards.offsets[rows],
+        dest_starts=wanted.starts,
+        dest_shapes=wanted.shapes,
+        dest_boxes=overlaps.offsets - wanted.offsets,
+        pieces=overlaps.pieces,
+        chunk_offsets=overlaps.chunk_offsets,
+        storage_starts=stored.starts,
+        storage_shapes=stored.shapes,
+        storage_boxes=overlaps.offsets - stored.offsets,
+        lengths=overlaps.lengths,
+    )
+
+
+def _in_pieces(
+    index: Index, shards: WantedShards, cut: Segments, highs: Int64s
+) -> tuple[Overlaps, list[Finding]]:
+    """What segments of shards have in common with pieces, and which shards these do not fill."""
+    found = []
+    ndim = shards.ndim[cut.parts]
+    width = shards.offsets.shape[1]
+    for axes in np.unique(ndim).tolist():
+        own, kept = ndim == axes, max(1, axes)
+        segments = cut.take(own)
+        narrow = replace(
+            segments, shapes=segments.shapes[:, :kept], offsets=segments.offsets[:, :kept]
+        )
+        parts = WantedParts(
+            narrow,
+            highs[own][:, :kept],
+            shards.offsets[:, :kept],
+            shards.shapes[:, :kept],
+            shards.flat,
+        )
+        tensors = [index.pieces[shards.keys[row]] for row in parts.rows.tolist()]
+        found.append(with_pieces(parts, tensors).as_wide(width))
+    overlaps = joined(found)
+    needed = np.zeros(len(shards), dtype=np.int64)
+    np.add.at(needed, cut.parts, (highs - cut.offsets).prod(axis=1))
+    filled = np.zeros(len(shards), dtype=np.int64)
+    np.add.at(filled, overlaps.wanted.parts, overlaps.lengths.prod(axis=1))
+    return overlaps, [
+        _uncovered(shards, row, int(needed[row]), int(filled[row]))
+        for row in np.flatnonzero(needed != filled).tolist()
+    ]
+
+
+def _uncovered(shards: WantedShards, row: int, needed: int, filled: int) -> Finding:
+    ndim = shards.ndim[row]
+    offset = shards.offsets[row, :ndim]
+    stop = offset + shards.shapes[row, :ndim]
+    return Finding(
+        "the checkpoint does not cover the wanted part exactly once",
+        shards.keys[row],
+        expected=f"{needed} elements in {tuple(offset.tolist())} .. {tuple(stop.tolist())}",
+        found=f"{filled} elements",
+    )

@@ -8,6 +8,7 @@ from dist_checkpointing.storage.protocol import (
     StorageReader,
     StorageWriter,
     WriteResult,
+    WriteResults,
     done,
 )
 
@@ -22,6 +23,7 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "WriteResult",
+    "WriteResults",
     "done",
     "read",
     "write",

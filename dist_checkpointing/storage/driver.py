@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem.local import fsync_folder, write_atomic
@@ -30,9 +31,14 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.packing import pack, unpack
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.shard_table import concatenate
+from dist_checkpointing.planning.shard_table import Int64s, concatenate
 from dist_checkpointing.storage.options import Durability
-from dist_checkpointing.storage.protocol import StorageReader, StorageWriter, WriteResult
+from dist_checkpointing.storage.protocol import (
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+    WriteResults,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,27 +173,39 @@ def _write_tables(
 def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank: int) -> Written:
     """Write what one rank has to write, durably. Not collective."""
     results = writer.write_data(plan, planner).result()
-    checked = [
-        (row, result.checksum)
-        for row, result in enumerate(results[: len(plan.table)])
-        if result.checksum is not None
-    ]
-    rows, digests = b"", b""
-    if checked:
-        kept = plan.table.take(np.array([row for row, _ in checked], dtype=np.int64))
-        rows = pack(replace(kept, ranks=np.full(len(kept), rank, dtype=np.int32)))
-        digests = np.array([digest for _, digest in checked], dtype="<u8").tobytes()
-    noted = tuple(
-        replace(result, files=()) for result in results if result.storage_data is not None
-    )
+    rows, checksums = _checksums(results, len(plan.table))
+    packed, digests = b"", b""
+    if len(rows):
+        kept = plan.table if len(rows) == len(plan.table) else plan.table.take(rows)
+        packed = pack(replace(kept, ranks=np.full(len(kept), rank, dtype=np.int32)))
+        digests = checksums.astype("<u8").tobytes()
+    own = [results.rest] if isinstance(results, WriteResults) else results
+    noted = tuple(replace(result, files=()) for result in own if result.storage_data is not None)
     # Several items may share a file: the last size counts, which is the largest.
     files: dict[str, SealedFile] = {}
-    for result in results:
+    for result in own:
         for file in result.files:
             known = files.get(file.name)
             if known is None or known.num_bytes <= file.num_bytes:
                 files[file.name] = file
-    return Written(noted, rows, digests, tuple(files.values()))
+    return Written(noted, packed, digests, tuple(files.values()))
+
+
+def _checksums(results: Sequence[WriteResult], count: int) -> tuple[Int64s, npt.NDArray[np.uint64]]:
+    """The rows of a plan that have a checksum, and their checksums."""
+    if isinstance(results, WriteResults):
+        if results.checksums is None:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
+        checked = results.checked
+        rows = np.arange(count) if checked is None else np.flatnonzero(checked)
+        return rows, results.checksums[rows]
+    found = [
+        (row, result.checksum)
+        for row, result in enumerate(results[:count])
+        if result.checksum is not None
+    ]
+    rows = np.array([row for row, _ in found], dtype=np.int64)
+    return rows, np.array([checksum for _, checksum in found], dtype=np.uint64)
 
 
 def read(

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.local import disk_name
@@ -30,6 +33,7 @@ from dist_checkpointing.planning import (
     SavePlanner,
 )
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout
+from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.options import StorageOptions
 
 T = TypeVar("T")
@@ -64,6 +68,62 @@ class WriteResult:
     storage_data: object = None
     checksum: int | None = None
     files: tuple[SealedFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteResults(Sequence[WriteResult]):
+    """What a writer did with all rows of a plan, as columns.
+
+    As a sequence it has a result for each row, in order, made when asked for, and one more behind
+    them if there are ``storage_data`` or ``files``.
+
+    Attributes:
+        table: The rows.
+        num_bytes: ``[rows]``, bytes stored.
+        checksums: ``[rows]`` as uint64, see ``WriteResult``; None if no row has one.
+        checked: ``[rows]``, which rows have a checksum; None if all have.
+        files: Files that the writer made, with their final sizes.
+        storage_data: For the writer's own ``finish``, about all rows together.
+    """
+
+    table: ShardTable
+    num_bytes: Int64s
+    checksums: npt.NDArray[np.uint64] | None = None
+    checked: Bools | None = None
+    files: tuple[SealedFile, ...] = ()
+    storage_data: object = None
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether there is one more result behind those of the rows."""
+        return self.storage_data is not None or bool(self.files)
+
+    def __len__(self) -> int:
+        return len(self.table) + self.has_rest
+
+    @overload
+    def __getitem__(self, row: int) -> WriteResult: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[WriteResult]: ...
+    def __getitem__(self, row: int | slice) -> WriteResult | list[WriteResult]:
+        if isinstance(row, slice):
+            return [self[position] for position in range(len(self))[row]]
+        row = range(len(self))[row]
+        if row == len(self.table):
+            return self.rest
+        checksum = None
+        if self.checksums is not None and (self.checked is None or self.checked[row]):
+            checksum = int(self.checksums[row])
+        index = MetadataIndex(
+            self.table.key(row), self.table.box(row).offset, int(self.table.sources[row])
+        )
+        return WriteResult(index, int(self.num_bytes[row]), None, checksum)
+
+    @property
+    def rest(self) -> WriteResult:
+        """The result behind those of the rows."""
+        num_bytes = int(self.num_bytes.sum())
+        return WriteResult(MetadataIndex(""), num_bytes, self.storage_data, None, self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +189,13 @@ class StorageWriter(ABC):
         return list(plans)
 
     @abstractmethod
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write every item of the plan, durably; ask ``planner.get_data`` for each when needed.
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> Future[list[WriteResult]] | Future[WriteResults]:
+        """Write every item of the plan, durably; ask for the data of each when it is needed.
+
+        A writer may work on ``plan.items`` with ``planner.get_data``, or, for many small tensors,
+        on the rows of ``plan.table`` with ``planner.data_of(plan)``.
 
         The first results are those of the plan's items, in their order; more may follow.
         """
@@ -245,7 +310,8 @@ class StorageReader(ABC):
         """Fill every item of the plan.
 
         For each item either write into ``planner.acquire_tensor(item)`` or hand a tensor to
-        ``planner.apply_tensor``.
+        ``planner.apply_tensor``. For many small tensors a reader may work on the rows of
+        ``plan.table`` with ``planner.destinations(plan)`` instead.
         """
 
 

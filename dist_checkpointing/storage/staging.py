@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import xxhash
 
@@ -170,15 +172,23 @@ class StagedPlanner(SavePlanner):
 
     def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:
         self.data = data
-        self._data = dict(zip(plan.items, data, strict=True))
+        self._plan = plan
 
     @property
     def settings(self) -> Hashable | None:
         return None
 
+    @cached_property
+    def _by_item(self) -> dict[WriteItem, object]:
+        return dict(zip(self._plan.items, self.data, strict=True))
+
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
-        data: object = self._data[item]
-        return data
+        return self._by_item[item]
+
+    def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
+        if plan is not self._plan:
+            return super().data_of(plan)
+        return self.data.__getitem__
 
     def configure_planner(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("the plan is already made")
@@ -195,17 +205,16 @@ class StagedPlanner(SavePlanner):
 
 def stage_plan(plan: SavePlan, planner: SavePlanner, buffers: StagingBuffers) -> StagedPlanner:
     """Copy all that one rank will write: a planner that no longer needs the state dict."""
-    items = plan.items
-    sizes = plan.table.num_bytes.tolist()
-    data: list[Any] = [None] * len(items)
-    tensors = [row for row, item in enumerate(items) if item.tensor_data is not None]
-    given = (planner.get_data(items[row]) for row in tensors)
-    copies = buffers.fill([sizes[row] for row in tensors], map(_require_tensor, given))
+    give, sizes = planner.data_of(plan), plan.table.num_bytes.tolist()
+    data: list[Any] = [None] * len(sizes)
+    is_object = plan.table.is_object
+    tensors = np.flatnonzero(~is_object).tolist()
+    given = (_require_tensor(give(row)) for row in tensors)
+    copies = buffers.fill([sizes[row] for row in tensors], given)
     for row, copied in zip(tensors, copies, strict=True):
         data[row] = copied
-    for row, item in enumerate(items):
-        if item.tensor_data is None:
-            data[row] = detached_copy(planner.get_data(item))
+    for row in np.flatnonzero(is_object).tolist():
+        data[row] = detached_copy(give(row))
     return StagedPlanner(plan, data)
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
-from dist_checkpointing.planning import LoadPlan, MetadataIndex, ReadItem, plan_load
+from dist_checkpointing.planning import LoadPlan, MetadataIndex, ReadTable, piece_reads, plan_load
 from dist_checkpointing.planning.reads import WantedShard
+from reference_reads import planned_by_item
 
 Ints = tuple[int, ...]
 Array = npt.NDArray[np.int64]
@@ -93,7 +96,7 @@ def view(buffer: Array, window: Window) -> Array:
     return part
 
 
-def carried_out(tensor: StoredTensor, shard: WantedShard, items: list[ReadItem]) -> Array:
+def carried_out(tensor: StoredTensor, shard: WantedShard, items: ReadTable) -> Array:
     """What ends up in the wanted shard's memory; -9 where nothing was read."""
     size = shard.box.num_elements
     if shard.flat_range is not None:
@@ -155,6 +158,112 @@ def test_a_piece_twice_does_not_hide_another_that_is_lost() -> None:
         index = Index.of([StoredTensor("w", INT64, (4,), None, pieces)])
         _, findings = plan_load(index, [WantedShard("w", Box((0,), (4,)), None, 0)])
         assert findings
+
+
+@st.composite
+def overlapping(draw: st.DrawFn, shape: Ints) -> list[Part]:
+    """Pieces in any order, some of them twice, some of them across others."""
+    cut = draw(parts(Box.whole(shape)))
+    more = draw(st.lists(st.one_of(st.sampled_from(cut), boxes(shape).map(lambda b: (b, None)))))
+    return draw(st.permutations([*cut, *more]))
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Index:
+    tensors = []
+    for number in range(draw(st.integers(1, 4))):
+        tensor = draw(stored_tensors())
+        key = f"w{number}"
+        pieces = tensor.pieces
+        if pieces is not None:
+            pieces = Pieces.of(len(tensor.global_shape), draw(overlapping(tensor.global_shape)))
+        tensors.append(replace(tensor, key=key, pieces=pieces))
+    return Index.of(tensors)
+
+
+@st.composite
+def wanted_shards(draw: st.DrawFn, index: Index) -> list[WantedShard]:
+    """Shards of any tensors, some of them out of bounds, some as stored, some flattened."""
+    shards = []
+    for source in range(draw(st.integers(0, 6))):
+        tensor = index[draw(st.sampled_from(sorted(index)))]
+        shape = tensor.global_shape
+        box = draw(boxes(tuple(extent + 2 for extent in shape)))
+        if tensor.pieces is not None and draw(st.booleans()):
+            box = tensor.pieces[draw(st.integers(0, len(tensor.pieces) - 1))][0]
+        elif tensor.pieces is None and draw(st.booleans()):
+            index_of_chunk = tuple(draw(st.integers(0, n - 1)) for n in tensor.grid.counts)
+            box = replace(tensor.grid.box(index_of_chunk))
+        flat = None
+        if draw(st.booleans()):
+            edges = st.integers(0, box.num_elements)
+            start, stop = sorted((draw(edges), draw(edges)))
+            flat = (start, stop)
+        shards.append(WantedShard(tensor.key, box, flat, source))
+    return shards
+
+
+@pytest.mark.parametrize("few", [64, 0])
+@settings(deadline=None)
+@given(data=st.data())
+def test_the_same_reads_as_item_by_item(few: int, data: st.DataObject) -> None:
+    """All shards at once, in order, with and without the short cuts for many pieces."""
+    index = data.draw(checkpoints())
+    shards = data.draw(wanted_shards(index))
+    with (
+        mock.patch.object(piece_reads, "_FEW", few),
+        mock.patch.object(piece_reads, "_MOST_PAIRS", data.draw(st.sampled_from([1, 7, 1 << 20]))),
+    ):
+        table, findings = plan_load(index, shards)
+    items, expected = planned_by_item(index, shards)
+    assert list(table) == items
+    assert list(table.items()) == items
+    assert findings == expected
+    assert ReadTable.of(items).items() == tuple(items)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_items_to_a_table_and_back(data: st.DataObject) -> None:
+    """The columns made of items are those that ``plan_load`` makes."""
+    index = data.draw(checkpoints())
+    table, _ = plan_load(index, data.draw(wanted_shards(index)))
+    again = ReadTable.of(table)
+    assert replace(again, given=None).items() == table.items()
+    rows = data.draw(st.permutations(range(len(table))))
+    for one in (table, again):
+        assert one.take(rows).items() == tuple(table.items()[row] for row in rows)
+        assert table.followed_by(one).items() == (*table.items(), *table.items())
+
+
+def test_other_axes_than_stored_are_found() -> None:
+    index = Index.of([StoredTensor("w", INT64, (4,), (3,))])
+    table, (finding,) = plan_load(index, [WantedShard("w", Box((0, 0), (4, 1)), None, 0)])
+    assert (len(table), finding.key, finding.expected, finding.found) == (0, "w", 2, 1)
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_a_few_of_very_many_pieces(is_flat: bool) -> None:
+    """Only the pieces around what is wanted are paired with it."""
+    count, size = 100_000, 7
+    starts = np.arange(count, dtype=np.int64)[:, None] * size
+    shapes = np.full((count, 1), count * size if is_flat else size, dtype=np.int64)
+    pieces = Pieces(
+        np.zeros_like(starts) if is_flat else starts,
+        shapes,
+        np.hstack([starts, starts + size]) if is_flat else np.full((count, 2), -1),
+    )
+    index = Index.of([StoredTensor("w", INT64, (count * size,), None, pieces)])
+    first = 3 * size + 2
+    box, flat = Box((first,), (4 * size,)), None
+    if is_flat:
+        box, flat = Box((0,), (count * size,)), (first, first + 4 * size)
+    with mock.patch.object(piece_reads, "_meeting", wraps=piece_reads._meeting) as meeting:
+        table, findings = plan_load(index, [WantedShard("w", box, flat, 0)])
+    assert not findings
+    assert table.pieces.tolist() == [3, 4, 5, 6, 7]
+    ((_, _, _, low, high), _) = meeting.call_args
+    assert (low.tolist(), high.tolist()) == ([3], [8])
 
 
 def grid_shards(shape: Ints, counts: Ints) -> Iterator[WantedShard]:

@@ -1,0 +1,330 @@
+"""What one rank reads: a table of boxes, and the items that show its rows one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+
+from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows
+from dist_checkpointing.planning.items import MetadataIndex
+from dist_checkpointing.planning.segments import padded
+from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
+
+
+class LoadItemType(Enum):
+    """What a ReadItem carries."""
+
+    TENSOR = "tensor"
+    BYTE_IO = "byte_io"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """A box to copy from a stored chunk into one of this rank's leaves.
+
+    Attributes:
+        type: tensor or bytes.
+        dest_index: key, offset of the destination shard, and which leaf of this rank it is.
+        dest: where the box lies in the destination's memory.
+        storage_index: key, offset of the stored chunk, and which piece it is.
+        storage: where the box lies in the stored chunk, whose elements are in C order.
+    """
+
+    type: LoadItemType
+    dest_index: MetadataIndex
+    dest: Window
+    storage_index: MetadataIndex
+    storage: Window
+
+    @property
+    def dest_offsets(self) -> Ints:
+        """Offset of the box in the destination."""
+        return self.dest.box.offset
+
+    @property
+    def storage_offsets(self) -> Ints:
+        """Offset of the box in the stored chunk."""
+        return self.storage.box.offset
+
+    @property
+    def lengths(self) -> Ints:
+        """Shape of the box."""
+        return self.dest.box.shape
+
+    def parts(self, max_elements: int) -> Iterator[ReadItem]:
+        """The same in blocks of rows with at most so many elements each; itself if it is small."""
+        if self.dest.box.num_elements <= max_elements:
+            yield self
+            return
+        for block in split_rows(Box.whole(self.lengths), max_elements):
+            yield replace(self, dest=self.dest.part(block), storage=self.storage.part(block))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadTable(Sequence[ReadItem]):
+    """Boxes to copy, as columns; row ``i`` of every array describes one of them.
+
+    As a sequence it has an item for each row, made when asked for.
+
+    Shapes and offsets are padded to the largest number of axes: shapes with 1, offsets with 0. The
+    two windows of a row, see ``Window``, have boxes of one shape: ``lengths``.
+
+    Attributes:
+        names: keys; ``keys`` are positions in it.
+        keys: position of the key in ``names``.
+        is_object: whether it is a cell of a sharded object, which has no windows.
+        ndim: number of axes of the tensor, or of the grid of cells.
+        window_ndim: number of axes of the windows.
+        sources: which leaf of this rank is filled.
+        dest_offsets: ``[rows, axes]``, offset of the destination shard, or the cell.
+        dest_starts: first element of the destination's array in its memory.
+        dest_shapes: ``[rows, axes]``, shape of that array.
+        dest_boxes: ``[rows, axes]``, offset of the box in it.
+        pieces: row of the stored piece in the tensor's ``Pieces``; -1 on a chunk grid.
+        chunk_offsets: ``[rows, axes]``, offset of the stored chunk or piece, or the cell.
+        storage_starts: first element of the array of the chunk in what is stored.
+        storage_shapes: ``[rows, axes]``, shape of that array.
+        storage_boxes: ``[rows, axes]``, offset of the box in it.
+        lengths: ``[rows, axes]``, shape of the box.
+        given: the items that the table was made of; None if it was made as a table.
+    """
+
+    names: tuple[str, ...]
+    keys: Int32s
+    is_object: Bools
+    ndim: Int32s
+    window_ndim: Int32s
+    sources: Int32s
+    dest_offsets: Int64s
+    dest_starts: Int64s
+    dest_shapes: Int64s
+    dest_boxes: Int64s
+    pieces: Int64s
+    chunk_offsets: Int64s
+    storage_starts: Int64s
+    storage_shapes: Int64s
+    storage_boxes: Int64s
+    lengths: Int64s
+    given: tuple[ReadItem, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, row: int) -> ReadItem: ...
+    @overload
+    def __getitem__(self, row: slice) -> tuple[ReadItem, ...]: ...
+    def __getitem__(self, row: int | slice) -> ReadItem | tuple[ReadItem, ...]:
+        return self.take(row).items() if isinstance(row, slice) else self.item(row)
+
+    @classmethod
+    def of(cls, items: Iterable[ReadItem]) -> ReadTable:
+        """The table of some items."""
+        given = tuple(items)
+        positions: dict[str, int] = {}
+        keys = [positions.setdefault(i.storage_index.fqn, len(positions)) for i in given]
+        offsets = [tuple(i.storage_index.offset or ()) for i in given]
+        width = max(
+            (max(len(i.lengths), len(o)) for i, o in zip(given, offsets, strict=True)), default=0
+        )
+
+        def wide(rows: Iterable[Sequence[int]], fill: int) -> Int64s:
+            padded = [(*row[:width], *(fill,) * (width - len(row))) for row in rows]
+            return np.array(padded, dtype=np.int64).reshape(len(given), width)
+
+        def column(values: Iterable[int]) -> Int64s:
+            return np.fromiter(values, dtype=np.int64, count=len(given))
+
+        return cls(
+            names=tuple(positions),
+            keys=np.array(keys, dtype=np.int32),
+            is_object=np.array([i.type is LoadItemType.BYTE_IO for i in given], dtype=np.bool_),
+            ndim=column(map(len, offsets)).astype(np.int32),
+            window_ndim=column(len(i.lengths) for i in given).astype(np.int32),
+            sources=column(
+                -1 if i.dest_index.index is None else i.dest_index.index for i in given
+            ).astype(np.int32),
+            dest_offsets=wide((i.dest_index.offset or () for i in given), 0),
+            dest_starts=column(i.dest.start for i in given),
+            dest_shapes=wide((i.dest.shape for i in given), 1),
+            dest_boxes=wide((i.dest.box.offset for i in given), 0),
+            pieces=column(
+                -1 if i.storage_index.index is None else i.storage_index.index for i in given
+            ),
+            chunk_offsets=wide(offsets, 0),
+            storage_starts=column(i.storage.start for i in given),
+            storage_shapes=wide((i.storage.shape for i in given), 1),
+            storage_boxes=wide((i.storage.box.offset for i in given), 0),
+            lengths=wide((i.lengths for i in given), 1),
+            given=given,
+        )
+
+    def take(self, rows: Any) -> ReadTable:
+        """The table of some rows, by mask or positions."""
+        columns: dict[str, Any] = {name: getattr(self, name)[rows] for name in _COLUMNS}
+        if self.given is not None:
+            positions = np.arange(len(self))[rows].tolist()
+            columns["given"] = tuple(self.given[row] for row in positions)
+        return replace(self, **columns)
+
+    def followed_by(self, other: ReadTable) -> ReadTable:
+        """This table and the rows of another one."""
+        width = max(self.lengths.shape[1], other.lengths.shape[1])
+        columns: dict[str, Any] = {}
+        for name in _COLUMNS:
+            pair = [getattr(self, name), getattr(other, name)]
+            if name == "keys" and other.names is not self.names:
+                pair[1] = pair[1] + len(self.names)
+            if pair[0].ndim == 2:
+                fill = 1 if name in _SHAPES else 0
+                pair = [padded(column, width, fill) for column in pair]
+            columns[name] = np.concatenate(pair)
+        given = None
+        if self.given is not None or other.given is not None:
+            given = (*self.items(), *other.items())
+        names = self.names if other.names is self.names else (*self.names, *other.names)
+        return ReadTable(names, **columns, given=given)
+
+    @property
+    def num_elements(self) -> Int64s:
+        """Elements that each row copies; 1 for an object."""
+        counts: Int64s = self.lengths.prod(axis=1)
+        return counts
+
+    def key(self, row: int) -> str:
+        """Key of a row."""
+        return self.names[int(self.keys[row])]
+
+    def storage(self, row: int) -> Window:
+        """Where the box of a row lies in the stored chunk."""
+        ndim = self.window_ndim[row]
+        return Window(
+            int(self.storage_starts[row]),
+            tuple(self.storage_shapes[row, :ndim].tolist()),
+            Box(
+                tuple(self.storage_boxes[row, :ndim].tolist()),
+                tuple(self.lengths[row, :ndim].tolist()),
+            ),
+        )
+
+    def chunk(self, row: int) -> MetadataIndex:
+        """The stored chunk, piece or cell that a row is read from."""
+        if self.given is not None:
+            return self.given[row].storage_index
+        piece = int(self.pieces[row])
+        offset = tuple(self.chunk_offsets[row, : self.ndim[row]].tolist())
+        return MetadataIndex(self.key(row), offset, None if piece < 0 else piece)
+
+    def item(self, row: int) -> ReadItem:
+        """A row as an item."""
+        if self.given is not None:
+            return self.given[row]
+        ndim = self.window_ndim[row]
+        storage, chunk = self.storage(row), self.chunk(row)
+        dest = Window(
+            int(self.dest_starts[row]),
+            tuple(self.dest_shapes[row, :ndim].tolist()),
+            Box(tuple(self.dest_boxes[row, :ndim].tolist()), storage.box.shape),
+        )
+        offset = tuple(self.dest_offsets[row, : self.ndim[row]].tolist())
+        index = MetadataIndex(chunk.fqn, offset, int(self.sources[row]))
+        kind = LoadItemType.BYTE_IO if self.is_object[row] else LoadItemType.TENSOR
+        return ReadItem(kind, index, dest, chunk, storage)
+
+    def items(self) -> tuple[ReadItem, ...]:
+        """All rows as items."""
+        return tuple(map(self.item, range(len(self)))) if self.given is None else self.given
+
+
+_COLUMNS = tuple(f.name for f in fields(ReadTable) if f.name not in ("names", "given"))
+_SHAPES = ("dest_shapes", "storage_shapes", "lengths")
+
+
+def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:
+    """The table that reads cells of sharded objects.
+
+    Args:
+        cells: key, cell and leaf of each.
+    """
+    count, width = len(cells), max((len(cell) for _, cell, _ in cells), default=0)
+    positions = {key: number for number, key in enumerate(dict.fromkeys(k for k, *_ in cells))}
+    offsets = [(*cell, *(0,) * (width - len(cell))) for _, cell, _ in cells]
+    places = np.array(offsets, dtype=np.int64).reshape(count, width)
+    ones, zeros = np.ones_like(places), np.zeros_like(places)
+    starts = np.zeros(count, dtype=np.int64)
+    return ReadTable(
+        names=tuple(positions),
+        keys=np.array([positions[key] for key, *_ in cells], dtype=np.int32),
+        is_object=np.ones(count, dtype=np.bool_),
+        ndim=np.array([len(cell) for _, cell, _ in cells], dtype=np.int32),
+        window_ndim=np.zeros(count, dtype=np.int32),
+        sources=np.array([source for *_, source in cells], dtype=np.int32),
+        dest_offsets=places,
+        dest_starts=starts,
+        dest_shapes=ones,
+        dest_boxes=zeros,
+        pieces=np.full(count, -1, dtype=np.int64),
+        chunk_offsets=places,
+        storage_starts=starts,
+        storage_shapes=ones,
+        storage_boxes=zeros,
+        lengths=ones,
+    )
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class LoadPlan:
+    """What one rank reads.
+
+    The rows are columns of ``table``; ``items`` shows them one by one, and ``with_items`` takes
+    changed ones back, so that a planner may work on either.
+
+    Args:
+        items: the boxes to copy, as a table or as items.
+        storage_data: see below.
+        planner_data: see below.
+        table: the same as ``items``.
+
+    Attributes:
+        table: the boxes to copy.
+        storage_data: for a StorageReader's own use.
+        planner_data: for a LoadPlanner's own use.
+    """
+
+    table: ReadTable
+    storage_data: object
+    planner_data: object
+
+    def __init__(
+        self,
+        items: ReadTable | Iterable[ReadItem] | None = None,
+        storage_data: object = None,
+        planner_data: object = None,
+        *,
+        table: ReadTable | None = None,
+    ) -> None:
+        rows = table if items is None else items
+        assert rows is not None
+        rows = rows if isinstance(rows, ReadTable) else ReadTable.of(rows)
+        object.__setattr__(self, "table", rows)
+        object.__setattr__(self, "storage_data", storage_data)
+        object.__setattr__(self, "planner_data", planner_data)
+
+    @cached_property
+    def items(self) -> tuple[ReadItem, ...]:
+        """The rows as items."""
+        return self.table.items()
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that are copied."""
+        return int(self.table.num_elements.sum())
+
+    def with_items(self, items: Iterable[ReadItem]) -> LoadPlan:
+        """This plan with other items in place of its own."""
+        return replace(self, table=ReadTable.of(items))

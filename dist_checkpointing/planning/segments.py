@@ -1,0 +1,199 @@
+"""Parts of tensors as boxes that are arrays in a buffer, for many parts at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Boxes of global tensors, each of which is one C-order array in the buffer of a part.
+
+    A plain part is one segment. A flattened range is as many as ``split_flat_range`` says.
+
+    Attributes:
+        parts: Number of the part that each is a segment of, ascending.
+        starts: First element in the buffer of the part.
+        shapes: ``[segments, axes]``, shape of the array.
+        offsets: ``[segments, axes]``, first element in the global tensor.
+    """
+
+    parts: Int64s
+    starts: Int64s
+    shapes: Int64s
+    offsets: Int64s
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def take(self, rows: Any) -> Segments:
+        """Some of them, by mask or positions."""
+        return Segments(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+    def as_wide(self, width: int) -> Segments:
+        """The same with more axes."""
+        shapes, offsets = padded(self.shapes, width, 1), padded(self.offsets, width, 0)
+        return replace(self, shapes=shapes, offsets=offsets)
+
+
+def segments_of(offsets: Int64s, shapes: Int64s, flat: Int64s) -> Segments:
+    """The segments of parts, in order.
+
+    Args:
+        offsets: ``[parts, axes]``, first element of the box, at least one axis.
+        shapes: ``[parts, axes]``, shape of the box.
+        flat: ``[parts, 2]``, range of the flattened box; below 0 for all of it.
+    """
+    parts = np.arange(len(offsets))
+    is_flat = flat[:, 0] >= 0
+    if not is_flat.any():
+        return Segments(parts, np.zeros(len(parts), dtype=np.int64), shapes, offsets)
+    plain = np.flatnonzero(~is_flat)
+    found = [Segments(plain, np.zeros(len(plain), dtype=np.int64), shapes[plain], offsets[plain])]
+    active = np.flatnonzero(is_flat & (flat[:, 0] < flat[:, 1]))
+    position = flat[active, 0]
+    # The same steps as in ``split_flat_range``, one for every range at a time.
+    while len(active):
+        extents, stop = shapes[active], flat[active, 1]
+        strides = np.ones_like(extents)
+        strides[:, :-1] = np.cumprod(extents[:, :0:-1], axis=1)[:, ::-1]
+        fits = (position[:, None] % strides == 0) & (position[:, None] + strides <= stop[:, None])
+        axis = fits.argmax(axis=1)
+        rows = np.arange(len(active))
+        stride = strides[rows, axis]
+        place = position[:, None] // strides % extents
+        extent = np.minimum((stop - position) // stride, extents[rows, axis] - place[rows, axis])
+        inner = np.arange(extents.shape[1]) > axis[:, None]
+        box = np.where(inner, extents, 1)
+        box[rows, axis] = extent
+        starts = position - flat[active, 0]
+        found.append(Segments(active, starts, box, offsets[active] + place))
+        position = position + extent * stride
+        more = position < stop
+        active, position = active[more], position[more]
+    segments = _joined(found)
+    return segments.take(np.lexsort((segments.starts, segments.parts)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Overlaps:
+    """Boxes that a wanted part and a stored chunk have in common, as columns.
+
+    Attributes:
+        wanted: Segments of the wanted parts, one a row.
+        stored: Segments of the stored chunks, one a row; their ``parts`` say nothing.
+        chunk_offsets: ``[rows, axes]``, offset of the stored chunk or piece.
+        pieces: Row of the piece in the tensor's ``Pieces``; -1 on a chunk grid.
+        offsets: ``[rows, axes]``, first element of the box in the global tensor.
+        lengths: ``[rows, axes]``, shape of the box.
+    """
+
+    wanted: Segments
+    stored: Segments
+    chunk_offsets: Int64s
+    pieces: Int64s
+    offsets: Int64s
+    lengths: Int64s
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def take(self, rows: Any) -> Overlaps:
+        """Some of them, by mask or positions."""
+        return Overlaps(
+            self.wanted.take(rows),
+            self.stored.take(rows),
+            self.chunk_offsets[rows],
+            self.pieces[rows],
+            self.offsets[rows],
+            self.lengths[rows],
+        )
+
+    def as_wide(self, width: int) -> Overlaps:
+        """The same with more axes."""
+        return Overlaps(
+            self.wanted.as_wide(width),
+            self.stored.as_wide(width),
+            padded(self.chunk_offsets, width, 0),
+            self.pieces,
+            padded(self.offsets, width, 0),
+            padded(self.lengths, width, 1),
+        )
+
+
+def joined(overlaps: Sequence[Overlaps]) -> Overlaps:
+    """All of them in one table."""
+    if len(overlaps) == 1:
+        return overlaps[0]
+    names = ("chunk_offsets", "pieces", "offsets", "lengths")
+    return Overlaps(
+        _joined([o.wanted for o in overlaps]),
+        _joined([o.stored for o in overlaps]),
+        *(np.concatenate([getattr(o, name) for o in overlaps]) for name in names),
+    )
+
+
+def _joined(segments: Sequence[Segments]) -> Segments:
+    names = (f.name for f in fields(Segments))
+    return Segments(*(np.concatenate([getattr(s, name) for s in segments]) for name in names))
+
+
+def in_grid(wanted: Segments, lows: Int64s, highs: Int64s, chunks: Int64s) -> Overlaps:
+    """What segments have in common with the chunks of a grid.
+
+    Args:
+        wanted: segments, none of them empty.
+        lows: ``[segments, axes]``, first element of what is wanted of each.
+        highs: ``[segments, axes]``, first element behind it.
+        chunks: ``[segments, axes]``, shape of a chunk.
+    """
+    first = lows // chunks
+    counts = (highs - 1) // chunks - first + 1
+    rows, within = counted(counts.prod(axis=1))
+    strides = np.ones_like(counts)
+    strides[:, :-1] = np.cumprod(counts[:, :0:-1], axis=1)[:, ::-1]
+    chunk = chunks[rows]
+    # Chunks are stored at full size, also where they stick out of the tensor.
+    offsets = (first[rows] + within[:, None] // strides[rows] % counts[rows]) * chunk
+    begin = np.maximum(offsets, lows[rows])
+    starts = np.zeros(len(rows), dtype=np.int64)
+    return Overlaps(
+        wanted.take(rows),
+        Segments(rows, starts, chunk, offsets),
+        offsets,
+        np.full(len(rows), -1, dtype=np.int64),
+        begin,
+        np.minimum(offsets + chunk, highs[rows]) - begin,
+    )
+
+
+def counted(counts: Int64s) -> tuple[Int64s, Int64s]:
+    """For each of several groups its number so many times, and the position in the group."""
+    groups = np.repeat(np.arange(len(counts)), counts)
+    begins = np.cumsum(counts) - counts
+    return groups, np.arange(len(groups)) - begins[groups]
+
+
+def padded(column: Int64s, width: int, fill: int) -> Int64s:
+    """A two-dimensional column with more axes."""
+    missing = width - column.shape[1]
+    return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
+
+
+def padded_rows(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
+    """Ragged rows as one array with at least one axis."""
+    width = max(1, int(ndim.max(initial=0)))
+    numbers = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
+    if (ndim == width).all():
+        return numbers.reshape(len(rows), width)
+    table = np.full((len(rows), width), fill, dtype=np.int64)
+    inside: Bools = np.arange(width) < ndim[:, None]
+    table[inside] = numbers
+    return table
