@@ -184,6 +184,10 @@ class Index(Mapping[str, StoredTensor]):
         row = self._row.get(key)
         return None if row is None else self.chunk_shape_column[row]
 
+    def dtype_name(self, key: str) -> str:
+        """Name of the dtype of a tensor that it holds."""
+        return self.dtype_column[self._row[key]]
+
     def shapes_of(
         self, keys: Iterable[str]
     ) -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:

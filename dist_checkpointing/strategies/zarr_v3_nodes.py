@@ -74,12 +74,19 @@ def array_json(
 def describe(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Node]:
     """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
     name = local.disk_name(tensor.key)
-    ours: Node = {} if unquote(name) == tensor.key else {"key": tensor.key}
+    nodes = {name: top_node(tensor, codecs)}
+    for box, flat in tensor.pieces or ():
+        shape = box.shape if flat is None else (flat[1] - flat[0],)
+        nodes[f"{name}/{piece_name(box, flat)}"] = array_json(shape, shape, tensor.dtype, codecs)
+    return nodes
+
+
+def top_node(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> Node:
+    """``zarr.json`` of the array of a tensor, or of the group of its pieces."""
+    ours: Node = {} if unquote(local.disk_name(tensor.key)) == tensor.key else {"key": tensor.key}
     if tensor.pieces is None:
         grid, attributes = tensor.grid, {_ATTRIBUTE: ours} if ours else {}
-        return {
-            name: array_json(grid.global_shape, grid.chunk_shape, tensor.dtype, codecs, attributes)
-        }
+        return array_json(grid.global_shape, grid.chunk_shape, tensor.dtype, codecs, attributes)
     ours |= {
         "global_shape": list(tensor.global_shape),
         "data_type": tensor.dtype.name,
@@ -87,11 +94,7 @@ def describe(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Nod
         "shapes": tensor.pieces.shapes.tolist(),
         "flat": tensor.pieces.flat.tolist(),
     }
-    nodes = {name: group_json({_ATTRIBUTE: ours})}
-    for box, flat in tensor.pieces:
-        shape = box.shape if flat is None else (flat[1] - flat[0],)
-        nodes[f"{name}/{piece_name(box, flat)}"] = array_json(shape, shape, tensor.dtype, codecs)
-    return nodes
+    return group_json({_ATTRIBUTE: ours})
 
 
 def group_json(attributes: Mapping[str, Any]) -> Node:

@@ -145,11 +145,10 @@ class Tree:
         row_of = dict(zip(keys, range(len(keys)), strict=True))
         rows = [row_of.get(key, -1) for key in wanted]
         at = np.array(rows, dtype=np.int64)
-        extents = _joined([values.extents, _NOTHING])
         inline = {}
         if values.inline:
             inline = {n: values.inline[row] for n, row in enumerate(rows) if row in values.inline}
-        taken = Extents(extents.file[at], extents.offset[at], extents.length[at])
+        taken = _joined([values.extents, _NOTHING]).rows(at)
         return Values(values.files, taken, inline)
 
     def _find_one(self, key: bytes, row: int, found: _Found) -> tuple[int, int, int]:
@@ -231,13 +230,8 @@ _NOTHING: Final = Extents(
 
 def _joined(parts: Sequence[Extents]) -> Extents:
     if not parts:
-        nothing = np.zeros(0, dtype=np.int64)
-        return Extents(nothing, nothing, nothing)
-    return Extents(
-        np.concatenate([part.file for part in parts]),
-        np.concatenate([part.offset for part in parts]),
-        np.concatenate([part.length for part in parts]),
-    )
+        return _NOTHING.rows(slice(0))
+    return Extents(*(np.concatenate(c) for c in zip(*(p.columns for p in parts), strict=True)))
 
 
 def _place_of(root: Root) -> _Place:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.format import element_types
 from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
+from dist_checkpointing.format.ocdbt.tree_reader import ABSENT, INLINE, Values
+from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex
+from dist_checkpointing.planning.read_table import ReadTable
+from dist_checkpointing.planning.shard_table import Int32s, Int64s
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.raw_chunks import (
     SMALL_BYTES,
@@ -26,8 +30,8 @@ from dist_checkpointing.strategies.raw_chunks import (
     read_extent,
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.tensorstore import database, keys
-from dist_checkpointing.strategies.tensorstore.locations import Places, locate
+from dist_checkpointing.strategies.tensorstore import keys
+from dist_checkpointing.strategies.tensorstore.places import Places
 
 
 class TensorStoreReader(StorageReader):
@@ -42,41 +46,43 @@ class TensorStoreReader(StorageReader):
         self._index = metadata
         if not (metadata or metadata.objects):
             return  # nothing was saved, so no database was made
-        if not local.is_file(self.checkpoint_dir / database.MANIFEST_NAME):
-            path = str(self.checkpoint_dir / database.MANIFEST_NAME)
+        if not local.is_file(self.checkpoint_dir / MANIFEST_NAME):
+            path = str(self.checkpoint_dir / MANIFEST_NAME)
             raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         names = [*super().describing_names(wanted)]
-        has_database = (self.checkpoint_dir / database.MANIFEST_NAME).exists()
-        return [*names, database.MANIFEST_NAME] if has_database else names
+        has_database = (self.checkpoint_dir / MANIFEST_NAME).exists()
+        return [*names, MANIFEST_NAME] if has_database else names
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
         name = keys.object_key(key, cell, self._index.objects[key])
-        place = self._places_of({name}).get(name)
+        place = self._find_one(name.encode())
         if place is None:
             finding = Finding("an object is missing", key, path=f"{self.checkpoint_dir}: {name}")
             raise CorruptCheckpointError("the checkpoint is damaged", [finding])
         return read_extent(place, key) if isinstance(place, Extent) else place
 
     def location(self, chunk: MetadataIndex) -> str:
-        key = self._key(chunk)
-        place = self._places_of({key}).get(key)
+        (key,) = self._keys([chunk])
+        place = self._find_one(key)
         if isinstance(place, Extent):
             return f"{place.path}, {place.num_bytes} bytes from {place.offset}"
-        return f"{self.checkpoint_dir} (OCDBT), {key}"
+        return f"{self.checkpoint_dir} (OCDBT), {key.decode()}"
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
-        names = [self._key(chunk) for chunk in chunks]
-        found = self._places_of(set(names))
-        return [self._place(found.get(name)) for name in names]
-
-    def _place(self, place: Extent | bytes | None) -> ChunkPlace | None:
-        if isinstance(place, Extent):
-            name = Path(place.path).relative_to(self.checkpoint_dir).as_posix()
-            # Small neighbours share a read.
-            return ChunkPlace(name, place.num_bytes, place.num_bytes <= SMALL_BYTES)
-        return None if place is None else ChunkPlace(None, len(place), is_read_whole=True)
+        values = self._find(self._keys(chunks))
+        columns = (values.extents.file.tolist(), values.extents.length.tolist())
+        places: list[ChunkPlace | None] = []
+        for file, length in zip(*columns, strict=True):
+            if file == ABSENT:
+                places.append(None)
+            elif file == INLINE:
+                places.append(ChunkPlace(None, length, is_read_whole=True))
+            else:
+                # Small neighbours share a read.
+                places.append(ChunkPlace(values.files[file], length, length <= SMALL_BYTES))
+        return places
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         with paused_collector():
@@ -87,73 +93,119 @@ class TensorStoreReader(StorageReader):
 
     def _located(self, plan: LoadPlan, planner: LoadPlanner) -> list[ChunkRead]:
         """Where the chunks lie; objects, and what the tree itself holds, are filled right away."""
-        wanted = [(item, self._key(item.storage_index)) for item in plan.items]
-        places = self._places_of({key for _, key in wanted})
+        table = plan.table
+        starts, sizes = self._stored(table.names, table.keys, table.pieces)
+        row_keys = keys.value_keys(
+            self._index, table.names, table.keys, table.ndim, table.chunk_offsets, starts
+        )
+        values = self._find(row_keys)
+        self._check(table, row_keys, values, sizes)
+        extents = values.extents
+        paths = [str(self.checkpoint_dir / name) for name in values.files]
+        destinations = planner.destinations(plan)
+        columns = (extents.file.tolist(), extents.offset.tolist(), extents.length.tolist())
         reads = []
-        for item, key in wanted:
-            place = places.get(key)
-            if place is None:
-                raise self._corrupt(
-                    item, "a chunk is missing", path=f"{self.checkpoint_dir}: {key}"
-                )
-            if item.type is LoadItemType.BYTE_IO:
-                self._read_object(item, key, place, planner)
+        for row, (file, offset, length) in enumerate(zip(*columns, strict=True)):
+            place = values.inline[row] if file == INLINE else Extent(paths[file], offset, length)
+            key = table.key(row)
+            if table.is_object[row]:
+                data = read_extent(place, key) if isinstance(place, Extent) else place
+                where = f"{self.checkpoint_dir}: {row_keys[row].decode()}"
+                value = deserialize(data, where, trusted=self.trusted)
+                destinations.apply_bytes(row, value)
                 continue
-            tensor = self._index[item.storage_index.fqn]
-            self._check_size(item, tensor, key, place)
+            dtype = self._index[key].dtype
+            item = table.item(row)
             if isinstance(place, Extent):
-                reads.append(ChunkRead(item, place, tensor.dtype))
+                reads.append(ChunkRead(item, place, dtype))
             else:
-                values = np.frombuffer(place, dtype=tensor.dtype.bits)
-                self.report(fill(item, tensor.dtype, values, planner))
+                bits = np.frombuffer(place, dtype=dtype.bits)
+                self.report(fill(item, dtype, bits, planner))
         return reads
 
-    def _places_of(self, keys: set[str]) -> Mapping[str, Extent | bytes]:
-        if not keys:
-            return {}
-        return self._places.of(keys) if self.is_kept else locate(self.checkpoint_dir, keys)
+    def _stored(
+        self, names: Sequence[str], numbers: Int32s, pieces: Int64s
+    ) -> tuple[Int64s, Int64s]:
+        """Where flattened pieces begin (-1 for all else), and bytes that are stored.
 
-    def _part(self, chunk: MetadataIndex) -> tuple[StoredTensor, Box, tuple[int, int] | None]:
-        tensor = self._index[chunk.fqn]
-        assert chunk.offset is not None
-        if tensor.pieces is None:
-            return tensor, tensor.grid.box(tensor.grid.index_at(chunk.offset)), None
-        assert chunk.index is not None
-        return tensor, *tensor.pieces[chunk.index]
+        Args:
+            names: keys of tensors and objects.
+            numbers: of each row, position in ``names``.
+            pieces: of each row, which piece of its tensor; -1 on a chunk grid.
+        """
+        index = self._index
+        whole = np.zeros(len(names), dtype=np.int64)
+        starts = np.full(len(numbers), -1, dtype=np.int64)
+        sizes = np.zeros(len(numbers), dtype=np.int64)
+        for number in np.unique(numbers).tolist():
+            name = names[number]
+            if name not in index:
+                continue
+            chunk, table = index.chunk_shape(name), index.pieces.get(name)
+            itemsize = element_types.from_name(index.dtype_name(name)).itemsize
+            if chunk is not None:
+                whole[number] = math.prod(chunk) * itemsize
+            elif table is not None:
+                rows = np.flatnonzero(numbers == number)
+                flat = table.flat[pieces[rows]]
+                starts[rows] = flat[:, 0]
+                boxes = table.shapes[pieces[rows]].prod(axis=1)
+                counts = np.where(flat[:, 0] < 0, boxes, flat[:, 1] - flat[:, 0])
+                sizes[rows] = counts * itemsize
+        return starts, np.where(pieces < 0, whole[numbers], sizes)
 
-    def _key(self, chunk: MetadataIndex) -> str:
-        if chunk.fqn in self._index.objects:
-            assert chunk.offset is not None
-            return keys.object_key(chunk.fqn, chunk.offset, self._index.objects[chunk.fqn])
-        return keys.chunk_key(*self._part(chunk))
-
-    def _check_size(
-        self, item: ReadItem, tensor: StoredTensor, key: str, place: Extent | bytes
+    def _check(
+        self, table: ReadTable, row_keys: Sequence[bytes], values: Values, sizes: Int64s
     ) -> None:
-        if tensor.chunk_shape is not None:
-            count = math.prod(tensor.chunk_shape)
-        else:
-            _, box, flat = self._part(item.storage_index)
-            count = box.num_elements if flat is None else flat[1] - flat[0]
-        expected = count * tensor.dtype.itemsize
-        found = place.num_bytes if isinstance(place, Extent) else len(place)
-        if found != expected:
-            raise self._corrupt(
-                item,
-                "a chunk has the wrong size",
-                expected=f"{expected} bytes",
-                found=found,
-                path=place.path if isinstance(place, Extent) else f"{self.checkpoint_dir}: {key}",
+        """Make sure that all values are there, and as large as they must be."""
+        extents = values.extents
+        is_absent = extents.file == ABSENT
+        findings = [
+            Finding(
+                "a chunk is missing",
+                table.key(row),
+                path=f"{self.checkpoint_dir}: {row_keys[row].decode()}",
             )
+            for row in np.flatnonzero(is_absent).tolist()
+        ]
+        wrong = ~is_absent & ~table.is_object & (extents.length != sizes)
+        for row in np.flatnonzero(wrong).tolist():
+            file = int(extents.file[row])
+            findings.append(
+                Finding(
+                    "a chunk has the wrong size",
+                    table.key(row),
+                    expected=f"{sizes[row]} bytes",
+                    found=int(extents.length[row]),
+                    path=f"{self.checkpoint_dir}: {row_keys[row].decode()}"
+                    if file == INLINE
+                    else str(self.checkpoint_dir / values.files[file]),
+                )
+            )
+        if findings:
+            raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
-    def _read_object(
-        self, item: ReadItem, key: str, place: Extent | bytes, planner: LoadPlanner
-    ) -> None:
-        fqn = item.storage_index.fqn
-        data = read_extent(place, fqn) if isinstance(place, Extent) else place
-        where = f"{self.checkpoint_dir}: {key}"
-        planner.apply_bytes(item, deserialize(data, where, trusted=self.trusted))
+    def _keys(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
+        """The keys of stored chunks, pieces and cells."""
+        numbers = {name: n for n, name in enumerate(dict.fromkeys(c.fqn for c in chunks))}
+        offsets = [chunk.offset or () for chunk in chunks]
+        width = max(map(len, offsets), default=0)
+        of_rows = np.array([numbers[chunk.fqn] for chunk in chunks], dtype=np.int32)
+        pieces = np.array([-1 if c.index is None else c.index for c in chunks], dtype=np.int64)
+        starts, _ = self._stored(tuple(numbers), of_rows, pieces)
+        padded = [(*offset, *(0,) * (width - len(offset))) for offset in offsets]
+        places = np.array(padded, dtype=np.int64).reshape(len(chunks), width)
+        ndim = np.array([len(offset) for offset in offsets], dtype=np.int32)
+        return keys.value_keys(self._index, tuple(numbers), of_rows, ndim, places, starts)
 
-    def _corrupt(self, item: ReadItem, problem: str, **details: Any) -> CorruptCheckpointError:
-        finding = Finding(problem, item.storage_index.fqn, **details)
-        return CorruptCheckpointError("the checkpoint is damaged", [finding])
+    def _find(self, wanted: Sequence[bytes]) -> Values:
+        return self._places.find(wanted, keeps_nodes=self.is_kept)
+
+    def _find_one(self, key: bytes) -> Extent | bytes | None:
+        values = self._find([key])
+        file, offset, length = (int(column[0]) for column in values.extents.columns)
+        if file == ABSENT:
+            return None
+        if file == INLINE:
+            return values.inline[0]
+        return Extent(str(self.checkpoint_dir / values.files[file]), offset, length)
