@@ -7,16 +7,20 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Final
 
-import numpy as np
-
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
 from dist_checkpointing.format.optimizer_keys import is_of_optimizer
-from dist_checkpointing.planning.shard_table import Int32s, Int64s
-from dist_checkpointing.strategies.zarr_v3_nodes import METADATA_NAME, array_json, top_node
+from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.strategies.zarr_v3_nodes import (
+    METADATA_NAME,
+    array_json,
+    chunk_keys_to_write,
+    piece_name,
+    top_node,
+)
 
 NODES_FOLDER: Final = "d"
 DATA_FOLDER: Final = "data"
@@ -38,56 +42,22 @@ def object_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
     return f"{local.disk_name(key)}/shard_{cell}"
 
 
-def value_keys(
-    index: Index, names: Sequence[str], keys: Int32s, ndim: Int32s, offsets: Int64s, flat: Int64s
-) -> list[bytes]:
-    """The keys of chunks, pieces and cells of objects, as columns.
-
-    Args:
-        index: what the checkpoint holds.
-        names: keys of tensors and objects; others may be among them.
-        keys: position in ``names``.
-        ndim: number of axes.
-        offsets: ``[rows, axes]``, first element of the chunk or piece, or the cell.
-        flat: first element of a flattened piece; -1 for one that is not.
-    """
-    chunks = np.ones((len(names), offsets.shape[1]), dtype=np.int64)
-    cells: dict[int, Ints] = {}
-    in_pieces = set()
-    folders = [f"{local.disk_name(name)}/" for name in names]
-    for number in np.unique(keys).tolist():
-        name = names[number]
-        chunk = index.chunk_shape(name)
-        if chunk is not None:
-            chunks[number, : len(chunk)] = chunk
-        elif name in index.objects:
-            cells[number] = index.objects[name]
+def value_keys(table: ShardTable, index: Index) -> list[bytes]:
+    """The keys of the chunks, pieces and cells of all rows of a save plan."""
+    is_object = table.is_object
+    chunks = table.take(~is_object) if is_object.any() else table
+    names = map(str.encode, chunk_keys_to_write(chunks, index))
+    if chunks is table:
+        return list(names)
+    found = []
+    for row, is_cell in enumerate(is_object.tolist()):
+        if is_cell:
+            axes = int(table.ndim[row])
+            numbers = (table.offsets[row, :axes].tolist(), table.global_shapes[row, :axes].tolist())
+            found.append(object_key(table.key(row), *numbers).encode())
         else:
-            in_pieces.add(number)
-    places = offsets // chunks[keys]
-    columns = (keys.tolist(), ndim.tolist(), places.tolist(), flat.tolist())
-    made = []
-    for number, axes, place, start in zip(*columns, strict=True):
-        at = tuple(place[:axes])
-        if number in cells:
-            made.append(object_key(names[number], at, cells[number]).encode())
-            continue
-        key = folders[number]
-        if number in in_pieces:
-            key += f"{_piece(at, start)}/"
-            at = (0,) * (axes if start < 0 else 1)
-        made.append((key + _chunk(at)).encode())
-    return made
-
-
-@lru_cache(maxsize=1 << 12)
-def _chunk(index: Ints) -> str:
-    return ".".join(("c", *map(str, index)))
-
-
-def _piece(offset: Sequence[int], start: int) -> str:
-    name = ".".join(("piece", *map(str, offset)))
-    return name if start < 0 else f"{name}-{start}"
+            found.append(next(names))
+    return found
 
 
 def descriptions(index: Index) -> Iterator[tuple[str, str]]:
@@ -105,7 +75,7 @@ def descriptions(index: Index) -> Iterator[tuple[str, str]]:
         pieces = (tensor.pieces.offsets, tensor.pieces.shapes, tensor.pieces.flat)
         for offset, extents, (start, stop) in zip(*(p.tolist() for p in pieces), strict=True):
             stored = tuple(extents) if start < 0 else (stop - start,)
-            path = f"{name}/{_piece(offset, start)}/{METADATA_NAME}"
+            path = f"{name}/{piece_name(offset, start)}/{METADATA_NAME}"
             yield path, _array_text(stored, stored, dtype)
 
 

@@ -80,7 +80,7 @@ class TensorStoreWriter(StorageWriter):
         if not len(table):
             return done([])
         with paused_collector():
-            row_keys = value_keys(table, index)
+            row_keys = keys.value_keys(table, index)
             shares = list(self._shares(table))
         most_pending = max(1, self.options.buffer_bytes // len(shares))
         rows = _Rows(plan, planner, index, has_checksums=self.options.checksum is Checksum.XXH3)
@@ -162,13 +162,6 @@ class _Share:
     group: int
     number: int
     rows: Int64s
-
-
-def value_keys(table: ShardTable, index: Index) -> list[bytes]:
-    """The keys of all rows of a plan."""
-    return keys.value_keys(
-        index, table.names, table.keys, table.ndim, table.offsets, table.flat[:, 0]
-    )
 
 
 class _Rows:

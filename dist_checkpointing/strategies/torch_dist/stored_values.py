@@ -18,11 +18,12 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Ints, Window
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.planning import LoadPlanner, ReadItem
-from dist_checkpointing.strategies.raw_chunks import apply_staged, copy_window, read_window
+from dist_checkpointing.strategies.filling import apply_staged
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.metadata import Place
 from dist_checkpointing.strategies.torch_dist.record_search import find_tensor
+from dist_checkpointing.strategies.windows import copy_window, read_window
 
 Array = npt.NDArray[Any]
 
