@@ -31,6 +31,9 @@ from dist_checkpointing.strategies.base import (
 )
 from dist_checkpointing.strategies.selection import common_reader, handles_objects, open_checkpoint
 
+_FEW = 4
+"""So few boxes are read one by one where the reader can do that: a plan costs more than a read."""
+
 
 class PartialReads:
     """What reads one checkpoint; strategies are looked for on first use.
@@ -92,6 +95,11 @@ class PartialReads:
     def boxes(self, index: Index, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         """One new tensor for each box; see ``Checkpoint.read``."""
         strategy = self.sharded
+        if len(wanted) <= _FEW and isinstance(strategy, PlannedLoadStrategy):
+            found = [self._reader.read_box(index[key], box) for key, box in wanted]
+            parts = [part for part in found if part is not None]
+            if len(parts) == len(found):
+                return parts
         self.require_stored(large_tensors(index, dict.fromkeys(key for key, _ in wanted)), index)
         leaves = {number: _leaf(index[key], box) for number, (key, box) in enumerate(wanted)}
         if isinstance(strategy, PlannedLoadStrategy):

@@ -22,8 +22,10 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
+from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.ocdbt import manifest, nodes
 from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 
 COUNT = 3000
@@ -151,3 +153,49 @@ def test_a_checkpoint_in_use_can_be_sent_to_another_process(saved: Path) -> None
     assert checkpoint["layers.3.weight"][0] == 3
     copied = pickle.loads(pickle.dumps(checkpoint))
     assert copied["layers.4.weight"][0] == 4
+
+
+def test_a_single_box_takes_no_plan(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in one small chunk is read at once, and the rest as ever."""
+    planned: list[object] = []
+    real = PlannedLoadStrategy.read
+
+    def read(self: Any, *arguments: Any) -> None:
+        planned.append(arguments)
+        real(self, *arguments)
+
+    monkeypatch.setattr(PlannedLoadStrategy, "read", read)
+    checkpoint = Checkpoint.open(saved)
+    assert checkpoint["layers.3.weight"][10:290:7].tolist() == [3.0] * 40
+    assert not planned
+    wanted = [(f"layers.{i}.weight", Box((5,), (2,))) for i in range(40)]
+    assert [part.tolist() for part in checkpoint.read(wanted)] == [[i, i] for i in range(40)]
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_boxes_in_and_across_chunks(tmp_path: Path, dtype: torch.dtype) -> None:
+    full = torch.randint(0, 2, (8, 6)).to(dtype)
+    parts = {
+        f"part {i}": ShardedTensor.from_rank_offsets("w", full[2 * i : 2 * i + 2], (0, i, 4))
+        for i in range(4)
+    }
+    save(parts, tmp_path)
+    handle = Checkpoint.open(tmp_path)["w"]
+    assert handle.chunk_shape == (2, 6)
+    for rows in (slice(0, 2), slice(3, 4), slice(3, 7), slice(0, 8), slice(2, 2)):
+        for columns in (slice(0, 6), slice(2, 5), slice(5, 6)):
+            assert torch.equal(handle[rows, columns], full[rows, columns])
+
+
+def test_damage_is_found_where_no_plan_is_made(tmp_path: Path) -> None:
+    save(state(3), tmp_path)
+    (data,) = (tmp_path / "data/model").iterdir()
+    data.write_bytes(data.read_bytes()[:1300])
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint["layers.0.weight"][4] == 0
+    with pytest.raises(CorruptCheckpointError, match=r"layers\.2\.weight.*ends before it"):
+        _ = checkpoint["layers.2.weight"][4]
+    data.unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"layers\.0\.weight.*missing"):
+        _ = checkpoint["layers.0.weight"][4]

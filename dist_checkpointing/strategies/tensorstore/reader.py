@@ -7,12 +7,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.geometry import Box, Ints, Window
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
 from dist_checkpointing.format.ocdbt.tree_reader import ABSENT, INLINE, Values
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
@@ -26,11 +28,15 @@ from dist_checkpointing.strategies.raw_chunks import (
     Extent,
     read_chunks,
     read_extent,
+    read_part,
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.tensorstore.places import Places
-from dist_checkpointing.strategies.zarr_v3_nodes import chunk_keys_to_read
+from dist_checkpointing.strategies.zarr_v3_nodes import chunk_keys_to_read, chunk_name
+
+_MOST_SINGLE_BYTES = 2**20
+"""Of a larger chunk a box takes longer to read than to plan."""
 
 
 class TensorStoreReader(StorageReader):
@@ -61,6 +67,28 @@ class TensorStoreReader(StorageReader):
             finding = Finding("an object is missing", key, path=f"{self.checkpoint_dir}: {name}")
             raise CorruptCheckpointError("the checkpoint is damaged", [finding])
         return self._bytes(values, 0, key)
+
+    def read_box(self, tensor: StoredTensor, box: Box) -> torch.Tensor | None:
+        if tensor.chunk_shape is None or box.num_elements == 0:
+            return None
+        chunk = tensor.chunk_shape
+        index = tensor.grid.index_at(box.offset)
+        within = box.relative_to(tuple(i * c for i, c in zip(index, chunk, strict=True)))
+        window = Window(0, chunk, within)
+        values = self._find([f"{local.disk_name(tensor.key)}/{chunk_name(index)}".encode()])
+        num_bytes = window.array_size * tensor.dtype.itemsize
+        if (
+            not Box.whole(chunk).contains(within)
+            or num_bytes > _MOST_SINGLE_BYTES
+            or values.extents.file[0] < 0
+            or values.extents.length[0] != num_bytes
+        ):
+            return None
+        part = torch.empty(box.shape, dtype=tensor.dtype.torch)
+        target = dtypes.fillable(part, part.dtype)
+        assert target is not None
+        read_part(self._extent(values, 0), tensor.key, window, target, num_bytes)
+        return part
 
     def location(self, chunk: MetadataIndex) -> str:
         (key,) = self._keys_of([chunk])
