@@ -140,10 +140,6 @@ def _show(preview: _Preview) -> None:
             f"{counted(len(planned.shared), 'file')} with values that are kept. To be rid of them, "
             "convert the checkpoint without these tensors into a new one.",
         )
-    if planned.moved_bytes:
-        facts.add_row(
-            "rewritten", f"{bytes_text(planned.moved_bytes)} of kept values, to free their files"
-        )
     if preview.kept_objects:
         kept = ", ".join(map(one_line, preview.kept_objects[:3]))
         more = ", ..." if len(preview.kept_objects) > 3 else ""
@@ -175,7 +171,6 @@ def _as_json(preview: _Preview) -> dict[str, Any]:
         "files": list(preview.planned.files),
         "file_bytes": preview.file_bytes,
         "bytes_not_freed": dict(preview.planned.shared),
-        "bytes_rewritten": preview.planned.moved_bytes,
         "objects_kept": list(preview.kept_objects),
     }
 
