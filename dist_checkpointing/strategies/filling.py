@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ class Filler:
         index: what is stored.
         most_bytes: memory for what cannot be read in place.
         maps_files: whether strided parts are read through a mapping.
+        table: the same rows where chunks are stored in another shape than the plan says.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Filler:
         most_bytes: int,
         *,
         maps_files: bool,
+        table: ReadTable | None = None,
     ) -> None:
-        table = plan.table
+        table = plan.table if table is None else table
         self.table = table
         self._planner = planner
         self._destinations = planner.destinations(plan)
@@ -155,7 +158,8 @@ class Filler:
         return self.num_bytes[row]
 
     def _staged(self, row: int, most_bytes: int, read: Callable[[Window, Array], None]) -> None:
-        apply_staged(self.table.item(row), self.dtype(row), self._planner, most_bytes, read)
+        item = replace(self.table.item(row), storage=self.table.storage(row))
+        apply_staged(item, self.dtype(row), self._planner, most_bytes, read)
 
 
 def contiguous_ranges(table: ReadTable) -> tuple[Int64s, Bools]:
