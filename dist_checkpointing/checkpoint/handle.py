@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +28,7 @@ from dist_checkpointing.format.commit import (
 )
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import Index, StoredTensor, read_index
-from dist_checkpointing.format.leftovers import number_of_save
+from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, number_of_save
 from dist_checkpointing.format.near_names import hint
 
 if TYPE_CHECKING:
@@ -216,12 +217,19 @@ class Checkpoint(Mapping[str, TensorHandle]):
     """
 
     def __init__(
-        self, path: Path, config: CheckpointingConfig, save_number: int, *, trusted: bool
+        self,
+        path: Path,
+        config: CheckpointingConfig,
+        save_number: int,
+        *,
+        trusted: bool,
+        stamp: object = None,
     ) -> None:
         self.path = path
         self.trusted = trusted
         self._config = config
         self._save_number = save_number
+        self._stamp = stamp
 
     @classmethod
     def open(cls, path: str | PathLike[str], *, trusted: bool = False) -> Checkpoint:
@@ -238,8 +246,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
         """
         folder = local_folder(path)
         # First: a save that begins in between must not go for the one whose config is read.
-        save_number = number_of_save(folder)
-        return cls(folder, read_config(folder), save_number, trusted=trusted)
+        stamp, save_number = _stamp(folder), number_of_save(folder)
+        return cls(folder, read_config(folder), save_number, trusted=trusted, stamp=stamp)
 
     @property
     def backend(self) -> tuple[str, int]:
@@ -254,6 +262,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @property
     def is_committed(self) -> bool:
         """Whether what was opened is still there: not deleted, not overwritten by another save."""
+        if self._stamp is not None and self._stamp == _stamp(self.path):
+            return True
         return (
             check_is_distributed_checkpoint(self.path)
             and number_of_save(self.path) == self._save_number
@@ -356,6 +366,26 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def __repr__(self) -> str:
         name, version = self.backend
         return f"<Checkpoint {str(self.path)!r}: {name} {version}, {len(self)} tensors>"
+
+
+def _stamp(folder: Path) -> object:
+    """Equal as long as what commits a checkpoint, and names its save, are the same files; or None.
+
+    It costs a tenth of reading them. They are opened because some network file systems look for
+    changes only then.
+    """
+    marks = []
+    for name in (CONFIG_FNAME, ATTEMPT_NAME):
+        try:
+            descriptor = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        marks += [status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+    return marks
 
 
 def _require_inside(shape: Ints, key: str, box: Box) -> None:

@@ -27,14 +27,12 @@ class PlannedRemoval:
         files: paths relative to the checkpoint of the files that go with them.
         shared: bytes of removed values that stay on the disk, by the file that they share with
             values that are kept.
-        moved_bytes: bytes of kept values that are written again, so that their file can go.
         is_unfinished: whether a removal was cut off here, which another brings to its end.
     """
 
     keys: tuple[str, ...]
     files: tuple[str, ...]
     shared: Mapping[str, int] = field(default_factory=dict)
-    moved_bytes: int = 0
     is_unfinished: bool = False
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.local import disk_name
@@ -22,8 +23,14 @@ from dist_checkpointing.format.claims import (
     require_backing,
     size_of_files,
 )
-from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import INDEX_NAME, Index, read_index, write_index
+from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.index import (
+    INDEX_NAME,
+    Index,
+    StoredTensor,
+    read_index,
+    write_index,
+)
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import (
     LoadPlan,
@@ -257,6 +264,18 @@ class StorageReader(ABC):
         """
         del wanted
         return [INDEX_NAME]
+
+    def read_box(self, tensor: StoredTensor, box: Box) -> torch.Tensor | None:
+        """A box of one tensor, where that takes no plan; None, also for whatever is wrong.
+
+        May be called before ``set_up_storage_reader``, and by several threads.
+
+        Args:
+            tensor: as the index tells it.
+            box: in elements of it.
+        """
+        del tensor, box
+        return None
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
         """The stored bytes of a cell of a sharded object, called after ``set_up_storage_reader``.

@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.format.gc_pause import paused_collector
+from dist_checkpointing.format.geometry import Window
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.filling import Filler
-from dist_checkpointing.strategies.windows import pread
+from dist_checkpointing.strategies.windows import pread, read_window
 
 T = TypeVar("T")
 
@@ -193,6 +194,16 @@ def read_extent(extent: Extent, key: str) -> bytes:
         data = bytearray(extent.num_bytes)
         pread(descriptor, memoryview(data), extent.offset)
     return bytes(data)
+
+
+def read_part(extent: Extent, key: str, window: Window, target: Array, most_bytes: int) -> None:
+    """Read a window of a chunk, see ``read_window``.
+
+    Raises:
+        CorruptCheckpointError: if the file is missing or too short; names ``key``.
+    """
+    with _opened(extent, key) as descriptor:
+        read_window(descriptor, extent.offset, window, target, most_bytes)
 
 
 @contextmanager

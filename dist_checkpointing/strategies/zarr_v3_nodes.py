@@ -12,7 +12,7 @@ import numpy as np
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.dtypes import DType
-from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.planning.read_table import ReadTable, stored_ranges
 from dist_checkpointing.planning.segments import padded, padded_rows
@@ -29,12 +29,13 @@ def chunk_name(index: Ints) -> str:
     return ".".join(("c", *map(str, index)))
 
 
-def piece_name(box: Box, flat: tuple[int, int] | None) -> str:
-    """Name of the array that holds one piece of a tensor without chunk grid."""
-    return _piece_name(box.offset, -1 if flat is None else flat[0])
+def piece_name(offset: Sequence[int], start: int) -> str:
+    """Name of the array that holds one piece of a tensor without chunk grid.
 
-
-def _piece_name(offset: Sequence[int], start: int) -> str:
+    Args:
+        offset: of the box of the piece.
+        start: of its flattened range; -1 where there is none.
+    """
     name = ".".join(("piece", *map(str, offset)))
     return name if start < 0 else f"{name}-{start}"
 
@@ -78,7 +79,7 @@ def chunk_keys(
             found[row] = f"{folder}/{chunk_name(tuple(numbers[row, :axes].tolist()))}"
         else:
             start = int(flat_starts[row])
-            name = _piece_name(offsets[row, :axes].tolist(), start)
+            name = piece_name(offsets[row, :axes].tolist(), start)
             found[row] = f"{folder}/{name}{first_names[axes] if start < 0 else '/c.0'}"
     return found
 
@@ -139,12 +140,20 @@ def array_json(
 def describe(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Node]:
     """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
     name = local.disk_name(tensor.key)
-    ours: Node = {} if unquote(name) == tensor.key else {"key": tensor.key}
+    nodes = {name: top_node(tensor, codecs)}
+    for box, flat in tensor.pieces or ():
+        start, shape = (-1, box.shape) if flat is None else (flat[0], (flat[1] - flat[0],))
+        node = array_json(shape, shape, tensor.dtype, codecs)
+        nodes[f"{name}/{piece_name(box.offset, start)}"] = node
+    return nodes
+
+
+def top_node(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> Node:
+    """``zarr.json`` of the array of a tensor, or of the group of its pieces."""
+    ours: Node = {} if unquote(local.disk_name(tensor.key)) == tensor.key else {"key": tensor.key}
     if tensor.pieces is None:
         grid, attributes = tensor.grid, {_ATTRIBUTE: ours} if ours else {}
-        return {
-            name: array_json(grid.global_shape, grid.chunk_shape, tensor.dtype, codecs, attributes)
-        }
+        return array_json(grid.global_shape, grid.chunk_shape, tensor.dtype, codecs, attributes)
     ours |= {
         "global_shape": list(tensor.global_shape),
         "data_type": tensor.dtype.name,
@@ -152,11 +161,7 @@ def describe(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Nod
         "shapes": tensor.pieces.shapes.tolist(),
         "flat": tensor.pieces.flat.tolist(),
     }
-    nodes = {name: group_json({_ATTRIBUTE: ours})}
-    for box, flat in tensor.pieces:
-        shape = box.shape if flat is None else (flat[1] - flat[0],)
-        nodes[f"{name}/{piece_name(box, flat)}"] = array_json(shape, shape, tensor.dtype, codecs)
-    return nodes
+    return group_json({_ATTRIBUTE: ours})
 
 
 def group_json(attributes: Mapping[str, Any]) -> Node:

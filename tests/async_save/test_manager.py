@@ -53,7 +53,7 @@ def assert_loads(manager: CheckpointManager, step: int, comm: Comm = ALONE) -> N
 
 def damage(folder: Path) -> None:
     """Flip a byte in the largest file."""
-    files = [path for path in folder.rglob("*") if path.is_file() and "/d/" in path.as_posix()]
+    files = [path for path in (folder / "data").rglob("*") if path.is_file()]
     path = max(files or folder.rglob("c.0*"), key=lambda found: found.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF

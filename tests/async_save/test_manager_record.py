@@ -23,6 +23,7 @@ from dist_checkpointing import (
     InvalidShardingError,
     RankFailedError,
     Retention,
+    load,
     load_plain_tensors,
     save,
     verify_checkpoint,
@@ -309,15 +310,12 @@ def test_out_of_descriptors(tmp_path: Path, backend: Any) -> None:
 
 
 def test_tensorstore_says_that_a_system_call_failed(tmp_path: Path) -> None:
-    from dist_checkpointing.strategies.tensorstore import database, locations
+    from dist_checkpointing.strategies.tensorstore import zarr_arrays
 
-    save(state(1), tmp_path, "tensorstore")
-    locations.survey(tmp_path)
-    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
-        locations.survey(tmp_path)
-    (tmp_path / "manifest.ocdbt").write_bytes(b"damaged")
-    with pytest.raises(CorruptCheckpointError):
-        locations.survey(tmp_path)
+    save(state(1), tmp_path, ("zarr", 2))
+    load(state(0), tmp_path, "tensorstore")
+    with no_descriptors(), pytest.raises(RankFailedError, match="Too many open files"):
+        load(state(0), tmp_path, "tensorstore")
     for text, code in (
         ("NOT_FOUND: [os_error_code='2']", None),
         ("DATA_LOSS: 24", None),
@@ -325,10 +323,10 @@ def test_tensorstore_says_that_a_system_call_failed(tmp_path: Path) -> None:
         ("x [os_error_code='5'] [tensorstore_spec='']", errno.EIO),
     ):
         if code is None:
-            database.raise_io_error(ValueError(text))
+            zarr_arrays._raise_io_error(ValueError(text))
             continue
         with pytest.raises(OSError, match="x") as raised:
-            database.raise_io_error(ValueError(text))
+            zarr_arrays._raise_io_error(ValueError(text))
         assert raised.value.errno == code
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.format.optimizer_keys import is_of_optimizer, optimizer_prefixes
-from dist_checkpointing.strategies.tensorstore.database import section_of
+from dist_checkpointing.strategies.tensorstore.keys import DATA_GROUPS, group_of
 from dist_checkpointing.tools.inspect.inventory import take_inventory
 
 
@@ -62,7 +62,7 @@ def test_it_adds_up(any_sample: Any) -> None:
 )
 def test_who_is_of_the_optimizer(key: str, *, is_optimizer: bool) -> None:
     assert is_of_optimizer(key) is is_optimizer
-    assert (section_of(key) == "optimizer") is is_optimizer
+    assert (DATA_GROUPS[group_of(key)] == "optimizer") is is_optimizer
 
 
 @given(st.sets(st.from_regex(r"\A(chained_[0-3]\.)?(optim|optimizer|optimal|w)?[./s]?[a-c]?\Z")))

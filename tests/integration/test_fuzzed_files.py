@@ -29,7 +29,7 @@ KINDS: Final = {
     "index": (".dckpt/index.json",),
     "zarr 2 array": ("grid/.zarray", "uneven/.zarray"),
     "zarr 3 nodes": ("zarr.json",),
-    "chunk": ("grid/*0.0", "uneven/piece.0/c.0", "data/*/*/d/*", "*.distcp"),
+    "chunk": ("grid/*0.0", "uneven/piece.0/c.0", "data/*/*", "*.distcp"),
     "database": ("manifest.ocdbt", "d/*"),
     "DCP metadata": (".metadata",),
 }

@@ -1,66 +1,94 @@
-"""What a part of a checkpoint is called inside the database: the same names as in a zarr folder."""
+"""Names of the parts of a checkpoint: keys in its database, as in a zarr folder, and files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import Final
 
 from dist_checkpointing.filesystem import local
-from dist_checkpointing.format.dtypes import DType
-from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import StoredTensor
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
+from dist_checkpointing.format.optimizer_keys import is_of_optimizer
+from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.strategies.zarr_v3_nodes import (
     METADATA_NAME,
-    Node,
     array_json,
-    chunk_name,
-    describe,
+    chunk_keys_to_write,
     piece_name,
+    top_node,
 )
 
+NODES_FOLDER: Final = "d"
+DATA_FOLDER: Final = "data"
+CREATED_NAMES: Final = (MANIFEST_NAME, NODES_FOLDER, DATA_FOLDER)
 
-def metadata_values(tensor: StoredTensor) -> Iterator[tuple[str, bytes]]:
-    """Keys and values of the ``zarr.json`` of a tensor."""
-    name = local.disk_name(tensor.key)
-    if tensor.chunk_shape is not None and name == tensor.key:
-        shapes = (tensor.global_shape, tensor.chunk_shape)
-        yield f"{name}/{METADATA_NAME}", _plain_array(*shapes, tensor.dtype)
-        return
-    for path, node in describe(tensor).items():
-        yield f"{path}/{METADATA_NAME}", json.dumps(node, separators=(",", ":")).encode()
+DATA_GROUPS: Final = ("model", "optimizer")
+"""An optimizer's tensors lie in data files of their own: dropping them deletes these files, whereas
+deleting keys from a database frees nothing."""
 
 
-@lru_cache(maxsize=1024)
-def _plain_array(shape: Ints, chunk_shape: Ints, dtype: DType) -> bytes:
-    # Thousands of tensors share a few shapes.
-    return json.dumps(array_json(shape, chunk_shape, dtype), separators=(",", ":")).encode()
+def group_of(key: str) -> int:
+    """The data group that a key belongs to, as a position in ``DATA_GROUPS``."""
+    return int(is_of_optimizer(key))
 
 
-def array_path(tensor: StoredTensor, box: Box, flat: tuple[int, int] | None) -> str:
-    """The array that holds a chunk or piece, with a slash behind it."""
-    name = local.disk_name(tensor.key)
-    return f"{name}/" if tensor.pieces is None else f"{name}/{piece_name(box, flat)}/"
-
-
-def chunk_key(tensor: StoredTensor, box: Box, flat: tuple[int, int] | None) -> str:
-    """The key of a chunk or piece."""
-    if tensor.pieces is None:
-        index = tensor.grid.index_at(box.offset)
-    else:
-        index = (0,) * (len(box.shape) if flat is None else 1)
-    return array_path(tensor, box, flat) + chunk_name(index)
-
-
-def array_node(tensor: StoredTensor, box: Box, flat: tuple[int, int] | None) -> Node:
-    """``zarr.json`` of the array that holds a chunk or piece."""
-    if tensor.pieces is None:
-        return array_json(tensor.global_shape, tensor.grid.chunk_shape, tensor.dtype)
-    shape = box.shape if flat is None else (flat[1] - flat[0],)
-    return array_json(shape, shape, tensor.dtype)
-
-
-def object_key(key: str, offset: Ints, shape: Ints) -> str:
+def object_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
     """The key of one cell of a sharded object."""
     cell = "_".join(".".join(map(str, numbers)) for numbers in (offset, shape))
     return f"{local.disk_name(key)}/shard_{cell}"
+
+
+def value_keys(table: ShardTable, index: Index) -> list[bytes]:
+    """The keys of the chunks, pieces and cells of all rows of a save plan."""
+    is_object = table.is_object
+    chunks = table.take(~is_object) if is_object.any() else table
+    names = map(str.encode, chunk_keys_to_write(chunks, index))
+    if chunks is table:
+        return list(names)
+    found = []
+    for row, is_cell in enumerate(is_object.tolist()):
+        if is_cell:
+            axes = int(table.ndim[row])
+            numbers = (table.offsets[row, :axes].tolist(), table.global_shapes[row, :axes].tolist())
+            found.append(object_key(table.key(row), *numbers).encode())
+        else:
+            found.append(next(names))
+    return found
+
+
+def descriptions(index: Index) -> Iterator[tuple[str, str]]:
+    """Keys of the ``zarr.json`` of all arrays and groups, and their texts; many are alike."""
+    columns = (index.keys_column, index.dtype_column, index.global_shape_column)
+    for key, dtype, shape, chunk in zip(*columns, index.chunk_shape_column, strict=True):
+        name = local.disk_name(key)
+        if chunk is not None and name == key:
+            yield f"{name}/{METADATA_NAME}", _array_text(tuple(shape), tuple(chunk), dtype)
+            continue
+        tensor = index[key]
+        yield f"{name}/{METADATA_NAME}", json.dumps(top_node(tensor), separators=(",", ":"))
+        if tensor.pieces is None:
+            continue
+        pieces = (tensor.pieces.offsets, tensor.pieces.shapes, tensor.pieces.flat)
+        for offset, extents, (start, stop) in zip(*(p.tolist() for p in pieces), strict=True):
+            stored = tuple(extents) if start < 0 else (stop - start,)
+            path = f"{name}/{piece_name(offset, start)}/{METADATA_NAME}"
+            yield path, _array_text(stored, stored, dtype)
+
+
+@lru_cache(maxsize=1 << 12)
+def _array_text(shape: Ints, chunk: Ints, dtype: str) -> str:
+    head, middle, tail = _template(dtype)
+    extents = (",".join(map(str, numbers)) for numbers in (shape, chunk))
+    return f"{head}[{next(extents)}]{middle}[{next(extents)}]{tail}"
+
+
+@lru_cache(maxsize=64)
+def _template(dtype: str) -> tuple[str, str, str]:
+    """The text around the two shapes."""
+    node = array_json((), (), dtypes.from_name(dtype))
+    head, middle, tail = json.dumps(node, separators=(",", ":")).split("[]")
+    return head, middle, tail

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import Index
-from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex
+from dist_checkpointing.format.geometry import Box, Ints, Window
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
+from dist_checkpointing.format.ocdbt.tree_reader import ABSENT, INLINE, Values
+from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
 from dist_checkpointing.planning.read_table import reads_of, stored_elements
+from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import (
@@ -24,11 +28,15 @@ from dist_checkpointing.strategies.raw_chunks import (
     Extent,
     read_chunks,
     read_extent,
+    read_part,
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize
-from dist_checkpointing.strategies.tensorstore import database, keys
-from dist_checkpointing.strategies.tensorstore.locations import Places, locate
-from dist_checkpointing.strategies.zarr_v3_nodes import chunk_keys_to_read
+from dist_checkpointing.strategies.tensorstore import keys
+from dist_checkpointing.strategies.tensorstore.places import Places
+from dist_checkpointing.strategies.zarr_v3_nodes import chunk_keys_to_read, chunk_name
+
+_MOST_SINGLE_BYTES = 2**20
+"""Of a larger chunk a box takes longer to read than to plan."""
 
 
 class TensorStoreReader(StorageReader):
@@ -43,44 +51,69 @@ class TensorStoreReader(StorageReader):
         self._index = metadata
         if not (metadata or metadata.objects):
             return  # nothing was saved, so no database was made
-        if not local.is_file(self.checkpoint_dir / database.MANIFEST_NAME):
-            path = str(self.checkpoint_dir / database.MANIFEST_NAME)
+        if not local.is_file(self.checkpoint_dir / MANIFEST_NAME):
+            path = str(self.checkpoint_dir / MANIFEST_NAME)
             raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         names = [*super().describing_names(wanted)]
-        has_database = (self.checkpoint_dir / database.MANIFEST_NAME).exists()
-        return [*names, database.MANIFEST_NAME] if has_database else names
+        has_database = (self.checkpoint_dir / MANIFEST_NAME).exists()
+        return [*names, MANIFEST_NAME] if has_database else names
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
         name = keys.object_key(key, cell, self._index.objects[key])
-        place = self._places_of({name}).get(name)
-        if place is None:
+        values = self._find([name.encode()])
+        if values.extents.file[0] == ABSENT:
             finding = Finding("an object is missing", key, path=f"{self.checkpoint_dir}: {name}")
             raise CorruptCheckpointError("the checkpoint is damaged", [finding])
-        return read_extent(place, key) if isinstance(place, Extent) else place
+        return self._bytes(values, 0, key)
+
+    def read_box(self, tensor: StoredTensor, box: Box) -> torch.Tensor | None:
+        if tensor.chunk_shape is None or box.num_elements == 0:
+            return None
+        chunk = tensor.chunk_shape
+        index = tensor.grid.index_at(box.offset)
+        within = box.relative_to(tuple(i * c for i, c in zip(index, chunk, strict=True)))
+        window = Window(0, chunk, within)
+        values = self._find([f"{local.disk_name(tensor.key)}/{chunk_name(index)}".encode()])
+        num_bytes = window.array_size * tensor.dtype.itemsize
+        if (
+            not Box.whole(chunk).contains(within)
+            or num_bytes > _MOST_SINGLE_BYTES
+            or values.extents.file[0] < 0
+            or values.extents.length[0] != num_bytes
+        ):
+            return None
+        part = torch.empty(box.shape, dtype=tensor.dtype.torch)
+        target = dtypes.fillable(part, part.dtype)
+        assert target is not None
+        read_part(self._extent(values, 0), tensor.key, window, target, num_bytes)
+        return part
 
     def location(self, chunk: MetadataIndex) -> str:
-        key = self._key(chunk)
-        place = self._places_of({key}).get(key)
-        if isinstance(place, Extent):
-            return f"{place.path}, {place.num_bytes} bytes from {place.offset}"
-        return f"{self.checkpoint_dir} (OCDBT), {key}"
+        (key,) = self._keys_of([chunk])
+        values = self._find([key])
+        if values.extents.file[0] < 0:
+            return f"{self.checkpoint_dir} (OCDBT), {key.decode()}"
+        extent = self._extent(values, 0)
+        return f"{extent.path}, {extent.num_bytes} bytes from {extent.offset}"
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
-        names = [self._key(chunk) for chunk in chunks]
-        found = self._places_of(set(names))
-        return [self._place(found.get(name)) for name in names]
-
-    def _place(self, place: Extent | bytes | None) -> ChunkPlace | None:
-        if isinstance(place, Extent):
-            name = Path(place.path).relative_to(self.checkpoint_dir).as_posix()
-            # Small neighbours share a read.
-            return ChunkPlace(name, place.num_bytes, place.num_bytes <= SMALL_BYTES)
-        return None if place is None else ChunkPlace(None, len(place), is_read_whole=True)
+        values = self._find(self._keys_of(chunks))
+        columns = (values.extents.file.tolist(), values.extents.length.tolist())
+        places: list[ChunkPlace | None] = []
+        for file, length in zip(*columns, strict=True):
+            if file == ABSENT:
+                places.append(None)
+            elif file == INLINE:
+                places.append(ChunkPlace(None, length, is_read_whole=True))
+            else:
+                # Small neighbours share a read.
+                places.append(ChunkPlace(values.files[file], length, length <= SMALL_BYTES))
+        return places
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        options = self.options
+        options, table = self.options, plan.table
         filler = Filler(
             plan,
             planner,
@@ -89,75 +122,87 @@ class TensorStoreReader(StorageReader):
             maps_files=options.maps_files(self.checkpoint_dir),
         )
         with paused_collector():
-            reads = self._located(plan, planner, filler)
+            row_keys = self._keys(table)
+            values = self._find(row_keys)
+            self._require_found(table, row_keys, values)
+        destinations = planner.destinations(plan)
+        for row in np.flatnonzero(table.is_object).tolist():
+            data = self._bytes(values, row, table.key(row))
+            where = f"{self.checkpoint_dir}: {row_keys[row].decode()}"
+            destinations.apply_bytes(row, deserialize(data, where, trusted=self.trusted))
+        extents = values.extents
+        for row in np.flatnonzero((extents.file == INLINE) & ~table.is_object).tolist():
+            self.report(filler.fill(row, np.frombuffer(values.inline[row], dtype=np.uint8)))
+        rows = np.flatnonzero((extents.file >= 0) & ~table.is_object)
+        paths = [f"{self.checkpoint_dir}/{name}" for name in values.files]
+        reads = ChunkReads(rows, paths, *extents.rows(rows).columns)
         read_chunks(reads, filler, options, report=self.report)
         return done(None)
 
-    def _located(self, plan: LoadPlan, planner: LoadPlanner, filler: Filler) -> ChunkReads:
-        """Where the chunks lie; objects, and what the tree itself holds, are filled right away."""
-        table = plan.table
-        objects = np.flatnonzero(table.is_object).tolist()
-        tensors = np.flatnonzero(~table.is_object)
-        chunks = table.take(tensors) if objects else table
-        names = chunk_keys_to_read(chunks, self._index)
-        cells = [self._key(table.chunk(row)) for row in objects]
-        places = self._places_of({*names, *cells})
-        destinations = planner.destinations(plan)
-        for row, name in zip(objects, cells, strict=True):
-            data = self._place_of(places, table.key(row), name)
-            if isinstance(data, Extent):
-                data = read_extent(data, table.key(row))
-            where = f"{self.checkpoint_dir}: {name}"
-            destinations.apply_bytes(row, deserialize(data, where, trusted=self.trusted))
-        itemsizes = [
-            self._index.dtype_of(name).itemsize if name in self._index else 0
-            for name in table.names
-        ]
-        sizes = (
-            stored_elements(chunks, self._index) * np.array(itemsizes, dtype=np.int64)[chunks.keys]
-        )
-        files: dict[str, int] = {}
-        found: list[tuple[int, int, int, int]] = []
-        for row, name, size in zip(tensors.tolist(), names, sizes.tolist(), strict=True):
-            place = self._place_of(places, table.key(row), name)
-            self._check_size(table.key(row), size, name, place)
-            if isinstance(place, Extent):
-                found.append((row, files.setdefault(place.path, len(files)), place.offset, size))
-            else:
-                self.report(filler.fill(row, np.frombuffer(place, dtype=np.uint8)))
-        rows, numbers, offsets, lengths = np.array(found, dtype=np.int64).reshape(-1, 4).T
-        return ChunkReads(rows, list(files), numbers, offsets, lengths)
-
-    def _place_of(
-        self, places: Mapping[str, Extent | bytes], key: str, name: str
-    ) -> Extent | bytes:
-        place = places.get(name)
-        if place is None:
-            raise self._corrupt(key, "a chunk is missing", path=f"{self.checkpoint_dir}: {name}")
-        return place
-
-    def _places_of(self, keys: set[str]) -> Mapping[str, Extent | bytes]:
-        if not keys:
-            return {}
-        return self._places.of(keys) if self.is_kept else locate(self.checkpoint_dir, keys)
-
-    def _key(self, chunk: MetadataIndex) -> str:
-        if chunk.fqn in self._index.objects:
-            assert chunk.offset is not None
-            return keys.object_key(chunk.fqn, chunk.offset, self._index.objects[chunk.fqn])
-        return chunk_keys_to_read(reads_of([chunk], self._index), self._index)[0]
-
-    def _check_size(self, key: str, expected: int, name: str, place: Extent | bytes) -> None:
-        found = place.num_bytes if isinstance(place, Extent) else len(place)
-        if found != expected:
-            raise self._corrupt(
-                key,
-                "a chunk has the wrong size",
-                expected=f"{expected} bytes",
-                found=found,
-                path=place.path if isinstance(place, Extent) else f"{self.checkpoint_dir}: {name}",
+    def _require_found(self, table: ReadTable, row_keys: Sequence[bytes], values: Values) -> None:
+        """Make sure that all values are there, and the chunks as large as they must be."""
+        extents, sizes = values.extents, self._sizes(table)
+        is_absent = extents.file == ABSENT
+        is_wrong = is_absent | ~table.is_object & (extents.length != sizes)
+        findings = []
+        for row in np.flatnonzero(is_wrong).tolist():
+            place = f"{self.checkpoint_dir}: {row_keys[row].decode()}"
+            if is_absent[row]:
+                findings.append(Finding("a chunk is missing", table.key(row), path=place))
+                continue
+            findings.append(
+                Finding(
+                    "a chunk has the wrong size",
+                    table.key(row),
+                    expected=f"{sizes[row]} bytes",
+                    found=int(extents.length[row]),
+                    path=place if extents.file[row] < 0 else self._extent(values, row).path,
+                )
             )
+        if findings:
+            raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
-    def _corrupt(self, key: str, problem: str, **details: Any) -> CorruptCheckpointError:
-        finding = Finding(problem, key, **details)
-        return CorruptCheckpointError("the checkpoint is damaged", [finding])
+    def _sizes(self, table: ReadTable) -> Int64s:
+        """Bytes of the stored chunk of each row."""
+        index = self._index
+        itemsizes = [index.dtype_of(name).itemsize if name in index else 0 for name in table.names]
+        return stored_elements(table, index) * np.array(itemsizes, dtype=np.int64)[table.keys]
+
+    def _keys(self, table: ReadTable) -> list[bytes]:
+        """The key of the chunk, piece or cell of each row."""
+        is_object = table.is_object
+        chunks = table.take(~is_object) if is_object.any() else table
+        names = map(str.encode, chunk_keys_to_read(chunks, self._index))
+        if chunks is table:
+            return list(names)
+        found = []
+        for row, is_cell in enumerate(is_object.tolist()):
+            if is_cell:
+                cell = table.chunk(row)
+                shape = self._index.objects[cell.fqn]
+                found.append(keys.object_key(cell.fqn, cell.offset or (), shape).encode())
+            else:
+                found.append(next(names))
+        return found
+
+    def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
+        """The keys of stored chunks, pieces and cells."""
+        index = self._index
+        names = iter(self._keys(reads_of([c for c in chunks if c.fqn in index], index)))
+        return [
+            next(names)
+            if chunk.fqn in index
+            else keys.object_key(chunk.fqn, chunk.offset or (), index.objects[chunk.fqn]).encode()
+            for chunk in chunks
+        ]
+
+    def _find(self, wanted: Sequence[bytes]) -> Values:
+        return self._places.find(wanted, keeps_nodes=self.is_kept)
+
+    def _extent(self, values: Values, row: int) -> Extent:
+        file, offset, length = (int(column[row]) for column in values.extents.columns)
+        return Extent(f"{self.checkpoint_dir}/{values.files[file]}", offset, length)
+
+    def _bytes(self, values: Values, row: int, key: str) -> bytes:
+        inline = values.inline.get(row)
+        return read_extent(self._extent(values, row), key) if inline is None else inline

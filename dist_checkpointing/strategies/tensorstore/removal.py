@@ -1,28 +1,29 @@
 """Takes values out of a checkpoint's database, and gives their disk space back.
 
-Deleting keys from a database frees nothing: it writes a new tree beside the old one. Space comes
-back when a data file that nothing kept lies in is deleted, and a few kept values that alone hold up
-a large file are written again elsewhere.
+A new tree without them is written beside the old one. Space comes back when a file that holds
+nothing else is deleted.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding
+import numpy as np
+
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.ocdbt.columns import I64
+from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
+from dist_checkpointing.format.ocdbt.tree_reader import INLINE, Tree, Values
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.strategies.raw_chunks import Extent, read_extent
-from dist_checkpointing.strategies.tensorstore import database, keys
-from dist_checkpointing.strategies.tensorstore.locations import Survey, survey
+from dist_checkpointing.strategies.tensorstore import keys
+from dist_checkpointing.strategies.tensorstore.tree_file import write_tree
 
-_MOST_MOVED_BYTES = 64 * 2**20
-_MOST_MOVED_SHARE = 8
-"""A file is freed by moving the rest if that is at most an eighth of it."""
+_MOST_TEXT_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,96 +31,109 @@ class _Split:
     """The database, taken apart.
 
     Attributes:
-        dead: keys of values that no index names.
-        moved: kept values that are written again.
-        unused: data files, relative to the checkpoint, that are free then.
-        shared: bytes of dead values in files that stay.
+        keys: of the values that stay.
+        values: all, as they were found.
+        rows: those of them that stay.
+        texts: of these, the ones that do not lie in data files, by row.
+        unused: files, relative to the checkpoint, that are free without the others.
+        shared: bytes of the others in files that stay.
     """
 
-    dead: tuple[str, ...]
-    moved: Mapping[str, Extent]
+    keys: list[bytes]
+    values: Values
+    rows: I64
+    texts: dict[int, bytes]
     unused: tuple[str, ...]
-    shared: Mapping[str, int]
+    shared: dict[str, int]
 
 
 def plan_removal(root: Path, gone: Iterable[str], kept: Index) -> PlannedRemoval:
     """What ``drop_all_but`` would do."""
-    split = _split(root, kept, survey(root))
-    moved_bytes = sum(extent.num_bytes for extent in split.moved.values())
-    return PlannedRemoval(tuple(gone), split.unused, split.shared, moved_bytes)
+    split = _split(root, kept)
+    unused, shared = ((), {}) if split is None else (split.unused, split.shared)
+    return PlannedRemoval(tuple(gone), unused, shared)
 
 
 def drop_all_but(root: Path, kept: Index) -> None:
     """Drop everything that ``kept`` does not name, also what a removal cut off has left.
 
     Raises:
-        CorruptCheckpointError: if the database then does not hold what it should; nothing that it
-            held has been deleted.
+        CorruptCheckpointError: if the database cannot be read; nothing has been deleted then.
     """
-    for name in local.names_in(root / database.NODES_NAME):
-        if name.endswith(".__lock"):  # of a removal that was killed while it wrote
-            local.remove(root / database.NODES_NAME / name, root)
-    before = survey(root)
-    if not before.values:
+    split = _split(root, kept)
+    if split is None:
         return
-    split = _split(root, kept, before)
-    if split.dead or split.moved:
-        moved = {key: read_extent(extent, key) for key, extent in split.moved.items()}
-        database.change(root, split.dead, moved)
-    after = survey(root)
-    lost = before.values.keys() - set(split.dead) - after.values.keys()
-    if lost:
-        findings = [Finding("lost from the database", key, path=str(root)) for key in sorted(lost)]
-        raise CorruptCheckpointError("the database does not hold what it should", findings)
+    if len(split.rows) < len(split.values.extents.file):
+        extents = split.values.extents.rows(split.rows)
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(split.texts.values()))}
+        for row, text in split.texts.items():
+            extents.file[row], extents.offset[row] = INLINE, numbers[text]
+        write_tree(root, split.keys, split.values.files, extents, list(numbers))
     for name in split.unused:
-        # A node of the tree may still lie in it.
-        if name not in after.files:
-            local.remove(root / name, root)
-    for lane in _lanes(root):
-        if not (lane / database.NODES_NAME).exists():
-            local.remove(lane, root)  # nothing is left of this database
+        local.remove(root / name, root)
 
 
-def _lanes(root: Path) -> list[Path]:
-    """The databases that ranks have filled."""
-    data = root / database.DATA_NAME
-    sections = [data / name for name in local.names_in(data)]
-    found = [section / name for section in sections for name in local.names_in(section)]
-    return [lane for lane in found if lane.is_dir()]
-
-
-def _split(root: Path, kept: Index, found: Survey) -> _Split:
-    tensors = {local.disk_name(key) for key in kept}
+def _split(root: Path, kept: Index) -> _Split | None:
+    """The database taken apart; None if there is none."""
+    if not (root / MANIFEST_NAME).exists():
+        return None
+    tree = Tree(root)
+    found, values = tree.all()
+    tensors = {local.disk_name(key).encode() for key in kept}
     cells = {
-        keys.object_key(key, cell, shape)
+        keys.object_key(key, cell, shape).encode()
         for key, shape in kept.objects.items()
         for cell in itertools.product(*map(range, shape))
     }
-    alive = {key for key in found.values if key.partition("/")[0] in tensors or key in cells}
-    dead_bytes: dict[str, int] = {}
-    staying: dict[str, dict[str, Extent]] = {}
-    for key, value in found.values.items():
-        if not isinstance(value, Extent):
-            continue
-        name = Path(value.path).relative_to(root).as_posix()
-        if key in alive:
-            staying.setdefault(name, {})[key] = value
-        else:
-            dead_bytes[name] = dead_bytes.get(name, 0) + value.num_bytes
-    moved: dict[str, Extent] = {}
-    room = _MOST_MOVED_BYTES
-    for name, values in sorted(staying.items()):
-        size = sum(extent.num_bytes for extent in values.values())
-        if name in dead_bytes and size * _MOST_MOVED_SHARE <= dead_bytes[name] and size <= room:
-            moved |= values
-            room -= size
-    in_use = {name for name, values in staying.items() if not moved.keys() >= values.keys()}
-    nodes = [lane / database.NODES_NAME for lane in _lanes(root)]
-    data = [folder / name for folder in nodes for name in local.names_in(folder)]
-    unused = {path.relative_to(root).as_posix() for path in data} - in_use
+    is_alive = np.array(
+        [key.partition(b"/")[0] in tensors or key in cells for key in found], dtype=np.bool_
+    )
+    rows = np.flatnonzero(is_alive)
+    texts = _texts(root, values, rows)
+    is_in_file = values.extents.file != INLINE
+    is_in_use = is_alive & is_in_file
+    is_in_use[rows[list(texts)]] = False
+    in_use = {values.files[number] for number in np.unique(values.extents.file[is_in_use]).tolist()}
+    if is_alive.all():
+        in_use |= tree.files
+    sizes = np.bincount(
+        values.extents.file[~is_alive & is_in_file],
+        values.extents.length[~is_alive & is_in_file],
+        len(values.files),
+    )
+    shared = {name: int(size) for name, size in zip(values.files, sizes, strict=True)}
     return _Split(
-        tuple(key for key in found.values if key not in alive),
-        moved,
-        tuple(sorted(unused)),
-        {name: size for name, size in dead_bytes.items() if name in in_use},
+        [found[row] for row in rows.tolist()],
+        values,
+        rows,
+        texts,
+        tuple(name for name in _files(root) if name not in in_use),
+        {name: size for name, size in shared.items() if size and name in in_use},
+    )
+
+
+def _texts(root: Path, values: Values, rows: I64) -> dict[int, bytes]:
+    """Of these rows, counted anew, the small values in the tree or in the files of its nodes."""
+    texts = {}
+    known: dict[tuple[str, int, int], bytes] = {}
+    columns = (column.tolist() for column in values.extents.rows(rows).columns)
+    for row, (file, offset, length) in enumerate(zip(*columns, strict=True)):
+        if file == INLINE:
+            texts[row] = values.inline[int(rows[row])]
+        elif length <= _MOST_TEXT_BYTES and values.files[file].startswith(f"{keys.NODES_FOLDER}/"):
+            place = (values.files[file], offset, length)
+            if place not in known:
+                extent = Extent(str(root / place[0]), offset, length)
+                known[place] = read_extent(extent, place[0])
+            texts[row] = known[place]
+    return texts
+
+
+def _files(root: Path) -> list[str]:
+    """All files in which the database may keep something."""
+    return sorted(
+        (path / name).relative_to(root).as_posix()
+        for folder in (keys.NODES_FOLDER, keys.DATA_FOLDER)
+        for path, names in local.walked(root / folder)
+        for name in names
     )

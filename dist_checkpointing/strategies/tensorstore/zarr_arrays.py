@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,10 +24,39 @@ from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader, done
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.raw_chunks import in_threads
-from dist_checkpointing.strategies.tensorstore import database
+from dist_checkpointing.strategies.tensorstore.forks import require_threads
 from dist_checkpointing.strategies.zarr.folders import ZarrFolderReader
 from dist_checkpointing.strategies.zarr.v2 import ZarrV2Reader
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Reader
+
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'|\[OS error (\d+)")
+
+
+def _raise_io_error(error: Exception) -> None:
+    """Raise the OSError that TensorStore reports as a ValueError, if it is one.
+
+    It says nothing about the contents. A file that is missing does.
+    """
+    found = _OS_ERROR.search(str(error))
+    if found is None:
+        return
+    code = int(found[1] or found[2])
+    if code not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+        raise OSError(code, f"{os.strerror(code)} ({error})") from error
+
+
+def _make_context(options: StorageOptions, folder: Path) -> Any:
+    """The thread pools and caches of one read."""
+    require_threads()
+    context: dict[str, Any] = {
+        "file_io_concurrency": {"limit": max(64, options.threads)},
+        "data_copy_concurrency": {"limit": options.threads},
+        # Everything is read once, straight to its destination.
+        "cache_pool": {"total_bytes_limit": 0},
+    }
+    if options.maps_files(folder):
+        context["file_io_mode"] = {"mode": "memmap"}
+    return ts.Context(context)
 
 
 class ZarrArraysReader(StorageReader):
@@ -57,7 +89,7 @@ class ZarrArraysReader(StorageReader):
         self._index = metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        context = database.make_context(self.options, self.checkpoint_dir)
+        context = _make_context(self.options, self.checkpoint_dir)
 
         def read(item: ReadItem) -> None:
             tensor = self._index[item.storage_index.fqn]
@@ -65,7 +97,7 @@ class ZarrArraysReader(StorageReader):
                 array = self._open(item.storage_index, context)
                 self._read_item(array, tensor, item, planner)
             except ValueError as error:
-                database.raise_io_error(error)
+                _raise_io_error(error)
                 where = self.location(item.storage_index)
                 finding = Finding(f"cannot be read: {error}", tensor.key, path=where)
                 raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error

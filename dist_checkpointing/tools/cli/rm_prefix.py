@@ -118,10 +118,6 @@ def _show(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any])
             f"{counted(len(planned.shared), 'file')} with values that are kept. To free them, "
             "convert the checkpoint without these tensors into a new one.",
         )
-    if planned.moved_bytes:
-        facts.add_row(
-            "rewritten", f"{bytes_text(planned.moved_bytes)} of kept values, to free their files"
-        )
     if objects := document["objects_kept"]:
         kept = ", ".join(map(one_line, objects[:3])) + (", ..." if len(objects) > 3 else "")
         facts.add_row("kept", escaped(f"{counted(len(objects), 'sharded object')}: {kept}"))
@@ -151,7 +147,6 @@ def _as_json(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> dict[s
         "files": list(planned.files),
         "file_bytes": bytes_on_disk(opened.path / name for name in planned.files),
         "bytes_not_freed": dict(planned.shared),
-        "bytes_rewritten": planned.moved_bytes,
         "objects_kept": [key for key in opened.objects if key.startswith(prefix)],
     }
 

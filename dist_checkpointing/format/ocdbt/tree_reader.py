@@ -1,0 +1,319 @@
+"""Finds out where a database keeps the values of keys."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import threading
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.ocdbt import manifest
+from dist_checkpointing.format.ocdbt.columns import Malformed
+from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME, Manifest, Root
+from dist_checkpointing.format.ocdbt.nodes import DataFile, Extents, Interior, Leaf, decode
+from dist_checkpointing.format.ocdbt.records import MOST_BODY_BYTES
+
+ABSENT: Final = -2
+INLINE: Final = -1
+
+_NUMBERED_NAME: Final = re.compile(r"manifest\.([0-9a-f]{16})")
+_MOST_GROWTH: Final = 1 << 10
+_ROOM: Final = 1 << 27
+"""Nodes may take so many times their size on disk in memory, and so many bytes beside that."""
+_LEAST_NODE_BYTES: Final = 1 << 15
+"""What a node counts for at least: reading it takes time, too."""
+_FEW: Final = 16
+"""A lookup costs as much as reading this many keys of the whole tree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Where values are, as columns.
+
+    Attributes:
+        files: paths relative to the database.
+        extents: of the values; ``file`` is a position in ``files``, ``INLINE`` for a value in the
+            tree itself and ``ABSENT`` for a key that the database does not have.
+        inline: row -> value in the tree.
+    """
+
+    files: Sequence[str]
+    extents: Extents
+    inline: Mapping[int, bytes]
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a node is, and what the node above says of it.
+
+    Attributes:
+        node: the node, and ``below`` the places of its children, where they are remembered.
+    """
+
+    file: DataFile
+    offset: int
+    length: int
+    height: int
+    prefix: bytes
+    low: bytes
+    high: bytes | None
+    num_keys: int
+    node: Leaf | Interior | None = None
+    below: list[_Place] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Found:
+    """The columns of ``Values`` while they grow."""
+
+    files: dict[str, int] = field(default_factory=dict)
+    inline: dict[int, bytes] = field(default_factory=dict)
+
+    def number(self, file: DataFile) -> int:
+        """Position of a file."""
+        return self.files.setdefault(file.path, len(self.files))
+
+
+class Tree:
+    """The tree of keys of the newest version of a database, as it is when this is made.
+
+    Several threads may ask.
+
+    Args:
+        folder: of the database.
+        keeps_nodes: whether a node that was read is remembered.
+
+    Attributes:
+        num_keys: how many it has.
+        files: relative paths of the files whose nodes were read.
+
+    Raises:
+        CorruptCheckpointError: from all methods, if the database is damaged.
+    """
+
+    def __init__(self, folder: Path, *, keeps_nodes: bool = False) -> None:
+        self._folder = folder
+        self._keeps_nodes = keeps_nodes
+        self._lock = threading.Lock()
+        self._room = _ROOM
+        self._seen: set[tuple[str, int]] = set()
+        self.files: set[str] = set()
+        root = _newest_root(folder)
+        self.num_keys = 0 if root is None else root.statistics.num_keys
+        self._root = None if root is None else _place_of(root)
+
+    def all(self) -> tuple[list[bytes], Values]:
+        """Every key, sorted, and where its value is."""
+        keys: list[bytes] = []
+        found = _Found()
+        columns: list[Extents] = []
+        for leaf in self._leaves():
+            start = len(keys)
+            if start and keys[-1] >= leaf.keys[0]:
+                raise _corrupt("the keys of its nodes overlap", self._folder / MANIFEST_NAME)
+            keys += leaf.keys
+            numbers = np.array([*map(found.number, leaf.files), INLINE])
+            extents = leaf.extents
+            for row in np.flatnonzero(extents.file == INLINE).tolist():
+                begin = int(extents.offset[row])
+                found.inline[start + row] = leaf.inline[begin : begin + int(extents.length[row])]
+            # The last of the numbers is that of -1.
+            columns.append(Extents(numbers[extents.file], extents.offset, extents.length))
+        return keys, Values(list(found.files), _joined(columns), found.inline)
+
+    def find(self, wanted: Sequence[bytes]) -> Values:
+        """Where the values of some keys are."""
+        if len(wanted) * _FEW > self.num_keys:
+            return self._find_among_all(wanted)
+        found = _Found()
+        rows = [self._find_one(key, row, found) for row, key in enumerate(wanted)]
+        file, offset, length = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return Values(list(found.files), Extents(file, offset, length), found.inline)
+
+    def _find_among_all(self, wanted: Sequence[bytes]) -> Values:
+        keys, values = self.all()
+        row_of = dict(zip(keys, range(len(keys)), strict=True))
+        rows = [row_of.get(key, -1) for key in wanted]
+        at = np.array(rows, dtype=np.int64)
+        inline = {}
+        if values.inline:
+            inline = {n: values.inline[row] for n, row in enumerate(rows) if row in values.inline}
+        taken = _joined([values.extents, _NOTHING]).rows(at)
+        return Values(values.files, taken, inline)
+
+    def _find_one(self, key: bytes, row: int, found: _Found) -> tuple[int, int, int]:
+        place = self._root
+        while place is not None:
+            node = place.node or self._node(place)
+            position = bisect_right(node.keys, key) - 1
+            if position < 0:
+                break
+            if isinstance(node, Interior):
+                place = place.below[position] if place.below else _child(place, node, position)
+                continue
+            if node.keys[position] != key:
+                break
+            extents = node.extents
+            file, length = int(extents.file[position]), int(extents.length[position])
+            offset = int(extents.offset[position])
+            if file == INLINE:
+                found.inline[row] = node.inline[offset : offset + length]
+                return INLINE, 0, length
+            return found.number(node.files[file]), offset, length
+        return ABSENT, 0, 0
+
+    def _leaves(self) -> list[Leaf]:
+        """All leaves, in the order of their keys."""
+        places = [] if self._root is None else [self._root]
+        leaves: list[Leaf] = []
+        while places:
+            below: list[_Place] = []
+            for place in places:
+                node = place.node or self._node(place)
+                if isinstance(node, Leaf):
+                    leaves.append(node)
+                else:
+                    below += place.below or _children(place, node)
+            places = below
+        return leaves
+
+    def _node(self, place: _Place) -> Leaf | Interior:
+        """A node, which is read once by all threads if it is remembered."""
+        if not self._keeps_nodes:
+            return self._read(place)
+        with self._lock:
+            if place.node is None:
+                node = self._read(place)
+                if isinstance(node, Interior):
+                    place.below = _children(place, node)
+                place.node = node
+            return place.node
+
+    def _read(self, place: _Place) -> Leaf | Interior:
+        path = self._folder / place.file.path
+        try:
+            record = _read_at(path, place.offset, place.length)
+            node = decode(record, place.height, place.file.folder, place.prefix)
+            held = len(node.keys) if isinstance(node, Leaf) else sum(node.num_keys.tolist())
+            if held != place.num_keys:
+                raise Malformed(f"it has {held} keys below it and not {place.num_keys}")
+            if node.keys[0] < place.low or (place.high is not None and node.keys[-1] >= place.high):
+                raise Malformed("its keys are not those that the node above tells")
+            # The same bytes may be reached many times, and grow each time.
+            if (place.file.path, place.offset) not in self._seen:
+                self._seen.add((place.file.path, place.offset))
+                self._room += place.length * _MOST_GROWTH
+            self._room -= max(node.num_bytes, _LEAST_NODE_BYTES)
+            if self._room < 0:
+                raise Malformed("the nodes are far larger in memory than on disk")
+        except Malformed as error:
+            problem = f"a node of {place.length} bytes from {place.offset} is damaged: {error}"
+            raise _corrupt(problem, path) from error
+        self.files.add(place.file.path)
+        return node
+
+
+_NOTHING: Final = Extents(
+    np.array([ABSENT]), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+)
+
+
+def _joined(parts: Sequence[Extents]) -> Extents:
+    if not parts:
+        return _NOTHING.rows(slice(0))
+    return Extents(*(np.concatenate(c) for c in zip(*(p.columns for p in parts), strict=True)))
+
+
+def _place_of(root: Root) -> _Place:
+    held = root.statistics.num_keys
+    return _Place(root.file, root.offset, root.length, root.height, b"", b"", None, held)
+
+
+def _children(place: _Place, node: Interior) -> list[_Place]:
+    return [_child(place, node, number) for number in range(len(node.keys))]
+
+
+def _child(above: _Place, node: Interior, number: int) -> _Place:
+    extents, keys = node.extents, node.keys
+    return _Place(
+        node.files[int(extents.file[number])],
+        int(extents.offset[number]),
+        int(extents.length[number]),
+        above.height - 1,
+        keys[number][: int(node.prefixes[number])],
+        keys[number],
+        keys[number + 1] if number + 1 < len(keys) else above.high,
+        int(node.num_keys[number]),
+    )
+
+
+def _newest_root(folder: Path) -> Root | None:
+    """Where the tree of the newest version begins; None if it is empty."""
+    first = _read_manifest(folder / MANIFEST_NAME)
+    if not first.is_numbered:
+        return first.root
+    matches = [_NUMBERED_NAME.fullmatch(name) for name in local.names_in(folder)]
+    generations = [int(match[1], 16) for match in matches if match is not None]
+    if not generations:
+        return None
+    path = folder / f"manifest.{max(generations):016x}"
+    newest = _read_manifest(path)
+    if (newest.is_numbered, newest.config, newest.generation) != (
+        False,
+        first.config,
+        max(generations),
+    ):
+        raise _corrupt("it is not the manifest that its name says", path)
+    return newest.root
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        return manifest.decode(local.read_bytes(path, MOST_BODY_BYTES))
+    except FileNotFoundError as error:
+        raise _corrupt("missing", path) from error
+    except Malformed as error:
+        raise _corrupt(f"the manifest is damaged: {error}", path) from error
+
+
+def _read_at(path: Path, offset: int, length: int) -> bytes:
+    """The bytes of a node.
+
+    Raises:
+        Malformed: if they are not there.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (*local.NOT_THERE, errno.ENAMETOOLONG):
+            raise Malformed("its file is missing") from error
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Malformed("its file is no file")
+        if length > min(MOST_BODY_BYTES, status.st_size - offset):
+            raise Malformed(f"its file ends at {status.st_size}, before it")
+        record = os.pread(descriptor, length, offset)
+    finally:
+        os.close(descriptor)
+    if len(record) != length:
+        raise Malformed("its file became shorter")
+    return record
+
+
+def _corrupt(problem: str, path: Path) -> CorruptCheckpointError:
+    finding = Finding(
+        problem, path=str(path), remedy="Restore the file, or use another checkpoint."
+    )
+    return CorruptCheckpointError("the database cannot be read", [finding])

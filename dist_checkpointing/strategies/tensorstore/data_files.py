@@ -1,0 +1,158 @@
+"""Data files, filled with values one behind the other, straight from where these are in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.storage.options import Durability, StorageOptions
+
+_MOST_PARTS: Final = os.sysconf("SC_IOV_MAX")
+_MOST_PENDING_BYTES: Final = 2**22
+_HASHED_BYTES: Final = 2**20
+"""Of a large value so much is hashed and then written, while the processor has it at hand."""
+_WRITTEN_BYTES: Final = 2**26
+
+LARGE_BYTES: Final = 2**20
+"""Values below this are written many at a time."""
+
+Array = npt.NDArray[Any]
+
+
+class DataFiles:
+    """A row of files, each begun when the one before it is full; used by one thread.
+
+    Args:
+        root: the checkpoint.
+        stem: relative path of the files, but for the end of their names; its folder exists.
+        options: how large files may be, and whether they must be durable.
+        most_pending: bytes that may wait to be written together.
+        report: called with the bytes of tensors that were written since the last call.
+
+    Attributes:
+        names: relative paths of the files.
+        file: for each value, position in ``names``.
+        offset: for each value, its first byte.
+        length: for each value, how many bytes it has.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        stem: str,
+        options: StorageOptions,
+        most_pending: int,
+        report: Callable[[int], None],
+    ) -> None:
+        self._root = root
+        self._stem = stem
+        self._is_durable = options.durability is Durability.FSYNC
+        self._most_bytes = options.data_file_bytes
+        self._most_pending = min(most_pending, _MOST_PENDING_BYTES)
+        self._report = report
+        self._descriptor: int | None = None
+        self._end = 0
+        self._sizes: list[int] = []
+        self._pending: list[Any] = []
+        self._pending_bytes = self._unreported = 0
+        self.names: list[str] = []
+        self.file: list[int] = []
+        self.offset: list[int] = []
+        self.length: list[int] = []
+
+    def put(self, value: Any, num_bytes: int, reported: int) -> None:
+        """Add a value, which is written soon and must stay as it is until then.
+
+        Args:
+            value: a contiguous array, or bytes.
+            num_bytes: its size.
+            reported: how many of them count as written.
+        """
+        self._place(num_bytes)
+        if num_bytes == 0:
+            return
+        self._pending.append(value)
+        self._pending_bytes += num_bytes
+        self._unreported += reported
+        if self._pending_bytes >= self._most_pending or len(self._pending) >= _MOST_PARTS:
+            self._flush()
+
+    def put_large(self, array: Array, reported: int, digest: xxhash.xxh3_64 | None) -> None:
+        """Add a contiguous array and write it at once; hash it on the way."""
+        self._flush()
+        self._place(array.nbytes)
+        assert self._descriptor is not None
+        view = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        step = _HASHED_BYTES if digest is not None else _WRITTEN_BYTES
+        for start in range(0, len(view), step):
+            block = view[start : start + step]
+            if digest is not None:
+                digest.update(block)
+            _write_all(self._descriptor, [block], len(block))
+        self._report(reported)
+
+    def finish(self) -> list[SealedFile]:
+        """Write what is left; the files are durable then, but not their names."""
+        self._flush()
+        self._close(is_durable=self._is_durable)
+        return [SealedFile(n, size) for n, size in zip(self.names, self._sizes, strict=True)]
+
+    def give_up(self) -> None:
+        """Let go of the file that is open."""
+        self._pending.clear()
+        self._close(is_durable=False)
+
+    def _place(self, num_bytes: int) -> None:
+        """Note where the next value will lie."""
+        if self._descriptor is None or self._end >= self._most_bytes:
+            self._flush()
+            self._close(is_durable=self._is_durable)
+            self._open()
+        self.file.append(len(self.names) - 1)
+        self.offset.append(self._end)
+        self.length.append(num_bytes)
+        self._end += num_bytes
+
+    def _open(self) -> None:
+        name = f"{self._stem}.{len(self.names)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(self._root / name, flags, 0o666)
+        self.names.append(name)
+        self._end = 0
+
+    def _flush(self) -> None:
+        if self._pending:
+            assert self._descriptor is not None
+            _write_all(self._descriptor, self._pending, self._pending_bytes)
+            self._pending = []
+            if self._unreported:
+                self._report(self._unreported)
+            self._pending_bytes = self._unreported = 0
+
+    def _close(self, *, is_durable: bool) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        try:
+            if is_durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._sizes.append(self._end)
+
+
+def _write_all(descriptor: int, parts: list[Any], num_bytes: int) -> None:
+    """Write parts one behind the other, of which there are not too many for one call."""
+    written = os.writev(descriptor, parts)
+    if written < num_bytes:
+        # Rare: a signal came, or the disk is nearly full.
+        rest = memoryview(b"".join(parts))[written:]
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]

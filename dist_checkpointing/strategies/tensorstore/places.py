@@ -1,0 +1,61 @@
+"""Where the database of a checkpoint keeps values, remembered for as long as it does not change."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
+from dist_checkpointing.format.ocdbt.tree_reader import Tree, Values
+
+
+class Places:
+    """Finds values in the newest version of a database; several threads may ask.
+
+    What lies in the folder of another save, the caller notices.
+
+    Args:
+        checkpoint_dir: the checkpoint.
+    """
+
+    def __init__(self, checkpoint_dir: Path) -> None:
+        self._folder = checkpoint_dir
+        self._version: object = None
+        self._tree: Tree | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[Places], tuple[Path]]:
+        # A copy in another process finds out for itself.
+        return Places, (self._folder,)
+
+    def find(self, keys: Sequence[bytes], *, keeps_nodes: bool) -> Values:
+        """Where values are.
+
+        Args:
+            keys: of the values.
+            keeps_nodes: whether the tree is remembered for the next call.
+
+        Raises:
+            CorruptCheckpointError: if the database cannot be read, or points out of the checkpoint.
+        """
+        return self._newest(keeps_nodes=keeps_nodes).find(keys)
+
+    def _newest(self, *, keeps_nodes: bool) -> Tree:
+        if not keeps_nodes:
+            return Tree(self._folder)
+        with self._lock:
+            version = _version(self._folder)
+            if self._tree is None or version != self._version:
+                self._tree, self._version = Tree(self._folder, keeps_nodes=True), version
+            return self._tree
+
+
+def _version(checkpoint_dir: Path) -> object:
+    """Equal as long as the database is the same: every change puts a new manifest in its place."""
+    try:
+        status = os.stat(f"{checkpoint_dir}/{MANIFEST_NAME}")  # noqa: PTH116 - for each slice
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

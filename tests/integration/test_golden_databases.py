@@ -1,0 +1,138 @@
+"""A database that an earlier release wrote with TensorStore, one a rank and merged, loads exactly.
+
+``tests/golden/dc0_tensorstore.expected.json`` says what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    Checkpoint,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    remove_sharded_tensors,
+    save,
+    verify_checkpoint,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.format.dtypes import as_numpy
+from dist_checkpointing.format.ocdbt.tree_reader import Tree
+from dist_checkpointing.mapping import ShardedBase
+from dist_checkpointing.testing import run_ranks
+from ocdbt_databases import read_by_tensorstore
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "dc0_tensorstore"
+ALPHA = "norm/\N{GREEK SMALL LETTER ALPHA}"
+EXPECTED = json.loads(GOLDEN.with_suffix(".expected.json").read_text())
+
+
+def full(key: str) -> torch.Tensor:
+    told = EXPECTED["tensors"][key]
+    dtype = getattr(torch, told["dtype"])
+    if not told["hex"]:
+        return torch.empty(told["shape"], dtype=dtype)
+    data = torch.frombuffer(bytearray.fromhex(told["hex"]), dtype=torch.uint8)
+    return data.view(dtype).reshape(told["shape"])
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and as_numpy(one).tobytes() == as_numpy(other).tobytes()
+
+
+def assert_holds(folder: Path, keys: set[str]) -> None:
+    checkpoint = Checkpoint.open(folder)
+    assert set(checkpoint) == keys
+    for key in keys:
+        assert same(checkpoint[key][...], full(key)), key
+    cells = checkpoint.objects["rng"]
+    assert [cells[number] for number in range(2)] == EXPECTED["objects"]["rng"]
+    assert checkpoint.common["step"] == EXPECTED["common"]["step"]
+
+
+def test_it_holds_what_was_saved() -> None:
+    assert_holds(GOLDEN, set(EXPECTED["tensors"]))
+    verify_checkpoint(GOLDEN)
+    # It is one of TensorStore's own: small values lie in the tree.
+    _, values = Tree(GOLDEN).all()
+    assert values.inline
+    assert (values.extents.file >= 0).any()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_it_loads_on_other_ranks(world_size: int) -> None:
+    def load_rank(comm: Comm) -> None:
+        state: dict[str, ShardedBase] = {}
+        for key in EXPECTED["tensors"]:
+            whole = full(key)
+            start, stop = 0, whole.shape[0] if whole.ndim else 0
+            if whole.ndim and whole.shape[0] >= world_size:
+                start, stop = stop * comm.rank // world_size, stop * (comm.rank + 1) // world_size
+            part = torch.zeros_like(whole[start:stop] if whole.ndim else whole)
+            offset = (start, *(0,) * (whole.ndim - 1)) if whole.ndim else ()
+            state[key] = ShardedTensor(
+                key, part, part.dtype, tuple(part.shape), tuple(whole.shape), offset, None
+            )
+        state["rng"] = ShardedObject("rng", None, (2,), (comm.rank % 2,))
+        loaded = load(dict(state), GOLDEN, comm=comm, verify=True)
+        assert loaded["rng"] == EXPECTED["objects"]["rng"][comm.rank % 2]
+        for key, leaf in state.items():
+            if isinstance(leaf, ShardedTensor):
+                box = tuple(
+                    slice(a, a + n)
+                    for a, n in zip(leaf.global_offset, leaf.local_shape, strict=True)
+                )
+                assert same(loaded[key], full(key)[box]), key
+
+    run_ranks(world_size, load_rank)
+
+
+def test_what_is_removed_from_it_gives_its_space_back(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    shutil.copytree(GOLDEN, folder)
+    remove_sharded_tensors(folder, "optimizer")
+    kept = {key for key in EXPECTED["tensors"] if not key.startswith("optimizer")}
+    assert_holds(folder, kept)
+    verify_checkpoint(folder)
+    assert not (folder / "data/optimizer").exists()
+    assert len(list((folder / "d").iterdir())) == 1
+
+
+def test_we_write_the_same_keys_and_values(tmp_path: Path) -> None:
+    """So that TensorStore, and releases of that time, read what is written now."""
+    keys = {"layers.0.weight", "layers.0.bias", "edge", "scalar", ALPHA, "dtypes.bfloat16"}
+
+    def save_rank(comm: Comm) -> None:
+        state: dict[str, Any] = {}
+        for key in sorted(keys):
+            whole = full(key)
+            if not whole.ndim:
+                state[key] = ShardedTensor.from_rank_offsets(key, whole, replica_id=comm.rank)
+                continue
+            rows = -(-whole.shape[0] // 2)
+            part = whole[:rows] if comm.rank == 0 else whole[rows:]
+            offset = (rows * comm.rank, *(0,) * (whole.ndim - 1))
+            state[key] = ShardedTensor(
+                key, part.clone(), part.dtype, tuple(part.shape), tuple(whole.shape), offset, None
+            )
+        state["rng"] = ShardedObject(
+            "rng", EXPECTED["objects"]["rng"][comm.rank], (2,), (comm.rank,)
+        )
+        save(state, tmp_path / "c", comm=comm)
+
+    run_ranks(2, save_rank)
+    ours, theirs = (read_by_tensorstore(folder) for folder in (tmp_path / "c", GOLDEN))
+    assert {key.partition(b"/")[0] for key in ours} == {
+        quote(key, safe="").encode() for key in (*keys, "rng")
+    }
+    assert ours == {key: theirs[key] for key in ours}
+    # Two chunks of all but the scalar, a description of each, and two cells.
+    assert len(ours) == 5 * 2 + 1 + 6 + 2

@@ -1,0 +1,200 @@
+"""The tree of a database is decoded once for a Checkpoint, and once for a load."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    Checkpoint,
+    CorruptCheckpointError,
+    ShardedTensor,
+    load,
+    remove_sharded_tensors,
+    save,
+    verify_checkpoint,
+)
+from dist_checkpointing.checkpoint import reads
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.ocdbt import manifest, nodes
+from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from states import shard
+
+COUNT = 3000
+SHAPE = (300,)  # too large to lie in the tree
+
+
+def state(count: int = COUNT, *, first: float = 0.0) -> dict[str, ShardedTensor]:
+    return {
+        f"layers.{i}.weight": shard(f"layers.{i}.weight", torch.full(SHAPE, first + i))
+        for i in range(count)
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("many")
+    save(state(), folder)
+    return folder
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
+    """How often each node and manifest has been decoded."""
+    counts: Counter[bytes] = Counter()
+    for module in (nodes, manifest):
+        opened = module.opened
+
+        def counting(magic: int, record: bytes, opened: Any = opened) -> Any:
+            counts[record] += 1
+            return opened(magic, record)
+
+        monkeypatch.setattr(module, "opened", counting)
+    return counts
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def test_slices_decode_each_node_once(saved: Path, decoded: Counter[bytes]) -> None:
+    checkpoint = Checkpoint.open(saved)
+    for i in range(0, COUNT, 10):
+        assert checkpoint[f"layers.{i}.weight"][7] == i
+    assert checkpoint["layers.5.weight"].location(0).count("1200 bytes from") == 1
+    assert len(decoded) > 3
+    assert set(decoded.values()) == {1}
+
+
+def test_five_hundred_slices_take_no_more_memory_than_one(saved: Path) -> None:
+    checkpoint = Checkpoint.open(saved)
+    for i in range(0, COUNT, 50):
+        _ = checkpoint[f"layers.{i}.weight"][:2]
+    before = resident_bytes()
+    for i in range(500):
+        _ = checkpoint[f"layers.{i}.weight"][:2]
+    # TensorStore's own conversion of the nodes left more than 500 MiB behind.
+    assert resident_bytes() - before < 20 * 2**20
+
+
+def test_loads_take_no_more_memory_than_one(saved: Path) -> None:
+    template = state(first=-1.0)
+    for _ in range(5):
+        load(template, saved)
+    before = resident_bytes()
+    for _ in range(25):
+        assert load(template, saved)["layers.8.weight"][0] == 8
+    # A kilobyte for each tensor and load would be 73 MiB.
+    assert resident_bytes() - before < 10 * 2**20
+
+
+def test_threads_share_what_is_known(saved: Path, decoded: Counter[bytes]) -> None:
+    checkpoint = Checkpoint.open(saved)
+
+    def read(i: int) -> float:
+        return float(checkpoint[f"layers.{i}.weight"][1])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(read, range(200))) == list(range(200))
+    assert set(decoded.values()) == {1}
+
+
+def test_a_verified_load_decodes_each_node_once(saved: Path, decoded: Counter[bytes]) -> None:
+    # Small buffers: many batches are verified one after the other.
+    strategy = TensorStoreLoadShardedStrategy(options=StorageOptions(buffer_bytes=2**16))
+    loaded = load(state(first=-1.0), saved, strategy, verify=True)
+    assert loaded["layers.7.weight"][0] == 7
+    assert set(decoded.values()) == {1}
+
+
+def test_verifying_decodes_each_node_once(saved: Path, decoded: Counter[bytes]) -> None:
+    verify_checkpoint(saved)
+    assert set(decoded.values()) == {1}
+
+
+def test_a_removal_meanwhile_does_not_lead_astray(tmp_path: Path) -> None:
+    """It writes another tree, and deletes the files of the one that is remembered."""
+    save(state(10), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint["layers.3.weight"][0] == 3
+    before = set((tmp_path / "d").iterdir())
+    remove_sharded_tensors(tmp_path, "layers.4")
+    assert not any(path.exists() for path in before)
+    assert checkpoint["layers.3.weight"][0] == 3
+    assert checkpoint["layers.5.weight"][0] == 5
+
+
+def test_an_overwrite_meanwhile_is_an_error(tmp_path: Path) -> None:
+    save(state(10), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint["layers.3.weight"][0] == 3
+    save(state(10, first=100.0), tmp_path, overwrite=True)
+    with pytest.raises(CorruptCheckpointError, match="not the checkpoint that was opened"):
+        _ = checkpoint["layers.3.weight"][0]
+    assert Checkpoint.open(tmp_path)["layers.3.weight"][0] == 103
+
+
+def test_a_checkpoint_in_use_can_be_sent_to_another_process(saved: Path) -> None:
+    checkpoint = Checkpoint.open(saved)
+    assert checkpoint["layers.3.weight"][0] == 3
+    copied = pickle.loads(pickle.dumps(checkpoint))
+    assert copied["layers.4.weight"][0] == 4
+
+
+def test_a_single_box_takes_no_plan(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in one small chunk is read at once, and the rest as ever."""
+    planned: list[object] = []
+    real = reads.read
+
+    def read(*arguments: Any) -> None:
+        planned.append(arguments)
+        real(*arguments)
+
+    monkeypatch.setattr(reads, "read", read)
+    checkpoint = Checkpoint.open(saved)
+    assert checkpoint["layers.3.weight"][10:290:7].tolist() == [3.0] * 40
+    assert not planned
+    wanted = [(f"layers.{i}.weight", Box((5,), (2,))) for i in range(40)]
+    assert [part.tolist() for part in checkpoint.read(wanted)] == [[i, i] for i in range(40)]
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_boxes_in_and_across_chunks(tmp_path: Path, dtype: torch.dtype) -> None:
+    full = torch.randint(0, 2, (8, 6)).to(dtype)
+    parts = {
+        f"part {i}": ShardedTensor.from_rank_offsets("w", full[2 * i : 2 * i + 2], (0, i, 4))
+        for i in range(4)
+    }
+    save(parts, tmp_path)
+    handle = Checkpoint.open(tmp_path)["w"]
+    assert handle.chunk_shape == (2, 6)
+    for rows in (slice(0, 2), slice(3, 4), slice(3, 7), slice(0, 8), slice(2, 2)):
+        for columns in (slice(0, 6), slice(2, 5), slice(5, 6)):
+            assert torch.equal(handle[rows, columns], full[rows, columns])
+
+
+def test_damage_is_found_where_no_plan_is_made(tmp_path: Path) -> None:
+    save(state(3), tmp_path)
+    (data,) = (tmp_path / "data/model").iterdir()
+    data.write_bytes(data.read_bytes()[:1300])
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint["layers.0.weight"][4] == 0
+    with pytest.raises(CorruptCheckpointError, match=r"layers\.2\.weight.*ends before it"):
+        _ = checkpoint["layers.2.weight"][4]
+    data.unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"layers\.0\.weight.*missing"):
+        _ = checkpoint["layers.0.weight"][4]

@@ -1,0 +1,40 @@
+"""Where a database keeps values is remembered until the database changes."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from dist_checkpointing.errors import CorruptCheckpointError
+from dist_checkpointing.strategies.tensorstore.places import Places
+from ocdbt_databases import contents, store, write
+
+VALUES = {b"layers.%d.w/c.0" % i: bytes([i % 251]) * (1 + i % 40) for i in range(700)}
+
+
+@pytest.mark.parametrize("keeps_nodes", [True, False])
+def test_a_change_is_seen(tmp_path: Path, keeps_nodes: bool) -> None:
+    write(tmp_path, VALUES)
+    places = Places(tmp_path)
+    wanted = [*VALUES, b"zzz"]
+    for _ in range(2):
+        found = places.find(wanted, keeps_nodes=keeps_nodes)
+        assert contents(tmp_path, found) == [*VALUES.values(), None]
+    store(tmp_path).write(wanted[0], b"changed").result()
+    found = places.find(wanted[:2], keeps_nodes=keeps_nodes)
+    assert contents(tmp_path, found) == [b"changed", VALUES[wanted[1]]]
+    (tmp_path / "manifest.ocdbt").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"manifest\.ocdbt"):
+        places.find(wanted, keeps_nodes=keeps_nodes)
+
+
+def test_what_is_remembered_stays_in_its_process(tmp_path: Path) -> None:
+    write(tmp_path, VALUES)
+    places = Places(tmp_path)
+    places.find([b"layers.7.w/c.0"], keeps_nodes=True)
+    copied = pickle.loads(pickle.dumps(places))
+    assert len(pickle.dumps(places)) < 1000
+    found = copied.find([b"layers.7.w/c.0"], keeps_nodes=True)
+    assert contents(tmp_path, found) == [VALUES[b"layers.7.w/c.0"]]
