@@ -25,6 +25,7 @@ from dist_checkpointing import (
 from dist_checkpointing.checkpoint import reads
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.ocdbt import manifest, nodes
+from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from states import shard
@@ -157,7 +158,7 @@ def test_a_checkpoint_in_use_can_be_sent_to_another_process(saved: Path) -> None
 def test_a_single_box_takes_no_plan(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies in one small chunk is read at once, and the rest as ever."""
     planned: list[object] = []
-    real = reads.read
+    real = driver.read
 
     def read(*arguments: Any) -> None:
         planned.append(arguments)
