@@ -155,14 +155,15 @@ class Index(Mapping[str, StoredTensor]):
         return np.array([chunk is not None for chunk in self.chunk_shape_column], dtype=np.bool_)
 
     @cached_property
+    def global_shapes(self) -> Int64s:
+        """``[tensors, axes]``: global shapes; further axes are 1."""
+        return _padded(self.global_shape_column)
+
+    @cached_property
     def chunk_shapes(self) -> Int64s:
-        """``[tensors, axes]``: chunk shapes; what is further, or without a grid, is 1."""
-        chunks = [chunk or () for chunk in self.chunk_shape_column]
-        ndim = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
-        shapes = np.ones((len(ndim), int(ndim.max(initial=0))), dtype=np.int64)
-        inside = np.arange(shapes.shape[1]) < ndim[:, None]
-        shapes[inside] = [*itertools.chain.from_iterable(chunks)]
-        return shapes
+        """``[tensors, axes]``: chunk shapes; further axes, and all without a grid, are 1."""
+        rows = zip(self.global_shape_column, self.chunk_shape_column, strict=True)
+        return _padded([(1,) * len(shape) if chunk is None else chunk for shape, chunk in rows])
 
     def chunk_shape(self, key: str) -> Sequence[int] | None:
         """Chunk shape of a tensor; None if it is stored as pieces, or not at all."""
@@ -262,6 +263,13 @@ class Index(Mapping[str, StoredTensor]):
                 raise ValueError(f"{key!r} needs either a chunk grid or pieces")
             elif len(chunk) != len(shape) or 0 in chunk:
                 raise ValueError(f"{key!r} has chunk shape {chunk} for shape {shape}")
+
+
+def _padded(shapes: Sequence[Sequence[int]]) -> Int64s:
+    ndim = np.fromiter(map(len, shapes), dtype=np.int64, count=len(shapes))
+    wide = np.ones((len(shapes), int(ndim.max(initial=0))), dtype=np.int64)
+    wide[np.arange(wide.shape[1]) < ndim[:, None]] = [*itertools.chain.from_iterable(shapes)]
+    return wide
 
 
 def _text(value: object) -> str:

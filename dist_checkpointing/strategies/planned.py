@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,6 +18,7 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.shared_index import SharedIndex
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -196,6 +198,11 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         reader.options, reader.trusted = self.options, self.trusted
         return reader
 
+    def needed_keys(self, asked: AbstractSet[str]) -> AbstractSet[str] | None:
+        """Keys of which this rank needs to know what is stored, to load ``asked``; None: all."""
+        # A planner of the user's own may look for them under other names.
+        return asked if self.planner is None else None
+
     def read(self, leaves: Leaves, index: Index, reader: StorageReader, comm: Comm) -> None:
         """Fill the leaves, which all have memory. Collective."""
         planner = DefaultLoadPlanner() if self.planner is None else self.planner
@@ -205,7 +212,9 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         comm = default_comm() if self.comm is None else self.comm
         leaves, skeleton = _sharded_leaves(sharded_state_dict)
         reader = self.make_reader(Path(checkpoint_dir))
-        index = comm.from_rank0("reading the index", reader.read_metadata)
+        index = share_index(reader, comm).index(
+            self.needed_keys({leaf.key for leaf in leaves.values()})
+        )
         stored = StoredTensors(index)
         leaves = {
             path: with_memory(leaf, stored) if isinstance(leaf, ShardedTensor) else leaf
@@ -229,6 +238,13 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
                 leaf = ShardedObject(key, None, shape, cell)
                 metadata[leaf.unique_key] = leaf
         return metadata
+
+
+def share_index(reader: StorageReader, comm: Comm) -> SharedIndex:
+    """What the checkpoint holds, read by rank 0 only. Collective."""
+    return comm.from_rank0(
+        "reading the index", lambda: SharedIndex.of(reader.read_metadata(), comm.world_size)
+    )
 
 
 def _whole(index: Index, key: str) -> ShardedTensor:

@@ -24,9 +24,9 @@ from dist_checkpointing.planning.coverage import find_coverage_problems, main_ro
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.packing import PackedTable, pack
 from dist_checkpointing.planning.plan_save import plan_save
+from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import COLUMNS, ShardTable, concatenate
 from dist_checkpointing.testing import run_ranks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Self
 
@@ -283,6 +284,9 @@ class _PlannedParallelLoad(PlannedLoadStrategy):
 
     def make_reader(self, checkpoint_dir: Path) -> StorageReader:
         return self._base.make_reader(checkpoint_dir)
+
+    def needed_keys(self, asked: AbstractSet[str]) -> None:
+        """All: ranks of a group cut up what any of them wants."""
 
     def read(self, leaves: Leaves, index: Index, reader: StorageReader, comm: Comm) -> None:
         if comm.world_size == 1:
