@@ -1,7 +1,7 @@
 """The index: what a checkpoint holds, and the file that says so.
 
-One small JSON file of columns, whatever the number of ranks. It is read by one rank and shared, and
-only the rows that a load asks for become objects.
+One small JSON file of columns, whatever the number of ranks. It is read by rank 0, and only the
+rows that a load asks for become objects.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ class Index(Mapping[str, StoredTensor]):
     Columns of equal length, one entry a tensor; a tensor becomes an object when it is asked for.
 
     Attributes:
-        keys_column: the keys.
-        dtype_column: names of the dtypes.
-        global_shape_column: global shapes.
-        chunk_shape_column: chunk shapes; None for tensors that are stored as pieces.
-        pieces: of the tensors that are stored as pieces.
-        objects: grids of the sharded objects that the backend holds itself.
-        codec: name of the compression of all chunks, if there is one.
+        keys_column: The keys.
+        dtype_column: Names of the dtypes.
+        global_shape_column: Global shapes.
+        chunk_shape_column: Chunk shapes; None for tensors that are stored as pieces.
+        pieces: Pieces of the tensors that are stored as pieces.
+        objects: Grids of the sharded objects that the backend holds itself.
+        codec: Name of the compression of all chunks, if there is one.
     """
 
     keys_column: Sequence[str]

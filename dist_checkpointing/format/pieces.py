@@ -116,11 +116,11 @@ class PieceColumns(Mapping[str, Pieces]):
     """The pieces of many tensors as one set of arrays; those of one tensor are a part of them.
 
     Attributes:
-        keys_column: the tensors.
+        keys_column: Keys of the tensors.
         starts: ``[tensors + 1]``, where the rows of each tensor begin.
         ndim: ``[tensors]``, number of axes of each.
         offsets: ``[rows, most axes]``; see Pieces. Further axes are 0.
-        shapes: likewise. Further axes are 1.
+        shapes: ``[rows, most axes]``. Further axes are 1.
         flat: ``[rows, 2]``.
     """
 

@@ -28,7 +28,7 @@ _LEVEL = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedIndex:
-    """What a rank is told of an index.
+    """An index as rank 0 sends it to all ranks.
 
     Attributes:
         last_keys: Last key of each block, ascending.

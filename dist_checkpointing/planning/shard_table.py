@@ -39,18 +39,18 @@ class ShardTable:
     Shapes and offsets are padded to the largest number of axes: shapes with 1, offsets with 0.
 
     Attributes:
-        names: the distinct keys and dtype names; ``keys`` and ``dtypes`` are positions in it.
-        keys: position of the key in ``names``.
-        dtypes: position of the dtype name in ``names`` (``"object"`` for objects).
-        ndim: number of global axes.
+        names: The distinct keys and dtype names; ``keys`` and ``dtypes`` are positions in it.
+        keys: Position of the key in ``names``.
+        dtypes: Position of the dtype name in ``names`` (``"object"`` for objects).
+        ndim: Number of global axes.
         global_shapes: ``[rows, axes]``; for objects the grid of cells.
         offsets: ``[rows, axes]``, first element of the shard's box.
         shapes: ``[rows, axes]``, shape of the shard's box.
         flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
-        main: whether this is the main replica.
-        sources: which leaf of its rank this is, in flattening order.
-        ranks: which rank holds it; or, if there are ``holders``, which of them hold it.
-        holders: sets of ranks, ascending each. Tables that are the same on many ranks are then here
+        main: Whether this is the main replica.
+        sources: Which leaf of its rank this is, in flattening order.
+        ranks: Which rank holds it; or, if there are ``holders``, which of them hold it.
+        holders: Sets of ranks, ascending each. Tables that are the same on many ranks are then here
             once, and ``ranks`` are positions in this sequence.
     """
 

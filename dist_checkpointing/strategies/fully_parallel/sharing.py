@@ -11,7 +11,7 @@ import numpy as np
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints, split_rows
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.planning.balance import share_out, tensor_holdings
+from dist_checkpointing.planning.balance import share_out, tensor_replicas
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate
 
 _MAX_UNIT_BYTES = 32 * 2**20
@@ -140,16 +140,16 @@ def share_reads(
         message_bytes: about the most that travels at a time.
     """
     catalog = concatenate(tables)
-    holdings = tensor_holdings(catalog)
-    firsts = catalog.take(holdings.firsts)
-    is_shared = holdings.counts > 1
+    replicas = tensor_replicas(catalog)
+    firsts = catalog.take(replicas.firsts)
+    is_shared = replicas.counts > 1
     if not is_shared.any() or firsts.num_bytes[is_shared].sum() < min_shared_bytes:
         return None
     mean = int(firsts.num_bytes.sum()) // len(tables)
     unit_bytes = min(max(mean // _UNITS_A_RANK, _MIN_UNIT_BYTES), _MAX_UNIT_BYTES)
     boxes: list[Box] = []
     parts: list[int] = []
-    for part in range(len(holdings)):
+    for part in range(len(replicas)):
         box, flat = firsts.box(part), firsts.flat_range(part)
         if flat is not None:
             cuts = [Box((0,), (flat[1] - flat[0],))]
@@ -163,15 +163,15 @@ def share_reads(
     part_of = np.array(parts, dtype=np.int64)
     itemsizes = firsts.num_bytes // firsts.num_elements
     sizes = np.array([box.num_elements for box in boxes], dtype=np.int64) * itemsizes[part_of]
-    ranks = catalog.ranks[holdings.rows]
+    ranks = catalog.ranks[replicas.rows]
     loads = np.zeros(len(tables), dtype=np.int64)
-    readers = ranks[share_out(ranks, holdings.starts, part_of, sizes, loads)].tolist()
+    readers = ranks[share_out(ranks, replicas.starts, part_of, sizes, loads)].tolist()
     own = _sources_of_parts(tables[rank])
     columns = zip(parts, boxes, readers, strict=True)
     units = []
     for part, box, reader in columns:
         flat = firsts.flat_range(part)
-        begin, end = holdings.starts[part : part + 2].tolist()
+        begin, end = replicas.starts[part : part + 2].tolist()
         units.append(
             Unit(
                 dtypes.from_name(firsts.dtype(part)),
