@@ -24,6 +24,7 @@ __all__ = [
     "from_torch",
     "from_zarr_v2",
     "is_lossless",
+    "is_plain_memory",
 ]
 
 # float8_e8m0fnu came with torch 2.7.
@@ -124,6 +125,21 @@ def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] 
         return None
     bits = _BITS_BY_TORCH.get(dtype)
     return destination.numpy() if bits is None else destination.view(bits).numpy()
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the values of a tensor are its CPU memory from ``data_ptr`` on, in C order."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

@@ -170,6 +170,10 @@ class Index(Mapping[str, StoredTensor]):
         row = self._row.get(key)
         return None if row is None else self.chunk_shape_column[row]
 
+    def dtype_of(self, key: str) -> element_types.DType:
+        """Dtype of a tensor that it holds."""
+        return element_types.from_name(self.dtype_column[self._row[key]])
+
     def shapes_of(
         self, keys: Iterable[str]
     ) -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:

@@ -11,6 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.items import MetadataIndex
 from dist_checkpointing.planning.segments import padded
 from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
@@ -243,6 +244,43 @@ class ReadTable(Sequence[ReadItem]):
 
 _COLUMNS = tuple(f.name for f in fields(ReadTable) if f.name not in ("names", "given"))
 _SHAPES = ("dest_shapes", "storage_shapes", "lengths")
+
+
+def stored_ranges(table: ReadTable, index: Index) -> Int64s:
+    """Flattened range of the stored piece of each row, ``[rows, 2]``; -1 where there is none."""
+    ranges = np.full((len(table), 2), -1, dtype=np.int64)
+    rows = np.flatnonzero(table.pieces >= 0)
+    rows = rows[np.argsort(table.keys[rows], kind="stable")]
+    keys, firsts = np.unique(table.keys[rows], return_index=True)
+    for key, own in zip(keys.tolist(), np.split(rows, firsts[1:]), strict=bool(len(keys))):
+        ranges[own] = index.pieces[table.names[key]].flat[table.pieces[own]]
+    return ranges
+
+
+def stored_elements(table: ReadTable, index: Index) -> Int64s:
+    """Elements of the stored chunk of each row: chunks are stored at full size, also at an edge."""
+    ranges = stored_ranges(table, index)
+    counts = table.storage_shapes.prod(axis=1)
+    return np.where(ranges[:, 0] < 0, counts, ranges[:, 1] - ranges[:, 0])
+
+
+def reads_of(chunks: Sequence[MetadataIndex], index: Index) -> ReadTable:
+    """The table that reads whole stored chunks, for questions about where they are."""
+    items = []
+    for chunk in chunks:
+        tensor = index[chunk.fqn]
+        assert chunk.offset is not None
+        if tensor.chunk_shape is not None:
+            shape = tensor.chunk_shape
+        else:
+            assert tensor.pieces is not None
+            assert chunk.index is not None
+            box, flat = tensor.pieces[chunk.index]
+            shape = box.shape if flat is None else (flat[1] - flat[0],)
+        window = Window(0, shape, Box.whole(shape))
+        dest = replace(chunk, index=0)
+        items.append(ReadItem(LoadItemType.TENSOR, dest, window, chunk, window))
+    return ReadTable.of(items)
 
 
 def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:

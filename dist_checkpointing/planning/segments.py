@@ -182,8 +182,8 @@ def counted(counts: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def padded(column: Int64s, width: int, fill: int) -> Int64s:
-    """A two-dimensional column with more axes."""
-    missing = width - column.shape[1]
+    """A two-dimensional column with at least so many axes."""
+    missing = max(0, width - column.shape[1])
     return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
 
 

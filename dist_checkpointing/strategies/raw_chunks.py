@@ -6,25 +6,22 @@ ones are read by several threads, and a strided part is taken out of a mapped fi
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.format.geometry import Box, Window, ravel_offset
-from dist_checkpointing.planning import LoadPlanner, ReadItem
+from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.strategies.filling import Filler
+from dist_checkpointing.strategies.windows import pread
 
 T = TypeVar("T")
 
@@ -40,6 +37,8 @@ def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list
 
     Tasks go to the threads in batches: handing over one costs as much as writing a small file.
     """
+    if len(tasks) < 2:
+        return [work(task) for task in tasks]
     size = max(1, len(tasks) // (threads * _BATCHES_PER_THREAD))
     batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
     with ThreadPoolExecutor(threads, thread_name_prefix="chunk-io") as pool:
@@ -76,249 +75,112 @@ class Extent:
     file_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRead:
-    """A part of a chunk, and the item that wants it."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkReads:
+    """Where the chunks of some rows of a plan lie, as columns.
 
-    item: ReadItem
-    extent: Extent
-    dtype: DType
+    Attributes:
+        rows: rows of the plan's table, in any order.
+        paths: files; ``files`` are positions in it.
+        files: file of each chunk.
+        offsets: first byte of each chunk in its file.
+        num_bytes: bytes of each whole chunk.
+        fill_files: whether every file holds one chunk and nothing else.
+    """
 
-    @property
-    def key(self) -> str:
-        """Of the tensor, for messages."""
-        return self.item.storage_index.fqn
+    rows: Int64s
+    paths: Sequence[str]
+    files: Int64s
+    offsets: Int64s
+    num_bytes: Int64s
+    fill_files: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, positions: Int64s) -> ChunkReads:
+        """Some of them."""
+        return replace(
+            self,
+            rows=self.rows[positions],
+            files=self.files[positions],
+            offsets=self.offsets[positions],
+            num_bytes=self.num_bytes[positions],
+        )
+
+    def extent(self, position: int) -> Extent:
+        """One of them."""
+        num_bytes = int(self.num_bytes[position])
+        path = self.paths[int(self.files[position])]
+        file_bytes = num_bytes if self.fill_files else None
+        return Extent(path, int(self.offsets[position]), num_bytes, file_bytes)
 
 
 def read_chunks(
-    reads: Sequence[ChunkRead],
-    planner: LoadPlanner,
+    reads: ChunkReads,
+    filler: Filler,
     options: StorageOptions,
     *,
-    maps_files: bool,
     report: Callable[[int], None],
 ) -> None:
-    """Fill every item.
+    """Fill the rows of all reads.
 
     Args:
-        reads: in any order.
-        planner: answers for the destinations.
-        options: how many threads, and how much memory for what cannot be read in place.
-        maps_files: whether strided parts are read through a mapping.
+        reads: where the chunks lie.
+        filler: of the plan.
+        options: how many threads.
         report: called with the number of bytes that have arrived since the last call.
 
     Raises:
         CorruptCheckpointError: if a file is missing or too short.
     """
-    runs: list[list[ChunkRead]] = []
-    single: list[ChunkRead] = []
-    for run in _in_runs(sorted(reads, key=lambda read: (read.extent.path, read.extent.offset))):
-        if len(run) > 1:
-            runs.append(run)
-        else:
-            single += run
+    reads = reads.take(np.lexsort((reads.offsets, reads.files)))
+    firsts = _run_starts(reads)
+    counts = np.diff(np.r_[firsts, len(reads)])
+    bounds = np.stack([firsts, firsts + counts], axis=1)
     # Many small copies are work for the interpreter: threads would only take turns.
-    scratch = np.empty(_RUN_BYTES if runs else 0, dtype=np.uint8)
-    for run in runs:
+    together = bounds[counts > 1].tolist()
+    scratch = np.empty(_RUN_BYTES + SMALL_BYTES if together else 0, dtype=np.uint8)
+    for first, end in together:
         with paused_collector():
-            num_bytes = _read_run(run, planner, scratch)
+            num_bytes = _read_run(reads, first, end, filler, scratch)
         report(num_bytes)
-    most = max(1, options.buffer_bytes // options.threads)
+    rows = reads.rows.tolist()
 
-    def read_one(read: ChunkRead) -> None:
-        report(_read_single(read, planner, maps_files=maps_files, most_bytes=most))
+    def read_one(position: int) -> None:
+        extent = reads.extent(position)
+        with _opened(extent, filler.table.key(rows[position])) as descriptor:
+            report(filler.read(rows[position], descriptor, extent.offset))
 
-    in_threads(read_one, single, options.threads)
-
-
-def _in_runs(reads: Sequence[ChunkRead]) -> Iterator[list[ChunkRead]]:
-    """The reads, those of small neighbours together."""
-    run: list[ChunkRead] = []
-    path, begin, end = "", 0, 0
-    for read in reads:
-        extent = read.extent
-        stop = extent.offset + extent.num_bytes
-        joins = (
-            extent.path == path
-            and stop - begin <= _RUN_BYTES
-            and extent.offset - end <= _GAP_BYTES
-            and extent.num_bytes <= SMALL_BYTES
-        )
-        if run and not joins:
-            yield run
-            run = []
-        if not run:
-            path, begin, end = extent.path, extent.offset, 0
-            if extent.num_bytes > SMALL_BYTES:
-                yield [read]
-                continue
-        run.append(read)
-        end = max(end, stop)
-    if run:
-        yield run
+    in_threads(read_one, bounds[counts == 1, 0].tolist(), options.threads)
 
 
-def _read_run(run: Sequence[ChunkRead], planner: LoadPlanner, scratch: Array) -> int:
-    begin = run[0].extent.offset
-    end = max(read.extent.offset + read.extent.num_bytes for read in run)
-    block: Any = scratch[: end - begin]
-    with _opened(run[-1].extent, run[-1].key) as descriptor:
-        _pread(descriptor, memoryview(block), begin)
-    num_bytes = 0
-    for read in run:
-        start = read.extent.offset - begin
-        values = block[start : start + read.extent.num_bytes].view(read.dtype.bits)
-        num_bytes += fill(read.item, read.dtype, values, planner)
-    return num_bytes
+def _run_starts(reads: ChunkReads) -> Int64s:
+    """First position of each run of reads, which are sorted: small neighbours are read together."""
+    if not len(reads):
+        return np.empty(0, dtype=np.int64)
+    ends = reads.offsets + reads.num_bytes
+    small = reads.num_bytes <= SMALL_BYTES
+    apart = np.ones(len(reads), dtype=np.bool_)
+    apart[1:] = reads.files[1:] != reads.files[:-1]
+    apart[1:] |= reads.offsets[1:] - ends[:-1] > _GAP_BYTES
+    apart |= ~small
+    apart[1:] |= ~small[:-1]
+    first = reads.offsets[np.maximum.accumulate(np.where(apart, np.arange(len(reads)), 0))]
+    block = (reads.offsets - first) // _RUN_BYTES
+    apart[1:] |= block[1:] != block[:-1]
+    return np.flatnonzero(apart)
 
 
-def fill(item: ReadItem, dtype: DType, values: Array, planner: LoadPlanner) -> int:
-    """Fill an item from the values of its chunk, which is in memory already.
-
-    Args:
-        item: what to fill.
-        dtype: of the values.
-        values: 1-D, as ``dtype.bits``.
-        planner: answers for the destination.
-
-    Returns:
-        How many bytes that were.
-    """
-    destination = planner.acquire_tensor(item)
-    target = dtypes.fillable(destination, dtype.torch)
-    if target is None:
-        apply_staged(item, dtype, planner, _RUN_BYTES, partial(copy_window, values))
-    else:
-        copy_window(values, item.storage, target)
-        planner.apply_tensor(item, destination)
-    return item.dest.box.num_elements * dtype.itemsize
-
-
-def apply_staged(
-    item: ReadItem,
-    dtype: DType,
-    planner: LoadPlanner,
-    most_bytes: int,
-    read: Callable[[Window, Array], None],
-) -> None:
-    """Read what cannot be filled in place, part by part, and hand it to the planner.
-
-    Args:
-        item: what to read.
-        dtype: as stored.
-        planner: puts each part where it belongs.
-        most_bytes: of a part.
-        read: reads a window of the chunk into an array of the window's box shape.
-    """
-    for part in item.parts(max(1, most_bytes // dtype.itemsize)):
-        staged = np.empty(part.lengths, dtype=dtype.bits)
-        read(part.storage, staged)
-        planner.apply_tensor(part, dtypes.as_tensor(staged, dtype.torch))
-
-
-def copy_window(values: Array, window: Window, target: Array) -> None:
-    """Copy a window of the values of a chunk, 1-D, to an array of the window's box shape."""
-    part = values[window.start : window.start + window.array_size].reshape(window.shape)
-    target[...] = part if window.box.shape == window.shape else part[window.box.slices()]
-
-
-def _read_single(
-    read: ChunkRead, planner: LoadPlanner, *, maps_files: bool, most_bytes: int
-) -> int:
-    item, dtype = read.item, read.dtype
-    destination = planner.acquire_tensor(item)
-    target = dtypes.fillable(destination, dtype.torch)
-    # What is staged may have to be gathered from rows that are read whole: both need memory.
-    most_bytes = most_bytes if target is not None else max(1, most_bytes // 2)
-    most_copied = None if maps_files else most_bytes
-    with _opened(read.extent, read.key) as descriptor:
-
-        def read_part(window: Window, staged: Array) -> None:
-            read_window(descriptor, read.extent.offset, window, staged, most_copied)
-
-        if target is None:
-            apply_staged(item, dtype, planner, most_bytes, read_part)
-        else:
-            read_part(item.storage, target)
-            planner.apply_tensor(item, destination)
-    return item.dest.box.num_elements * dtype.itemsize
-
-
-def read_window(
-    descriptor: int, start: int, window: Window, target: Array, most_copied: int | None
-) -> None:
-    """Read a window of raw values out of an open file, which must be long enough.
-
-    Args:
-        descriptor: of the file.
-        start: of the values, in bytes.
-        window: to read.
-        target: an array of the window's box shape, any strides, whose dtype numpy itself knows.
-        most_copied: bytes of memory for what cannot be read in place; None to map the file.
-
-    Raises:
-        EOFError: if the file has become shorter.
-    """
-    run = window.contiguous_range()
-    if run is not None and target.flags.c_contiguous:
-        view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        _pread(descriptor, view, start + run[0] * target.itemsize)
-    elif most_copied is None:
-        _copy_mapped(descriptor, start, window, target)
-    else:
-        _copy_blocks(descriptor, start, window, target, most_copied)
-
-
-def _copy_mapped(descriptor: int, start: int, window: Window, target: Array) -> None:
-    first, num_bytes = _span(window, target.itemsize)
-    first += start
-    aligned = first - first % mmap.ALLOCATIONGRANULARITY
-    length = first - aligned + num_bytes
-    mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=aligned)
-    target[...] = _strided(mapped, first - aligned, window, target)
-    # The array that looked into it is gone, so this cannot pull memory from under anybody.
-    mapped.close()
-
-
-def _copy_blocks(
-    descriptor: int, start: int, window: Window, target: Array, most_bytes: int
-) -> None:
-    """Read whole blocks of rows and copy what is wanted of them."""
-    first, num_bytes = _span(window, target.itemsize)
-    rows = window.box.shape
-    axis = next((a for a, extent in enumerate(rows) if extent > 1), None)
-    if axis is None or num_bytes <= most_bytes:
-        block = bytearray(num_bytes)
-        _pread(descriptor, memoryview(block), start + first)
-        target[...] = _strided(block, 0, window, target)
-        return
-    step = max(1, rows[axis] * most_bytes // num_bytes)
-    for begin in range(0, rows[axis], step):
-        extent = min(step, rows[axis] - begin)
-        box = window.box
-        offset = (*box.offset[:axis], box.offset[axis] + begin, *box.offset[axis + 1 :])
-        part = Box(offset, (*rows[:axis], extent, *rows[axis + 1 :]))
-        index = (*(slice(None),) * axis, slice(begin, begin + extent))
-        inner = Window(window.start, window.shape, part)
-        _copy_blocks(descriptor, start, inner, target[index], most_bytes)
-
-
-def _span(window: Window, itemsize: int) -> tuple[int, int]:
-    """First byte, and bytes from there to the last one, of a window with elements."""
-    box = window.box
-    last = tuple(stop - 1 for stop in box.stop)
-    first = ravel_offset(box.offset, window.shape)
-    count = ravel_offset(last, window.shape) - first + 1
-    return (window.start + first) * itemsize, count * itemsize
-
-
-def _strided(buffer: Any, offset: int, window: Window, like: Array) -> Array:
-    """The window's box as an array over memory that begins with its first element."""
-    itemsize = like.dtype.itemsize
-    strides = [itemsize] * len(window.shape)
-    for axis in reversed(range(len(strides) - 1)):
-        strides[axis] = strides[axis + 1] * window.shape[axis + 1]
-    return np.ndarray(window.box.shape, like.dtype, buffer, offset, tuple(strides))
+def _read_run(reads: ChunkReads, first: int, end: int, filler: Filler, scratch: Array) -> int:
+    starts, sizes = reads.offsets[first:end], reads.num_bytes[first:end]
+    begin = int(starts[0])
+    last = int((starts + sizes).argmax())
+    block: Array = scratch[: int(starts[last] + sizes[last]) - begin]
+    rows = reads.rows[first:end].tolist()
+    with _opened(reads.extent(first + last), filler.table.key(rows[last])) as descriptor:
+        pread(descriptor, memoryview(block), begin)  # type: ignore[arg-type]
+    return filler.fill_run(rows, (starts - begin).tolist(), sizes.tolist(), block)
 
 
 def read_extent(extent: Extent, key: str) -> bytes:
@@ -329,7 +191,7 @@ def read_extent(extent: Extent, key: str) -> bytes:
     """
     with _opened(extent, key) as descriptor:
         data = bytearray(extent.num_bytes)
-        _pread(descriptor, memoryview(data), extent.offset)
+        pread(descriptor, memoryview(data), extent.offset)
     return bytes(data)
 
 
@@ -359,14 +221,6 @@ def _opened(extent: Extent, key: str) -> Iterator[int]:
             raise _corrupt(extent, key, str(error)) from error
     finally:
         os.close(descriptor)
-
-
-def _pread(descriptor: int, view: memoryview, position: int) -> None:
-    while view:
-        count = os.preadv(descriptor, [view], position)
-        if count == 0:
-            raise EOFError("the file ended early")
-        view, position = view[count:], position + count
 
 
 def _corrupt(extent: Extent, key: str, problem: str, **details: Any) -> CorruptCheckpointError:

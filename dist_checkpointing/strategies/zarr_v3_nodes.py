@@ -7,11 +7,16 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
+
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import Pieces, StoredTensor
+from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.planning.read_table import ReadTable, stored_ranges
+from dist_checkpointing.planning.segments import padded, padded_rows
+from dist_checkpointing.planning.shard_table import Int32s, Int64s, ShardTable
 
 METADATA_NAME = "zarr.json"
 _ATTRIBUTE = "dist_checkpointing"
@@ -26,8 +31,68 @@ def chunk_name(index: Ints) -> str:
 
 def piece_name(box: Box, flat: tuple[int, int] | None) -> str:
     """Name of the array that holds one piece of a tensor without chunk grid."""
-    name = ".".join(("piece", *map(str, box.offset)))
-    return name if flat is None else f"{name}-{flat[0]}"
+    return _piece_name(box.offset, -1 if flat is None else flat[0])
+
+
+def _piece_name(offset: Sequence[int], start: int) -> str:
+    name = ".".join(("piece", *map(str, offset)))
+    return name if start < 0 else f"{name}-{start}"
+
+
+def chunk_keys(
+    index: Index,
+    names: Sequence[str],
+    keys: Int32s,
+    ndim: Int32s,
+    offsets: Int64s,
+    flat_starts: Int64s,
+) -> list[str]:
+    """Paths below the checkpoint of many chunks and pieces, as columns of a table of a plan.
+
+    Args:
+        index: what is stored.
+        names: keys; the others are positions in it.
+        keys: key of each chunk.
+        ndim: number of axes of its tensor.
+        offsets: ``[chunks, axes]``, offset of the chunk, or of the box of the piece.
+        flat_starts: start of the flattened range of a piece, -1 where there is none.
+    """
+    used, place = np.unique(keys, return_inverse=True)
+    tensors = [names[position] for position in used.tolist()]
+    folders = [local.disk_name(key) for key in tensors]
+    _, chunk_shapes = index.shapes_of(tensors)
+    shapes = [shape or () for shape in chunk_shapes]
+    own_ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
+    chunks = padded(padded_rows(shapes, own_ndim, 1), offsets.shape[1], 1)[:, : offsets.shape[1]]
+    on_grid = np.array([shape is not None for shape in chunk_shapes], dtype=np.bool_)[place]
+    numbers = offsets // chunks[place]
+    is_first = on_grid & ~numbers.any(axis=1)
+    first_names = ["/" + chunk_name((0,) * axes) for axes in range(int(ndim.max(initial=0)) + 1)]
+    found = [
+        folders[tensor] + first_names[axes]
+        for tensor, axes in zip(place.tolist(), ndim.tolist(), strict=True)
+    ]
+    for row in np.flatnonzero(~is_first).tolist():
+        folder, axes = folders[place[row]], int(ndim[row])
+        if on_grid[row]:
+            found[row] = f"{folder}/{chunk_name(tuple(numbers[row, :axes].tolist()))}"
+        else:
+            start = int(flat_starts[row])
+            name = _piece_name(offsets[row, :axes].tolist(), start)
+            found[row] = f"{folder}/{name}{first_names[axes] if start < 0 else '/c.0'}"
+    return found
+
+
+def chunk_keys_to_read(table: ReadTable, index: Index) -> list[str]:
+    """Paths of the chunks of all rows of a load plan, which are all tensors."""
+    starts = stored_ranges(table, index)[:, 0]
+    return chunk_keys(index, table.names, table.keys, table.ndim, table.chunk_offsets, starts)
+
+
+def chunk_keys_to_write(table: ShardTable, index: Index) -> list[str]:
+    """Paths of the chunks of all rows of a save plan, which are all tensors."""
+    starts = table.flat[:, 0]
+    return chunk_keys(index, table.names, table.keys, table.ndim, table.offsets, starts)
 
 
 def array_json(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.planning import SavePlan, SavePlanner
-from dist_checkpointing.storage import StorageWriter, WriteResult
+from dist_checkpointing.storage import StorageWriter, WriteResults
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 
@@ -21,7 +21,7 @@ class OddWriter(ZarrV3Writer):
 
     oddity = ""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
         if self._rank < self._world_size - 1:
             return super().write_data(plan, planner)
         if self.oddity == "stall":

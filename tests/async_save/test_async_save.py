@@ -25,7 +25,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
+from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
 from dist_checkpointing.testing import run_ranks
 
@@ -209,15 +209,15 @@ def test_an_io_error_reaches_every_rank_and_the_next_call(
 ) -> None:
     from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 
-    write_item = ZarrV3Writer.write_item
+    part_writer = ZarrV3Writer.part_writer
     broken = [True]
 
-    def fail(self: ZarrV3Writer, tensor: Any, item: WriteItem, data: torch.Tensor) -> Any:
+    def fail(self: ZarrV3Writer, plan: SavePlan) -> Any:
         if broken[0] and self.checkpoint_dir.name == "2" and self._rank == 1:
             raise OSError(28, "No space left on device")
-        return write_item(self, tensor, item, data)
+        return part_writer(self, plan)
 
-    monkeypatch.setattr(ZarrV3Writer, "write_item", fail)
+    monkeypatch.setattr(ZarrV3Writer, "part_writer", fail)
 
     def one(comm: Comm) -> list[str]:
         saver = AsyncSaver(comm=comm, finalize=finalize)
@@ -228,7 +228,7 @@ def test_an_io_error_reaches_every_rank_and_the_next_call(
             with pytest.raises(RankFailedError, match="No space left") as raised:
                 handle.result(30)
             seen.append(str(raised.value))
-            assert "write_item" in str(raised.value), "no traceback"
+            assert "part_writer" in str(raised.value), "no traceback"
             assert raised.value.ranks == (1,)
             saver.save(State(comm, 2).dict, tmp_path / "other", "zarr").result(30)
             saver.save(State(comm, 2).dict, tmp_path / "2", "zarr")

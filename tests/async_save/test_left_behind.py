@@ -28,7 +28,7 @@ from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, remove_checkpoint
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.serialization.async_saver import AsyncSaver
-from dist_checkpointing.storage import StorageWriter, WriteResult
+from dist_checkpointing.storage import StorageWriter, WriteResults
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 
@@ -113,7 +113,7 @@ class Late(Zarr3SaveShardedStrategy):
         gate = self.gate
 
         class Writer(ZarrV3Writer):
-            def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+            def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
                 if self._rank == 1:
                     assert gate.wait(30)
                 return super().write_data(plan, planner)
@@ -222,7 +222,7 @@ def test_errors_of_ranks_that_all_stopped_free_the_folder(tmp_path: Path) -> Non
     class Failing(Zarr3SaveShardedStrategy):
         def make_writer(self, checkpoint_dir: Path) -> ZarrV3Writer:
             class Writer(ZarrV3Writer):
-                def write_data(self, *_: Any) -> Future[list[WriteResult]]:
+                def write_data(self, *_: Any) -> Future[WriteResults]:
                     raise OSError(5, "Input/output error")
 
             return Writer(checkpoint_dir)

@@ -7,26 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Window
+from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     LoadItemType,
+    LoadPlan,
     MetadataIndex,
     ReadItem,
 )
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies.raw_chunks import (
-    ChunkRead,
-    Extent,
-    read_chunks,
-    read_extent,
-    read_window,
-)
+from dist_checkpointing.strategies.filling import Filler
+from dist_checkpointing.strategies.raw_chunks import ChunkReads, Extent, read_chunks, read_extent
+from dist_checkpointing.strategies.windows import read_window
 
 
 class _Destinations(DefaultLoadPlanner):
@@ -52,6 +50,30 @@ def item(number: int, window: Window) -> ReadItem:
     return ReadItem(LoadItemType.TENSOR, index, dest, MetadataIndex("w"), window)
 
 
+def read_all(
+    items: list[ReadItem],
+    extents: list[tuple[int, int]],
+    path: Path,
+    dtype: dtypes.DType,
+    tensors: list[torch.Tensor],
+    *,
+    options: StorageOptions | None = None,
+    maps_files: bool = False,
+) -> int:
+    """Read the items from chunks at (offset, bytes) of one file; how many bytes were reported."""
+    options = options or StorageOptions()
+    stored = Index.of([StoredTensor("w", dtype, (1,), (1,))])
+    most = max(1, options.buffer_bytes // options.threads)
+    planner = _Destinations(tensors)
+    filler = Filler(LoadPlan(items), planner, stored, most, maps_files=maps_files)
+    offsets, sizes = np.array(extents, dtype=np.int64).T
+    rows, files = np.arange(len(items)), np.zeros(len(items), dtype=np.int64)
+    reported: list[int] = []
+    reads = ChunkReads(rows, [str(path)], files, offsets, sizes)
+    read_chunks(reads, filler, options, report=reported.append)
+    return sum(reported)
+
+
 @st.composite
 def windows(draw: st.DrawFn) -> Window:
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=4)))
@@ -60,6 +82,7 @@ def windows(draw: st.DrawFn) -> Window:
     return Window(draw(st.integers(0, 3)), shape, Box(offset, extents))
 
 
+@settings(deadline=None)  # the first read of a process may take long
 @given(
     parts=st.lists(windows(), min_size=1, max_size=6),
     gaps=st.lists(st.sampled_from([0, 1, 40, 70_000, 300_000]), min_size=6, max_size=6),
@@ -80,16 +103,15 @@ def test_every_window_arrives(
     path = tmp_path_factory.mktemp("raw") / "data"
     wide = torch.complex128 if dtype.torch.is_complex else torch.float64
     rng = np.random.default_rng(7)
-    content, reads, expected, tensors = b"", [], [], []
+    content, items, extents, expected, tensors = b"", [], [], [], []
     for number, (window, gap) in enumerate(zip(parts, gaps, strict=False)):
         content += bytes(gap)
         count = window.start + window.array_size + 2
         # Powers of two, which every dtype holds.
         values = torch.from_numpy(2.0 ** rng.integers(0, 4, count)).to(dtype.torch)
         raw = dtypes.as_numpy(values).tobytes()
-        reads.append(
-            ChunkRead(item(number, window), Extent(str(path), len(content), len(raw)), dtype)
-        )
+        items.append(item(number, window))
+        extents.append((len(content), len(raw)))
         content += raw
         whole = values[window.start : window.start + window.array_size].reshape(window.shape)
         expected.append(whole[window.box.slices()].to(wide))
@@ -101,17 +123,13 @@ def test_every_window_arrives(
         else:
             tensors.append(torch.empty(box, dtype=wide))
     path.write_bytes(content)
-    reported: list[int] = []
-    read_chunks(
-        reads,
-        _Destinations(tensors),
-        StorageOptions(threads=2, buffer_bytes=buffer_bytes),
-        maps_files=maps_files,
-        report=reported.append,
+    options = StorageOptions(threads=2, buffer_bytes=buffer_bytes)
+    reported = read_all(
+        items, extents, path, dtype, tensors, options=options, maps_files=maps_files
     )
     for tensor, want in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.to(wide), want)
-    assert sum(reported) == sum(p.box.num_elements for p in parts) * dtype.itemsize
+    assert reported == sum(p.box.num_elements for p in parts) * dtype.itemsize
 
 
 @pytest.mark.parametrize("maps_files", [True, False])
@@ -120,12 +138,9 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path, columns: int, maps_file
     path = tmp_path / "data"
     path.write_bytes(bytes(4 * 256))
     window = Window(0, (16, 16), Box((0, 0), (16, columns)))
-    read = ChunkRead(
-        item(0, window), Extent(str(path), 4, 4 * 256), dtypes.from_torch(torch.float32)
-    )
-    planner = _Destinations([torch.empty(16, columns)])
+    kind, tensors = dtypes.from_torch(torch.float32), [torch.empty(16, columns)]
     with pytest.raises(CorruptCheckpointError, match="ends before it") as caught:
-        read_chunks([read], planner, StorageOptions(), maps_files=maps_files, report=lambda _: None)
+        read_all([item(0, window)], [(4, 4 * 256)], path, kind, tensors, maps_files=maps_files)
     assert caught.value.findings[0].path == str(path)
     assert caught.value.findings[0].key == "w"
 
@@ -136,14 +151,11 @@ def test_more_small_chunks_than_one_read_takes(tmp_path: Path) -> None:
     path.write_bytes(values.tobytes())
     window = Window(0, (2**16,), Box((0,), (2**16,)))
     kind = dtypes.from_torch(torch.float32)
-    reads = [
-        ChunkRead(item(i, window), Extent(str(path), i * 2**18, 2**18), kind) for i in range(24)
-    ]
-    tensors = [torch.empty(2**16) for _ in reads]
-    options, done = StorageOptions(), [0]
-    read_chunks(reads, _Destinations(tensors), options, maps_files=False, report=done.append)
+    items = [item(i, window) for i in range(24)]
+    tensors = [torch.empty(2**16) for _ in items]
+    done = read_all(items, [(i * 2**18, 2**18) for i in range(24)], path, kind, tensors)
     assert torch.equal(torch.cat(tensors), torch.from_numpy(values))
-    assert sum(done) == values.nbytes
+    assert done == values.nbytes
 
 
 @pytest.mark.parametrize("num_bytes", [63, 65])

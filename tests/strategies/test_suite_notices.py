@@ -16,7 +16,7 @@ from dist_checkpointing import testing
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from dist_checkpointing.storage import WriteResult, done
+from dist_checkpointing.storage import WriteResult, WriteResults, done
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Reader, ZarrV3Writer
 from dist_checkpointing.testing import StrategyConformance
@@ -51,13 +51,13 @@ class Sound(StrategyConformance):
 
 class ForgetsAnItem(Sound):
     class writer(ZarrV3Writer):  # noqa: N801 - the attribute it overrides
-        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
             return super().write_data(plan.with_items(plan.items[:-1]), planner)
 
 
 class SwapsTwoItems(Sound):
     class writer(ZarrV3Writer):  # noqa: N801
-        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
             results = super().write_data(plan, planner).result()
             return done(results[::-1])
 
@@ -71,7 +71,7 @@ class CommitsByItself(Sound):
 
 class LeavesAFile(Sound):
     class writer(ZarrV3Writer):  # noqa: N801
-        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
             (self.checkpoint_dir / "notes.txt").write_text("hello")
             return super().write_data(plan, planner)
 
@@ -124,10 +124,11 @@ class ListsTooLittle(Sound):
 
 class StoresFloat64AsFloat32(Sound):
     class writer(ZarrV3Writer):  # noqa: N801
-        def write_item(self, tensor: Any, item: Any, data: torch.Tensor) -> Any:
-            if data.dtype == torch.float64:
-                data = data.float().double()
-            return super().write_item(tensor, item, data)
+        def part_writer(self, plan: SavePlan) -> Any:
+            write = super().part_writer(plan)
+            return lambda row, data: write(
+                row, data.float().double() if data.dtype == torch.float64 else data
+            )
 
 
 BROKEN: list[tuple[type[Sound], Test]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -13,21 +12,23 @@ import numpy as np
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import Index, StoredTensor
-from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex
+from dist_checkpointing.planning.read_table import reads_of, stored_elements
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
+from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import (
     SMALL_BYTES,
-    ChunkRead,
+    ChunkReads,
     Extent,
-    fill,
     read_chunks,
     read_extent,
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensorstore import database, keys
 from dist_checkpointing.strategies.tensorstore.locations import Places, locate
+from dist_checkpointing.strategies.zarr_v3_nodes import chunk_keys_to_read
 
 
 class TensorStoreReader(StorageReader):
@@ -79,81 +80,84 @@ class TensorStoreReader(StorageReader):
         return None if place is None else ChunkPlace(None, len(place), is_read_whole=True)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        options = self.options
+        filler = Filler(
+            plan,
+            planner,
+            self._index,
+            max(1, options.buffer_bytes // options.threads),
+            maps_files=options.maps_files(self.checkpoint_dir),
+        )
         with paused_collector():
-            reads = self._located(plan, planner)
-        maps_files = self.options.maps_files(self.checkpoint_dir)
-        read_chunks(reads, planner, self.options, maps_files=maps_files, report=self.report)
+            reads = self._located(plan, planner, filler)
+        read_chunks(reads, filler, options, report=self.report)
         return done(None)
 
-    def _located(self, plan: LoadPlan, planner: LoadPlanner) -> list[ChunkRead]:
+    def _located(self, plan: LoadPlan, planner: LoadPlanner, filler: Filler) -> ChunkReads:
         """Where the chunks lie; objects, and what the tree itself holds, are filled right away."""
-        wanted = [(item, self._key(item.storage_index)) for item in plan.items]
-        places = self._places_of({key for _, key in wanted})
-        reads = []
-        for item, key in wanted:
-            place = places.get(key)
-            if place is None:
-                raise self._corrupt(
-                    item, "a chunk is missing", path=f"{self.checkpoint_dir}: {key}"
-                )
-            if item.type is LoadItemType.BYTE_IO:
-                self._read_object(item, key, place, planner)
-                continue
-            tensor = self._index[item.storage_index.fqn]
-            self._check_size(item, tensor, key, place)
+        table = plan.table
+        objects = np.flatnonzero(table.is_object).tolist()
+        tensors = np.flatnonzero(~table.is_object)
+        chunks = table.take(tensors) if objects else table
+        names = chunk_keys_to_read(chunks, self._index)
+        cells = [self._key(table.chunk(row)) for row in objects]
+        places = self._places_of({*names, *cells})
+        destinations = planner.destinations(plan)
+        for row, name in zip(objects, cells, strict=True):
+            data = self._place_of(places, table.key(row), name)
+            if isinstance(data, Extent):
+                data = read_extent(data, table.key(row))
+            where = f"{self.checkpoint_dir}: {name}"
+            destinations.apply_bytes(row, deserialize(data, where, trusted=self.trusted))
+        itemsizes = [
+            self._index.dtype_of(name).itemsize if name in self._index else 0
+            for name in table.names
+        ]
+        sizes = (
+            stored_elements(chunks, self._index) * np.array(itemsizes, dtype=np.int64)[chunks.keys]
+        )
+        files: dict[str, int] = {}
+        found: list[tuple[int, int, int, int]] = []
+        for row, name, size in zip(tensors.tolist(), names, sizes.tolist(), strict=True):
+            place = self._place_of(places, table.key(row), name)
+            self._check_size(table.key(row), size, name, place)
             if isinstance(place, Extent):
-                reads.append(ChunkRead(item, place, tensor.dtype))
+                found.append((row, files.setdefault(place.path, len(files)), place.offset, size))
             else:
-                values = np.frombuffer(place, dtype=tensor.dtype.bits)
-                self.report(fill(item, tensor.dtype, values, planner))
-        return reads
+                self.report(filler.fill(row, np.frombuffer(place, dtype=np.uint8)))
+        rows, numbers, offsets, lengths = np.array(found, dtype=np.int64).reshape(-1, 4).T
+        return ChunkReads(rows, list(files), numbers, offsets, lengths)
+
+    def _place_of(
+        self, places: Mapping[str, Extent | bytes], key: str, name: str
+    ) -> Extent | bytes:
+        place = places.get(name)
+        if place is None:
+            raise self._corrupt(key, "a chunk is missing", path=f"{self.checkpoint_dir}: {name}")
+        return place
 
     def _places_of(self, keys: set[str]) -> Mapping[str, Extent | bytes]:
         if not keys:
             return {}
         return self._places.of(keys) if self.is_kept else locate(self.checkpoint_dir, keys)
 
-    def _part(self, chunk: MetadataIndex) -> tuple[StoredTensor, Box, tuple[int, int] | None]:
-        tensor = self._index[chunk.fqn]
-        assert chunk.offset is not None
-        if tensor.pieces is None:
-            return tensor, tensor.grid.box(tensor.grid.index_at(chunk.offset)), None
-        assert chunk.index is not None
-        return tensor, *tensor.pieces[chunk.index]
-
     def _key(self, chunk: MetadataIndex) -> str:
         if chunk.fqn in self._index.objects:
             assert chunk.offset is not None
             return keys.object_key(chunk.fqn, chunk.offset, self._index.objects[chunk.fqn])
-        return keys.chunk_key(*self._part(chunk))
+        return chunk_keys_to_read(reads_of([chunk], self._index), self._index)[0]
 
-    def _check_size(
-        self, item: ReadItem, tensor: StoredTensor, key: str, place: Extent | bytes
-    ) -> None:
-        if tensor.chunk_shape is not None:
-            count = math.prod(tensor.chunk_shape)
-        else:
-            _, box, flat = self._part(item.storage_index)
-            count = box.num_elements if flat is None else flat[1] - flat[0]
-        expected = count * tensor.dtype.itemsize
+    def _check_size(self, key: str, expected: int, name: str, place: Extent | bytes) -> None:
         found = place.num_bytes if isinstance(place, Extent) else len(place)
         if found != expected:
             raise self._corrupt(
-                item,
+                key,
                 "a chunk has the wrong size",
                 expected=f"{expected} bytes",
                 found=found,
-                path=place.path if isinstance(place, Extent) else f"{self.checkpoint_dir}: {key}",
+                path=place.path if isinstance(place, Extent) else f"{self.checkpoint_dir}: {name}",
             )
 
-    def _read_object(
-        self, item: ReadItem, key: str, place: Extent | bytes, planner: LoadPlanner
-    ) -> None:
-        fqn = item.storage_index.fqn
-        data = read_extent(place, fqn) if isinstance(place, Extent) else place
-        where = f"{self.checkpoint_dir}: {key}"
-        planner.apply_bytes(item, deserialize(data, where, trusted=self.trusted))
-
-    def _corrupt(self, item: ReadItem, problem: str, **details: Any) -> CorruptCheckpointError:
-        finding = Finding(problem, item.storage_index.fqn, **details)
+    def _corrupt(self, key: str, problem: str, **details: Any) -> CorruptCheckpointError:
+        finding = Finding(problem, key, **details)
         return CorruptCheckpointError("the checkpoint is damaged", [finding])

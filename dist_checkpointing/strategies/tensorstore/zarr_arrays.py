@@ -62,7 +62,7 @@ class ZarrArraysReader(StorageReader):
         def read(item: ReadItem) -> None:
             tensor = self._index[item.storage_index.fqn]
             try:
-                array = self._open(tensor, item.storage_index, context)
+                array = self._open(item.storage_index, context)
                 self._read_item(array, tensor, item, planner)
             except ValueError as error:
                 database.raise_io_error(error)
@@ -74,8 +74,8 @@ class ZarrArraysReader(StorageReader):
         in_threads(read, plan.items, self.options.threads)
         return done(None)
 
-    def _open(self, tensor: StoredTensor, chunk: MetadataIndex, context: Any) -> Any:
-        folder = self._folders.chunk_path(tensor, chunk).parent
+    def _open(self, chunk: MetadataIndex, context: Any) -> Any:
+        folder = self._folders.chunk_path(chunk).parent
         spec = {
             "driver": self._driver,
             "kvstore": {"driver": "file", "path": f"{folder}/"},

@@ -22,7 +22,7 @@ from dist_checkpointing.format.commit import COMMON_STATE_FNAME, DCP_METADATA_NA
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
 from dist_checkpointing.mapping import ShardedObject
-from dist_checkpointing.planning import MetadataIndex
+from dist_checkpointing.planning import MetadataIndex, ReadTable
 from dist_checkpointing.strategies.torch_dist.flattened import piece_of_chunk
 from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, DcpTensor, Place
 
@@ -58,6 +58,21 @@ class PlacedIndex(Index):
         assert chunk.offset is not None
         grid = tensor.grid
         return self.first_row[chunk.fqn] + ravel_offset(grid.index_at(chunk.offset), grid.counts)
+
+    def records(self, table: ReadTable) -> Int64s:
+        """The rows of the stored chunks and cells that the rows of a load plan read."""
+        firsts = [self.first_row.get(key, 0) for key in table.names]
+        found = np.array(firsts, dtype=np.int64)[table.keys] + np.maximum(table.pieces, 0)
+        on_grid = (table.pieces < 0) & ~table.is_object
+        # What begins at the origin is the first chunk.
+        for row in np.flatnonzero(on_grid & table.chunk_offsets.any(axis=1)).tolist():
+            found[row] = self.row(table.chunk(row))
+        for row in np.flatnonzero(table.is_object).tolist():
+            key, cell = table.key(row), table.chunk(row).offset
+            assert cell is not None
+            leaf = ShardedObject(key, None, self.objects[key], cell)
+            found[row] = self.cell_rows[leaf.unique_key]
+        return found
 
     def place(self, row: int) -> Place:
         """Where the record of a row is."""

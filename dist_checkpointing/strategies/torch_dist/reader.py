@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
@@ -12,8 +15,16 @@ from dist_checkpointing.format.commit import DCP_METADATA_NAME
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping import ShardedObject
-from dist_checkpointing.planning import LoadItemType, LoadPlan, LoadPlanner, MetadataIndex, ReadItem
+from dist_checkpointing.planning import (
+    Destinations,
+    LoadPlan,
+    LoadPlanner,
+    MetadataIndex,
+    ReadTable,
+)
+from dist_checkpointing.planning.segments import padded, padded_rows
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
+from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import in_threads
 from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
@@ -76,28 +87,25 @@ class TorchDistReader(StorageReader):
         return [ChunkPlace(p.file, p.length, p.length <= SMALL_BYTES) for p in found]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_row: dict[int, list[ReadItem]] = {}
-        for item in plan.items:
-            by_row.setdefault(self._row(item), []).append(item)
-        batches = list(self._batches(by_row))
-        self._require_files({file for file, _ in batches}, by_row)
+        by_record: dict[int, list[int]] = {}
+        for row, record in enumerate(self._index.records(plan.table).tolist()):
+            by_record.setdefault(record, []).append(row)
+        batches = list(self._batches(by_record))
+        self._require_files({file for file, _ in batches}, by_record, plan.table)
+        table = _ending_at_the_edge(plan.table, self._index)
+        filler = Filler(
+            plan, planner, self._index, self._most_bytes, maps_files=self._maps_files, table=table
+        )
+        destinations = planner.destinations(plan)
 
         def read_batch(batch: tuple[str, list[int]]) -> None:
-            file, rows = batch
+            file, records = batch
             with opened(self.checkpoint_dir / file) as descriptor:
-                for row in rows:
-                    self._read_record(descriptor, row, by_row[row], planner)
+                for record in records:
+                    self._read_record(descriptor, record, by_record[record], filler, destinations)
 
         in_threads(read_batch, batches, self.options.threads)
         return done(None)
-
-    def _row(self, item: ReadItem) -> int:
-        chunk = item.storage_index
-        if item.type is LoadItemType.TENSOR:
-            return self._index.row(chunk)
-        assert chunk.offset is not None
-        cell = ShardedObject(chunk.fqn, None, self._index.objects[chunk.fqn], chunk.offset)
-        return self._index.cell_rows[cell.unique_key]
 
     def _batches(self, rows: Iterable[int]) -> Iterator[tuple[str, list[int]]]:
         """The rows file by file, in the order in which they lie there, a few at a time."""
@@ -115,15 +123,17 @@ class TorchDistReader(StorageReader):
         if batch:
             yield self._index.place(batch[0]).file, batch
 
-    def _require_files(self, files: set[str], by_row: dict[int, list[ReadItem]]) -> None:
+    def _require_files(
+        self, files: set[str], by_record: dict[int, list[int]], table: ReadTable
+    ) -> None:
         missing = {file for file in files if not local.is_file(self.checkpoint_dir / file)}
         if not missing:
             return
         keys: dict[str, set[str]] = {file: set() for file in missing}
-        for row, items in by_row.items():
-            file = self._index.place(row).file
+        for record, rows in by_record.items():
+            file = self._index.place(record).file
             if file in missing:
-                keys[file].add(items[0].storage_index.fqn)
+                keys[file].add(table.key(rows[0]))
         findings = [
             Finding("its file is missing", key, path=str(self.checkpoint_dir / file))
             for file in sorted(missing)
@@ -132,26 +142,40 @@ class TorchDistReader(StorageReader):
         raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
     def _read_record(
-        self, descriptor: int, row: int, items: Sequence[ReadItem], planner: LoadPlanner
+        self,
+        descriptor: int,
+        number: int,
+        rows: Sequence[int],
+        filler: Filler,
+        destinations: Destinations,
     ) -> None:
-        place = self._index.place(row)
-        chunk = items[0].storage_index
+        place, chunk = self._index.place(number), filler.table.chunk(rows[0])
         try:
             record = OpenRecord(descriptor, place)
-            if items[0].type is LoadItemType.BYTE_IO:
+            if filler.table.is_object[rows[0]]:
                 value = read_object(record, self._where(place), trusted=self.trusted)
-                for item in items:
-                    planner.apply_bytes(item, value)
+                for row in rows:
+                    destinations.apply_bytes(row, value)
                 return
             tensor = self._index[chunk.fqn]
             values = StoredValues(record, tensor, _stored_shape(tensor, chunk))
-            for item in items:
-                values.read_item(item, planner, self._most_bytes, maps_files=self._maps_files)
-                self.report(item.dest.box.num_elements * tensor.dtype.itemsize)
+            for row in rows:
+                self.report(values.fill(row, filler))
         except (BadRecord, EOFError) as error:
             where = self._where(place)
             finding = Finding(f"a record cannot be read: {error}", chunk.fqn, path=where)
             raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error
+
+
+def _ending_at_the_edge(table: ReadTable, index: Index) -> ReadTable:
+    """The rows as they lie here: a plan takes the chunks at the edge of a grid for full ones."""
+    rows = np.flatnonzero((table.pieces < 0) & ~table.is_object)
+    shapes, _ = index.shapes_of([table.names[key] for key in table.keys[rows].tolist()])
+    width = table.lengths.shape[1]
+    whole = padded(padded_rows(shapes, table.ndim[rows], 1), width, 1)[:, :width]
+    ends = table.storage_shapes.copy()
+    ends[rows] = np.minimum(ends[rows], whole - table.chunk_offsets[rows])
+    return replace(table, storage_shapes=ends)
 
 
 def _stored_shape(tensor: StoredTensor, chunk: MetadataIndex) -> Ints:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.geometry import Ints, Window
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import StoredTensor
-from dist_checkpointing.planning import LoadPlanner, ReadItem
-from dist_checkpointing.strategies.raw_chunks import apply_staged, copy_window, read_window
+from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.metadata import Place
@@ -54,7 +52,7 @@ class OpenRecord:
     """
 
     def __init__(self, descriptor: int, place: Place) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self.start, self.length = place.offset, place.length
         size = os.fstat(descriptor).st_size
         # A mapped file that is too short would kill the process instead of raising.
@@ -83,23 +81,10 @@ class OpenRecord:
     def _pread(self, start: int, count: int) -> bytes:
         if start + count > self.length:
             raise BadRecord("it refers to bytes outside of it")
-        data = os.pread(self._descriptor, count, self.start + start)
+        data = os.pread(self.descriptor, count, self.start + start)
         if len(data) != count:
             raise BadRecord("the file ended early")
         return data
-
-    def read_window(
-        self, start: int, window: Window, target: Array, most_copied: int | None
-    ) -> None:
-        """Read a window of the values that begin at byte ``start``; see ``raw_chunks``."""
-        end = start + (window.start + window.array_size) * target.itemsize
-        if end > self.length:
-            raise BadRecord("it refers to bytes outside of it")
-        if self.is_in_memory:
-            values = np.frombuffer(self._head[start:end], dtype=target.dtype)
-            copy_window(values, window, target)
-        else:
-            read_window(self._descriptor, self.start + start, window, target, most_copied)
 
 
 def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
@@ -143,41 +128,22 @@ class StoredValues:
             expected = f"{self._tensor.dtype.torch} of shape {self._shape}"
             raise BadRecord(f"expected {expected}, found {dtype} of shape {shape}")
 
-    def read_item(
-        self, item: ReadItem, planner: LoadPlanner, most_bytes: int, *, maps_files: bool
-    ) -> None:
-        """Copy the window of an item to where it belongs.
-
-        Args:
-            item: of this record.
-            planner: knows the destination.
-            most_bytes: of memory for what cannot be read in place.
-            maps_files: whether strided parts are read through a mapping.
-        """
-        # On a grid, a plan takes the chunks at the edge for full ones; here they end at the edge.
-        window = item.storage
-        if self._tensor.pieces is None and window.shape != self._shape:
-            window = replace(window, shape=self._shape)
-        destination = planner.acquire_tensor(item)
-        target = dtypes.fillable(destination, self._tensor.dtype.torch)
-        if target is not None:
-            self._read(window, target, None if maps_files else most_bytes)
-            planner.apply_tensor(item, destination)
-            return
-        # What is staged may have to be gathered from rows that are read whole: both need memory.
-        half = max(1, most_bytes // 2)
-        read = partial(self._read, most_copied=None if maps_files else half)
-        apply_staged(replace(item, storage=window), self._tensor.dtype, planner, half, read)
-
-    def _read(self, window: Window, target: Array, most_copied: int | None) -> None:
-        layout = self._found.layout
+    def fill(self, row: int, filler: Filler) -> int:
+        """Fill a row of a load plan; how many bytes that were."""
+        layout, record = self._found.layout, self._record
         if layout is None or not layout.is_contiguous:
-            copy_window(self._rebuilt(), window, target)
-        else:
-            self._record.read_window(self._found.start, window, target, most_copied)
+            return filler.fill(row, self._rebuilt())
+        start = self._found.start
+        num_bytes = math.prod(self._shape) * self._tensor.dtype.itemsize
+        if start + num_bytes > record.length:
+            raise BadRecord("it refers to bytes outside of it")
+        if record.is_in_memory:
+            values = np.frombuffer(record.read(start, num_bytes), dtype=np.uint8)
+            return filler.fill(row, values)
+        return filler.read(row, record.descriptor, record.start + start)
 
     def _rebuilt(self) -> Array:
-        """All values in C order, of a tensor that lies otherwise in its storage."""
+        """The bytes of all values in C order, of a tensor that lies otherwise in its storage."""
         if self._copy is None:
             content = self._record.read(0, self._record.length)
             tensor = deserialize(content, f"the record of {self._tensor.key!r}")
@@ -186,5 +152,5 @@ class StoredValues:
                 raise BadRecord(f"expected a plain tensor, found a {type(tensor).__name__}")
             self._check(tensor.dtype, tuple(tensor.shape))
             array = dtypes.as_numpy(tensor.detach().contiguous()).reshape(-1)
-            self._copy = array.view(self._tensor.dtype.bits)
+            self._copy = array.view(np.uint8)
         return self._copy

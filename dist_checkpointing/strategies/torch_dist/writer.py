@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import xxhash
 from torch.serialization import get_crc32_options
@@ -16,20 +16,15 @@ from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
 from dist_checkpointing.format.commit import DCP_METADATA_NAME
-from dist_checkpointing.format.geometry import Ints, split_flat_range
+from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedObject
-from dist_checkpointing.planning import (
-    MetadataIndex,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.options import Checksum, Durability
-from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, done
+from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.torch_dist.contents import unique_keys
 from dist_checkpointing.strategies.torch_dist.data_files import DataFile, file_name
@@ -51,14 +46,6 @@ Row = tuple[str, Ints | None, Ints | None, Place]
 
 Chunk = tuple[tuple[Ints, Ints], torch.Tensor]
 """Offsets and sizes of a chunk as DCP counts them, and its values in that shape."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """An item of the plan and its position there."""
-
-    position: int
-    item: WriteItem
 
 
 class TorchDistWriter(StorageWriter):
@@ -94,26 +81,47 @@ class TorchDistWriter(StorageWriter):
         del world_size
         self._rank = rank
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        assert plan.index is not None
-        index = plan.index
-        keys = {item.index.fqn for item in plan.items if item.tensor_data is not None}
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
+        index, table = plan.index, plan.table
+        assert index is not None
+        data_of, is_object = planner.data_of(plan), table.is_object.tolist()
+        keys = set(table.take(~table.is_object).key_column)
         flattened = {key: common_box_shape(index[key]) is not None for key in keys}
-        parts = _split(plan.items, min(self.options.threads, _MOST_FILES))
+        parts = _split(table, min(self.options.threads, _MOST_FILES))
         buffer_bytes = max(1, self.options.buffer_bytes // max(1, len(parts)))
-        results: list[WriteResult | None] = [None] * len(plan.items)
+        sizes = np.zeros(len(table), dtype=np.int64)
+        checksums = np.zeros(len(table), dtype=np.uint64)
+        with_checksums = self.options.checksum is Checksum.XXH3
 
-        def fill(work: tuple[int, list[_Task]]) -> list[Row]:
-            number, tasks = work
+        def write(file: DataFile, row: int) -> list[Row]:
+            data = data_of(row)
+            if is_object[row]:
+                # Megatron keeps a list of all cells of this name on the rank.
+                value = serialize([data], f"the ShardedObject {table.key(row)!r}")
+                place = file.add_bytes(value)
+                sizes[row], checksums[row] = place.length, checksum_of_bytes(value)
+                cell = ShardedObject(
+                    table.key(row), None, table.global_shape(row), table.box(row).offset
+                )
+                return [(cell.unique_key, None, None, place)]
+            assert isinstance(data, torch.Tensor)
+            hasher = xxhash.xxh3_64() if with_checksums else None
+            key, box, flat = table.key(row), table.box(row), table.flat_range(row)
+            written: list[Row] = [
+                (key, offsets, shape, file.add_tensor(values, shape, hasher))
+                for (offsets, shape), values in _chunks(box, flat, data, as_one=flattened[key])
+            ]
+            sizes[row] = sum(place.length for *_, place in written)
+            if hasher is not None:
+                checksums[row] = hasher.intdigest()
+            self.report(data.nbytes)
+            return written
+
+        def fill(work: tuple[int, list[int]]) -> list[Row]:
+            number, own = work
             path = self.checkpoint_dir / file_name(self._rank, number)
-            rows: list[Row] = []
             with DataFile.created(path, with_crc=self._with_crc, buffer_bytes=buffer_bytes) as file:
-                for task in tasks:
-                    item = task.item
-                    as_one = flattened.get(item.index.fqn, False)
-                    written, result = self._write_item(file, item, planner, as_one=as_one)
-                    rows += written
-                    results[task.position] = result
+                rows = [written for row in own for written in write(file, row)]
             if self.options.durability is Durability.FSYNC:
                 local.fsync_file(path)
             return rows
@@ -122,39 +130,10 @@ class TorchDistWriter(StorageWriter):
             rows = [row for part in pool.map(fill, enumerate(parts)) for row in part]
         if self.options.durability is Durability.FSYNC and parts:
             local.fsync_folder(self.checkpoint_dir)
-        # One result for all places: it is cheaper to send than one an item.
         names = [file_name(self._rank, number) for number in range(len(parts))]
-        sizes = [(self.checkpoint_dir / name).stat().st_size for name in names]
-        files = tuple(map(SealedFile, names, sizes))
-        num_bytes = sum(row[3].length for row in rows)
-        places = WriteResult(MetadataIndex(""), num_bytes, rows, files=files)
-        return done([*(result for result in results if result is not None), places])
-
-    def _write_item(
-        self, file: DataFile, item: WriteItem, planner: SavePlanner, *, as_one: bool
-    ) -> tuple[list[Row], WriteResult]:
-        data, key = planner.get_data(item), item.index.fqn
-        if item.type is WriteItemType.BYTE_IO:
-            assert item.index.offset is not None
-            assert item.object_cell is not None
-            cell = ShardedObject(key, None, item.object_cell, item.index.offset).unique_key
-            # Megatron keeps a list of all cells of this name on the rank.
-            value = serialize([data], f"the ShardedObject {key!r}")
-            place = file.add_bytes(value)
-            digest = checksum_of_bytes(value)
-            return [(cell, None, None, place)], WriteResult(
-                item.index, place.length, checksum=digest
-            )
-        assert isinstance(data, torch.Tensor)
-        hasher = xxhash.xxh3_64() if self.options.checksum is Checksum.XXH3 else None
-        rows: list[Row] = [
-            (key, offsets, sizes, file.add_tensor(values, sizes, hasher))
-            for (offsets, sizes), values in _chunks(item, data, as_one=as_one)
-        ]
-        self.report(data.nbytes)
-        size = sum(row[3].length for row in rows)
-        checksum = None if hasher is None else hasher.intdigest()
-        return rows, WriteResult(item.index, size, checksum=checksum)
+        files = tuple(SealedFile(n, (self.checkpoint_dir / n).stat().st_size) for n in names)
+        checked = None if with_checksums else table.is_object
+        return done(WriteResults(table, sizes, checksums, checked, files, rows))
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         chunks: dict[str, list[tuple[Ints, Ints]]] = {key: [] for key in metadata}
@@ -188,41 +167,41 @@ def _dcp_tensor(index: Index, key: str, chunks: list[tuple[Ints, Ints]]) -> DcpT
     return DcpTensor(stored.dtype.torch, size, tuple(chunks), whole)
 
 
-def _split(items: Sequence[WriteItem], threads: int) -> list[list[_Task]]:
-    """The items of one rank on one file, or on several of about the same bytes."""
-    if not items:
+def _split(table: ShardTable, threads: int) -> list[list[int]]:
+    """The rows of one rank on one file, or on several of about the same bytes."""
+    if not len(table):
         return []
-    sizes = [item.tensor_storage_size() or 0 for item in items]
+    sizes = table.num_bytes.tolist()
     count = max(1, min(threads, sum(sizes) // _MIN_FILE_BYTES))
-    parts: list[list[_Task]] = [[] for _ in range(count)]
+    parts: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
-    for position, (item, size) in enumerate(zip(items, sizes, strict=True)):
+    for row, size in enumerate(sizes):
         least = loads.index(min(loads))
-        parts[least].append(_Task(position, item))
+        parts[least].append(row)
         loads[least] += size
     return parts
 
 
-def _chunks(item: WriteItem, data: torch.Tensor, *, as_one: bool) -> Iterator[Chunk]:
-    """An item as DCP will know it.
+def _chunks(
+    box: Box, flat: tuple[int, int] | None, data: torch.Tensor, *, as_one: bool
+) -> Iterator[Chunk]:
+    """A part of a tensor as DCP will know it.
 
     Args:
-        item: of the plan.
+        box: of the part.
+        flat: if given, the part is only this range of the flattened box.
         data: its values.
         as_one: whether its tensor is stored flattened, if it is; else a flattened range becomes
             the boxes that it consists of, which every reader of DCP understands.
     """
-    part = item.tensor_data
-    assert part is not None
-    if part.flat_range is None:
-        yield (part.chunk.offset, part.chunk.shape), data
+    if flat is None:
+        yield (box.offset, box.shape), data
     elif as_one:
-        chunk = flattened_chunk(part.chunk, part.flat_range)
+        chunk = flattened_chunk(box, flat)
         yield chunk, data.view(chunk[1])
     else:
         start = 0
-        for local in split_flat_range(part.chunk.shape, *part.flat_range):
-            offset = tuple(a + b for a, b in zip(part.chunk.offset, local.offset, strict=True))
-            values = data[start : start + local.num_elements]
-            yield (offset, local.shape), values.reshape(local.shape)
-            start += local.num_elements
+        for part in boxes_of_part(box, flat):
+            values = data[start : start + part.num_elements]
+            yield (part.offset, part.shape), values.reshape(part.shape)
+            start += part.num_elements

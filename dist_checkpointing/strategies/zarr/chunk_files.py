@@ -13,7 +13,6 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.strategies.zarr.unpacking import Codec, unpacked
 
@@ -35,8 +34,8 @@ def _bytes_of(array: Array) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
-def write_chunk(path: Path, array: Array, codec: Codec | None) -> None:
-    """Write a whole chunk file, which must not exist."""
+def write_chunk(path: str, array: Array, codec: Codec | None) -> int:
+    """Write a whole chunk file, which must not exist; returns its size."""
     if codec is None:
         data = _bytes_of(array)
     else:
@@ -48,10 +47,13 @@ def write_chunk(path: Path, array: Array, codec: Codec | None) -> None:
         _write_all(descriptor, data, 0)
     finally:
         os.close(descriptor)
+    return len(data)
 
 
-def write_part(path: Path, array: Array, chunk_shape: Ints, box: Box) -> None:
+def write_part(path: str, array: Array, chunk_shape: Ints, box: Box) -> int:
     """Write a part of an uncompressed chunk into its place; others write the rest of the file.
+
+    Returns the size of the file.
 
     Byte ranges of different writers never overlap, so no lock is needed.
     """
@@ -65,6 +67,7 @@ def write_part(path: Path, array: Array, chunk_shape: Ints, box: Box) -> None:
             _write_all(descriptor, data, start * itemsize)
     finally:
         os.close(descriptor)
+    return window.array_size * itemsize
 
 
 def _runs(array: Array, window: Window) -> Iterator[tuple[int, Array]]:
@@ -87,28 +90,27 @@ def _write_all(descriptor: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
-def read_decoded(path: Path, codec: Codec, dtype: DType, num_elements: int, key: str) -> Array:
-    """The values of a compressed chunk, 1-D, as ``dtype.bits``.
+def read_decoded(path: str, codec: Codec, num_bytes: int, key: str) -> Array:
+    """The bytes of the values of a compressed chunk.
 
     Raises:
         CorruptCheckpointError: if the file is missing or not what it should be.
     """
 
     def corrupt(problem: str, **details: Any) -> CorruptCheckpointError:
-        finding = Finding(problem, key, path=str(path), **details)
+        finding = Finding(problem, key, path=path, **details)
         return CorruptCheckpointError("the checkpoint is damaged", [finding])
 
     try:
-        encoded = path.read_bytes()
+        encoded = Path(path).read_bytes()
     except FileNotFoundError as error:
         raise corrupt("a chunk is missing") from error
-    expected = num_elements * dtype.itemsize
     try:
-        raw = np.frombuffer(unpacked(codec, encoded, expected), dtype=np.uint8)
+        raw = np.frombuffer(unpacked(codec, encoded, num_bytes), dtype=np.uint8)
     except (RuntimeError, ValueError, OSError, EOFError) as error:
         raise corrupt(f"a chunk cannot be decoded: {error}") from error
-    if raw.nbytes != expected:
+    if raw.nbytes != num_bytes:
         raise corrupt(
-            "a decoded chunk has the wrong size", expected=f"{expected} bytes", found=raw.nbytes
+            "a decoded chunk has the wrong size", expected=f"{num_bytes} bytes", found=raw.nbytes
         )
-    return raw.view(dtype.bits)
+    return raw

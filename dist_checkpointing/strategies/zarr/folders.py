@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from dist_checkpointing.filesystem import local
@@ -21,33 +21,28 @@ from dist_checkpointing.format.claims import (
     require_backing,
     size_of_files,
 )
-from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
     MetadataIndex,
-    ReadItem,
+    ReadTable,
     SavePlan,
     SavePlanner,
-    WriteItem,
 )
+from dist_checkpointing.planning.read_table import reads_of, stored_elements
+from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.protocol import (
     ChunkPlace,
     StorageReader,
     StorageWriter,
-    WriteResult,
+    WriteResults,
     done,
 )
-from dist_checkpointing.strategies.raw_chunks import (
-    ChunkRead,
-    Extent,
-    fill,
-    in_threads,
-    read_chunks,
-)
+from dist_checkpointing.strategies.filling import Filler
+from dist_checkpointing.strategies.raw_chunks import ChunkReads, in_threads, read_chunks
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
 from dist_checkpointing.strategies.zarr.unpacking import Codec
 
@@ -75,56 +70,55 @@ class ZarrFolderWriter(StorageWriter):
         """The files that say what the tensor's arrays are."""
 
     @abstractmethod
-    def chunk_folder(self, tensor: StoredTensor, item: WriteItem) -> Path:
-        """The folder of the array that an item belongs to."""
+    def part_writer(self, plan: SavePlan) -> Callable[[int, torch.Tensor], list[SealedFile]]:
+        """What writes the chunk files (or parts of them) of a row of a plan, given its values.
 
-    @abstractmethod
-    def write_item(self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor) -> list[Path]:
-        """Write the chunk files (or parts of them) of an item; returns their paths."""
+        Makes the folders of all chunk files. Several threads call what it returns.
+        """
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        index = plan.index
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
+        index, table = plan.index, plan.table
         assert index is not None
         # Any rank can describe any array, so each takes its share, also of those without chunks.
         keys = list(index)[self._rank :: self._world_size]
         described = [file for key in keys for file in self.describe_array(index[key])]
-        items = [(index[item.index.fqn], item) for item in plan.items]
-        folders = {self.checkpoint_dir / Path(file.name).parent for file in described}
-        folders |= {self.chunk_folder(tensor, item) for tensor, item in items}
-        for folder in sorted(folders):
-            folder.mkdir(parents=True, exist_ok=True)
+        self.make_folders({file.name.rpartition("/")[0] for file in described})
+        write_part, data_of = self.part_writer(plan), planner.data_of(plan)
+        sizes = table.num_bytes
+        with_checksums = self.options.checksum is Checksum.XXH3
+        checksums = np.zeros(len(table), dtype=np.uint64)
 
-        def describe(file: FileContent) -> Path:
-            path = self.checkpoint_dir / file.name
-            path.write_bytes(file.data)
-            return path
+        def describe(file: FileContent) -> None:
+            with open(f"{self.checkpoint_dir}/{file.name}", "wb", buffering=0) as stream:  # noqa: PTH123 - many
+                stream.write(file.data)
 
-        def write(task: tuple[StoredTensor, WriteItem]) -> tuple[WriteResult, list[Path]]:
-            tensor, item = task
-            data = planner.get_data(item)
+        def write(row: int) -> list[SealedFile]:
+            data = data_of(row)
             assert isinstance(data, torch.Tensor)
-            digest, size = None, data.numel() * tensor.dtype.itemsize
-            if self.options.checksum is Checksum.XXH3:
+            if with_checksums:
                 data = data.detach().to("cpu").contiguous()
-                digest = checksum(dtypes.as_numpy(data))
-            paths = self.write_item(tensor, item, data)
-            self.report(size)
-            files = tuple(
-                SealedFile(path.relative_to(self.checkpoint_dir).as_posix(), path.stat().st_size)
-                for path in paths
-            )
-            return WriteResult(item.index, size, checksum=digest, files=files), paths
+                checksums[row] = checksum(dtypes.as_numpy(data))
+            written = write_part(row, data)
+            self.report(int(sizes[row]))
+            return written
 
         threads = self.options.threads
-        files = in_threads(describe, described, threads)
-        written = in_threads(write, items, threads)
-        files += [path for _, paths in written for path in paths]
+        in_threads(describe, described, threads)
+        files = [SealedFile.of_bytes(file.name, file.data) for file in described]
+        rows = range(len(table))
+        files += [file for written in in_threads(write, rows, threads) for file in written]
         if self.options.durability is Durability.FSYNC:
-            in_threads(local.fsync_file, files, threads)
-            local.fsync_folders(files, self.checkpoint_dir)
-        sealed = tuple(SealedFile.of_bytes(file.name, file.data) for file in described)
-        nodes = WriteResult(MetadataIndex(""), 0, files=sealed)
-        return done([*(result for result, _ in written), nodes])
+            paths = [self.checkpoint_dir / file.name for file in files]
+            in_threads(local.fsync_file, paths, threads)
+            local.fsync_folders(paths, self.checkpoint_dir)
+        return done(
+            WriteResults(table, sizes, checksums if with_checksums else None, files=tuple(files))
+        )
+
+    def make_folders(self, names: Iterable[str]) -> None:
+        """Make folders, given relative to the checkpoint."""
+        for name in sorted(names):
+            (self.checkpoint_dir / name).mkdir(parents=True, exist_ok=True)
 
 
 class ZarrFolderReader(StorageReader):
@@ -139,24 +133,28 @@ class ZarrFolderReader(StorageReader):
         self._index = metadata
 
     @abstractmethod
-    def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
-        """The file of a stored chunk or piece."""
+    def chunk_names(self, table: ReadTable) -> list[str]:
+        """Paths, relative to the checkpoint, of the files of the stored chunks of all rows."""
 
     def location(self, chunk: MetadataIndex) -> str:
-        return str(self.chunk_path(self._index[chunk.fqn], chunk))
+        return str(self.chunk_path(chunk))
+
+    def chunk_path(self, chunk: MetadataIndex) -> Path:
+        """The file of a stored chunk or piece."""
+        return self.checkpoint_dir / self.chunk_names(reads_of([chunk], self._index))[0]
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
         is_encoded = self.codec() is not None
-        places: list[ChunkPlace | None] = []
-        for chunk in chunks:
-            tensor = self._index[chunk.fqn]
-            path = self.chunk_path(tensor, chunk)
-            num_bytes = stored_elements(tensor, chunk) * tensor.dtype.itemsize
-            if is_encoded:
-                num_bytes = path.stat().st_size if path.is_file() else 0
-            name = path.relative_to(self.checkpoint_dir).as_posix()
-            places.append(ChunkPlace(name, num_bytes, is_encoded))
-        return places
+        table = reads_of(chunks, self._index)
+        sizes = _chunk_bytes(table, self._index).tolist()
+        names = self.chunk_names(table)
+        if is_encoded:
+            paths = [self.checkpoint_dir / name for name in names]
+            sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
+        return [
+            ChunkPlace(name, num_bytes, is_encoded)
+            for name, num_bytes in zip(names, sizes, strict=True)
+        ]
 
     @abstractmethod
     def array_folder(self, key: str) -> Path:
@@ -176,42 +174,39 @@ class ZarrFolderReader(StorageReader):
         return None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        codec = self.codec()
+        codec, options, table = self.codec(), self.options, plan.table
+        names = self.chunk_names(table)
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        paths = [f"{self.checkpoint_dir}/{name}" for name in numbers]
+        files = np.fromiter(map(numbers.__getitem__, names), dtype=np.int64, count=len(names))
+        sizes = _chunk_bytes(table, self._index)
+        filler = Filler(
+            plan,
+            planner,
+            self._index,
+            max(1, options.buffer_bytes // options.threads),
+            maps_files=options.maps_files(self.checkpoint_dir),
+        )
         if codec is None:
-            reads = [self._raw_read(item) for item in plan.items]
-            maps_files = self.options.maps_files(self.checkpoint_dir)
-            read_chunks(reads, planner, self.options, maps_files=maps_files, report=self.report)
+            starts = np.zeros_like(files)
+            rows = np.arange(len(table))
+            reads = ChunkReads(rows, paths, files, starts, sizes, fill_files=True)
+            read_chunks(reads, filler, options, report=self.report)
             return done(None)
-        by_chunk: dict[tuple[str, Ints | None, int | None], list[ReadItem]] = {}
-        for item in plan.items:
-            chunk = item.storage_index
-            by_chunk.setdefault((chunk.fqn, chunk.offset, chunk.index), []).append(item)
+        order = np.argsort(files, kind="stable")
+        of_files = np.split(order, np.flatnonzero(np.diff(files[order])) + 1) if len(order) else []
 
-        def read_chunk(items: Sequence[ReadItem]) -> None:
-            chunk = items[0].storage_index
-            tensor = self._index[chunk.fqn]
-            count = stored_elements(tensor, chunk)
-            path = self.chunk_path(tensor, chunk)
-            values = read_decoded(path, codec, tensor.dtype, count, tensor.key)
-            for item in items:
-                self.report(fill(item, tensor.dtype, values, planner))
+        def read_file(rows: Int64s) -> None:
+            first = int(rows[0])
+            values = read_decoded(paths[files[first]], codec, int(sizes[first]), table.key(first))
+            for row in rows.tolist():
+                self.report(filler.fill(row, values))
 
-        in_threads(read_chunk, list(by_chunk.values()), self.options.threads)
+        in_threads(read_file, of_files, options.threads)
         return done(None)
 
-    def _raw_read(self, item: ReadItem) -> ChunkRead:
-        chunk = item.storage_index
-        tensor = self._index[chunk.fqn]
-        num_bytes = stored_elements(tensor, chunk) * tensor.dtype.itemsize
-        path = str(self.chunk_path(tensor, chunk))
-        return ChunkRead(item, Extent(path, 0, num_bytes, num_bytes), tensor.dtype)
 
-
-def stored_elements(tensor: StoredTensor, chunk: MetadataIndex) -> int:
-    """Number of elements in the file of a chunk (full size, also at the edge) or piece."""
-    if tensor.pieces is None:
-        assert tensor.chunk_shape is not None
-        return math.prod(tensor.chunk_shape)
-    row = chunk.index
-    start, stop = tensor.pieces.flat[row].tolist()
-    return math.prod(tensor.pieces.shapes[row].tolist()) if start < 0 else stop - start
+def _chunk_bytes(table: ReadTable, index: Index) -> Int64s:
+    """Bytes of the whole chunk of each row."""
+    itemsizes = [index.dtype_of(name).itemsize for name in table.names]
+    return stored_elements(table, index) * np.array(itemsizes, dtype=np.int64)[table.keys]

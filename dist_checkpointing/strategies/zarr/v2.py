@@ -5,6 +5,7 @@ A regular shard is exactly one chunk file. There is no index file: the folders a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.commit import leftovers
-from dist_checkpointing.format.geometry import Box, Ints, split_flat_range
+from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
 from dist_checkpointing.format.removal import (
     PlannedRemoval,
@@ -35,7 +36,8 @@ from dist_checkpointing.format.removal import (
     note_removal,
     noted_removal,
 )
-from dist_checkpointing.planning import MetadataIndex, WriteItem
+from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.planning import ReadTable, SavePlan
 from dist_checkpointing.planning.layout import WholeShardLayout
 from dist_checkpointing.storage.protocol import WriteResult
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
@@ -98,44 +100,47 @@ class ZarrV2Writer(ZarrFolderWriter):
         }
         yield FileContent(f"{tensor.key}/{_METADATA_NAME}", json.dumps(content, indent=4).encode())
 
-    def chunk_folder(self, tensor: StoredTensor, item: WriteItem) -> Path:
-        del item
-        return self.checkpoint_dir / tensor.key
+    def part_writer(self, plan: SavePlan) -> Callable[[int, torch.Tensor], list[SealedFile]]:
+        index, table = plan.index, plan.table
+        assert index is not None
+        self.make_folders(set(table.key_column))
 
-    def write_item(self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor) -> list[Path]:
-        return [
-            self._write_box(tensor, index, box, part)
-            for index, box, part in _chunk_parts(tensor, item, data)
-        ]
+        def write(row: int, data: torch.Tensor) -> list[SealedFile]:
+            tensor = index[table.key(row)]
+            parts = _chunk_parts(tensor, table.box(row), table.flat_range(row), data)
+            return [self._write_box(tensor, *part) for part in parts]
 
-    def _write_box(self, tensor: StoredTensor, index: Ints, box: Box, data: torch.Tensor) -> Path:
+        return write
+
+    def _write_box(
+        self, tensor: StoredTensor, index: Ints, box: Box, data: torch.Tensor
+    ) -> SealedFile:
         grid, own = tensor.grid, tensor.grid.box(index)
-        path = self.checkpoint_dir / tensor.key / chunk_name(index)
+        name = f"{tensor.key}/{chunk_name(index)}"
+        path = f"{self.checkpoint_dir}/{name}"
         if box == own:
-            write_chunk(path, chunk_array(data, grid.chunk_shape), None)
-        else:
-            array = chunk_array(data, box.shape)
-            write_part(path, array, grid.chunk_shape, box.relative_to(own.offset))
-        return path
+            return SealedFile(name, write_chunk(path, chunk_array(data, grid.chunk_shape), None))
+        array = chunk_array(data, box.shape)
+        size = write_part(path, array, grid.chunk_shape, box.relative_to(own.offset))
+        return SealedFile(name, size)
 
     def finish(self, metadata: Index, results: Iterable[Iterable[WriteResult]]) -> None:
         """Nothing to add: each array describes itself."""
 
 
 def _chunk_parts(
-    tensor: StoredTensor, item: WriteItem, data: torch.Tensor
+    tensor: StoredTensor, whole: Box, flat: tuple[int, int] | None, data: torch.Tensor
 ) -> Iterator[tuple[Ints, Box, torch.Tensor]]:
-    """An item cut along the chunks it falls into: chunk index, box, values."""
-    part = item.tensor_data
-    assert part is not None
-    boxes = [(part.chunk, data)]
-    if part.flat_range is not None:
-        boxes, start = [], 0
-        for local in split_flat_range(part.chunk.shape, *part.flat_range):
-            offset = tuple(a + b for a, b in zip(part.chunk.offset, local.offset, strict=True))
-            values = data[start : start + local.num_elements].reshape(local.shape)
-            boxes.append((Box(offset, local.shape), values))
-            start += local.num_elements
+    """A part of a tensor cut along the chunks it falls into: chunk index, box, values."""
+    boxes = [(whole, data)]
+    if flat is not None:
+        starts = itertools.accumulate(
+            (part.num_elements for part in boxes_of_part(whole, flat)), initial=0
+        )
+        boxes = [
+            (part, data[start : start + part.num_elements].reshape(part.shape))
+            for start, part in zip(starts, boxes_of_part(whole, flat), strict=False)
+        ]
     for box, values in boxes:
         for index, common in tensor.grid.meeting(box):
             yield index, common, values[common.relative_to(box.offset).slices()]
@@ -187,10 +192,13 @@ class ZarrV2Reader(ZarrFolderReader):
     def claimed_in(self, key: str) -> str:
         return str(self.array_folder(key) / _METADATA_NAME)
 
-    def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
-        assert chunk.offset is not None
-        name = chunk_name(tensor.grid.index_at(chunk.offset))
-        return self.checkpoint_dir / tensor.key / name
+    def chunk_names(self, table: ReadTable) -> list[str]:
+        names = []
+        for row in range(len(table)):
+            key, ndim = table.key(row), table.ndim[row]
+            offset = tuple(table.chunk_offsets[row, :ndim].tolist())
+            names.append(f"{key}/{chunk_name(self._index[key].grid.index_at(offset))}")
+        return names
 
 
 def _array_folders(root: Path, on_error: Callable[[OSError], None] | None = None) -> Iterator[str]:

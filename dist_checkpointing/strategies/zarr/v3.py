@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -32,7 +32,8 @@ from dist_checkpointing.format.removal import (
     note_removal,
     noted_removal,
 )
-from dist_checkpointing.planning import MetadataIndex, SavePlanner, WriteItem
+from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import WriteResult
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
@@ -47,11 +48,11 @@ from dist_checkpointing.strategies.zarr.unpacking import Codec
 from dist_checkpointing.strategies.zarr_v3_nodes import (
     METADATA_NAME,
     Node,
-    chunk_name,
+    chunk_keys_to_read,
+    chunk_keys_to_write,
     describe,
     group_json,
     parse,
-    piece_name,
 )
 
 _MAX_METADATA_BYTES = 1 << 32
@@ -95,23 +96,21 @@ class ZarrV3Writer(ZarrFolderWriter):
             data = json.dumps(content, indent=2).encode()
             yield FileContent(f"{path}/{METADATA_NAME}", data)
 
-    def chunk_folder(self, tensor: StoredTensor, item: WriteItem) -> Path:
-        folder = self.checkpoint_dir / local.disk_name(tensor.key)
-        part = item.tensor_data
-        assert part is not None
-        return folder if tensor.pieces is None else folder / piece_name(part.chunk, part.flat_range)
+    def part_writer(self, plan: SavePlan) -> Callable[[int, torch.Tensor], list[SealedFile]]:
+        index, table = plan.index, plan.table
+        assert index is not None
+        names = chunk_keys_to_write(table, index)
+        self.make_folders({name.rpartition("/")[0] for name in names})
+        # Chunks are stored at full size, also where they stick out of the tensor.
+        chunk_shapes = {name: index.chunk_shape(name) for name in set(table.key_column)}
+        full = [chunk_shapes[key] for key in table.key_column]
 
-    def write_item(self, tensor: StoredTensor, item: WriteItem, data: torch.Tensor) -> list[Path]:
-        part = item.tensor_data
-        assert part is not None
-        if tensor.pieces is None:
-            shape, index = tensor.grid.chunk_shape, tensor.grid.index_at(part.chunk.offset)
-        else:
-            shape = tuple(data.shape)
-            index = (0,) * len(shape)
-        path = self.chunk_folder(tensor, item) / chunk_name(index)
-        write_chunk(path, chunk_array(data, shape), self._codec)
-        return [path]
+        def write(row: int, data: torch.Tensor) -> list[SealedFile]:
+            array = chunk_array(data, tuple(full[row] or data.shape))
+            size = write_chunk(f"{self.checkpoint_dir}/{names[row]}", array, self._codec)
+            return [SealedFile(names[row], size)]
+
+        return write
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         del results
@@ -144,15 +143,8 @@ class ZarrV3Reader(ZarrFolderReader):
         name = INDEX_NAME if (self.checkpoint_dir / INDEX_NAME).exists() else METADATA_NAME
         return str(self.checkpoint_dir / name)
 
-    def chunk_path(self, tensor: StoredTensor, chunk: MetadataIndex) -> Path:
-        folder = self.checkpoint_dir / local.disk_name(tensor.key)
-        assert chunk.offset is not None
-        if tensor.pieces is None:
-            return folder / chunk_name(tensor.grid.index_at(chunk.offset))
-        assert chunk.index is not None
-        box, flat = tensor.pieces[chunk.index]
-        ndim = len(box.shape) if flat is None else 1
-        return folder / piece_name(box, flat) / chunk_name((0,) * ndim)
+    def chunk_names(self, table: ReadTable) -> list[str]:
+        return chunk_keys_to_read(table, self._index)
 
 
 def rebuild_index(checkpoint_dir: Path) -> Index:

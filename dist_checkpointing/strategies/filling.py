@@ -1,0 +1,198 @@
+"""Fills the rows of a load plan from chunks, in memory or in files."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.geometry import Window
+from dist_checkpointing.format.index import Index
+from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTable
+from dist_checkpointing.planning.shard_table import Bools, Int64s
+from dist_checkpointing.strategies.windows import copy_window, pread, read_window
+
+Array = npt.NDArray[Any]
+
+_PART_BYTES = 2**22
+"""At most so much of what cannot be filled in place is handed to a planner at a time."""
+
+
+class Filler:
+    """Fills the rows of a plan from chunks.
+
+    Args:
+        plan: the rows.
+        planner: answers for the destinations.
+        index: what is stored.
+        most_bytes: memory for what cannot be read in place.
+        maps_files: whether strided parts are read through a mapping.
+        table: the same rows where chunks are stored in another shape than the plan says.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        index: Index,
+        most_bytes: int,
+        *,
+        maps_files: bool,
+        table: ReadTable | None = None,
+    ) -> None:
+        table = plan.table if table is None else table
+        self.table = table
+        self._planner = planner
+        self._destinations = planner.destinations(plan)
+        self._most_bytes = most_bytes
+        self._maps_files = maps_files
+        used = np.unique(table.keys[~table.is_object]).tolist()
+        types = {position: index.dtype_of(table.names[position]) for position in used}
+        self._dtypes = [types.get(position) for position in table.keys.tolist()]
+        as_torch = {position: dtype.torch for position, dtype in types.items()}
+        self._torch_dtypes = [as_torch.get(position) for position in table.keys.tolist()]
+        itemsizes = np.zeros(len(table.names), dtype=np.int64)
+        itemsizes[used] = [types[position].itemsize for position in used]
+        items = itemsizes[table.keys]
+        starts, is_run = contiguous_ranges(table)
+        self._starts = np.where(is_run, starts * items, -1).tolist()
+        self.num_bytes: list[int] = (table.num_elements * items).tolist()
+
+    def dtype(self, row: int) -> DType:
+        """Dtype of a row, as stored."""
+        dtype = self._dtypes[row]
+        assert dtype is not None
+        return dtype
+
+    def fill(self, row: int, chunk: Array) -> int:
+        """Fill a row from its chunk, which is in memory already.
+
+        Args:
+            row: to fill.
+            chunk: the bytes of the chunk, contiguous.
+
+        Returns:
+            How many bytes that were.
+        """
+        return self.fill_run([row], [0], [chunk.nbytes], chunk)
+
+    def fill_run(
+        self, rows: Sequence[int], starts: Sequence[int], sizes: Sequence[int], block: Array
+    ) -> int:
+        """Fill rows whose chunks lie in a block of memory.
+
+        Args:
+            rows: to fill.
+            starts: first byte of each chunk in the block.
+            sizes: bytes of each chunk.
+            block: the bytes, contiguous.
+
+        Returns:
+            How many bytes of the rows that were.
+        """
+        address, total = block.ctypes.data, 0
+        for row, start, size in zip(rows, starts, sizes, strict=True):
+            destination = self._destinations.acquire(row)
+            begin, num_bytes = self._starts[row], self.num_bytes[row]
+            total += num_bytes
+            if (
+                begin >= 0
+                and begin + num_bytes <= size
+                and destination.dtype is self._torch_dtypes[row]
+                and dtypes.is_plain_memory(destination)
+                and destination.nbytes == num_bytes
+            ):
+                ctypes.memmove(destination.data_ptr(), address + start + begin, num_bytes)
+                self._destinations.filled(row, destination)
+            else:
+                self._copy(row, block[start : start + size], destination)
+        return total
+
+    def _copy(self, row: int, chunk: Array, destination: torch.Tensor) -> None:
+        dtype = self.dtype(row)
+        values = chunk.view(dtype.bits)
+        target = dtypes.fillable(destination, dtype.torch)
+        if target is None:
+            self._staged(row, _PART_BYTES, partial(copy_window, values))
+        else:
+            copy_window(values, self.table.storage(row), target)
+            self._destinations.filled(row, destination)
+
+    def read(self, row: int, descriptor: int, start: int) -> int:
+        """Fill a row from its chunk in an open file, which must be long enough.
+
+        Args:
+            row: to fill.
+            descriptor: of the file.
+            start: first byte of the chunk in it.
+
+        Returns:
+            How many bytes that were.
+        """
+        destination, dtype = self._destinations.acquire(row), self.dtype(row)
+        target = dtypes.fillable(destination, dtype.torch)
+        # What is staged may have to be gathered from rows that are read whole: both need memory.
+        most_bytes = self._most_bytes if target is not None else max(1, self._most_bytes // 2)
+        most_copied = None if self._maps_files else most_bytes
+
+        def read_part(window: Window, staged: Array) -> None:
+            read_window(descriptor, start, window, staged, most_copied)
+
+        if target is None:
+            self._staged(row, most_bytes, read_part)
+        elif self._starts[row] >= 0 and target.flags.c_contiguous:
+            view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+            pread(descriptor, view, start + self._starts[row])
+            self._destinations.filled(row, destination)
+        else:
+            read_part(self.table.storage(row), target)
+            self._destinations.filled(row, destination)
+        return self.num_bytes[row]
+
+    def _staged(self, row: int, most_bytes: int, read: Callable[[Window, Array], None]) -> None:
+        item = replace(self.table.item(row), storage=self.table.storage(row))
+        apply_staged(item, self.dtype(row), self._planner, most_bytes, read)
+
+
+def contiguous_ranges(table: ReadTable) -> tuple[Int64s, Bools]:
+    """First element of each row's box in its chunk, and whether the box is one run there."""
+    position = np.zeros(len(table), dtype=np.int64)
+    is_run = np.ones(len(table), dtype=np.bool_)
+    is_partial = np.zeros(len(table), dtype=np.bool_)
+    shapes, boxes, lengths = table.storage_shapes, table.storage_boxes, table.lengths
+    for axis in range(shapes.shape[1]):
+        position = position * shapes[:, axis] + boxes[:, axis]
+    for axis in reversed(range(shapes.shape[1])):
+        is_run &= ~is_partial | (lengths[:, axis] == 1)
+        is_partial |= lengths[:, axis] != shapes[:, axis]
+    return table.storage_starts + position, is_run
+
+
+def apply_staged(
+    item: ReadItem,
+    dtype: DType,
+    planner: LoadPlanner,
+    most_bytes: int,
+    read: Callable[[Window, Array], None],
+) -> None:
+    """Read what cannot be filled in place, part by part, and hand it to the planner.
+
+    Args:
+        item: what to read.
+        dtype: as stored.
+        planner: puts each part where it belongs.
+        most_bytes: of a part.
+        read: reads a window of the chunk into an array of the window's box shape.
+    """
+    for part in item.parts(max(1, most_bytes // dtype.itemsize)):
+        staged = np.empty(part.lengths, dtype=dtype.bits)
+        read(part.storage, staged)
+        planner.apply_tensor(part, dtypes.as_tensor(staged, dtype.torch))
