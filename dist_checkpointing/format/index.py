@@ -221,7 +221,7 @@ class Index(Mapping[str, StoredTensor]):
             UnsupportedFormatError: if they are of a future format or hold an unknown dtype.
         """
         try:
-            content = local.parse_json(data)
+            content = local.parse_json(data, _pieces_or_dict)
         except ValueError as error:
             raise _corrupt(f"not JSON: {error}", path) from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -236,7 +236,7 @@ class Index(Mapping[str, StoredTensor]):
                 _strings(content["dtypes"]),
                 _shapes(keys, content["global_shapes"]),
                 _shapes(keys, content["chunk_shapes"], optional=True),
-                _pieces_from_json(content.pop("pieces")),
+                _pieces(content["pieces"]),
                 {key: tuple(_extents(key, shape)) for key, shape in content["objects"].items()},
                 _optional_string(content["codec"]),
             )
@@ -292,13 +292,17 @@ def _rows_text(rows: Int64s) -> str:
     return _text(rows.tolist())
 
 
-def _pieces_from_json(content: Any) -> PieceColumns:
-    pieces = {}
-    # Each table is let go of once it is an array: the lists take ten times as much memory.
-    for key in [*content.keys()]:
-        table = content.pop(key)
-        pieces[key] = Pieces.from_lists(table["offsets"], table["shapes"], table["flat"])
-    return PieceColumns.of(pieces)
+def _pieces_or_dict(content: dict[str, Any]) -> Any:
+    # At once, because the lists take ten times as much memory as the arrays.
+    if content.keys() == {"offsets", "shapes", "flat"}:
+        return Pieces.from_lists(content["offsets"], content["shapes"], content["flat"])
+    return content
+
+
+def _pieces(content: Any) -> PieceColumns:
+    if not isinstance(content, dict) or not {Pieces}.issuperset(map(type, content.values())):
+        raise ValueError("expected pieces by key")
+    return PieceColumns.of(content)
 
 
 def _corrupt(problem: str, path: str) -> CorruptCheckpointError:
