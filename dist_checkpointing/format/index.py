@@ -1,7 +1,7 @@
 """The index: what a checkpoint holds, and the file that says so.
 
-One small JSON file of columns, whatever the number of ranks. It is read by one rank and shared, and
-only the rows that a load asks for become objects.
+One small JSON file of columns, whatever the number of ranks. It is read by rank 0, and only the
+rows that a load asks for become objects.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class Index(Mapping[str, StoredTensor]):
     Columns of equal length, one entry a tensor; a tensor becomes an object when it is asked for.
 
     Attributes:
-        keys_column: the keys.
-        dtype_column: names of the dtypes.
-        global_shape_column: global shapes.
-        chunk_shape_column: chunk shapes; None for tensors that are stored as pieces.
-        pieces: of the tensors that are stored as pieces.
-        objects: grids of the sharded objects that the backend holds itself.
-        codec: name of the compression of all chunks, if there is one.
+        keys_column: The keys.
+        dtype_column: Names of the dtypes.
+        global_shape_column: Global shapes.
+        chunk_shape_column: Chunk shapes; None for tensors that are stored as pieces.
+        pieces: Pieces of the tensors that are stored as pieces.
+        objects: Grids of the sharded objects that the backend holds itself.
+        codec: Name of the compression of all chunks, if there is one.
     """
 
     keys_column: Sequence[str]
@@ -173,14 +173,15 @@ class Index(Mapping[str, StoredTensor]):
         return np.array([chunk is not None for chunk in self.chunk_shape_column], dtype=np.bool_)
 
     @cached_property
+    def global_shapes(self) -> Int64s:
+        """``[tensors, axes]``: global shapes; further axes are 1."""
+        return _padded(self.global_shape_column)
+
+    @cached_property
     def chunk_shapes(self) -> Int64s:
-        """``[tensors, axes]``: chunk shapes; what is further, or without a grid, is 1."""
-        chunks = [chunk or () for chunk in self.chunk_shape_column]
-        ndim = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
-        shapes = np.ones((len(ndim), int(ndim.max(initial=0))), dtype=np.int64)
-        inside = np.arange(shapes.shape[1]) < ndim[:, None]
-        shapes[inside] = [*itertools.chain.from_iterable(chunks)]
-        return shapes
+        """``[tensors, axes]``: chunk shapes; further axes, and all without a grid, are 1."""
+        rows = zip(self.global_shape_column, self.chunk_shape_column, strict=True)
+        return _padded([(1,) * len(shape) if chunk is None else chunk for shape, chunk in rows])
 
     def chunk_shape(self, key: str) -> Sequence[int] | None:
         """Chunk shape of a tensor; None if it is stored as pieces, or not at all."""
@@ -239,7 +240,7 @@ class Index(Mapping[str, StoredTensor]):
         """
         message = "the index of the checkpoint cannot be read"
         with local.parsing(message, path, remedy="Use another checkpoint, or restore this file."):
-            content = local.parse_json(data)
+            content = local.parse_json(data, _pieces_or_dict)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError("not an index of dist_checkpointing")
             body = b"{" + data[_CHECKSUM_BYTES:]
@@ -251,7 +252,7 @@ class Index(Mapping[str, StoredTensor]):
                 _strings(content["dtypes"]),
                 _shapes(keys, content["global_shapes"]),
                 _shapes(keys, content["chunk_shapes"], optional=True),
-                _pieces_from_json(content.pop("pieces")),
+                _pieces(content["pieces"]),
                 {key: tuple(_extents(key, shape)) for key, shape in content["objects"].items()},
                 _optional_string(content["codec"]),
             )
@@ -282,6 +283,13 @@ class Index(Mapping[str, StoredTensor]):
                 raise ValueError(f"{key!r} has chunk shape {chunk} for shape {shape}")
 
 
+def _padded(shapes: Sequence[Sequence[int]]) -> Int64s:
+    ndim = np.fromiter(map(len, shapes), dtype=np.int64, count=len(shapes))
+    wide = np.ones((len(shapes), int(ndim.max(initial=0))), dtype=np.int64)
+    wide[np.arange(wide.shape[1]) < ndim[:, None]] = [*itertools.chain.from_iterable(shapes)]
+    return wide
+
+
 def _text(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
@@ -298,13 +306,17 @@ def _rows_text(rows: Int64s) -> str:
     return _text(rows.tolist())
 
 
-def _pieces_from_json(content: Any) -> PieceColumns:
-    pieces = {}
-    # Each table is let go of once it is an array: the lists take ten times as much memory.
-    for key in [*content.keys()]:
-        table = content.pop(key)
-        pieces[key] = Pieces.from_lists(table["offsets"], table["shapes"], table["flat"])
-    return PieceColumns.of(pieces)
+def _pieces_or_dict(content: dict[str, Any]) -> Any:
+    # At once, because the lists take ten times as much memory as the arrays.
+    if content.keys() == {"offsets", "shapes", "flat"}:
+        return Pieces.from_lists(content["offsets"], content["shapes"], content["flat"])
+    return content
+
+
+def _pieces(content: Any) -> PieceColumns:
+    if not isinstance(content, dict) or not {Pieces}.issuperset(map(type, content.values())):
+        raise ValueError("expected pieces by key")
+    return PieceColumns.of(content)
 
 
 def _strings(values: Any) -> list[str]:

@@ -116,11 +116,11 @@ class PieceColumns(Mapping[str, Pieces]):
     """The pieces of many tensors as one set of arrays; those of one tensor are a part of them.
 
     Attributes:
-        keys_column: the tensors.
+        keys_column: Keys of the tensors.
         starts: ``[tensors + 1]``, where the rows of each tensor begin.
         ndim: ``[tensors]``, number of axes of each.
         offsets: ``[rows, most axes]``; see Pieces. Further axes are 0.
-        shapes: likewise. Further axes are 1.
+        shapes: ``[rows, most axes]``. Further axes are 1.
         flat: ``[rows, 2]``.
     """
 
@@ -154,6 +154,26 @@ class PieceColumns(Mapping[str, Pieces]):
             shapes[first:last, : table.offsets.shape[1]] = table.shapes
             flat[first:last] = table.flat
         return cls(list(pieces), starts, ndim, offsets, shapes, flat)
+
+    @classmethod
+    def joined(cls, tables: Sequence[PieceColumns]) -> PieceColumns:
+        """The pieces of the tensors of all these, of which no two hold the same."""
+        width = max((table.offsets.shape[1] for table in tables), default=0)
+        counts = [np.diff(table.starts) for table in tables]
+        pad = [((0, 0), (0, width - table.offsets.shape[1])) for table in tables]
+        offsets = [np.pad(table.offsets, p) for table, p in zip(tables, pad, strict=True)]
+        shapes = [
+            np.pad(table.shapes, p, constant_values=1) for table, p in zip(tables, pad, strict=True)
+        ]
+        none = np.empty((0, width), dtype=np.int64)
+        return cls(
+            [*itertools.chain.from_iterable(table.keys_column for table in tables)],
+            np.cumsum(np.concatenate([[0], *counts]), dtype=np.int64),
+            np.concatenate([none[:, :0].ravel(), *(table.ndim for table in tables)]),
+            np.concatenate([none, *offsets]),
+            np.concatenate([none, *shapes]),
+            np.concatenate([np.empty((0, 2), dtype=np.int64), *(table.flat for table in tables)]),
+        )
 
     def __getitem__(self, key: str) -> Pieces:
         found = self._seen.get(key)

@@ -1,7 +1,7 @@
-"""Replicas shared out: which of the ranks that hold a part writes it, or reads it for the others.
+"""Which of the ranks that hold a part writes it, or reads it for the others.
 
-Pure functions of tables and numbers. The order in which parts are handed out, and the rule by which
-a rank is chosen, are those of ``distribute_shards_to_ranks``; for a catalog the same is done on
+Pure functions of tables and numbers. The order in which parts are assigned, and the rule by which a
+rank is chosen, are those of ``distribute_shards_to_ranks``; for a catalog the same is done on
 arrays.
 """
 
@@ -49,7 +49,7 @@ def distribute_shards_to_ranks(
         cross_parallelization_group_loads: shards that belong to another group.
 
     Returns:
-        Shard -> rank, in the order in which they were handed out.
+        Shard -> rank, in the order in which they were assigned.
 
     Example:
         >>> from dist_checkpointing.planning import distribute_shards_to_ranks
@@ -63,10 +63,10 @@ def distribute_shards_to_ranks(
 
     shards = sorted(shard_to_ranks, key=order)
     requests = ((tuple(shard_to_ranks[shard]), shard_to_size[shard]) for shard in shards)
-    return dict(zip(shards, _hand_out(requests, [0] * num_ranks), strict=True))
+    return dict(zip(shards, _assigned(requests, [0] * num_ranks), strict=True))
 
 
-def _hand_out(requests: Iterable[tuple[tuple[int, ...], int]], loads: list[int]) -> Iterator[int]:
+def _assigned(requests: Iterable[tuple[tuple[int, ...], int]], loads: list[int]) -> Iterator[int]:
     """A rank for each (ranks, size) in turn; ``loads`` is kept up to date.
 
     The heap of a set of ranks may say too little of some, whose load grew through another set. As
@@ -87,7 +87,7 @@ def _hand_out(requests: Iterable[tuple[tuple[int, ...], int]], loads: list[int])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holdings:
+class Replicas:
     """The distinct parts in a table, and the rows that hold each of them.
 
     A part is a box (or a flattened range of one) of a tensor. Parts are in order of key, place,
@@ -123,11 +123,11 @@ class Holdings:
         """The part that each of ``rows`` holds."""
         return np.repeat(np.arange(len(self)), self.counts)
 
-    def only(self, kept: Bools) -> Holdings:
+    def only(self, kept: Bools) -> Replicas:
         """Some of the parts."""
         counts = self.counts[kept]
         rows = self.rows[np.repeat(kept, self.counts)]
-        return Holdings(rows, _starts(counts), self.main_rows[kept])
+        return Replicas(rows, _starts(counts), self.main_rows[kept])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,23 +145,23 @@ class HolderSets:
     of_part: Int64s
 
     @classmethod
-    def of(cls, table: ShardTable, holdings: Holdings, groups: Int64s | None = None) -> HolderSets:
+    def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s | None = None) -> HolderSets:
         """Who holds each part.
 
         Args:
-            table: whose rows the holdings are about.
-            holdings: parts that have a main replica each.
+            table: that the replicas are rows of.
+            replicas: parts that have a main replica each.
             groups: number of the group of each rank: ranks outside of the main replica's are left
                 out.
         """
-        numbers = table.ranks[holdings.rows]
-        home = np.zeros(len(holdings), dtype=np.int64)
+        numbers = table.ranks[replicas.rows]
+        home = np.zeros(len(replicas), dtype=np.int64)
         if groups is not None:
-            home = groups[table.take(holdings.main_rows).of_ranks().ranks]
-        of_part, examples = _alike(numbers, holdings.starts, home)
+            home = groups[table.take(replicas.main_rows).of_ranks().ranks]
+        of_part, examples = _alike(numbers, replicas.starts, home)
         sets = []
         for part in examples.tolist():
-            held = numbers[holdings.starts[part] : holdings.starts[part + 1]]
+            held = numbers[replicas.starts[part] : replicas.starts[part + 1]]
             if table.holders is not None:
                 held = np.sort(np.concatenate([table.holders[number] for number in held.tolist()]))
             sets.append(held if groups is None else held[groups[held] == home[part]])
@@ -186,7 +186,7 @@ def _alike(numbers: Int32s, starts: Int64s, home: Int64s) -> tuple[Int64s, Int64
     raise AssertionError("the loop has no end")
 
 
-def rows_of_ranks(table: ShardTable, holdings: Holdings, parts: Int64s, ranks: Int32s) -> Int64s:
+def rows_of_ranks(table: ShardTable, replicas: Replicas, parts: Int64s, ranks: Int32s) -> Int64s:
     """The rows by which some ranks hold some parts; ``parts`` and ``ranks`` are of one length."""
     numbers, origins = ranks.astype(np.int64), np.arange(len(parts))
     most = int(table.ranks.max(initial=0)) + 1
@@ -202,12 +202,12 @@ def rows_of_ranks(table: ShardTable, holdings: Holdings, parts: Int64s, ranks: I
         origins = np.repeat(origins, counts)
         place = np.arange(len(origins)) - np.repeat(np.cumsum(counts) - counts, counts)
         numbers = sets[first[origins] + place]
-    held = holdings.parts * most + table.ranks[holdings.rows]
+    held = replicas.parts * most + table.ranks[replicas.rows]
     asked = parts[origins] * most + numbers
     found = np.minimum(np.searchsorted(held, asked), len(held) - 1)
     is_held = held[found] == asked
     rows = np.full(len(parts), -1, dtype=np.int64)
-    rows[origins[is_held]] = holdings.rows[found[is_held]]
+    rows[origins[is_held]] = replicas.rows[found[is_held]]
     return rows
 
 
@@ -215,7 +215,7 @@ def _starts(counts: Int64s) -> Int64s:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def find_holdings(table: ShardTable, rows: Int64s) -> Holdings:
+def find_replicas(table: ShardTable, rows: Int64s) -> Replicas:
     """Who holds what.
 
     Args:
@@ -248,7 +248,7 @@ def find_holdings(table: ShardTable, rows: Int64s) -> Holdings:
     # A rank that holds a part twice holds it once for this purpose.
     kept = begins | np.concatenate([[True], np.diff(own.ranks[order]) != 0])[: len(order)]
     counts = np.bincount(part[kept], minlength=len(mains))
-    return Holdings(rows[order[kept]], _starts(counts), main_rows)
+    return Replicas(rows[order[kept]], _starts(counts), main_rows)
 
 
 def _changes(columns: Sequence[Integers], order: Int64s) -> Bools:
@@ -307,7 +307,7 @@ def _least_loaded(members: Integers, set_of: Int64s, sizes: Int64s, loads: Int64
     requests = (
         (rows[row], size) for row, size in zip(set_of.tolist(), sizes.tolist(), strict=True)
     )
-    winners = np.fromiter(_hand_out(requests, given), dtype=np.int64, count=len(sizes))
+    winners = np.fromiter(_assigned(requests, given), dtype=np.int64, count=len(sizes))
     loads[:] = given
     # Sets ascend, and so do all ranks once they are numbered by set.
     first = np.arange(len(members)) * len(loads)
@@ -341,8 +341,8 @@ def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
     Objects, and parts without exactly one main replica (which the check of the shards is about),
     are left as they are: main replicas are written.
     """
-    holdings = tensor_holdings(catalog)
-    shared = holdings.only(holdings.main_rows >= 0)
+    replicas = tensor_replicas(catalog)
+    shared = replicas.only(replicas.main_rows >= 0)
     sizes = catalog.num_bytes[shared.firsts]
     loads = np.zeros(num_ranks, dtype=np.int64)
     ranks = catalog.ranks[shared.rows]
@@ -350,14 +350,14 @@ def choose_writers(catalog: ShardTable, num_ranks: int) -> Int64s:
     return np.sort(np.concatenate([shared.rows[chosen], fixed_rows(catalog, shared)]))
 
 
-def tensor_holdings(catalog: ShardTable) -> Holdings:
+def tensor_replicas(catalog: ShardTable) -> Replicas:
     """Who holds what of all tensors that have elements."""
-    return find_holdings(
+    return find_replicas(
         catalog, np.flatnonzero((catalog.num_elements > 0) & ~catalog.is_object).astype(np.int64)
     )
 
 
-def fixed_rows(catalog: ShardTable, shared: Holdings) -> Int64s:
+def fixed_rows(catalog: ShardTable, shared: Replicas) -> Int64s:
     """The main replicas that no other rank could write in place of its own."""
     fixed = catalog.main & (catalog.num_elements > 0)
     fixed[shared.main_rows] = False

@@ -1,4 +1,4 @@
-"""The planner that lets every holder of a replica write its share."""
+"""The planner that lets every holder of a replica write a part of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.balance import (
     HolderSets,
-    Holdings,
+    Replicas,
     fixed_rows,
     rows_of_ranks,
     share_out,
-    tensor_holdings,
+    tensor_replicas,
 )
 from dist_checkpointing.planning.default import DefaultSavePlanner
 from dist_checkpointing.planning.items import SavePlan
@@ -28,7 +28,7 @@ from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 _WELL_BALANCED = 1.05
 _MIN_CHUNK_BYTES = 2**18
 _CHUNKS_A_RANK = 32
-"""Chunks of a thirty-second of a rank's share leave at most that much of a difference."""
+"""With chunks of a thirty-second of what a rank writes, ranks differ by no more than that."""
 
 
 class BalancedSavePlanner(DefaultSavePlanner):
@@ -77,7 +77,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
     def assign(self, catalog: ShardTable, num_ranks: int) -> tuple[ShardTable, Index]:
         if not self.remove_redundancy:
             return super().assign(catalog, num_ranks)
-        found = tensor_holdings(catalog)
+        found = tensor_replicas(catalog)
         shared = found.only(found.main_rows >= 0)
         groups = None
         if self.groups is not None:
@@ -92,7 +92,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         return best.written.take(np.argsort(best.written.keys, kind="stable")), best.index
 
     def _assignment(
-        self, catalog: ShardTable, shared: Holdings, sets: HolderSets, num_ranks: int
+        self, catalog: ShardTable, shared: Replicas, sets: HolderSets, num_ranks: int
     ) -> _Assignment:
         is_fixed = fixed_rows(catalog, shared)
         fixed = catalog.take(is_fixed).of_ranks()
@@ -150,7 +150,7 @@ class _Assignment:
 
 
 def _finer(layout: Layout, mean_bytes: float) -> RowBlockLayout | None:
-    """A layout that gives ranks equal shares; None if it would be no finer."""
+    """A layout with which ranks can write equally much; None if it would be no finer."""
     if not isinstance(layout, RowBlockLayout):
         return None
     most = max(_MIN_CHUNK_BYTES, int(mean_bytes) // _CHUNKS_A_RANK)
@@ -165,7 +165,7 @@ def check_replicas_have_data(leaves: Sequence[ShardedBase]) -> None:
     """
     findings = [
         Finding(
-            "data is None, but every replica must have its data where replicas are shared out",
+            "data is None, but every replica needs its data where any holder may write it",
             leaf.key,
             remedy="Give it its data, or leave this replica out of the state dict.",
         )

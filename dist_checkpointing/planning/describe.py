@@ -19,7 +19,7 @@ from dist_checkpointing.planning.shard_table import (
     Bools,
     ShardTable,
     TableRows,
-    padded,
+    table_of,
 )
 
 _TENSOR = attrgetter(
@@ -84,26 +84,16 @@ def _columns(leaves: Sequence[ShardedBase], rank: int) -> ShardTable | None:
             return None
         name_of = {t: OBJECT if t is OBJECT else dtypes.from_torch(t).name for t in set(types)}
         dtype_names = [name_of[dtype] for dtype in types]
-        number = {name: i for i, name in enumerate(dict.fromkeys((*keys, *dtype_names)))}
         boxes: Sequence[Any] = local
         if any(prepended):
             boxes = [(1,) * more + own for more, own in zip(prepended, local, strict=True)]
-        ndim = np.fromiter(map(len, whole), dtype=np.int32, count=len(rows))
-        if not all(list(map(len, column)) == ndim.tolist() for column in (offsets, boxes)):
+        ndim = list(map(len, whole))
+        if not list(map(len, offsets)) == list(map(len, boxes)) == ndim:
             return None
-        table = ShardTable(
-            names=tuple(number),
-            keys=np.array([number[key] for key in keys], dtype=np.int32),
-            dtypes=np.array([number[name] for name in dtype_names], dtype=np.int32),
-            ndim=ndim,
-            global_shapes=padded(whole, ndim, 1),
-            offsets=padded(offsets, ndim, 0),
-            shapes=padded(boxes, ndim, 1),
-            flat=np.array([(-1, -1) if r is None else (r.start, r.stop) for r in ranges]),
-            main=np.array([is_main_replica(replica) for replica in replicas], dtype=np.bool_),
-            sources=np.arange(len(rows), dtype=np.int32),
-            ranks=np.full(len(rows), rank, dtype=np.int32),
-        )
+        flat = [None if r is None else (r.start, r.stop) for r in ranges]
+        main = [is_main_replica(replica) for replica in replicas]
+        columns = (keys, dtype_names, whole, offsets, boxes, flat, main, range(len(rows)))
+        table = table_of(rank, *columns)
         is_flat = np.array([r is not None for r in ranges])
         is_padded = np.array([bool(may) for may in padding])
         is_right = _is_right(table, is_flat, is_padded) and _are_on_grid(table, grids)

@@ -104,12 +104,9 @@ class Exchanged(Generic[T]):
         return tables
 
     @property
-    def number(self) -> int:
-        """A number from 0 to 2**62 - 1 that stands for the tables of all ranks."""
-        digest = xxhash.xxh3_64()
-        for own in self.brought:
-            digest.update(b"".join(part.digest for part in own.parts) + b"\0")
-        return digest.intdigest() >> 2
+    def digests(self) -> list[bytes]:
+        """What stands for the table of each rank."""
+        return [b"".join(part.digest for part in own.parts) for own in self.brought]
 
 
 def exchange_tables(

@@ -15,8 +15,8 @@ class KeyGroups:
     """The rows of a table sorted by key, seen as one group a key.
 
     Attributes:
-        table: sorted by key.
-        counted: the rows that make up the tensors; the others only announce their key.
+        table: Sorted by key.
+        counted: The rows that make up the tensors; the others only announce their key.
     """
 
     table: ShardTable

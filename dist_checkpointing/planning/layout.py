@@ -27,7 +27,7 @@ class RowBlockLayout:
     would divide are stored as pieces: the same row blocks, each on its own.
 
     Attributes:
-        max_chunk_bytes: upper limit for a chunk or piece, in bytes.
+        max_chunk_bytes: Upper limit for a chunk or piece, in bytes.
     """
 
     max_chunk_bytes: int = MAX_CHUNK_BYTES
@@ -134,7 +134,7 @@ class WholeShardLayout:
     into. A flattened range goes to its place in the chunk of its shard.
 
     Attributes:
-        max_chunks_per_shard: along one axis.
+        max_chunks_per_shard: Most chunks that a shard is divided into along one axis.
     """
 
     max_chunks_per_shard: int = 64

@@ -1,7 +1,6 @@
 """A table of shards as few bytes: what ranks exchange before a save.
 
-Columns are stored as differences from row to row, in the smallest integers that hold them, and
-compressed: neighbours in a model look alike, so a shard takes a few bytes, whatever its shape.
+A shard takes a few bytes, whatever its shape.
 """
 
 from __future__ import annotations
@@ -15,15 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from dist_checkpointing.format.int_columns import column_end, pack_column, unpack_column
 from dist_checkpointing.planning.shard_table import COLUMNS, Int64s, ShardTable
 
 _HEAD = struct.Struct("<QQQ")
 _COLUMNS = ("keys", "dtypes", "ndim", "main", "sources")
 _WIDE_COLUMNS = ("global_shapes", "offsets", "shapes", "flat")
-_CODES = "bhiq"
-_ITEMSIZES = {ord(code): np.dtype(code).itemsize for code in _CODES}
 _LEVEL = 1
 
 
@@ -34,10 +31,7 @@ def pack(table: ShardTable) -> bytes:
     for name in _WIDE_COLUMNS:
         columns += list(getattr(table, name).T)
     parts = [_HEAD.pack(len(table), table.max_ndim, len(names)), names]
-    for column in columns:
-        steps = np.diff(column, prepend=0)
-        code = _smallest(steps)
-        parts += [code.encode(), steps.astype(np.dtype(code)).tobytes()]
+    parts += map(pack_column, columns)
     return zlib.compress(b"".join(parts), _LEVEL)
 
 
@@ -56,8 +50,7 @@ class PackedTable:
         self.names = _names(raw[_HEAD.size : _HEAD.size + names_size])
         self._begins = [_HEAD.size + names_size]
         for _ in range(len(_COLUMNS) + 3 * self.max_ndim + 2):
-            begin = self._begins[-1]
-            self._begins.append(begin + 1 + self._rows * _ITEMSIZES[raw[begin]])
+            self._begins.append(column_end(raw, self._begins[-1], self._rows))
 
     def __len__(self) -> int:
         return int(self._rows)
@@ -67,8 +60,9 @@ class PackedTable:
         if name == "ranks":
             return np.full(self._rows, self._rank, dtype=np.int32)
         if name in _COLUMNS:
-            column = self._numbers(_COLUMNS.index(name))
-            return column.astype(np.bool_ if name == "main" else np.int32)
+            return self._numbers(_COLUMNS.index(name)).astype(
+                np.bool_ if name == "main" else np.int32
+            )
         first = len(_COLUMNS) + self.max_ndim * _WIDE_COLUMNS.index(name)
         width = 2 if name == "flat" else self.max_ndim
         columns = np.empty((self._rows, width), dtype=np.int64)
@@ -77,9 +71,7 @@ class PackedTable:
         return columns
 
     def _numbers(self, number: int) -> Int64s:
-        begin = self._begins[number]
-        steps = np.frombuffer(self._raw, chr(self._raw[begin]), self._rows, begin + 1)
-        return np.cumsum(steps, dtype=np.int64)
+        return unpack_column(self._raw, self._begins[number], self._rows)
 
 
 def unpack(data: bytes, rank: int) -> ShardTable:
@@ -98,15 +90,6 @@ def unpack_all(packed: Sequence[bytes]) -> list[ShardTable]:
             table = known[data] = unpack(data, rank)
         tables.append(replace(table, ranks=np.full(len(table), rank, dtype=np.int32)))
     return tables
-
-
-def _smallest(steps: npt.NDArray[np.int64]) -> str:
-    low, high = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
-    for code in _CODES:
-        limits = np.iinfo(np.dtype(code))
-        if limits.min <= low and high <= limits.max:
-            return code
-    raise AssertionError("an int64 fits into an int64")
 
 
 @lru_cache(maxsize=64)

@@ -35,10 +35,10 @@ class AgreedPlan:
     """What the ranks have agreed to save, to the last chunk. It knows no values.
 
     Attributes:
-        plan: what this rank writes.
-        index: what the checkpoint will hold.
-        dropped: keys in the state dict that a user's planner left out on purpose.
-        others: the ShardedObjects of all ranks that the storage does not take, sorted by key.
+        plan: What this rank writes.
+        index: What the checkpoint will hold.
+        dropped: Keys in the state dict that a user's planner left out on purpose.
+        others: The ShardedObjects of all ranks that the storage does not take, sorted by key.
     """
 
     plan: SavePlan
@@ -153,7 +153,10 @@ def plan_save(
         dropped = tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
         agreed = AgreedPlan(plan, index, dropped, other_rows)
         if cache is not None and description is not None:
-            cache.keep(description, agreed, exchanged.number)
+            digest = xxhash.xxh3_64()
+            for data in exchanged.digests:
+                digest.update(data)
+            cache.keep(description, agreed, digest.intdigest() >> 2)
     return agreed
 
 
@@ -258,7 +261,7 @@ _FIELDS = attrgetter(
 
 
 def _described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
-    """Everything about the leaves that a plan depends on, as values that nobody can change."""
+    """Everything about the leaves that a plan depends on, as values that cannot change."""
     for leaf in leaves:
         data = leaf.data
         if isinstance(leaf, ShardedTensor):

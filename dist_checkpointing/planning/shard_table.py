@@ -39,18 +39,18 @@ class ShardTable:
     Shapes and offsets are padded to the largest number of axes: shapes with 1, offsets with 0.
 
     Attributes:
-        names: the distinct keys and dtype names; ``keys`` and ``dtypes`` are positions in it.
-        keys: position of the key in ``names``.
-        dtypes: position of the dtype name in ``names`` (``"object"`` for objects).
-        ndim: number of global axes.
+        names: The distinct keys and dtype names; ``keys`` and ``dtypes`` are positions in it.
+        keys: Position of the key in ``names``.
+        dtypes: Position of the dtype name in ``names`` (``"object"`` for objects).
+        ndim: Number of global axes.
         global_shapes: ``[rows, axes]``; for objects the grid of cells.
         offsets: ``[rows, axes]``, first element of the shard's box.
         shapes: ``[rows, axes]``, shape of the shard's box.
         flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
-        main: whether this is the main replica.
-        sources: which leaf of its rank this is, in flattening order.
-        ranks: which rank holds it; or, if there are ``holders``, which of them hold it.
-        holders: sets of ranks, ascending each. Tables that are the same on many ranks are then here
+        main: Whether this is the main replica.
+        sources: Which leaf of its rank this is, in flattening order.
+        ranks: Which rank holds it; or, if there are ``holders``, which of them hold it.
+        holders: Sets of ranks, ascending each. Tables that are the same on many ranks are then here
             once, and ``ranks`` are positions in this sequence.
     """
 
@@ -202,7 +202,6 @@ class TableRows:
     """Rows on their way into a table."""
 
     def __init__(self) -> None:
-        self._positions: dict[str, int] = {}
         self._columns: tuple[list[Any], ...] = ([], [], [], [], [], [], [], [])
 
     def add(
@@ -218,37 +217,46 @@ class TableRows:
         source: int,
     ) -> None:
         """Add a shard; see the attributes of ShardTable."""
-        position = self._positions.setdefault
-        keys, types, global_shapes, offsets, shapes, flats, mains, sources = self._columns
-        keys.append(position(key, len(self._positions)))
-        types.append(position(dtype, len(self._positions)))
-        global_shapes.append(global_shape)
-        offsets.append(offset)
-        shapes.append(shape)
-        flats.append(flat or (-1, -1))
-        mains.append(main)
-        sources.append(source)
+        row = (key, dtype, global_shape, offset, shape, flat, main, source)
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
 
     def table(self, rank: int) -> ShardTable:
         """All of them as the table of a rank."""
-        keys, types, global_shapes, offsets, shapes, flats, mains, sources = self._columns
-        ndim = np.array([len(shape) for shape in global_shapes], dtype=np.int32)
-        return ShardTable(
-            names=tuple(self._positions),
-            keys=np.array(keys, dtype=np.int32),
-            dtypes=np.array(types, dtype=np.int32),
-            ndim=ndim,
-            global_shapes=padded(global_shapes, ndim, 1),
-            offsets=padded(offsets, ndim, 0),
-            shapes=padded(shapes, ndim, 1),
-            flat=np.array(flats, dtype=np.int64).reshape(len(keys), 2),
-            main=np.array(mains, dtype=np.bool_),
-            sources=np.array(sources, dtype=np.int32),
-            ranks=np.full(len(keys), rank, dtype=np.int32),
-        )
+        return table_of(rank, *self._columns)
 
 
-def padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
+def table_of(
+    rank: int,
+    keys: Sequence[str],
+    dtypes: Sequence[str],
+    global_shapes: Sequence[Ints],
+    offsets: Sequence[Ints],
+    shapes: Sequence[Ints],
+    flat: Sequence[tuple[int, int] | None],
+    main: Sequence[bool],
+    sources: Sequence[int],
+) -> ShardTable:
+    """The table of a rank from lists, one value a shard; see the attributes of ShardTable."""
+    names = {name: position for position, name in enumerate(dict.fromkeys((*keys, *dtypes)))}
+    ndim = np.fromiter(map(len, global_shapes), dtype=np.int32, count=len(keys))
+    ranges = [(-1, -1) if own is None else own for own in flat]
+    return ShardTable(
+        names=tuple(names),
+        keys=np.array([names[key] for key in keys], dtype=np.int32),
+        dtypes=np.array([names[name] for name in dtypes], dtype=np.int32),
+        ndim=ndim,
+        global_shapes=_padded(global_shapes, ndim, 1),
+        offsets=_padded(offsets, ndim, 0),
+        shapes=_padded(shapes, ndim, 1),
+        flat=np.array(ranges, dtype=np.int64).reshape(len(keys), 2),
+        main=np.array(main, dtype=np.bool_),
+        sources=np.array(sources, dtype=np.int32),
+        ranks=np.full(len(keys), rank, dtype=np.int32),
+    )
+
+
+def _padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
     """Ragged rows as one array."""
     width = int(ndim.max(initial=0))
     wide = np.full((len(rows), width), fill, dtype=np.int64)

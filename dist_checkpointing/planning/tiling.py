@@ -31,8 +31,8 @@ class MiscountedPart:
     """A part of the tensor that is not in exactly one box.
 
     Attributes:
-        box: the part, in elements of the global tensor.
-        holders: positions of the boxes that it is in.
+        box: The part, in elements of the global tensor.
+        holders: Positions of the boxes that it is in.
     """
 
     box: Box

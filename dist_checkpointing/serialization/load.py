@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -37,7 +37,7 @@ from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, share_index
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,
@@ -176,14 +176,16 @@ def load(
     if validate_access_integrity:
         _check_access(parts, comm)
 
-    reader, index, stored = _read_index(found, checkpoint_dir, comm, is_kept=verify)
+    reader, index, stored, stored_keys = _read_index(
+        found, checkpoint_dir, parts, comm, is_kept=verify
+    )
     missing, unexpected = set[str](), set[str]()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
         objects = comm.from_rank0(
             "listing the sharded objects",
             lambda: {leaf.key for leaf in _stored_objects(found, checkpoint_dir)},
         )
-        missing, unexpected = handle_strictly(parts, {*stored} | objects, flag, comm)
+        missing, unexpected = handle_strictly(parts, {*stored_keys()} | objects, flag, comm)
     with comm.agreed("comparing template and checkpoint"), paused_collector():
         wanted = {p: t for p, t in parts.tensors.items() if t.key not in unexpected}
         own_planner = getattr(found.sharded, "planner", None) is not None
@@ -253,24 +255,36 @@ def _require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) ->
 
 
 def _read_index(
-    found: LoadStrategies, checkpoint_dir: str | PathLike[str], comm: Comm, *, is_kept: bool
-) -> tuple[StorageReader | None, Index | None, Mapping[str, tuple[Ints, torch.dtype]]]:
+    found: LoadStrategies,
+    checkpoint_dir: str | PathLike[str],
+    parts: Partition,
+    comm: Comm,
+    *,
+    is_kept: bool,
+) -> tuple[
+    StorageReader | None,
+    Index | None,
+    Mapping[str, tuple[Ints, torch.dtype]],
+    Callable[[], Iterable[str]],
+]:
     """What is stored: a reader and its index, for planned strategies; global shapes and dtypes.
 
-    ``is_kept`` says that the reader is used more than once.
+    The index may hold no more than what ``parts`` asks for; the last value gives the keys of all
+    tensors. ``is_kept`` says that the reader is used more than once.
     """
-    reader, index = None, None
     if isinstance(found.sharded, PlannedLoadStrategy):
         reader = found.sharded.make_reader(Path(checkpoint_dir))
         reader.is_kept = is_kept
-        index = comm.from_rank0("reading the index", reader.read_metadata)
+        shared = share_index(reader, comm)
+        asked = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
+        index = shared.index(found.sharded.needed_keys(asked))
         stored: Mapping[str, tuple[Ints, torch.dtype]] = StoredTensors(index)
-    else:
-        metadata = comm.from_rank0(
-            "reading the index", lambda: found.sharded.load_tensors_metadata(checkpoint_dir)
-        )
-        stored = {key: (tuple(t.global_shape), t.dtype) for key, t in metadata.items()}
-    return reader, index, stored
+        return reader, index, stored, shared.keys
+    metadata = comm.from_rank0(
+        "reading the index", lambda: found.sharded.load_tensors_metadata(checkpoint_dir)
+    )
+    stored = {key: (tuple(t.global_shape), t.dtype) for key, t in metadata.items()}
+    return None, None, stored, stored.keys
 
 
 def _with_memory(

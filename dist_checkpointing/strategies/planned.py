@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,6 +19,7 @@ from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.shared_index import SharedIndex
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -222,11 +224,18 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         reader.options, reader.trusted = self.options, self.trusted
         return reader
 
+    def needed_keys(self, asked: AbstractSet[str]) -> AbstractSet[str] | None:
+        """Keys whose stored form this rank must know to load ``asked``; None for all."""
+        # A planner of the user's own may look for them under other names.
+        return asked if self.planner is None else None
+
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
         comm = default_comm() if self.comm is None else self.comm
         leaves, skeleton = _sharded_leaves(sharded_state_dict)
         reader = self.make_reader(Path(checkpoint_dir))
-        index = comm.from_rank0("reading the index", reader.read_metadata)
+        index = share_index(reader, comm).index(
+            self.needed_keys({leaf.key for leaf in leaves.values()})
+        )
         stored = StoredTensors(index)
         leaves = {
             path: with_memory(leaf, stored) if isinstance(leaf, ShardedTensor) else leaf
@@ -255,6 +264,13 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
 def _whole_tensors(index: Index) -> dict[str, ShardedTensor]:
     stored = map(index.__getitem__, index)
     return {s.key: ShardedTensor.of_box(s, Box.whole(s.global_shape)) for s in stored}
+
+
+def share_index(reader: StorageReader, comm: Comm) -> SharedIndex:
+    """What the checkpoint holds, read by rank 0 only. Collective."""
+    return comm.from_rank0(
+        "reading the index", lambda: SharedIndex.of(reader.read_metadata(), comm.world_size)
+    )
 
 
 def _sharded_leaves(sharded_state_dict: ShardedStateDict) -> tuple[dict[Any, ShardedBase], Any]:

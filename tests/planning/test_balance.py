@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dist_checkpointing import CheckpointingException, ShardedObject, ShardedTensor
 from dist_checkpointing.planning import BalancedSavePlanner, SavePlan, distribute_shards_to_ranks
-from dist_checkpointing.planning.balance import choose_writers, share_out, tensor_holdings
+from dist_checkpointing.planning.balance import choose_writers, share_out, tensor_replicas
 from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.layout import RowBlockLayout, WholeShardLayout
@@ -83,7 +83,7 @@ class TestDistribute:
         result = distribute_shards_to_ranks(holders, sizes, 2, {"big"})
         assert result == {"small": 0, "big": 1}
 
-    def test_nothing_to_hand_out(self) -> None:
+    def test_nothing_to_assigned(self) -> None:
         assert distribute_shards_to_ranks({}, {}, 4, set()) == {}
 
 
@@ -176,7 +176,7 @@ def test_a_part_is_a_key_a_box_and_a_range() -> None:
         [box("b", 0, 4, main=False), box("a", 0, 4, main=False, flat=slice(0, 2))],
         [box("a", 0, 4, main=False, flat=slice(0, 3)), box("b", 0, 4, main=True)],
     )
-    holdings = tensor_holdings(catalog)
+    replicas = tensor_replicas(catalog)
     found = [
         (
             catalog.key(rows[0]),
@@ -184,8 +184,8 @@ def test_a_part_is_a_key_a_box_and_a_range() -> None:
             catalog.flat_range(rows[0]),
             catalog.ranks[rows].tolist(),
         )
-        for start, stop in zip(holdings.starts[:-1], holdings.starts[1:], strict=True)
-        for rows in [holdings.rows[start:stop]]
+        for start, stop in zip(replicas.starts[:-1], replicas.starts[1:], strict=True)
+        for rows in [replicas.rows[start:stop]]
     ]
     assert sorted(found, key=repr) == sorted(
         [
@@ -199,16 +199,16 @@ def test_a_part_is_a_key_a_box_and_a_range() -> None:
         key=repr,
     )
     # b has two main replicas, two parts of a have none.
-    assert (holdings.main_rows >= 0).sum() == 2
+    assert (replicas.main_rows >= 0).sum() == 2
 
 
 def test_a_rank_that_holds_a_part_twice_counts_once() -> None:
     catalog = catalog_of(
         [box("a", 0, 8, main=False), box("a", 0, 8, main=True)], [box("a", 0, 8, main=False)]
     )
-    holdings = tensor_holdings(catalog)
-    assert catalog.ranks[holdings.rows].tolist() == [0, 1]
-    assert holdings.counts.tolist() == [2]
+    replicas = tensor_replicas(catalog)
+    assert catalog.ranks[replicas.rows].tolist() == [0, 1]
+    assert replicas.counts.tolist() == [2]
 
 
 def test_what_has_no_single_main_replica_is_left_as_it_is() -> None:

@@ -19,7 +19,7 @@ from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.planning import BalancedSavePlanner, DefaultSavePlanner, SavePlan
 from dist_checkpointing.planning import exchange as exchange_module
-from dist_checkpointing.planning.balance import HolderSets, rows_of_ranks, tensor_holdings
+from dist_checkpointing.planning.balance import HolderSets, rows_of_ranks, tensor_replicas
 from dist_checkpointing.planning.coverage import find_coverage_problems, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
@@ -123,7 +123,7 @@ def test_the_same_ranks_write_the_same(
 @given(worlds())
 def test_every_holder_of_a_part_is_in_its_set(ranks: list[list[ShardedBase]]) -> None:
     every, distinct = catalogs(ranks)
-    found, whole = tensor_holdings(distinct), tensor_holdings(every)
+    found, whole = tensor_replicas(distinct), tensor_replicas(every)
     sets = HolderSets.of(distinct, found)
     assert len(found) == len(whole)
     for part in range(len(found)):
@@ -216,7 +216,7 @@ def test_a_table_that_many_ranks_hold_travels_once(
     monkeypatch.setattr(exchange_module, "_INLINE_BYTES", inline_bytes)
     world = 2 * copies
 
-    def one(comm: Comm) -> tuple[int, int, Any]:
+    def one(comm: Comm) -> tuple[int, list[bytes], Any]:
         weight = next(leaf for leaf in model(comm.rank, copies) if leaf.key == "w0")
         table = describe([weight], comm.rank)
         table = replace(table, main=np.zeros_like(table.main))
@@ -224,7 +224,7 @@ def test_a_table_that_many_ranks_hold_travels_once(
         assert exchanged.facts == [*range(world)]
         tables = exchanged.tables("all")
         assert [t.ranks.tolist() for t in tables] == [[rank] for rank in range(world)]
-        return len(exchanged.data), exchanged.number, rows(exchanged.catalog("all"))
+        return len(exchanged.data), exchanged.digests, rows(exchanged.catalog("all"))
 
     found = run_ranks(world, one)
     assert all(own == found[0] for own in found)
