@@ -271,11 +271,10 @@ class _OwnMemory(Destinations):
 
 def _wanted(tensors: Sequence[ShardedTensor], sources: Sequence[int]) -> WantedShards:
     """Tensors as the columns of what is wanted."""
-    boxes = [leaf.box for leaf in tensors]
     return WantedShards.of_columns(
         [leaf.key for leaf in tensors],
-        [box.offset for box in boxes],
-        [box.shape for box in boxes],
+        [leaf.global_offset for leaf in tensors],
+        [(1,) * leaf.prepend_axis_num + tuple(leaf.local_shape) for leaf in tensors],
         [leaf.flat_range for leaf in tensors],
         sources,
     )
