@@ -250,9 +250,11 @@ def stored_ranges(table: ReadTable, index: Index) -> Int64s:
     """Flattened range of the stored piece of each row, ``[rows, 2]``; -1 where there is none."""
     ranges = np.full((len(table), 2), -1, dtype=np.int64)
     rows = np.flatnonzero(table.pieces >= 0)
+    if not len(rows):
+        return ranges
     rows = rows[np.argsort(table.keys[rows], kind="stable")]
     keys, firsts = np.unique(table.keys[rows], return_index=True)
-    for key, own in zip(keys.tolist(), np.split(rows, firsts[1:]), strict=bool(len(keys))):
+    for key, own in zip(keys.tolist(), np.split(rows, firsts[1:]), strict=True):
         ranges[own] = index.pieces[table.names[key]].flat[table.pieces[own]]
     return ranges
 

@@ -159,7 +159,10 @@ def plan_load(
     if not found:
         return uncut, []
     overlaps = joined(found)
-    table = uncut.followed_by(_of_overlaps(shards, tuple(names), numbers, overlaps))
+    cut_table = _of_overlaps(shards, tuple(names), numbers, overlaps)
+    if not len(rows) and len(found) == 1:
+        return cut_table, findings
+    table = uncut.followed_by(cut_table)
     origins = np.concatenate([rows, overlaps.wanted.parts])
     return table.take(np.argsort(origins, kind="stable")), findings
 
