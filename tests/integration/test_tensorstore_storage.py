@@ -16,6 +16,7 @@ import torch
 
 from damage import flip
 from dist_checkpointing import (
+    Checkpoint,
     CheckpointingException,
     CorruptCheckpointError,
     RankFailedError,
@@ -369,3 +370,33 @@ def test_who_reads_what_is_overwritten_gets_one_whole_state_or_an_error(tmp_path
         reading.result()
     assert sorted(seen) == seen
     assert (load_plain_tensors(tmp_path)["w"] == 8).all()
+
+
+def test_what_tensorstore_writes_into_a_checkpoint_is_read(tmp_path: Path) -> None:
+    """Its writes make another tree, with the small values in it, and keep what was there."""
+    full = save_state(tmp_path)
+    for key in ("model.w", "optimizer.v"):
+        base = {"driver": "file", "path": f"{tmp_path}/"}
+        spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{key}/"}}
+        array: Any = ts.open(spec, open=True).result()
+        array[3:5] = 7.0
+        full[key][3:5] = 7.0
+    template: Any = load_tensors_metadata(tmp_path)
+    loaded = load(template, tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    for key, tensor in full.items():
+        assert torch.equal(loaded[key], tensor)
+        assert torch.equal(checkpoint[key][2:6], tensor[2:6])
+    assert checkpoint["optimizer.v"].location(0).endswith("optimizer.v/c.0")
+    remove_sharded_tensors(tmp_path, "model")
+    for key in ("optimizer.m", "optimizer.v"):
+        assert torch.equal(load_plain_tensors(tmp_path)[key], full[key])
+
+
+def test_one_file_a_rank_and_data_group(tmp_path: Path) -> None:
+    """Small values or large ones, and whatever the number of threads; no folders of their own."""
+    save_state(tmp_path, TensorStoreSaveShardedStrategy(options=StorageOptions(threads=8)))
+    names = [path.relative_to(tmp_path / "data").as_posix() for path in data_files(tmp_path)]
+    found = sorted((name.split("/")[0], name.split("/")[1].split(".")[0]) for name in names)
+    assert found == [(group, str(rank)) for group in ("model", "optimizer") for rank in range(2)]
+    assert len(list((tmp_path / "d").iterdir())) == 1
