@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from dist_checkpointing import CheckpointManager, load_plain_tensors
 from real_ranks import processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.timeout(180)
 
 SCRIPT = Path(__file__).parent / "async_rank.py"
 NOBODY, EVERYBODY = -1, -2

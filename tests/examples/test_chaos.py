@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from chaos_ranks import ChaosError, Job, Kill, Life, Story
 from chaos_tables import summary_table
 from dist_checkpointing import CheckpointManager
 from dist_checkpointing.comm import SingleProcess
+from scripts import run_fresh
 from states import shard
 
 ROOT = Path(dist_checkpointing.__file__).parents[1]
@@ -140,20 +138,11 @@ def test_the_table_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not SCRIPT.exists(), reason="not a checkout")
 def test_a_small_chaos_ends_well(tmp_path: Path) -> None:
     options = ["--kills", "1", "--minutes", "2", "--seed", "1", "--steps", "60"]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    finished = subprocess.run(
-        [sys.executable, SCRIPT, *options, "--folder", tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )
+    finished = run_fresh(SCRIPT, *options, "--folder", tmp_path / "out", timeout=280)
     assert finished.returncode == 0, finished.stdout + finished.stderr[-3000:]
     assert "FAILED" not in finished.stdout
     found = re.search(r"killed with SIGKILL\W+(\d+)", finished.stdout)
