@@ -132,7 +132,7 @@ from dist_checkpointing.tools.cli import app
 print(app.__file__)
 app.main()
 """
-    finished = run_fresh("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    finished = run_fresh("-c", code, cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path)})
     app = tmp_path / "dist_checkpointing" / "tools" / "cli" / "app.py"
     assert finished.stderr == ""
     assert finished.stdout == f"{app}\ndckpt {__version__}\n"

@@ -145,12 +145,12 @@ def test_on_a_terminal_nothing_is_cut_off(tmp_path: Path, width: int) -> None:
     save({"w": shard(long, torch.zeros(2, 3))}, tmp_path / "c")
     command = ("-m", "dist_checkpointing", "ls", tmp_path / "c")
     terminal = {"COLUMNS": str(width), "FORCE_COLOR": "1", "TERM": "xterm"}
-    finished = run_fresh(*command, **terminal)
+    finished = run_fresh(*command, environment=terminal)
     assert "\x1b[1m" in finished.stdout
     assert long in finished.stdout
     lines = [line for line in finished.stdout.split("\n") if long not in line]
     assert all(len(line.replace("\x1b[1m", "").replace("\x1b[0m", "")) <= width for line in lines)
-    plain = run_fresh(*command, **terminal, NO_COLOR="1")
+    plain = run_fresh(*command, environment=terminal | {"NO_COLOR": "1"})
     assert "\x1b" not in plain.stdout
 
 

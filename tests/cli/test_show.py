@@ -46,7 +46,7 @@ def check_json(any_sample: Sample, dckpt: Run, part: str | None) -> None:
     for key, full in any_sample.tensors.items():
         if part is not None and (full.ndim == 0 or not full.numel()):
             continue
-        slices = {
+        slices: dict[str, Any] = {
             "0": 0,
             "1:3": slice(1, 3),
             "...,0": (..., 0),

@@ -30,7 +30,7 @@ def run(
     *,
     steps: int = STEPS,
     is_fresh: bool = False,
-) -> tuple[list[int], list[dict[str, Any] | None], list[str]]:
+) -> tuple[list[int | None], list[dict[str, Any] | None], list[str]]:
     """Exit codes, reports and outputs of all ranks."""
     store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
     root.parent.mkdir(parents=True, exist_ok=True)

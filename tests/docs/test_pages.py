@@ -191,7 +191,9 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
     options = ("--strict", "--quiet", "-d", tmp_path)
-    built = run_fresh("-m", "mkdocs", "build", *options, cwd=ROOT, NO_MKDOCS_2_WARNING="1")
+    built = run_fresh(
+        "-m", "mkdocs", "build", *options, cwd=ROOT, environment={"NO_MKDOCS_2_WARNING": "1"}
+    )
     assert (built.returncode, built.stdout + built.stderr) == (0, "")
     loaded = re.compile(
         r"<(?:script|img|iframe|source)[^>]+src=[\"']?(?:https?:)?//|"

@@ -149,9 +149,19 @@ def test_no_library_below_needs_a_lock_of_the_file_system(tmp_path: Path, backen
     """TensorStore locks files by itself, which Lustre without ``flock`` refuses as well."""
     (tmp_path / "refusing.c").write_text(_REFUSING)
     library = tmp_path / "refusing.so"
-    build = ["cc", "-shared", "-fPIC", "-o", library, tmp_path / "refusing.c", "-ldl"]
+    build: list[str | Path] = [
+        "cc",
+        "-shared",
+        "-fPIC",
+        "-o",
+        library,
+        tmp_path / "refusing.c",
+        "-ldl",
+    ]
     subprocess.run(build, check=True, timeout=60)
-    done = run_fresh("-c", _SCRIPT, tmp_path / "c", backend, LD_PRELOAD=str(library))
+    done = run_fresh(
+        "-c", _SCRIPT, tmp_path / "c", backend, environment={"LD_PRELOAD": str(library)}
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "['step', 'w']"
     assert done.stderr.count("no flock") == 1

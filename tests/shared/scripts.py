@@ -94,7 +94,10 @@ def run_forked(*command: object, timeout: float = 120) -> subprocess.CompletedPr
 
 
 def run_fresh(
-    *command: object, timeout: float = 120, cwd: Path | None = None, **variables: str
+    *command: object,
+    timeout: float = 120,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python COMMAND`` to its end.
 
@@ -102,7 +105,7 @@ def run_fresh(
         command: path of a script, ``-c`` and a program, or ``-m`` and a module; then arguments.
         timeout: in seconds.
         cwd: where it runs.
-        variables: of its environment, where they differ.
+        environment: variables that this process does not have, or has with another value.
     """
     return subprocess.run(
         [sys.executable, *map(str, command)],
@@ -111,7 +114,7 @@ def run_fresh(
         check=False,
         timeout=timeout,
         cwd=cwd,
-        env=os.environ | variables,
+        env=os.environ | dict(environment or {}),
     )
 
 
