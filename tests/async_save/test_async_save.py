@@ -16,8 +16,6 @@ from dist_checkpointing import (
     CheckpointingException,
     RankFailedError,
     SaveHandle,
-    ShardedObject,
-    ShardedTensor,
     StagingBuffers,
     async_save,
     check_is_distributed_checkpoint,
@@ -28,43 +26,22 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
 from dist_checkpointing.testing import run_ranks
+from states import BACKENDS, cell, full_at_step, parts_at_step
 
-BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
 ROWS = 8
-
-
-def whole(step: int) -> dict[str, torch.Tensor]:
-    rows = torch.arange(ROWS * 6, dtype=torch.float32).reshape(ROWS, 6) + 1000 * step
-    return {
-        "rows": rows,
-        "strided": (rows.t() * 2).to(torch.bfloat16),
-        "replicated": torch.full((5,), step, dtype=torch.int64),
-        "scalar": torch.tensor(float(step)),
-    }
 
 
 class State:
     """What one rank of a training holds, and changes in place."""
 
     def __init__(self, comm: Comm, step: int) -> None:
-        full = whole(step)
-        shard = ShardedTensor.from_rank_offsets
-        part = (0, comm.rank, comm.world_size)
-        self.tensors = [
-            full["rows"].chunk(comm.world_size)[comm.rank].clone(),
-            full["strided"].chunk(comm.world_size, 1)[comm.rank],
-            full["replicated"],
-            full["scalar"],
-        ]
-        rows, strided, replicated, scalar = self.tensors
+        leaves = parts_at_step(step, comm)
+        self.tensors = [leaf.data for leaf in leaves.values()]
         self.counter = torch.tensor([step])
         self.objects = [step]
         self.dict: dict[str, Any] = {
-            "rows": shard("rows", rows, part),
-            "strided": shard("strided", strided, (1, *part[1:])),
-            "replicated": shard("replicated", replicated, replica_id=comm.rank),
-            "scalar": shard("scalar", scalar, replica_id=comm.rank),
-            "rng": ShardedObject("rng", self.objects, (comm.world_size,), (comm.rank,)),
+            **leaves,
+            "rng": cell("rng", self.objects, comm),
             "step": step,
             "counter": self.counter,
             "nest": {"list": self.objects},
@@ -80,7 +57,7 @@ class State:
 
 def assert_holds(folder: Path, step: int) -> None:
     found = load_plain_tensors(folder)
-    for key, expected in whole(step).items():
+    for key, expected in full_at_step(step).items():
         assert found[key].dtype is expected.dtype
         assert torch.equal(found[key], expected), key
     assert found["step"] == step

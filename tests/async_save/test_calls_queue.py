@@ -18,9 +18,7 @@ from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.strategies import base
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
-from states import assert_at_step, at_step
-
-BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+from states import BACKENDS, assert_at_step, at_step
 
 
 def request(comm: Comm, folder: Path, value: float, backend: Any = None) -> AsyncRequest:

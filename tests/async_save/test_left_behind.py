@@ -29,9 +29,7 @@ from dist_checkpointing.serialization.async_saver import AsyncSaver
 from dist_checkpointing.storage import StorageWriter, WriteResults
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
-from states import at_step
-
-BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+from states import BACKENDS, at_step
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -36,10 +36,8 @@ from dist_checkpointing.manager import manager as manager_module
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.run_record import RunRecord, StepRecord, read_record, write_record
 from dist_checkpointing.testing import run_ranks
-from states import trained
+from states import BACKEND, trained
 
-BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
-BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
 state = partial(trained, shape=(200, 300))
 
 

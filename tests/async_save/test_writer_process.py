@@ -29,17 +29,16 @@ from dist_checkpointing import (
     load,
     load_plain_tensors,
 )
-from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.interop.torch_dcp import DCPStorageLoadStrategy, DCPStorageSaveStrategy
 from dist_checkpointing.storage.progress import Progress
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from states import ALONE, cell, full_at_step, parts_at_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-
-ALONE = SingleProcess()
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
@@ -54,34 +53,9 @@ def odd(oddity: str) -> Any:
     return process_backends.Odd(oddity)
 
 
-def whole(step: int, rows: int = 8) -> dict[str, torch.Tensor]:
-    table = torch.arange(rows * 6, dtype=torch.float32).reshape(rows, 6) + 1000 * step
-    return {
-        "rows": table,
-        "strided": (table.t() * 2).to(torch.bfloat16),
-        "replicated": torch.full((5,), step, dtype=torch.int64),
-        "scalar": torch.tensor(float(step)),
-        "none": torch.zeros(0, 3),
-    }
-
-
 def state(comm: Comm, step: int, rows: int = 8) -> dict[str, Any]:
-    full = whole(step, rows)
-    part = (0, comm.rank, comm.world_size)
-    shard = ShardedTensor.from_rank_offsets
-    return {
-        "rows": shard("rows", full["rows"].chunk(comm.world_size)[comm.rank].clone(), part),
-        "strided": shard(
-            "strided", full["strided"].chunk(comm.world_size, 1)[comm.rank], (1, *part[1:])
-        ),
-        "replicated": shard("replicated", full["replicated"], replica_id=comm.rank),
-        "scalar": shard("scalar", full["scalar"], replica_id=comm.rank),
-        "none": shard("none", full["none"], replica_id=comm.rank),
-        "rng": ShardedObject(
-            "rng", [step, {"state": torch.full((3,), step)}], (comm.world_size,), (comm.rank,)
-        ),
-        "step": step,
-    }
+    rng = cell("rng", [step, {"state": torch.full((3,), step)}], comm)
+    return {**parts_at_step(step, comm, rows), "rng": rng, "step": step}
 
 
 def ruin(made: dict[str, Any]) -> None:
@@ -97,7 +71,7 @@ def ruin(made: dict[str, Any]) -> None:
 
 def assert_holds(folder: Path, step: int, rows: int = 8) -> None:
     found = load_plain_tensors(folder)
-    for key, expected in whole(step, rows).items():
+    for key, expected in full_at_step(step, rows).items():
         assert found[key].dtype is expected.dtype
         assert torch.equal(found[key], expected), key
     assert found["step"] == step
@@ -166,7 +140,7 @@ def test_every_backend_and_changes_after_the_call(tmp_path: Path) -> None:
             if number < num_backends - 1:
                 assert_holds(folder, step, rows)
                 continue
-            data = whole(step, rows)["rows"]
+            data = full_at_step(step, rows)["rows"]
             template = {"rows": ShardedTensor.from_rank_offsets("rows", torch.zeros_like(data))}
             loaded = load(template, folder, from_dcp)
             assert torch.equal(loaded["rows"], data)

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from dist_checkpointing import __version__
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, RankFailedError
 from dist_checkpointing.tools.cli.app import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from samples import Run
+from scripts import run_fresh
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mc0.15.3_zarr"
 ROOT = Path(__file__).parents[2]
-Run = Callable[..., Any]
 
 
 def test_one_finding_is_told_in_one_line(dckpt: Run, tmp_path: Path) -> None:
@@ -91,7 +91,6 @@ def test_errors_of_usage_are_those_of_typer(dckpt: Run, arguments: list[Any]) ->
     assert finished.err.startswith("Usage:")
 
 
-@pytest.mark.slow
 def test_ctrl_c_is_one_line() -> None:
     code = f"""
 import os, signal
@@ -99,18 +98,11 @@ from dist_checkpointing.tools.cli import app, ls
 ls.Checkpoint.open = lambda *_, **__: os.kill(os.getpid(), {int(signal.SIGINT)})
 app.main()
 """
-    finished = subprocess.run(
-        [sys.executable, "-c", code, "ls", str(GOLDEN)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    finished = run_fresh("-c", code, "ls", GOLDEN)
     assert finished.returncode == EXIT_INTERRUPTED
     assert finished.stderr == "error: interrupted\n"
 
 
-@pytest.mark.slow
 def test_a_closed_pipe_is_no_failure() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -120,13 +112,11 @@ def test_a_closed_pipe_is_no_failure() -> None:
         stderr=subprocess.PIPE,
         check=False,
         timeout=60,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     os.close(writing)
     assert (finished.returncode, finished.stderr) == (0, b"")
 
 
-@pytest.mark.slow
 def test_the_version_is_told_where_nothing_is_installed(tmp_path: Path) -> None:
     """A copy of the package alone, whose metadata nobody has."""
     ignored = shutil.ignore_patterns("__pycache__")
@@ -142,15 +132,7 @@ from dist_checkpointing.tools.cli import app
 print(app.__file__)
 app.main()
 """
-    finished = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
+    finished = run_fresh("-c", code, cwd=tmp_path, environment={"PYTHONPATH": str(tmp_path)})
     app = tmp_path / "dist_checkpointing" / "tools" / "cli" / "app.py"
     assert finished.stderr == ""
     assert finished.stdout == f"{app}\ndckpt {__version__}\n"

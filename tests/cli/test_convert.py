@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from dist_checkpointing import load_plain_tensors, save
 from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.tools.cli.app import app
 from dist_checkpointing.tools.convert.safetensors_files import header_bytes
-from forked_scripts import run_forked
 from peak_memory import TELL_PEAK, told_peak
+from scripts import run_forked, run_fresh
 from states import shard
 
 TENSORS = {f"layer.{i}.w": torch.randn(600, 640) for i in range(6)} | {"norm": torch.randn(4)}
@@ -147,7 +146,6 @@ FAILING_READ = """
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.parametrize("to", ["tensorstore", "safetensors"])
 def test_killed_in_the_middle_and_run_again(source: Path, to: str, tmp_path: Path) -> None:
     arguments = ("convert", source, tmp_path / "out", "--to", to, "--threads", 1)
@@ -161,7 +159,6 @@ def test_killed_in_the_middle_and_run_again(source: Path, to: str, tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("to", ["zarr", "torch"])
 def test_ctrl_c_in_the_middle(source: Path, to: str, tmp_path: Path) -> None:
     arguments = ("convert", source, tmp_path / "out", "--to", to, "--threads", 1)
@@ -172,7 +169,6 @@ def test_ctrl_c_in_the_middle(source: Path, to: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("to", ["tensorstore", "safetensors"])
 def test_no_room_for_a_file(source: Path, to: str, tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))"
@@ -183,7 +179,6 @@ def test_no_room_for_a_file(source: Path, to: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_peak_memory_stays_within_its_budget(kind: str, tmp_path: Path) -> None:
     """Of a file that is larger than the budget, and mostly a hole, so that it costs no time."""
@@ -200,13 +195,7 @@ def test_peak_memory_stays_within_its_budget(kind: str, tmp_path: Path) -> None:
         with torch.serialization.skip_data():
             torch.save({key: torch.empty(shape) for key in keys}, path)
     arguments = ("convert", path, tmp_path / "out", "--to", "tensorstore", "--memory", budget)
-    result = subprocess.run(
-        [sys.executable, "-c", TELL_PEAK + MAIN, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    result = run_fresh("-c", TELL_PEAK + MAIN, *arguments)
     assert result.returncode == 0, result.stderr
     assert 0 < told_peak(result.stderr) < budget
     assert path.stat().st_size > budget

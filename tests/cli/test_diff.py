@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import pytest
 import torch
 
 from dist_checkpointing import ShardedObject, save
+from samples import Run, Sample, Samples
 from states import shard
 
-Sample = Any
-Samples = Callable[[str], Any]
-Run = Callable[..., Any]
 NAMES = ["tensorstore", "zarr-2", "zarr-2-zstd", "zarr-1", "torch_dist"]
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,23 +15,11 @@ from dist_checkpointing import save
 from dist_checkpointing.format import element_types
 from dist_checkpointing.format.index import Index, StoredTensor, write_index
 from peak_memory import TELL_PEAK, told_peak
+from samples import Run, Sample, Samples
+from scripts import run_fresh
 from states import shard
 
-Sample = Any
-Run = Callable[..., Any]
 ROOT = Path(dist_checkpointing.__file__).parents[1]
-
-
-def process(*arguments: object, **settings: str) -> subprocess.CompletedProcess[str]:
-    """The program as a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "dist_checkpointing", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={k: v for k, v in os.environ.items() if k != "COLUMNS"}
-        | {"PYTHONPATH": str(ROOT), **settings},
-    )
 
 
 def shape_text(tensor: torch.Tensor) -> str:
@@ -69,7 +54,7 @@ def test_json(any_sample: Sample, dckpt: Run) -> None:
     assert "objects" not in document
 
 
-def test_the_sharding(samples: Callable[[str], Sample], dckpt: Run) -> None:
+def test_the_sharding(samples: Samples, dckpt: Run) -> None:
     out = dckpt("ls", samples("tensorstore").folder).out
     rows = {line.split()[0]: line for line in out.partition("\n\n")[0].split("\n")}
     assert rows["decoder.weight"].endswith("768 B  2x1 of 8x12")
@@ -90,9 +75,7 @@ def test_the_sharding(samples: Callable[[str], Sample], dckpt: Run) -> None:
         (["nothing like it"], []),
     ],
 )
-def test_patterns(
-    samples: Callable[[str], Sample], dckpt: Run, arguments: list[str], keys: list[str]
-) -> None:
+def test_patterns(samples: Samples, dckpt: Run, arguments: list[str], keys: list[str]) -> None:
     folder = samples("zarr-2").folder
     document = dckpt("ls", folder, *arguments, "--json").json
     assert [row["key"] for row in document["tensors"]] == keys
@@ -121,7 +104,7 @@ def test_the_tree(any_sample: Sample, dckpt: Run) -> None:
     assert out.count("──") >= len(any_sample.tensors)
 
 
-def test_subtotals_and_depth(samples: Callable[[str], Sample], dckpt: Run) -> None:
+def test_subtotals_and_depth(samples: Samples, dckpt: Run) -> None:
     folder, tensors = samples("torch_dist").folder, samples("torch_dist").tensors
     size = sum(t.nbytes for key, t in tensors.items() if key.startswith("decoder"))
     text = f"{size} B"
@@ -156,24 +139,22 @@ def test_keys_cannot_draw_on_the_screen(tmp_path: Path, dckpt: Run, arguments: l
     assert {row["key"] for row in document["tensors"]} == set(STRANGE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [60, 80, 160])
 def test_on_a_terminal_nothing_is_cut_off(tmp_path: Path, width: int) -> None:
     long = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
     save({"w": shard(long, torch.zeros(2, 3))}, tmp_path / "c")
-    finished = process("ls", tmp_path / "c", COLUMNS=str(width), FORCE_COLOR="1", TERM="xterm")
+    command = ("-m", "dist_checkpointing", "ls", tmp_path / "c")
+    terminal = {"COLUMNS": str(width), "FORCE_COLOR": "1", "TERM": "xterm"}
+    finished = run_fresh(*command, environment=terminal)
     assert "\x1b[1m" in finished.stdout
     assert long in finished.stdout
     lines = [line for line in finished.stdout.split("\n") if long not in line]
     assert all(len(line.replace("\x1b[1m", "").replace("\x1b[0m", "")) <= width for line in lines)
-    plain = process(
-        "ls", tmp_path / "c", COLUMNS=str(width), FORCE_COLOR="1", NO_COLOR="1", TERM="xterm"
-    )
+    plain = run_fresh(*command, environment=terminal | {"NO_COLOR": "1"})
     assert "\x1b" not in plain.stdout
 
 
-@pytest.mark.slow
-def test_it_needs_no_torch(samples: Callable[[str], Sample]) -> None:
+def test_it_needs_no_torch(samples: Samples) -> None:
     code = f"""
 import sys
 from dist_checkpointing.tools.cli.app import main
@@ -183,13 +164,8 @@ try:
 finally:
     print([name for name in ("torch", "tensorstore", "zarr") if name in sys.modules])
 """
-    finished = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    finished = run_fresh("-c", code)
+    assert finished.returncode == 0, finished.stderr
     assert finished.stdout.endswith("\n[]\n")
     assert "decoder.weight" in finished.stdout
 
@@ -208,18 +184,12 @@ def many(folder: Path, count: int) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_hundred_thousand_tensors_take_less_than_half_a_gigabyte(tmp_path: Path) -> None:
     folder = many(tmp_path / "c", 100_000)
     for arguments in ([], ["--tree"], ["--json"]):
         code = f"{TELL_PEAK}\nfrom dist_checkpointing.tools.cli.app import main\nmain()"
-        finished = subprocess.run(
-            [sys.executable, "-c", code, "ls", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
+        finished = run_fresh("-c", code, "ls", folder, *arguments)
+        assert finished.returncode == 0, finished.stderr
         assert told_peak(finished.stderr) < 500e6
         text = finished.stdout
         assert text.count("\n") > 100_000
@@ -229,17 +199,10 @@ def test_a_hundred_thousand_tensors_take_less_than_half_a_gigabyte(tmp_path: Pat
             assert "100,000 tensors, 6.1 GiB" in text
 
 
-@pytest.mark.slow
 def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     folder = many(tmp_path / "c", 20_000)
     command = f"{sys.executable} -m dist_checkpointing ls {folder} | head -n 2"
-    finished = subprocess.run(
-        ["bash", "-c", command],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    finished = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert len(finished.stdout.splitlines()) == 2
     assert finished.stderr == ""
 
@@ -258,7 +221,7 @@ def test_a_reader_that_has_seen_enough(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_two(
-    samples: Callable[[str], Sample],
+    samples: Samples,
     tmp_path: Path,
     dckpt: Run,
     arguments: list[str],

@@ -14,53 +14,34 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dist_checkpointing import Checkpoint, ShardedTensor, save
+from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.geometry import ChunkGrid
-from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.cli.app import app
 from dist_checkpointing.tools.map import checkpoint_map
-from states import shard
+from samples import GOLDEN, GOLDEN_NAMES
+from states import BACKEND, between, flat, save_on, shard
 
-BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
-BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
-GOLDEN = Path(__file__).parents[1] / "golden"
-FIXTURES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 RUNNER = CliRunner()
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
 
-def flattened(key: str, begin: int, end: int, rank: int) -> ShardedTensor:
-    del rank
-    data = torch.arange(begin, end, dtype=torch.float32)
-    return ShardedTensor(
-        key, data, data.dtype, (4, 6), (4, 6), (0, 0), (1, 1), flattened_range=slice(begin, end)
-    )
-
-
 def saved(folder: Path, backend: Any) -> Path:
     """Rows and columns cut over four ranks, replicas, uneven rows and a flattened range."""
-    uneven, flat = [0, 1, 4, 5, 8], [0, 5, 13, 14, 24]
+    uneven, flattened = [0, 1, 4, 5, 8], [0, 5, 13, 14, 24]
 
-    def save_rank(comm: Comm) -> None:
+    def state(comm: Comm) -> dict[str, Any]:
         rank = comm.rank
-        low, high = uneven[rank], uneven[rank + 1]
-        state = [
-            shard("rows", torch.ones(2, 6), (0, rank, 4)),
-            shard(
-                "tiles", torch.ones(2, 3), (0, rank // 2, 2), (1, rank % 2, 2)
-            ),
-            shard("copied", torch.ones(3), replica_id=(rank - 2) % 4),
-            shard("empty", torch.ones(0, 3), replica_id=rank),
-            ShardedTensor(
-                "uneven", torch.ones(high - low, 2), torch.float32, (high - low, 2), (8, 2),
-                (low, 0), None,
-            ),
-            flattened("flat", flat[rank], flat[rank + 1], rank),
-        ]  # fmt: skip
-        save({leaf.key: leaf for leaf in state}, folder, backend, comm=comm)
+        return {
+            "rows": shard("rows", torch.ones(2, 6), (0, rank, 4)),
+            "tiles": shard("tiles", torch.ones(2, 3), (0, rank // 2, 2), (1, rank % 2, 2)),
+            "copied": shard("copied", torch.ones(3), replica_id=(rank - 2) % 4),
+            "empty": shard("empty", torch.ones(0, 3), replica_id=rank),
+            "uneven": between("uneven", torch.ones(8, 2), *uneven[rank : rank + 2]),
+            "flat": flat("flat", torch.arange(24.0).reshape(4, 6), *flattened[rank : rank + 2]),
+        }
 
-    run_ranks(4, save_rank)
+    save_on(4, state, folder, backend)
     return folder
 
 
@@ -131,7 +112,7 @@ def test_without_a_record_nobody_is_named(tmp_path: Path) -> None:
     assert data_in(tmp_path / "m.html")["writers"] == [[]]
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_on_the_checkpoints_of_megatron(tmp_path: Path, name: str) -> None:
     invoke(GOLDEN / name, "-o", tmp_path / "m.html")
     data = data_in(tmp_path / "m.html")
@@ -157,11 +138,11 @@ def test_a_page_of_all_tensors_and_of_one(tmp_path: Path, backend: Any) -> None:
 
 
 def test_json_about_the_file(tmp_path: Path) -> None:
-    told = json.loads(invoke(GOLDEN / FIXTURES[0], "-o", tmp_path / "m.HTML", "--json"))
+    told = json.loads(invoke(GOLDEN / GOLDEN_NAMES[0], "-o", tmp_path / "m.HTML", "--json"))
     assert told == {
         "file": str(tmp_path / "m.HTML"),
         "bytes": (tmp_path / "m.HTML").stat().st_size,
-        "tensors": len(Checkpoint.open(GOLDEN / FIXTURES[0])),
+        "tensors": len(Checkpoint.open(GOLDEN / GOLDEN_NAMES[0])),
     }
 
 
@@ -193,7 +174,7 @@ def test_bad_arguments_write_nothing(
 
 def test_force_replaces_the_file(tmp_path: Path) -> None:
     (tmp_path / "m.html").write_text("old")
-    invoke(GOLDEN / FIXTURES[0], "-o", tmp_path / "m.html", "--force")
+    invoke(GOLDEN / GOLDEN_NAMES[0], "-o", tmp_path / "m.html", "--force")
     assert (tmp_path / "m.html").read_text().lower().startswith("<!doctype html>")
 
 
@@ -213,7 +194,6 @@ assert "torch" not in sys.modules
 # In a browser.
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_the_page_works_in_a_browser(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", "zarr")

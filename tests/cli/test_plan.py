@@ -10,43 +10,30 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dist_checkpointing import Checkpoint, ShardedTensor, save
+from dist_checkpointing import Checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor, write_index
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.cli.app import app
 from dist_checkpointing.tools.forecast.forecast import bytes_read
+from samples import GOLDEN, GOLDEN_NAMES
+from states import BACKEND, rows, save_on
+from states import shard as replicated
 
-BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
-BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
-GOLDEN = Path(__file__).parents[1] / "golden"
-FIXTURES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 RUNNER = CliRunner()
 
 QKV, PROJ, NORM = "layers.linear_qkv.weight", "layers.linear_proj.weight", "norm.weight"
 
 
 def saved(folder: Path, backend: Any, side: int = 256) -> Path:
-    def save_rank(comm: Comm) -> None:
-        state = {
-            key: ShardedTensor.from_rank_offsets(
-                key, torch.ones(side // 2, side), (0, comm.rank, 2)
-            )
-            for key in (QKV, PROJ)
-        }
-        norm = torch.ones(side)
-        save(
-            state | {"n": ShardedTensor.from_rank_offsets(NORM, norm, replica_id=comm.rank)},
-            folder,
-            backend,
-            comm=comm,
-        )
+    def state(comm: Comm) -> dict[str, Any]:
+        halves = {key: rows(key, torch.ones(side, side), comm) for key in (QKV, PROJ)}
+        return {**halves, NORM: replicated(NORM, torch.ones(side), replica_id=comm.rank)}
 
-    run_ranks(2, save_rank)
+    save_on(2, state, folder, backend)
     return folder
 
 
@@ -140,7 +127,7 @@ def test_compressed_chunks_are_read_whole(tmp_path: Path) -> None:
     assert len(rows[0]["files"]) == 3
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_on_the_checkpoints_of_megatron(name: str) -> None:
     opened = Checkpoint.open(GOLDEN / name)
     plan = planned(GOLDEN / name, "--dp", 3)
@@ -264,7 +251,7 @@ constant = 3
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], problem: str) -> None:
-    result = RUNNER.invoke(app, ["plan", str(GOLDEN / FIXTURES[0]), *arguments])
+    result = RUNNER.invoke(app, ["plan", str(GOLDEN / GOLDEN_NAMES[0]), *arguments])
     assert isinstance(result.exception, ValueError)
     assert problem in str(result.exception)
 
@@ -293,22 +280,19 @@ def test_many_ranks_are_summed_up(tmp_path: Path) -> None:
     assert "whole on every rank, no rule matches: 1 tensor, 1.0 KiB" in text
 
 
-def saved_as(folder: Path, state: dict[str, tuple[int, ...]], axis: int | None) -> Path:
+def saved_as(folder: Path, shapes: dict[str, tuple[int, ...]], axis: int | None) -> Path:
     """Tensors of ones that four ranks hold, cut along an axis or whole on each."""
 
-    def save_rank(comm: Comm) -> None:
+    def state(comm: Comm) -> dict[str, Any]:
         leaves = {}
-        for key, shape in state.items():
-            own, cuts, replica = list(shape), [], comm.rank
+        for key, shape in shapes.items():
             if axis is not None and axis < len(shape):
-                own[axis] //= 4
-                cuts, replica = [(axis, comm.rank, 4)], 0
-            leaves[key] = ShardedTensor.from_rank_offsets(
-                key, torch.ones(own), *cuts, replica_id=replica
-            )
-        save(leaves, folder, "tensorstore", comm=comm)
+                leaves[key] = rows(key, torch.ones(shape), comm, axis)
+            else:
+                leaves[key] = replicated(key, torch.ones(shape), replica_id=comm.rank)
+        return leaves
 
-    run_ranks(4, save_rank)
+    save_on(4, state, folder, "tensorstore")
     return folder
 
 

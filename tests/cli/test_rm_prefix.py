@@ -6,7 +6,7 @@ import pty
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,16 @@ import torch
 from typer.testing import CliRunner
 
 from damage import files_in
-from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, save
+from dist_checkpointing import Checkpoint, ShardedTensor, save
 from dist_checkpointing.checkpoint.verify import verify_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
-from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.cli import screen
 from dist_checkpointing.tools.cli.app import app
-from states import shard
+from samples import GOLDEN, GOLDEN_NAMES, Run
+from states import BACKEND, cell, rows, save_on, shard
 
-BACKENDS = [("tensorstore", 1), ("zarr", 1), ("zarr", 2), ("torch_dist", 1)]
-BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
-GOLDEN = Path(__file__).parents[1] / "golden"
-FIXTURES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 SCRIPT = Path(__file__).with_name("removal_cut_off.py")
 RUNNER = CliRunner()
 
@@ -42,15 +38,11 @@ def values(side: int = 64) -> dict[str, torch.Tensor]:
 
 
 def saved(folder: Path, backend: Any, side: int = 64) -> Path:
-    def save_rank(comm: Comm) -> None:
-        state: dict[str, Any] = {
-            key: shard(key, full.chunk(2)[comm.rank].clone(), (0, comm.rank, 2))
-            for key, full in values(side).items()
-        }
-        state["o"] = ShardedObject("optimizer.rng", list(range(1000)), (2,), (comm.rank,))
-        save(state | {"step": 3}, folder, backend, comm=comm)
+    def state(comm: Comm) -> dict[str, Any]:
+        leaves = {key: rows(key, full, comm) for key, full in values(side).items()}
+        return {**leaves, "o": cell("optimizer.rng", list(range(1000)), comm), "step": 3}
 
-    run_ranks(2, save_rank)
+    save_on(2, state, folder, backend)
     return folder
 
 
@@ -190,7 +182,7 @@ def test_a_save_over_a_removal_that_was_cut_off_is_whole(tmp_path: Path, backend
     assert all(torch.equal(opened[key][...], tensor) for key, tensor in full.items())
 
 
-@pytest.mark.parametrize("name", FIXTURES)
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
 def test_on_the_checkpoints_of_megatron(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "c"
     shutil.copytree(GOLDEN / name, folder)
@@ -221,7 +213,7 @@ def test_long_keys_are_not_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_a_terminal_and_without_yes_nothing_happens(
-    tmp_path: Path, dckpt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(tmp_path / "c", "tensorstore")
     before = files_in(folder)
@@ -236,7 +228,7 @@ def test_without_a_terminal_and_without_yes_nothing_happens(
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1)])
 def test_on_a_terminal_it_asks(
     tmp_path: Path,
-    dckpt: Callable[..., Any],
+    dckpt: Run,
     monkeypatch: pytest.MonkeyPatch,
     answer: str,
     code: int,

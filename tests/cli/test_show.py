@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ import pytest
 import torch
 
 from dist_checkpointing import ShardedObject, save
+from samples import Run, Sample, Samples
 from states import shard
-
-Sample = Any
-Run = Callable[..., Any]
 
 
 def numbers(values: Any) -> Any:
@@ -41,7 +38,7 @@ def test_json_holds_the_values_and_their_statistics(
 
 
 @pytest.mark.parametrize("part", ["0", "...,0", "-1"])
-def test_json_of_an_index(samples: Callable[[str], Sample], dckpt: Run, part: str) -> None:
+def test_json_of_an_index(samples: Samples, dckpt: Run, part: str) -> None:
     check_json(samples("tensorstore"), dckpt, part)
 
 
@@ -49,7 +46,7 @@ def check_json(any_sample: Sample, dckpt: Run, part: str | None) -> None:
     for key, full in any_sample.tensors.items():
         if part is not None and (full.ndim == 0 or not full.numel()):
             continue
-        slices = {
+        slices: dict[str, Any] = {
             "0": 0,
             "1:3": slice(1, 3),
             "...,0": (..., 0),
@@ -82,7 +79,7 @@ def check_json(any_sample: Sample, dckpt: Run, part: str | None) -> None:
         assert document["num_chunks"] == len(document["chunks"])
 
 
-def test_what_a_person_sees(samples: Callable[[str], Sample], dckpt: Run) -> None:
+def test_what_a_person_sees(samples: Samples, dckpt: Run) -> None:
     sample = samples("zarr-2")
     finished = dckpt("show", sample.folder, "decoder.weight", "--slice", "0:2,:3")
     assert (finished.code, finished.err) == (0, "")
@@ -156,7 +153,7 @@ def test_json_of_objects_and_common_state(sample: Sample, dckpt: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr", "mc0.15.3_torch_dist"])
-def test_objects_of_real_releases(samples: Callable[[str], Sample], dckpt: Run, name: str) -> None:
+def test_objects_of_real_releases(samples: Samples, dckpt: Run, name: str) -> None:
     finished = dckpt("show", samples(name).folder, "rng_state")
     assert finished.code == 0
     assert "Cell 0x1" in finished.out
@@ -176,9 +173,7 @@ def test_objects_of_real_releases(samples: Callable[[str], Sample], dckpt: Run, 
         (["args.lr", "-s", "0"], "only tensors have slices"),
     ],
 )
-def test_bad_input(
-    samples: Callable[[str], Sample], dckpt: Run, arguments: list[str], words: str
-) -> None:
+def test_bad_input(samples: Samples, dckpt: Run, arguments: list[str], words: str) -> None:
     for extra in ([], ["--json"]):
         finished = dckpt("show", samples("tensorstore").folder, *arguments, *extra)
         assert (finished.code, finished.out) == (2, "")
@@ -203,9 +198,7 @@ def test_values_cannot_draw_on_the_screen(tmp_path: Path, dckpt: Run) -> None:
         assert all(character.isprintable() for character in out if character != "\n")
 
 
-def test_a_damaged_chunk_is_named(
-    samples: Callable[[str], Sample], tmp_path: Path, dckpt: Run
-) -> None:
+def test_a_damaged_chunk_is_named(samples: Samples, tmp_path: Path, dckpt: Run) -> None:
     sample = samples("zarr-2").copied(tmp_path / "c")
     (sample.folder / "decoder.weight" / "c.1.0").unlink()
     finished = dckpt("show", sample.folder, "decoder.weight")

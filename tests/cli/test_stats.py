@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from dist_checkpointing import save
+from samples import Run, Sample, Samples
 from states import shard
-
-Sample = Any
-Run = Callable[..., Any]
 
 
 def test_it_tells_what_there_is(any_sample: Sample, dckpt: Run) -> None:
@@ -58,7 +54,7 @@ def test_a_scan_finds_nan_and_infinity(sample: Sample, dckpt: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["mc0.12.0_zarr", "mc0.15.3_zarr", "mc0.15.3_torch_dist"])
-def test_a_scan_that_finds_nothing(samples: Callable[[str], Sample], dckpt: Run, name: str) -> None:
+def test_a_scan_that_finds_nothing(samples: Samples, dckpt: Run, name: str) -> None:
     finished = dckpt("stats", samples(name).folder, "--scan")
     assert finished.code == 0
     assert "no NaN and no infinity" in finished.out
@@ -76,9 +72,7 @@ def test_a_scan_that_finds_nothing(samples: Callable[[str], Sample], dckpt: Run,
         ("dcp", "none were kept"),
     ],
 )
-def test_what_only_this_backend_has(
-    samples: Callable[[str], Sample], dckpt: Run, name: str, fact: str
-) -> None:
+def test_what_only_this_backend_has(samples: Samples, dckpt: Run, name: str, fact: str) -> None:
     assert fact in dckpt("stats", samples(name).folder).out
 
 

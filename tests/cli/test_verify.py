@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dist_checkpointing import ShardedObject, save
-
-Sample = Any
-Samples = Callable[[str], Any]
-Run = Callable[..., Any]
+from samples import Run, Sample, Samples
 
 
 class Stranger:

@@ -15,7 +15,7 @@ from dist_checkpointing import load_common_state_dict, load_plain_tensors
 from dist_checkpointing.interop import DCPReader, DCPStorageLoadStrategy
 from real_ranks import run_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = Path(__file__).parent / "dcp_rank.py"
 RANK = runpy.run_path(str(SCRIPT))

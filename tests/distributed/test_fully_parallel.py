@@ -11,7 +11,7 @@ import pytest
 from dist_checkpointing import load_plain_tensors
 from real_ranks import run_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 SCRIPT = Path(__file__).parent / "fully_parallel_rank.py"
 RANK = runpy.run_path(str(SCRIPT))

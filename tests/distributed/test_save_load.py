@@ -20,7 +20,7 @@ from dist_checkpointing import (
 )
 from real_ranks import processes, run_script, torchrun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = Path(__file__).parent / "save_load_rank.py"
 RANK = runpy.run_path(str(SCRIPT))

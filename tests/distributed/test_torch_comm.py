@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from real_ranks import processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 WORLD_SIZE = 3
 DEAD = None

@@ -11,7 +11,7 @@ import torch
 from dist_checkpointing import load_common_state_dict, load_plain_tensors, load_sharded_metadata
 from real_ranks import run_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = Path(__file__).parent / "torch_dist_rank.py"
 RANK = runpy.run_path(str(SCRIPT))

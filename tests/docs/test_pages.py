@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ import torch
 
 import dist_checkpointing
 from dist_checkpointing import ShardedTensor
+from scripts import run_fresh
 
 ROOT = Path(dist_checkpointing.__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -187,19 +186,13 @@ def test_the_page_of_commands_is_made_of_their_help(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("material")
     pytest.importorskip("mkdocstrings")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
-    built = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
+    options = ("--strict", "--quiet", "-d", tmp_path)
+    built = run_fresh(
+        "-m", "mkdocs", "build", *options, cwd=ROOT, environment={"NO_MKDOCS_2_WARNING": "1"}
     )
     assert (built.returncode, built.stdout + built.stderr) == (0, "")
     loaded = re.compile(

@@ -6,8 +6,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from chaos_report import summary_table
 from dist_checkpointing import AsyncSaver, CheckpointingException, CheckpointManager
 from dist_checkpointing.comm import SingleProcess
 from harness import LaunchError, Tell, run_ranks, writer_of
+from scripts import run_fresh
 from states import shard
 from tensor_parallel import Ranks
 
@@ -166,20 +165,11 @@ def test_a_rank_that_fails_is_named() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not SCRIPT.exists(), reason="not a checkout")
 def test_a_small_chaos_ends_well(tmp_path: Path) -> None:
     options = ["--kills", "1", "--minutes", "2", "--seed", "1", "--steps", "60"]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    finished = subprocess.run(
-        [sys.executable, SCRIPT, *options, "--folder", tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )
+    finished = run_fresh(SCRIPT, *options, "--folder", tmp_path / "out", timeout=280)
     assert finished.returncode == 0, finished.stdout + finished.stderr[-3000:]
     assert "FAILED" not in finished.stdout
     found = re.search(r"killed with SIGKILL\W+(\d+)", finished.stdout)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dist_checkpointing
 from dist_checkpointing import (
     Checkpoint,
     CheckpointNotFoundError,
@@ -30,11 +26,11 @@ from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing.conformance.shards import assert_same_bits
 from dist_checkpointing.tools.inspect.comparison import Tolerance, compare_checkpoints
+from samples import Sample, Samples
+from scripts import run_fresh
 from states import shard
 from tiers import examples
 
-Sample = Any
-Samples = Callable[[str], Any]
 INDEXED = ["tensorstore", "zarr-2", "zarr-2-zstd"]
 
 
@@ -422,7 +418,6 @@ def test_a_damaged_index(samples: Samples, tmp_path: Path, name: str, damage: by
 # What it takes.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", INDEXED)
 def test_an_indexed_checkpoint_is_listed_without_torch(samples: Samples, name: str) -> None:
     sample = samples(name)
@@ -434,14 +429,8 @@ print(sorted(checkpoint.keys()))
 print([(t.shape, t.dtype_name, t.num_bytes, len(t.chunks)) for t in checkpoint.values()][0])
 print(checkpoint.is_committed, "torch" in sys.modules, "tensorstore" in sys.modules)
 """
-    root = Path(dist_checkpointing.__file__).parents[1]
-    finished = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
+    finished = run_fresh("-c", code)
+    assert finished.returncode == 0, finished.stderr
     first, _, last = finished.stdout.splitlines()
     assert first == str(sorted(sample.tensors))
     assert last == "True False False"

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,13 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.filesystem import folder_lock, local
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
-from dist_checkpointing.format import commit
 from dist_checkpointing.format.commit import Attempt, remove_checkpoint
 from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.torch_dist import TorchDistSaveShardedStrategy, writer
 from dist_checkpointing.testing import run_ranks
-from states import assert_at_step, shard, trained
-
-BACKENDS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
-BACKEND = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
+from scripts import run_fresh
+from states import BACKEND, assert_at_step, shard, trained
 
 
 def assert_sound(folder: Path, step: int) -> None:
@@ -147,7 +143,6 @@ print(sorted(load_plain_tensors(folder)))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
 def test_no_library_below_needs_a_lock_of_the_file_system(tmp_path: Path, backend: str) -> None:
@@ -164,14 +159,8 @@ def test_no_library_below_needs_a_lock_of_the_file_system(tmp_path: Path, backen
         "-ldl",
     ]
     subprocess.run(build, check=True, timeout=60)
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, tmp_path / "c", backend],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ
-        | {"LD_PRELOAD": str(library), "PYTHONPATH": str(Path(commit.__file__).parents[1])},
+    done = run_fresh(
+        "-c", _SCRIPT, tmp_path / "c", backend, environment={"LD_PRELOAD": str(library)}
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == "['step', 'w']"

@@ -39,10 +39,10 @@ from dist_checkpointing.tools.convert import (
     convert,
     open_source,
 )
+from samples import GOLDEN
 from states import between, cell, flat, shard
 from tiers import examples
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 BACKENDS = {
     "tensorstore": ("tensorstore", 1),
     "zarr": ("zarr", 2),

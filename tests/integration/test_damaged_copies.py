@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,10 +12,10 @@ from dist_checkpointing import (
     load,
     verify_checkpoint,
 )
+from samples import Samples
 
 BACKENDS = ["tensorstore", "zarr-2", "zarr-2-zstd", "zarr-1", "torch_dist"]
 COPIES = 500
-Samples = Callable[[str], Any]
 
 
 def flip(content: bytearray, chance: random.Random, _: list[bytes]) -> bytes:

@@ -15,9 +15,7 @@ from dist_checkpointing.interop import DCPWriter
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.base import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
-from states import shard
-
-BACKENDS = [("zarr", 1), ("zarr", 2), ("tensorstore", 1), ("torch_dist", 1)]
+from states import BACKENDS, shard
 
 
 def strategy(backend: str, version: int, durability: Durability) -> PlannedSaveStrategy:

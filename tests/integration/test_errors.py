@@ -46,13 +46,12 @@ from dist_checkpointing.strategies.zarr import (
 )
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
-from states import between, shard
+from states import FORMAT, between, shard
 from states import counted_cell as cell
 from states import counted_rows as rows
 from states import flat as flat_part
 from tiers import examples
 
-FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
 Format = tuple[str, int]
 
 

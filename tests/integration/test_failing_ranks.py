@@ -50,7 +50,7 @@ from dist_checkpointing.strategies.zarr import (
     ZarrSaveShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
-from forked_scripts import run_forked
+from scripts import run_forked
 from simulated_groups import the_one_error
 from states import between, save_on, shard
 
@@ -398,7 +398,6 @@ def crash(folder: Path, version: int) -> None:
     assert run_forked("-c", textwrap.dedent(CRASH), folder, version).returncode == 7
 
 
-@pytest.mark.slow
 @FORMAT
 def test_a_save_after_a_crash_inherits_nothing(tmp_path: Path, version: int) -> None:
     tmp_path.joinpath("notes.txt").write_text("mine")

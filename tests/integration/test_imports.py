@@ -6,11 +6,8 @@ import ast
 import importlib
 import importlib.util
 import json
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,23 +15,9 @@ from typing import Any
 import pytest
 
 import dist_checkpointing
+from scripts import run_fresh
 
 PACKAGE = Path(dist_checkpointing.__file__).parent
-
-
-def run_python(
-    code: str, *arguments: object, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        env=environment,
-    )
 
 
 STAGES = """
@@ -71,7 +54,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a fresh interpreter has imported, stage by stage."""
     folder = tmp_path_factory.mktemp("checkpoint")
     dist_checkpointing.save({"step": 5}, folder, ("zarr", 2))
-    finished = run_python(STAGES, folder)
+    finished = run_fresh("-c", STAGES, folder)
     assert finished.stderr == ""
     found: dict[str, Any] = json.loads(finished.stdout)
     return found
@@ -216,20 +199,18 @@ def test_strategies_under_another_name_refuses_to_be_imported(name: str) -> None
     assert name in str(raised.value)
 
 
-@pytest.mark.slow
 def test_the_link_at_the_top_of_the_repository_refuses_to_be_imported() -> None:
     root = PACKAGE.parent
     if not (root / "strategies").exists():
         pytest.skip("not a checkout")
     assert (root / "strategies").resolve() == PACKAGE / "strategies"
     for code in ("import strategies", "import strategies.base", "from strategies import zarr"):
-        finished = run_python(code, cwd=root)
+        finished = run_fresh("-c", code, cwd=root)
         assert finished.returncode == 1
         assert "import dist_checkpointing.strategies, not 'strategies'" in finished.stderr
-    assert run_python("import dist_checkpointing.strategies", cwd=root).returncode == 0
+    assert run_fresh("-c", "import dist_checkpointing.strategies", cwd=root).returncode == 0
 
 
-@pytest.mark.slow
 def test_a_backend_that_cannot_be_imported_is_an_error_with_a_hint(tmp_path: Path) -> None:
     code = """
 import sys
@@ -240,7 +221,7 @@ try:
 except CheckpointingException as error:
     print(type(error).__name__, error)
 """
-    finished = run_python(code, cwd=tmp_path)
+    finished = run_fresh("-c", code, cwd=tmp_path)
     assert "Cannot import a default strategy for: ('save_sharded', 'zarr', 2)" in finished.stdout
     assert "zarr" in finished.stdout
     assert "Hint" in finished.stdout

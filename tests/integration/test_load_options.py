@@ -26,14 +26,11 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.dtypes import DTYPES
 from dist_checkpointing.testing import run_ranks
 from simulated_groups import the_one_error
-from states import between, shard
+from states import FORMAT, between, shard
 from states import counted_cell as cell
 from states import counted_rows as rows
 
 Format = tuple[str, int]
-FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
-
-
 # Devices and dtypes.
 
 

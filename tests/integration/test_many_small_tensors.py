@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-import dist_checkpointing
+from scripts import run_fresh
 
 COUNT = 12_000
 PROGRAM = """
@@ -39,16 +34,9 @@ print(json.dumps({"peak": status("VmHWM") - before, "left": status("VmRSS") - be
 """
 
 
-@pytest.mark.slow
 def test_a_save_takes_a_known_amount_for_each_tensor(tmp_path: Path) -> None:
-    root = Path(dist_checkpointing.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, tmp_path, str(COUNT)],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
+    done = run_fresh("-c", PROGRAM, tmp_path, COUNT)
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     # What docs/concepts.md promises, and some room for the allocator.
     assert found["peak"] < 16 * 2**20 + COUNT * 2 * 2**10

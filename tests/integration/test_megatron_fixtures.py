@@ -23,9 +23,9 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
 from dist_checkpointing.testing import run_ranks
+from samples import GOLDEN
 from states import shard
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 ZARR_NAMES = ["mc0.12.0_zarr", "mc0.15.3_zarr"]
 NAMES = [*ZARR_NAMES, "mc0.15.3_torch_dist"]
 FIXTURE = pytest.mark.parametrize("name", NAMES)

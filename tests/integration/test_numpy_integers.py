@@ -21,8 +21,8 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.testing import run_ranks
+from states import BACKENDS
 
-BACKENDS = [("zarr", 1), ("zarr", 2), ("tensorstore", 1), ("torch_dist", 1)]
 FULL = torch.arange(24.0).reshape(4, 6)
 
 

@@ -21,10 +21,9 @@ from dist_checkpointing.format.dtypes import DTYPES, DType
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance.shards import random_bits
-from states import between, flat, rows, save_on, shard
+from states import FORMAT, between, flat, rows, save_on, shard
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=[row.name for row in DTYPES])
-FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
 CODEC = pytest.mark.parametrize("codec", [None, "zstd", "gzip", "blosc"])
 EXTENDED = [row for row in DTYPES if row.numpy.isbuiltin != 1]
 Format = tuple[str, int]

@@ -20,6 +20,7 @@ from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrate
 from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from states import between
 
 FULL = torch.arange(1.0, 36.0).reshape(5, 7)
 BACKENDS: dict[str, Callable[[], Any]] = {
@@ -46,12 +47,7 @@ def unwritten_memory_is_nan() -> Iterator[None]:
 
 def stored_as(how: str) -> dict[str, ShardedTensor]:
     cuts = {"whole": [0, 5], "chunks": [0, 1, 2, 3, 4, 5], "pieces": [0, 2, 5]}[how]
-    leaves = {}
-    for a, b in itertools.pairwise(cuts):
-        part = FULL[a:b].clone()
-        shape = tuple(part.shape)
-        leaves[str(a)] = ShardedTensor("w", part, part.dtype, shape, (5, 7), (a, 0), None)
-    return leaves
+    return {str(a): between("w", FULL, a, b) for a, b in itertools.pairwise(cuts)}
 
 
 @pytest.fixture(scope="module", params=list(itertools.product(BACKENDS, STORED)), ids="-".join)

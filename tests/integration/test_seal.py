@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.strategies.zarr.v3 import ZarrV3Writer
 from dist_checkpointing.testing import run_ranks
-from states import shard
+from samples import Samples
+from states import rows, save_on, shard
 
 BACKENDS = ["tensorstore", "zarr-2", "zarr-2-zstd", "zarr-1", "torch_dist"]
 STRATEGIES: dict[str, Any] = {
@@ -46,7 +47,6 @@ STRATEGIES: dict[str, Any] = {
     "zarr-1": ("zarr", 1),
     "torch_dist": "torch_dist",
 }
-Samples = Callable[[str], Any]
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -325,13 +325,7 @@ def test_a_rank_reads_the_tables_of_what_it_loads(
     keys = [f"w{number:02d}" for number in range(40)]
     full = {key: torch.arange(6.0) + number for number, key in enumerate(keys)}
 
-    def save_rank(comm: Comm) -> None:
-        parts = {
-            key: shard(key, t.chunk(2)[comm.rank], (0, comm.rank, 2)) for key, t in full.items()
-        }
-        save(parts, tmp_path / "c", comm=comm)
-
-    run_ranks(2, save_rank)
+    save_on(2, lambda comm: {k: rows(k, t, comm) for k, t in full.items()}, tmp_path / "c")
     tables = checksum_tables.checksum_files(tmp_path / "c")
     assert len(tables) == 20
     whole = [part for path in tables for part in checksum_tables.read_table(path).parts]

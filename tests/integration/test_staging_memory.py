@@ -17,17 +17,13 @@ from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.base import PlannedLoadStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
-from states import shard
+from states import BACKEND, flat, shard
 
 BUDGET = 2**20
 ROWS, COLUMNS = 1000, 4001  # 16 MB of float32
 SLACK = 2**19
 """For plans, the index and all else that has nothing to do with the size of a tensor."""
 
-FORMATS = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
-FORMAT = pytest.mark.parametrize(
-    "backend", FORMATS, ids=lambda backend: "-".join(map(str, backend))
-)
 MODE = pytest.mark.parametrize("mode", [ReadMode.MEMMAP, ReadMode.PREAD])
 
 
@@ -59,7 +55,7 @@ def peak_of_load(template: dict[str, Any], folder: Path, strategy: Any) -> int:
     return peak
 
 
-@FORMAT
+@BACKEND
 @MODE
 def test_another_dtype(tmp_path: Path, backend: tuple[str, int], mode: ReadMode) -> None:
     full = values()
@@ -69,7 +65,7 @@ def test_another_dtype(tmp_path: Path, backend: tuple[str, int], mode: ReadMode)
     assert torch.equal(wanted["w"].data, full.bfloat16())
 
 
-@FORMAT
+@BACKEND
 @MODE
 @pytest.mark.usefixtures("elsewhere")
 def test_another_device(tmp_path: Path, backend: tuple[str, int], mode: ReadMode) -> None:
@@ -85,29 +81,20 @@ def test_another_device(tmp_path: Path, backend: tuple[str, int], mode: ReadMode
     assert torch.equal(data, full[box.slices()])
 
 
-@FORMAT
+@BACKEND
 @pytest.mark.usefixtures("elsewhere")
 def test_a_flattened_range(tmp_path: Path, backend: tuple[str, int]) -> None:
     full = values()
     save({"w": shard("w", full)}, tmp_path, backend)
     start, stop = 12_345, ROWS * COLUMNS - 6_789
-    data = torch.zeros(stop - start)
-    wanted: dict[str, Any] = {
-        "w": ShardedTensor.from_rank_offsets_flat(
-            "w", data, (ROWS, COLUMNS), flattened_range=slice(start, stop)
-        )
-    }
+    wanted: dict[str, Any] = {"w": flat("w", torch.zeros(ROWS, COLUMNS), start, stop)}
     assert peak_of_load(wanted, tmp_path, loader(backend, ReadMode.PREAD)) < BUDGET + SLACK
-    assert torch.equal(data, full.reshape(-1)[start:stop])
+    assert torch.equal(wanted["w"].data, full.reshape(-1)[start:stop])
 
 
 def test_a_compressed_chunk_is_not_copied_as_a_whole(tmp_path: Path) -> None:
     full = values()
-    save(
-        {"w": shard("w", full)},
-        tmp_path,
-        Zarr3SaveShardedStrategy(codec="zstd"),
-    )
+    save({"w": shard("w", full)}, tmp_path, Zarr3SaveShardedStrategy(codec="zstd"))
     wanted: dict[str, Any] = {"w": shard("w", torch.zeros(ROWS, COLUMNS).half())}
     # The file and the decoded chunk are there as a whole; 4 MiB of it are copied at a time.
     peak = peak_of_load(wanted, tmp_path, loader(("zarr", 2), ReadMode.PREAD))
@@ -132,7 +119,7 @@ class Doubling(DefaultLoadPlanner):
         super().acquire_tensor(item).copy_(tensor * 2)
 
 
-@FORMAT
+@BACKEND
 def test_a_planner_gets_parts_in_the_stored_dtype(tmp_path: Path, backend: tuple[str, int]) -> None:
     full = values()
     save({"w": shard("w", full)}, tmp_path, backend)

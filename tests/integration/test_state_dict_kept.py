@@ -27,8 +27,7 @@ from dist_checkpointing import (
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.testing import run_ranks
-
-FORMAT = pytest.mark.parametrize("file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"])
+from states import FORMAT
 
 
 class Moments(NamedTuple):

@@ -38,7 +38,7 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreSaveShardedStrategy,
 )
 from dist_checkpointing.testing import run_ranks
-from forked_scripts import run_forked
+from scripts import run_forked
 from states import cell, rows, save_on, shard
 
 WORLD = 2

@@ -24,10 +24,8 @@ from dist_checkpointing import (
 from dist_checkpointing.checkpoint.verify import examine_checkpoint
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor, read_index, write_index
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from samples import Sample, Samples
 from states import shard
-
-Sample = Any
-Samples = Callable[[str], Any]
 
 
 def test_what_is_sound_is_sound(any_sample: Sample) -> None:

@@ -7,8 +7,7 @@ whole tensor without communication.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_checkpointing import (
     InvalidShardingError,
@@ -33,6 +31,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.interop import shard_state_dict, unshard_state_dict
 from dist_checkpointing.testing import run_ranks
+from simulated_groups import fake_rank
 from tiers import examples
 
 pytestmark = pytest.mark.filterwarnings(
@@ -43,21 +42,12 @@ pytestmark = pytest.mark.filterwarnings(
 Placements = Sequence[Any]
 
 
-@contextmanager
-def rank_of(world_size: int, rank: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def on_each_rank(mesh_shape: tuple[int, ...], make: Callable[[Any], Any]) -> list[Any]:
     """``make(mesh)`` as each rank of a mesh calls it."""
     world_size = torch.Size(mesh_shape).numel()
     made = []
     for rank in range(world_size):
-        with rank_of(world_size, rank):
+        with fake_rank(world_size, rank):
             made.append(make(init_device_mesh("cpu", mesh_shape)))
     return made
 
@@ -305,7 +295,7 @@ def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
 def test_a_rank_outside_of_the_mesh_stores_nothing_and_keeps_its_own(tmp_path: Path) -> None:
     given = []
     for rank in range(3):
-        with rank_of(3, rank):
+        with fake_rank(3, rank):
             mesh = dist.device_mesh.DeviceMesh("cpu", [0, 2])
             given.append({"w": cut(whole(4, 2), mesh, [Shard(0)])})
     found = sharded(given)
@@ -320,7 +310,7 @@ def test_replicas_on_meshes_side_by_side_and_tensors_on_few_ranks(tmp_path: Path
     """Each tensor parallel mesh knows only itself; a pipeline stage has tensors of its own."""
     given: list[dict[str, Any]] = []
     for rank in range(4):
-        with rank_of(4, rank):
+        with fake_rank(4, rank):
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
             given.append({"w": cut(whole(4, 2), mesh, [Shard(0)]), f"stage.{rank // 2}": whole(2)})
     found = sharded(given)
@@ -333,7 +323,7 @@ def test_replicas_on_meshes_side_by_side_and_tensors_on_few_ranks(tmp_path: Path
 
 
 def test_all_ranks_hear_of_a_tensor_that_one_of_them_cannot_shard() -> None:
-    with rank_of(2, 0):
+    with fake_rank(2, 0):
         mesh = init_device_mesh("cpu", (2,))
         partial = DTensor.from_local(whole(3), mesh, [Partial()], run_check=False)
 

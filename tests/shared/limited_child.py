@@ -48,19 +48,13 @@ class LimitedChild:
         return answer
 
     def _start(self) -> None:
-        root = Path(__file__).parents[2]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
-            "OMP_NUM_THREADS": "1",
-            "MALLOC_ARENA_MAX": "1",
-        }
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=environment,
+            env=os.environ | {"MALLOC_ARENA_MAX": "1"},
         )
         for request in self._warm_up:
             answer = self._ask(request)

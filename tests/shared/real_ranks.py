@@ -13,10 +13,8 @@ from typing import Any, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in its stubs
 
-import dist_checkpointing
-from forked_scripts import ForkedScript
+from scripts import ForkedScript, run_fresh
 
-_ROOT = Path(dist_checkpointing.__file__).parents[1]
 # The store of the ranks is held by the test: no rank starts one.
 _STORE_OF_AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -30,15 +28,8 @@ def torchrun(
         What each rank wrote to ``REPORTS/<rank>.json``.
     """
     reports.mkdir(exist_ok=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, f"--nproc-per-node={world_size}", script, *map(str, arguments), reports],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-        env=_environment(),
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    done = run_fresh(*launcher, script, *arguments, reports, timeout=timeout_seconds)
     assert done.returncode == 0, done.stderr[-5000:]
     return _read(reports, world_size)
 
@@ -109,11 +100,6 @@ def _fresh(command: Sequence[object], own: dict[str, str], *, stderr: int) -> Fo
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        env=_environment() | own,
+        env=os.environ | own,
     )
     return cast("ForkedScript", process)
-
-
-def _environment() -> dict[str, str]:
-    paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_checkpointing import CheckpointingException
 from dist_checkpointing.comm import Comm, SingleProcess, ThreadComm
@@ -77,3 +80,13 @@ def the_one_error(world_size: int, fn: Callable[[Comm], Any]) -> CheckpointingEx
     assert {type(error) for error in errors} == {type(errors[0])}
     assert {str(error) for error in errors} == {str(errors[0])}
     return errors[0]
+
+
+@contextmanager
+def fake_rank(world_size: int, rank: int) -> Iterator[None]:
+    """Be this rank of a process group that hands nothing over, as DTensors need one."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import torch
 
 from dist_checkpointing import ShardedObject, ShardedTensor, load_plain_tensors, save
@@ -14,6 +15,11 @@ from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.testing import run_ranks
 
 ALONE: Final = SingleProcess()
+BACKENDS: Final = [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)]
+BACKEND: Final = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: f"{b[0]}{b[1]}")
+FORMAT: Final = pytest.mark.parametrize(
+    "file_format", [("zarr", 1), ("zarr", 2)], ids=["zarr1", "zarr2"]
+)
 
 shard = ShardedTensor.from_rank_offsets
 """A whole tensor, or a part of it: ``shard(key, part, (axis, rank, count))``."""
@@ -109,6 +115,29 @@ def trained(
         "m": shard("optimizer.m", torch.full((4,), float(step)), part),
         "rng": cell("rng", [step], comm),
         "step": step,
+    }
+
+
+def full_at_step(step: int, num_rows: int = 8) -> dict[str, torch.Tensor]:
+    """Tensors of several dtypes and layouts, of which ranks hold parts or copies."""
+    table = torch.arange(num_rows * 6, dtype=torch.float32).reshape(num_rows, 6) + 1000 * step
+    return {
+        "rows": table,
+        "strided": (table.t() * 2).to(torch.bfloat16),
+        "replicated": torch.full((5,), step, dtype=torch.int64),
+        "scalar": torch.tensor(float(step)),
+        "none": torch.zeros(0, 3),
+    }
+
+
+def parts_at_step(step: int, comm: Comm, num_rows: int = 8) -> dict[str, Any]:
+    """What this rank holds of them; the strided part shares its memory with the others'."""
+    full = full_at_step(step, num_rows)
+    strided = full["strided"].chunk(comm.world_size, 1)[comm.rank]
+    return {
+        "rows": rows("rows", full["rows"], comm),
+        "strided": shard("strided", strided, (1, comm.rank, comm.world_size)),
+        **{k: shard(k, full[k], replica_id=comm.rank) for k in ("replicated", "scalar", "none")},
     }
 
 

@@ -27,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Tests share the cores, also with the processes that they start; torch reads it on import.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # For a checkout that is not installed.
+    paths = [str(config.rootpath), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     settings.register_profile(
         "everything",
@@ -41,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def share(count: int) -> int:
     """How many of so many rounds or examples belong to this tier: all, or a tenth."""
-    return -(-count * settings.default.max_examples // _EXAMPLES)
+    return -(-count * settings().max_examples // _EXAMPLES)
 
 
 def examples(count: int) -> settings:

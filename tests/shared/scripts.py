@@ -1,7 +1,8 @@
-"""Python scripts in processes of their own that find torch imported, which takes seconds.
+"""Python scripts in processes of their own.
 
-The processes are forked from the fork server of ``multiprocessing``. They end without what a script
-leaves to the end of the interpreter (``atexit``); a test of that needs a fresh process.
+A forked one finds torch imported, which takes seconds: it comes from the fork server of
+``multiprocessing``. It ends without what a script leaves to the end of the interpreter
+(``atexit``); tests of that, of imports and of memory need a fresh process.
 """
 
 from __future__ import annotations
@@ -88,7 +89,33 @@ def run_forked(*command: object, timeout: float = 120) -> subprocess.CompletedPr
         out, err = script.communicate(timeout)
     finally:
         script.kill()
-    return subprocess.CompletedProcess(command, script.returncode or 0, out, err)
+    words = [str(word) for word in command]
+    return subprocess.CompletedProcess(words, script.returncode or 0, out, err)
+
+
+def run_fresh(
+    *command: object,
+    timeout: float = 120,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python COMMAND`` to its end.
+
+    Args:
+        command: path of a script, ``-c`` and a program, or ``-m`` and a module; then arguments.
+        timeout: in seconds.
+        cwd: where it runs.
+        environment: variables that this process does not have, or has with another value.
+    """
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+        cwd=cwd,
+        env=os.environ | dict(environment or {}),
+    )
 
 
 def _run(words: list[str], variables: dict[str, str], out: Path, err: Path) -> None:
