@@ -59,6 +59,11 @@ class TensorHandle:
     """One tensor of a checkpoint: known by name, not read.
 
     ``handle[a:b, :]`` reads only the chunks that it needs, and returns a CPU tensor.
+
+    Example:
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
+        >>> Checkpoint.open("ckpt")["w"][1:3]
+        tensor([1., 1.])
     """
 
     def __init__(self, checkpoint: Checkpoint, stored: StoredTensor) -> None:
@@ -163,6 +168,12 @@ class ObjectHandle(Mapping[Ints, Any]):
     Attributes:
         key: key of the object.
         shape: shape of the grid of cells.
+
+    Example:
+        >>> rng = ShardedObject("rng", {"seed": 1}, (1,), (0,))
+        >>> save({"rng": rng}, "ckpt")
+        >>> Checkpoint.open("ckpt").objects["rng"][0]
+        {'seed': 1}
     """
 
     def __init__(self, checkpoint: Checkpoint, key: str, shape: Ints) -> None:

@@ -43,6 +43,11 @@ class BalancedSavePlanner(DefaultSavePlanner):
         save_to_minimum_rank: True gives every shard to the lowest rank that holds it.
         groups: number of the group of every rank; a shard stays in the group of its main replica.
             By default all ranks are one group.
+
+    Example:
+        >>> from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+        >>> strategy = TensorStoreSaveShardedStrategy(planner=BalancedSavePlanner())
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt", strategy)
     """
 
     def __init__(

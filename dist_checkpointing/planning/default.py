@@ -23,7 +23,17 @@ from dist_checkpointing.planning.shard_table import ShardTable
 
 
 class DefaultSavePlanner(SavePlanner):
-    """Writes the main replica of every shard that has elements, on the rank that holds it."""
+    """Writes the main replica of every shard that has elements, on the rank that holds it.
+
+    Example:
+        >>> from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+        >>> class Rounded(DefaultSavePlanner):
+        ...     def get_data(self, item):
+        ...         return super().get_data(item).round()
+        ...
+        >>> strategy = TensorStoreSaveShardedStrategy(planner=Rounded())
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt", strategy)
+    """
 
     def __init__(self) -> None:
         self._leaves: list[ShardedBase] = []
@@ -145,7 +155,17 @@ def by_rank(all_plans: Sequence[SavePlan], written: ShardTable, index: Index) ->
 
 
 class DefaultLoadPlanner(LoadPlanner):
-    """Fills every wanted shard from the stored chunks that meet it."""
+    """Fills every wanted shard from the stored chunks that meet it.
+
+    Example:
+        >>> from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+        >>> class Halved(DefaultLoadPlanner):
+        ...     def apply_tensor(self, item, tensor):
+        ...         super().apply_tensor(item, tensor / 2)
+        ...
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
+        >>> strategy = TensorStoreLoadShardedStrategy(planner=Halved())
+    """
 
     def __init__(self) -> None:
         self._leaves: list[ShardedBase] = []

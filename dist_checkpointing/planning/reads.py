@@ -111,6 +111,14 @@ def plan_load(
 
     Returns:
         The reads, in the order of the shards, and what the checkpoint does not hold.
+
+    Example:
+        >>> from dist_checkpointing.format.geometry import Box
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
+        >>> index = Checkpoint.open("ckpt").index
+        >>> reads, findings = plan_load(index, [WantedShard("w", Box((1,), (2,)), None, 0)])
+        >>> len(reads)
+        1
     """
     shards = wanted if isinstance(wanted, WantedShards) else WantedShards.of(wanted)
     global_shapes, chunk_shapes = index.shapes_of(shards.keys)

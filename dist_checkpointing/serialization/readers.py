@@ -184,6 +184,11 @@ def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> Pla
 
     Raises:
         UnsupportedFormatError: if tensors cannot be removed from this backend.
+
+    Example:
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
+        >>> preview_removal("ckpt", "w").keys
+        ('w',)
     """
     folder = local_folder(checkpoint_dir)
     found = open_checkpoint(folder)
@@ -213,7 +218,12 @@ def _removing(found: LoadStrategies, checkpoint_dir: str | PathLike[str]) -> Ite
 def get_default_save_sharded_strategy(
     backend: str = DEFAULT_SHARDED[0], version: int = DEFAULT_SHARDED[1]
 ) -> SaveShardedStrategy:
-    """The save strategy of a backend and version."""
+    """The save strategy of a backend and version.
+
+    Example:
+        >>> get_default_save_sharded_strategy().backend
+        'tensorstore'
+    """
     strategy: SaveShardedStrategy = select_strategy(StrategyAction.SAVE_SHARDED, (backend, version))
     return strategy
 
@@ -221,7 +231,12 @@ def get_default_save_sharded_strategy(
 def get_default_save_common_strategy(
     backend: str = DEFAULT_COMMON[0], version: int = DEFAULT_COMMON[1]
 ) -> SaveCommonStrategy:
-    """The save strategy for common state of a backend and version."""
+    """The save strategy for common state of a backend and version.
+
+    Example:
+        >>> get_default_save_common_strategy().backend
+        'torch'
+    """
     strategy: SaveCommonStrategy = select_strategy(StrategyAction.SAVE_COMMON, (backend, version))
     return strategy
 
@@ -229,7 +244,14 @@ def get_default_save_common_strategy(
 def get_default_load_sharded_strategy(
     checkpoint_dir: str | PathLike[str] | None = None,
 ) -> LoadShardedStrategy:
-    """The load strategy for a checkpoint; without one, that of the default backend."""
+    """The load strategy for a checkpoint; without one, that of the default backend.
+
+    Example:
+        >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
+        >>> strategy = get_default_load_sharded_strategy("ckpt")
+        >>> strategy.load_tensors_metadata("ckpt")["w"].global_shape
+        (4,)
+    """
     if checkpoint_dir is None:
         strategy: LoadShardedStrategy = select_strategy(StrategyAction.LOAD_SHARDED, None)
         return strategy

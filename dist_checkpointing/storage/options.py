@@ -60,6 +60,12 @@ class StorageOptions:
         durability: when a save may call itself finished.
         checksum: what is kept beside each chunk.
         read_mode: how local files are read.
+
+    Example:
+        >>> from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+        >>> options = StorageOptions(threads=2, buffer_bytes=2**24)
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", TensorStoreSaveShardedStrategy(options=options))
     """
 
     threads: int = field(default_factory=_threads_of_a_rank)

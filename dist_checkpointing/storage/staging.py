@@ -35,6 +35,9 @@ class StagingBuffers:
     Attributes:
         is_shared: whether a worker process can read it.
         shared_memory: where the copies are then; None as long as there were none.
+
+    Example:
+        >>> buffers = StagingBuffers()
     """
 
     def __init__(self, *, pinned: bool | None = None, shared: bool = False) -> None:

@@ -29,7 +29,12 @@ __all__ = ["TensorStoreLoadShardedStrategy", "TensorStoreSaveShardedStrategy"]
 
 
 class TensorStoreSaveShardedStrategy(PlannedSaveStrategy):
-    """Saves as ("tensorstore", 1)."""
+    """Saves as ("tensorstore", 1).
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", TensorStoreSaveShardedStrategy())
+    """
 
     writer_type = TensorStoreWriter
     writes = ("tensorstore", 1)
@@ -40,7 +45,13 @@ class TensorStoreSaveShardedStrategy(PlannedSaveStrategy):
 
 
 class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
-    """Loads ("tensorstore", 1), and the zarr formats through TensorStore's drivers for them."""
+    """Loads ("tensorstore", 1), and the zarr formats through TensorStore's drivers for them.
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", "tensorstore")
+        >>> loaded = load(state, "ckpt", TensorStoreLoadShardedStrategy())
+    """
 
     reader_type = TensorStoreReader
     reads = frozenset({("tensorstore", 1), ("zarr", 1), ("zarr", 2)})

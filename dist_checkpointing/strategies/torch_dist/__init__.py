@@ -35,6 +35,10 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
     The archives in the files get a CRC-32 if ``torch.serialization.set_crc32_options`` says so, as
     those of ``torch.save`` do. No reader of PyTorch looks at it, and it costs more time than
     everything else.
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", TorchDistSaveShardedStrategy())
     """
 
     writer_type = TorchDistWriter
@@ -46,7 +50,13 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
 
 
 class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
-    """Loads ("torch_dist", 1)."""
+    """Loads ("torch_dist", 1).
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", "torch_dist")
+        >>> loaded = load(state, "ckpt", TorchDistLoadShardedStrategy())
+    """
 
     reader_type = TorchDistReader
     reads = frozenset({("torch_dist", 1)})

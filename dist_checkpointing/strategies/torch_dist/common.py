@@ -36,6 +36,9 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     Args:
         trusted: unpickle anything, which lets the files run any code.
+
+    Example:
+        >>> TorchDistCommonLoadStrategy().check_backend_compatibility("torch_dist")
     """
 
     reads = frozenset({("torch_dist", 1)})

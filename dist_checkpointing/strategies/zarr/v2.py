@@ -263,14 +263,25 @@ _ALSO_FINE: dict[str, tuple[Any, ...]] = {"filters": ([],), "dimension_separator
 
 
 class ZarrSaveShardedStrategy(PlannedSaveStrategy):
-    """Saves as ("zarr", 1)."""
+    """Saves as ("zarr", 1).
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", ZarrSaveShardedStrategy())
+    """
 
     writer_type = ZarrV2Writer
     writes = ("zarr", 1)
 
 
 class ZarrLoadShardedStrategy(PlannedLoadStrategy):
-    """Loads ("zarr", 1)."""
+    """Loads ("zarr", 1).
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", ("zarr", 1))
+        >>> loaded = load(state, "ckpt", ZarrLoadShardedStrategy())
+    """
 
     reader_type = ZarrV2Reader
     reads = frozenset({("zarr", 1)})

@@ -225,6 +225,10 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
         planner: used instead of DefaultSavePlanner.
         comm: the ranks that save together when ``save`` is called directly.
         options: knobs of the I/O.
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", Zarr3SaveShardedStrategy(codec="zstd"))
     """
 
     writer_type = ZarrV3Writer
@@ -251,7 +255,13 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
 
 
 class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
-    """Loads ("zarr", 2)."""
+    """Loads ("zarr", 2).
+
+    Example:
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", ("zarr", 2))
+        >>> loaded = load(state, "ckpt", Zarr3LoadShardedStrategy())
+    """
 
     reader_type = ZarrV3Reader
     reads = frozenset({("zarr", 2)})
