@@ -109,6 +109,18 @@ class Exchanged(Generic[T]):
         return [b"".join(part.digest for part in own.parts) for own in self.brought]
 
 
+def pack_tables(
+    tables: Mapping[str, ShardTable], facts: T, num_ranks: int
+) -> tuple[Brought[T], dict[bytes, bytes]]:
+    """What one of so many ranks brings, and the bytes of its parts by their digests."""
+    parts, bytes_of = [], {}
+    for kind, table in tables.items():
+        data = pack(table)
+        parts.append(PackedPart.of(kind, data, num_ranks))
+        bytes_of[parts[-1].digest] = data
+    return Brought(tuple(parts), facts), bytes_of
+
+
 def exchange_tables(
     comm: Comm, step: str, produce: Callable[[], tuple[Mapping[str, ShardTable], T]]
 ) -> Exchanged[T]:
@@ -122,13 +134,9 @@ def exchange_tables(
     own: dict[bytes, bytes] = {}
 
     def bring() -> Brought[T]:
-        tables, facts = produce()
-        parts = []
-        for kind, table in tables.items():
-            data = pack(table)
-            parts.append(PackedPart.of(kind, data, comm.world_size))
-            own[parts[-1].digest] = data
-        return Brought(tuple(parts), facts)
+        brought, data = pack_tables(*produce(), comm.world_size)
+        own.update(data)
+        return brought
 
     brought = comm.exchange(step, bring)
     found: dict[bytes, PackedPart] = {}

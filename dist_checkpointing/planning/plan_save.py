@@ -119,7 +119,7 @@ def plan_save(
     own: list[SavePlan] = []
 
     @paused_collector()
-    def local_plan() -> tuple[Mapping[str, ShardTable], _Facts]:
+    def local_plan() -> tuple[Mapping[str, ShardTable], PlanFacts]:
         planner.configure_planner(
             leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
         )
@@ -129,8 +129,10 @@ def plan_save(
         own_data = (plan.storage_data, plan.planner_data)
         bare = type(plan) is SavePlan and own_data == (None, None)
         rest = None if bare else replace(plan, table=plan.table.take(slice(0, 0)))
-        parts = _parts(plan.table) if _assigns(planner) else {_TENSORS: plan.table}
-        return {**parts, _OTHERS: describe(others, comm.rank)}, _Facts(rest, place)
+        other_rows = describe(others, comm.rank)
+        if _assigns(planner):
+            return exchanged_parts(plan.table, other_rows), PlanFacts(rest, place)
+        return {_TENSORS: plan.table, _OTHERS: other_rows}, PlanFacts(rest, place)
 
     exchanged = exchange_tables(comm, "planning the save", local_plan)
     with comm.agreed("planning the save"), paused_collector():
@@ -161,7 +163,7 @@ def plan_save(
 
 
 @dataclass(frozen=True, slots=True)
-class _Facts:
+class PlanFacts:
     """What a rank brings besides its table.
 
     Attributes:
@@ -179,13 +181,17 @@ def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     return isinstance(planner, DefaultSavePlanner) and type(planner).build_global_plan is own
 
 
-def _parts(table: ShardTable) -> dict[str, ShardTable]:
-    """A table in parts that are likely to be the same on many ranks.
+def exchanged_parts(table: ShardTable, others: ShardTable) -> dict[str, ShardTable]:
+    """What a rank sends: its table in parts that are likely to be the same on many ranks.
 
     Copies of a model are alike even where their parts of a distributed optimizer, or their random
     states, are not. Rows are numbered within the part: which leaf a row is concerns its rank only.
+
+    Args:
+        table: of a local plan.
+        others: the rows that are only checked.
     """
-    parts = {}
+    parts = {_OTHERS: others}
     for kind, rows in _rows_of_kinds(table).items():
         part = table.take(rows)
         # Only the names that occur, so that those of the other parts make no difference.
@@ -211,7 +217,7 @@ def _rows_of_kinds(table: ShardTable) -> dict[str, Int64s]:
 
 
 def _with_sources(table: ShardTable, local: ShardTable) -> ShardTable:
-    """Rows of this rank that are numbered as in ``_parts``, with the leaves that they are."""
+    """Rows of this rank, numbered as in ``exchanged_parts``, with the leaves that they are."""
     rows_of = _rows_of_kinds(local)
     sources = table.sources.copy()
     for kind, rows in _rows_of_kinds(table).items():
@@ -220,7 +226,7 @@ def _with_sources(table: ShardTable, local: ShardTable) -> ShardTable:
     return replace(table, sources=sources)
 
 
-def _local_plans(exchanged: Exchanged[_Facts]) -> LocalPlans:
+def _local_plans(exchanged: Exchanged[PlanFacts]) -> LocalPlans:
     """The plans of all ranks, for a planner of the user's own."""
     tables = exchanged.tables(_TENSORS, _FLATTENED, _OBJECTS)
     rests = [facts.rest for facts in exchanged.facts]
