@@ -194,10 +194,11 @@ def padded(column: Int64s, width: int, fill: int) -> Int64s:
 
 def padded_rows(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
     """Ragged rows as one array with at least one axis."""
-    width = max(1, int(ndim.max(initial=0)))
+    lengths = set(map(len, rows))
     numbers = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
-    if (ndim == width).all():
-        return numbers.reshape(len(rows), width)
+    if len(lengths) == 1 and 0 not in lengths:
+        return numbers.reshape(len(rows), -1)
+    width = max(1, max(lengths, default=0))
     table = np.full((len(rows), width), fill, dtype=np.int64)
     inside: Bools = np.arange(width) < ndim[:, None]
     table[inside] = numbers
