@@ -155,10 +155,8 @@ def plan_save(
         dropped = tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
         agreed = AgreedPlan(plan, index, dropped, other_rows)
         if cache is not None and description is not None:
-            digest = xxhash.xxh3_64()
-            for data in exchanged.digests:
-                digest.update(data)
-            cache.keep(description, agreed, digest.intdigest() >> 2)
+            digest = xxhash.xxh3_64_intdigest(b"".join(exchanged.digests))
+            cache.keep(description, agreed, digest >> 2)
     return agreed
 
 
