@@ -95,11 +95,8 @@ def test_a_section_goes_and_gives_its_disk_space_back(tmp_path: Path, backend: A
 
 @BACKEND
 def test_what_is_not_freed_is_said_before(tmp_path: Path, backend: Any) -> None:
-    for number in range(20):
-        folder = saved(tmp_path / str(number), backend)
-        told = json.loads(invoke(folder, "model.a", "--json", "--dry-run"))
-        if backend[0] != "tensorstore" or told["file_bytes"] <= 2 * BLOCK_BYTES:
-            break  # TensorStore may also give a part a file of its own, which is then freed
+    folder = saved(tmp_path / "c", backend)
+    told = json.loads(invoke(folder, "model.a", "--json", "--dry-run"))
     assert told["keys"] == ["model.a"]
     assert told["num_bytes"] == 64 * 64 * 4
     assert told["removed"] is False
@@ -121,13 +118,13 @@ def test_what_is_not_freed_is_said_before(tmp_path: Path, backend: Any) -> None:
         assert done["bytes_freed"] >= told["num_bytes"]
     else:
         assert sum(told["bytes_not_freed"].values()) >= told["num_bytes"]
-        # What merging has left of a rank's own tree may go, but no file with values of others.
+        # The tree goes, for another one; but no file with values of others.
         assert told["file_bytes"] <= 2 * BLOCK_BYTES
     assert_holds(folder, without("model.a", values()))
     verify_checkpoint(folder)
 
 
-def test_files_of_a_lane_are_freed_one_by_one(tmp_path: Path) -> None:
+def test_files_of_a_data_group_are_freed_one_by_one(tmp_path: Path) -> None:
     options = StorageOptions(data_file_bytes=2**16)
     folder = saved(tmp_path / "c", TensorStoreSaveShardedStrategy(options=options), 256)
     told = json.loads(invoke(folder, "model.a", "--json", "--yes"))

@@ -222,14 +222,11 @@ class _Rows:
 
 def _contiguous(data: torch.Tensor) -> Array:
     """The bits of a tensor in C order, in its own memory where that is possible."""
-    if data.requires_grad:
-        data = data.detach()
-    array = dtypes.fillable(data.contiguous(), data.dtype)
-    if array is None:
-        plain = data.to("cpu").resolve_conj().resolve_neg().contiguous()
-        array = dtypes.fillable(plain, data.dtype)
-    assert array is not None
-    return array
+    if not data.is_cpu:
+        data = data.detach().to("cpu")
+    array = dtypes.as_numpy(data.contiguous())
+    # The memory of a dtype that numpy does not have itself can only be handed on as integers.
+    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
 
 
 def _edges(table: ShardTable, index: Index) -> npt.NDArray[np.bool_]:
