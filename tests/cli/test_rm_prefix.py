@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStra
 from dist_checkpointing.tools.cli import screen
 from dist_checkpointing.tools.cli.app import app
 from samples import GOLDEN, GOLDEN_NAMES, Run
+from scripts import run_forked
 from states import BACKEND, cell, rows, save_on, shard
 
 SCRIPT = Path(__file__).with_name("removal_cut_off.py")
@@ -137,7 +137,8 @@ def test_files_of_a_data_group_are_freed_one_by_one(tmp_path: Path) -> None:
 @BACKEND
 def test_killed_at_each_step_it_has_the_tensors_or_not(tmp_path: Path, backend: Any) -> None:
     folder, copies = saved(tmp_path / "c", backend, 32), tmp_path / "copies"
-    subprocess.run([sys.executable, SCRIPT, folder, "optimizer.", copies], check=True, timeout=120)
+    done = run_forked(SCRIPT, folder, "optimizer.", copies, timeout=280)
+    assert done.returncode == 0, done.stderr
     steps = sorted(copies.iterdir(), key=lambda path: int(path.name))
     kept = without("optimizer.", values(32))
     finished = {name for name in files_in(steps[-1]) if not name.startswith("d/")}

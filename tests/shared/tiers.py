@@ -27,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Tests share the cores, also with the processes that they start; torch reads it on import.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # What a program prints is as wide as a test says; workers of xdist have a width of their own.
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)
     # For a checkout that is not installed.
     paths = [str(config.rootpath), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
