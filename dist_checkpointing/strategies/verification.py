@@ -153,9 +153,7 @@ def verify_wanted(
     return filled
 
 
-def _parts_of(
-    checked: Iterable[StoredPart], keys: Iterable[str]
-) -> dict[str, list[StoredPart]]:
+def _parts_of(checked: Iterable[StoredPart], keys: Iterable[str]) -> dict[str, list[StoredPart]]:
     parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
     for part in checked:
         if part.key in parts:
