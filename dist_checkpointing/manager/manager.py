@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -14,18 +14,24 @@ from typing import Any, Literal, Self
 
 from dist_checkpointing.checkpoint.verify import verify_checkpoint
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.comm.protocol import Failure, merge_failures
 from dist_checkpointing.errors import (
     CheckpointingException,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Finding,
     RankFailedError,
+    UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.local import check_room
 from dist_checkpointing.filesystem.paths import local_folder
-from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.manager.checks import (
+    asks_for_all,
+    check_files,
+    check_structure,
+    has_checksums,
+    judge,
+)
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
@@ -36,7 +42,7 @@ from dist_checkpointing.serialization.save import save
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_options import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
-from dist_checkpointing.strategies.selection import Selection, open_checkpoint
+from dist_checkpointing.strategies.selection import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -227,7 +233,19 @@ class CheckpointManager:
         Raises:
             RankFailedError: if a rank has an I/O error, which does not mean damage.
         """
-        return self._find_valid(check)[0]
+        if check not in ("contents", "structure"):
+            raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
+        for step, number in self._saves():
+            try:
+                if check == "contents":
+                    self.verify(step)
+                else:
+                    judge(self._comm, step, partial(check_structure, self.folder(step)))
+            except CheckpointingException as error:
+                self._skip(step, number, error)
+            else:
+                return step
+        return None
 
     def verify(self, step: int) -> None:
         """Read all of a checkpoint, divided among the ranks, and compare its checksums.
@@ -239,15 +257,14 @@ class CheckpointManager:
             RankFailedError: if a rank has an I/O error, which does not mean damage.
         """
         rank, world_size = self._comm.rank, self._comm.world_size
-        self._judge(
+        judge(
+            self._comm,
             step,
             lambda: verify_checkpoint(
                 self.folder(step), rank=rank, world_size=world_size, trusted=self._trusted
             ),
         )
-        with self._comm.agreed(f"noting that step {step} is valid"):
-            if rank == 0:
-                self._files.verified(step)
+        self._note_valid(step, is_valid=rank == 0)
 
     def load(
         self, template: ShardedStateDict, step: int | None = None, **options: Any
@@ -256,19 +273,22 @@ class CheckpointManager:
 
         Args:
             template: see ``load``.
-            step: number of the step; None for ``latest_valid()``. The result does not tell which
-                step that was, unless the training keeps its step in the common state.
-            options: options of ``load``.
+            step: number of the step. None for the newest one in which nothing is damaged that the
+                template asks for; the log says why newer ones are skipped, and given tensors may
+                have been filled with parts of them before. The result does not tell which step that
+                was, unless the training keeps its step in the common state.
+            options: options of ``load``. If ``step`` is None, ``verify`` is True by default where
+                the checkpoint has checksums.
 
         Raises:
             CheckpointNotFoundError: if no step can be loaded; with the reason for each.
+            StateMismatchError: if the template does not fit the newest of these steps.
             CheckpointingException: see ``load``.
+            RankFailedError: if a rank has an I/O error, which does not mean damage.
         """
         self.wait()
         if step is None:
-            step, skipped = self._find_valid("contents")
-            if step is None:
-                raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)
+            return self._load_newest(template, options)
         options = {"trusted": self._trusted, **options}
         loaded: StateDict = load(template, self.folder(step), comm=self._comm, **options)
         return loaded
@@ -323,57 +343,43 @@ class CheckpointManager:
 
         return check
 
-    def _find_valid(
-        self, check: Literal["contents", "structure"]
-    ) -> tuple[int | None, list[Finding]]:
-        if check not in ("contents", "structure"):
-            raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
-        skipped = []
-        saves = self._comm.from_rank0("listing the checkpoints", self._files.all_saves)
-        for step, number in saves:
+    def _load_newest(self, template: ShardedStateDict, options: Mapping[str, Any]) -> StateDict:
+        comm = self._comm
+        skipped: list[Finding] = []
+        for step, number in self._saves():
             folder = self.folder(step)
             try:
-                if check == "contents":
-                    self.verify(step)
-                else:
-                    self._judge(step, partial(_check_structure, folder))
-            except RankFailedError:
-                raise  # this is about the ranks, not about the checkpoint
+                judge(comm, step, partial(check_files, folder, comm.rank, comm.world_size))
             except CheckpointingException as error:
-                logger.warning("step %d is skipped: %s", step, error)
-                skipped.append(Finding(str(error), path=str(folder)))
-                if isinstance(error, CorruptCheckpointError):
-                    self._damaged[step] = number
-            else:
-                return step, skipped
-        return None, skipped
+                skipped.append(self._skip(step, number, error))
+                continue
+            looking = partial(has_checksums, folder, options.get("sharded_strategy"))
+            verify = comm.from_rank0(f"looking for checksums of step {step}", looking)
+            chosen = {"trusted": self._trusted, "verify": verify, **options}
+            try:
+                loaded: StateDict = load(template, folder, comm=comm, **chosen)
+            except (CorruptCheckpointError, UnsupportedFormatError) as error:
+                skipped.append(self._skip(step, number, error))
+                continue
+            if chosen["verify"] is verify:
+                self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
+            return loaded
+        raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)
 
-    def _judge(self, step: int, work: Callable[[], None]) -> None:
-        """Raise the errors that ranks find in a checkpoint; if some find damage, only that.
+    def _note_valid(self, step: int, *, is_valid: bool) -> None:
+        """Record that all of a step is valid, on the rank that says so: rank 0. Collective."""
+        with self._comm.agreed(f"noting that step {step} is valid"):
+            if is_valid:
+                self._files.verified(step)
 
-        Collective. Any other exception on a rank becomes a RankFailedError.
-        """
-        verdicts = self._comm.exchange(f"verifying step {step}", lambda: _verdict(work))
-        found = {rank: verdict for rank, verdict in enumerate(verdicts) if verdict is not None}
-        damaged = {r: e for r, e in found.items() if isinstance(e, CorruptCheckpointError)}
-        if found:
-            failures = {rank: Failure.of(error) for rank, error in (damaged or found).items()}
-            raise merge_failures(f"verifying step {step}", failures, self._comm.world_size)
+    def _saves(self) -> list[tuple[int, int]]:
+        return self._comm.from_rank0("listing the checkpoints", self._files.all_saves)
 
-
-def _check_structure(folder: Path) -> None:
-    read_config(folder)
-    found = open_checkpoint(folder)
-    found.common.load_common(folder)
-    found.sharded.load_tensors_metadata(folder)
-
-
-def _verdict(work: Callable[[], None]) -> CheckpointingException | None:
-    """The error that ``work`` finds in a checkpoint; other exceptions are raised."""
-    try:
-        work()
-    except RankFailedError:
-        raise
-    except CheckpointingException as error:
-        return error
-    return None
+    def _skip(self, step: int, number: int, error: CheckpointingException) -> Finding:
+        """Log why a step cannot be loaded, and remember which save of it is damaged."""
+        if isinstance(error, RankFailedError):
+            raise error  # this is about the ranks, not about the checkpoint
+        logger.warning("step %d is skipped: %s", step, error)
+        if isinstance(error, CorruptCheckpointError):
+            self._damaged[step] = number
+        return Finding(str(error), path=str(self.folder(step)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -19,7 +20,6 @@ from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import number_of_save
-from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -33,6 +33,7 @@ from dist_checkpointing.mapping.partition import Partition, partition
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
+from dist_checkpointing.serialization.load_verification import Verification
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.protocol import StorageReader
@@ -44,7 +45,6 @@ from dist_checkpointing.strategies.selection import (
     handles_objects,
     open_checkpoint,
 )
-from dist_checkpointing.strategies.verification import Wanted, verify_wanted
 from dist_checkpointing.validation.compare import (
     Cast,
     StoredTensors,
@@ -132,9 +132,12 @@ def load(
         cast: what to do where stored and wanted dtype differ: raise ("error"), convert if no
             value can change ("widen"), or convert always ("any").
         trusted: unpickle anything in common state and objects. Lets the checkpoint run any code.
-        verify: first read everything that is wanted once more and compare it with the seal and the
-            checksums of the save. What they do not speak of is an error. A checkpoint without a
-            seal is verified as far as its checksums go, with a warning.
+        verify: compare everything that is wanted with the seal and the checksums of the save.
+            Stored parts that are wanted whole are read once and compared in memory. Parts that are
+            wanted in part or converted are read twice, the first time whole; so is everything if
+            the strategy has a planner of its own. What seal and checksums do not speak of is an
+            error. A checkpoint without a seal is verified as far as its checksums go, with a
+            warning.
         progress: called with a Progress, from any thread, whenever there is something to report.
 
     Returns:
@@ -146,7 +149,8 @@ def load(
         InvalidShardingError: the template holds sharded tensors of torch that are not wrapped.
         StateMismatchError: keys, shapes, dtypes or nesting differ; all findings at once. Also if
             a tensor of the template would be left as it is.
-        CorruptCheckpointError: something the checkpoint says it holds is missing or damaged.
+        CorruptCheckpointError: something the checkpoint says it holds is missing or damaged. A note
+            names the given tensors that may be filled with parts of it.
         UnsupportedFormatError: a format or a pickled class that is not read; a URL for a path.
         StrategyNotFoundError: the backend is unknown here.
         RankFailedError: anything else that failed, on the ranks it names.
@@ -165,25 +169,23 @@ def load(
     if cast not in ("error", "widen", "any"):
         raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
-        checkpoint_dir = local_folder(checkpoint_dir)
-        save_number = number_of_save(checkpoint_dir)
-        found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
+        folder = local_folder(checkpoint_dir)
+        save_number = number_of_save(folder)
+        found = open_checkpoint(folder, sharded_strategy, common_strategy)
         if trusted:
             found = replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
         parts = _take_apart(sharded_state_dict)
-        common = found.common.load_common(checkpoint_dir)
-    _require_one_save(comm.all_same(save_number), checkpoint_dir)
+        common = found.common.load_common(folder)
+    _require_one_save(comm.all_same(save_number), folder)
     if validate_access_integrity:
         _check_access(parts, comm)
 
-    reader, index, stored, stored_keys = _read_index(
-        found, checkpoint_dir, parts, comm, is_kept=verify
-    )
+    reader, index, stored, stored_keys = _read_index(found, folder, parts, comm, is_kept=verify)
     missing, unexpected = set[str](), set[str]()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
         objects = comm.from_rank0(
             "listing the sharded objects",
-            lambda: {leaf.key for leaf in _stored_objects(found, checkpoint_dir)},
+            lambda: {leaf.key for leaf in _stored_objects(found, folder)},
         )
         missing, unexpected = handle_strictly(parts, {*stored_keys()} | objects, flag, comm)
     with comm.agreed("comparing template and checkpoint"), paused_collector():
@@ -196,22 +198,22 @@ def load(
     # Only now that all ranks agree may a tensor be touched.
     with comm.agreed("allocating memory"), paused_collector():
         leaves = _with_memory(wanted, stored, reader, index)
-    if verify:
-        _verify(wanted, wanted_objects, found, checkpoint_dir, index, reader, meter, comm)
+    verification = Verification(
+        [*leaves.values()], [*wanted_objects.values()], found, folder, index, reader, meter, comm
+    )
+    filled = verification.begin() if verify else None
     loaded: dict[TreePath, Any] = {}
+    to_read: dict[TreePath, ShardedBase] = {**leaves}
     if handles_objects(found.sharded):
-        leaves |= {path: leaf.without_data() for path, leaf in wanted_objects.items()}
+        to_read |= {path: leaf.without_data() for path, leaf in wanted_objects.items()}
     else:
         with comm.agreed("reading the sharded objects"):
-            values = found.common.load_sharded_objects(parts.nested(wanted_objects), checkpoint_dir)
+            values = found.common.load_sharded_objects(parts.nested(wanted_objects), folder)
             loaded = {path: value_at(values, path) for path in wanted_objects}
-    with meter.phase("reading"):
-        if reader is not None:
-            reader.report = meter.add
-            meter.expect(sum(_num_bytes(leaf) for leaf in leaves.values()))
-        loaded |= _read(leaves, found.sharded, reader, index, parts, checkpoint_dir, comm)
+    with _noting_filled(wanted), verification.finding_damage(filled), meter.phase("reading"):
+        loaded |= _read(to_read, found.sharded, reader, index, parts, folder, comm, meter)
     with comm.agreed("rebuilding the state dict"), paused_collector():
-        _require_one_save(number_of_save(checkpoint_dir) == save_number, checkpoint_dir)
+        _require_one_save(number_of_save(folder) == save_number, folder)
         state_dict: StateDict = parts.rebuild(common, loaded)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
@@ -223,24 +225,6 @@ def _take_apart(template: ShardedStateDict) -> Partition:
     parts = partition(template)
     refuse_distributed(parts, {})
     return parts
-
-
-def _verify(
-    tensors: Mapping[TreePath, ShardedTensor],
-    objects: Mapping[TreePath, ShardedObject],
-    found: LoadStrategies,
-    folder: Path,
-    index: Index | None,
-    reader: StorageReader | None,
-    meter: Meter,
-    comm: Comm,
-) -> None:
-    wanted = Wanted(list(tensors.values()), list(objects.values()))
-    with meter.phase("verifying"):
-        # One rank reads it, as thousands of ranks would wait for each other at one file.
-        seal = comm.from_rank0("reading the seal", lambda: read_seal(folder))
-        with comm.agreed("verifying checksums"):
-            verify_wanted(wanted, found.sharded, found.common, folder, index, seal, meter, reader)
 
 
 def _require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) -> None:
@@ -302,7 +286,7 @@ def _with_memory(
     stored: Mapping[str, tuple[Ints, torch.dtype]],
     reader: StorageReader | None,
     index: Index | None,
-) -> dict[TreePath, ShardedBase]:
+) -> dict[TreePath, ShardedTensor]:
     """The leaves, all with memory to fill."""
     if reader is not None and index is not None:
         # Shapes of a template may be those that the checkpoint says it has.
@@ -343,25 +327,28 @@ def _read(
     reader: StorageReader | None,
     index: Index | None,
     parts: Partition,
-    checkpoint_dir: str | PathLike[str],
+    checkpoint_dir: Path,
     comm: Comm,
+    meter: Meter,
 ) -> dict[TreePath, Any]:
+    if reader is not None and index is not None:
+        reader.report = meter.add
+        meter.expect(sum(_num_bytes(leaf) for leaf in leaves.values()))
+        assert isinstance(strategy, PlannedLoadStrategy)
+        read(leaves, index, strategy.planner, reader, comm, strategy.plan_reader)
+        return {path: leaf.data for path, leaf in leaves.items()}
+    with comm.agreed("reading"):
+        result = strategy.load(parts.nested(leaves), checkpoint_dir)
+        return {path: value_at(result, path) for path in leaves}
+
+
+@contextmanager
+def _noting_filled(wanted: Mapping[TreePath, ShardedTensor]) -> Iterator[None]:
+    """Note on an error of the body which given tensors it may have filled."""
     try:
-        if reader is not None and index is not None:
-            assert isinstance(strategy, PlannedLoadStrategy)
-            read(leaves, index, strategy.planner, reader, comm, strategy.plan_reader)
-            return {path: leaf.data for path, leaf in leaves.items()}
-        with comm.agreed("reading"):
-            result = strategy.load(parts.nested(leaves), checkpoint_dir)
-            return {path: value_at(result, path) for path in leaves}
+        yield
     except CheckpointingException as error:
-        given = sorted(
-            {
-                leaf.key
-                for path, leaf in leaves.items()
-                if path in parts.tensors and parts.tensors[path].data is not None
-            }
-        )
+        given = sorted({leaf.key for leaf in wanted.values() if leaf.data is not None})
         if given:
             error.add_note(
                 f"The given tensors of {len(given)} keys may be partly filled: "

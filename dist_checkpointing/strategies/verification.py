@@ -24,7 +24,6 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
-    ChecksumTable,
     StoredObject,
     StoredPart,
     checksum,
@@ -33,7 +32,7 @@ from dist_checkpointing.format.checksums import (
     joined,
     read_table,
 )
-from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import Seal, check_config, check_files
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -45,6 +44,7 @@ from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
+from dist_checkpointing.strategies.filled_parts import FilledPart, split_filled
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
@@ -58,7 +58,7 @@ class Wanted:
     """What one rank loads.
 
     Attributes:
-        tensors: shards that are wanted.
+        tensors: shards that are wanted. Those with memory are filled with what is stored.
         objects: cells of sharded objects that are wanted.
     """
 
@@ -75,8 +75,12 @@ def verify_wanted(
     seal: Seal | None,
     meter: Meter,
     reader: StorageReader | None,
-) -> None:
-    """Verify everything that a load reads, before it is read. Not collective.
+) -> list[FilledPart]:
+    """Verify what a load reads, before it is read. Not collective.
+
+    Stored parts that fill memory of the wanted tensors are only looked up: the load reads them, and
+    ``verify_filled`` compares them then. All other ones are read here. Without memory, that is
+    everything.
 
     Args:
         wanted: what this rank loads.
@@ -88,6 +92,9 @@ def verify_wanted(
         meter: counts what is read.
         reader: StorageReader of a planned strategy; used for everything.
 
+    Returns:
+        The parts that are left to be compared after the load has read them.
+
     Raises:
         UnsupportedFormatError: if no checksums were kept.
         CorruptCheckpointError: with key, part and place of everything that is damaged, or that the
@@ -98,6 +105,7 @@ def verify_wanted(
     keys = {leaf.key for leaf in wanted.tensors}
     planned = strategy if isinstance(strategy, PlannedLoadStrategy) else None
     findings: list[Finding] = []
+    filled: list[FilledPart] = []
     has_objects = handles_objects(strategy)
     by_common = [] if has_objects else wanted.objects
     if seal is None or seal.is_open:
@@ -127,7 +135,11 @@ def verify_wanted(
         )
         raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
     if planned is not None and index is not None and reader is not None:
-        findings += _damage_of_wanted(wanted, table, planned, reader, index, meter)
+        parts = _parts_of(table.parts, [leaf.key for leaf in wanted.tensors if leaf.key in index])
+        findings += [f for key, known in parts.items() for f in not_covered(index[key], known)]
+        if not findings:
+            filled, others = split_filled(parts, wanted.tensors, index)
+            findings += damage_of(others, planned, reader, index, meter)
         if seal is not None and has_objects and wanted.objects:
             misfitting = [finding for leaf in wanted.objects for finding in misfits(leaf, index)]
             if misfitting and not findings:
@@ -138,36 +150,15 @@ def verify_wanted(
             findings += damage_of_objects(cells, table.objects, reader)
     if findings:
         raise CorruptCheckpointError("stored data is not what was saved", findings)
+    return filled
 
 
-def _damage_of_wanted(
-    wanted: Wanted,
-    table: ChecksumTable,
-    strategy: PlannedLoadStrategy,
-    reader: StorageReader,
-    index: Index,
-    meter: Meter,
-) -> list[Finding]:
-    boxes: dict[str, list[Box]] = {}
-    for leaf in wanted.tensors:
-        if leaf.key in index:
-            boxes.setdefault(leaf.key, []).append(leaf.box)
-    parts: dict[str, list[StoredPart]] = {key: [] for key in boxes}
-    for part in table.parts:
+def _parts_of(checked: Iterable[StoredPart], keys: Iterable[str]) -> dict[str, list[StoredPart]]:
+    parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
+    for part in checked:
         if part.key in parts:
             parts[part.key].append(part)
-    findings = [
-        finding for key, known in parts.items() for finding in not_covered(index[key], known)
-    ]
-    if findings:
-        return findings
-    touched = [
-        part
-        for key, known in parts.items()
-        for part in known
-        if any(part.box.intersect(box) is not None for box in boxes[key])
-    ]
-    return damage_of(touched, strategy, reader, index, meter)
+    return parts
 
 
 def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Finding]:
@@ -236,7 +227,7 @@ def damage_of(
     memory = torch.empty(max(min(most, sum(sizes)), *sizes, 0), dtype=torch.uint8)
     findings = []
     for batch in in_batches(zip(parts, sizes, strict=True), len(memory)):
-        findings += _verify(batch, strategy, reader, index, memory)
+        findings += _verify(batch, reader, index, memory)
         meter.add(sum(_num_bytes(part, index) for part in batch))
     return findings
 
@@ -252,7 +243,6 @@ def _padded_bytes(part: StoredPart, index: Index) -> int:
 
 def _verify(
     batch: Sequence[StoredPart],
-    strategy: PlannedLoadStrategy,
     reader: StorageReader,
     index: Index,
     memory: torch.Tensor,
@@ -268,7 +258,8 @@ def _verify(
         values.append(leaf.data)
         start += _padded_bytes(part, index)
     try:
-        read(leaves, index, strategy.planner, reader, SingleProcess())
+        # Not by the planner of the strategy: it may put other values into memory.
+        read(leaves, index, None, reader, SingleProcess())
     except RankFailedError as error:
         raise cause_of(error) from None
     except (CorruptCheckpointError, StateMismatchError) as error:
@@ -279,7 +270,7 @@ def _verify(
         return [
             finding
             for half in (batch[:middle], batch[middle:])
-            for finding in _verify(half, strategy, reader, index, memory)
+            for finding in _verify(half, reader, index, memory)
         ]
     return [
         Finding(

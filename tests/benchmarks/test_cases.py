@@ -56,14 +56,12 @@ def check(case: Case, report: Report) -> None:
     assert case.title in markdown({case.name: report}, verdicts)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_a_case_of_one_rank_runs(name: str, tmp_path: Path) -> None:
     check(CASES[name], run_case(CASES[name], stage(tmp_path), 60.0))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SPAWNED)
 def test_a_case_of_many_ranks_runs(name: str, tmp_path: Path) -> None:
@@ -86,7 +84,6 @@ def test_goals_name_ways_that_there_are(tmp_path: Path) -> None:
             assert {way for where, way in named if where == name} <= found
 
 
-@pytest.mark.slow
 def test_a_case_that_breaks_is_shown_and_the_others_run(
     tmp_path: Path,
 ) -> None:

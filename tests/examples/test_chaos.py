@@ -137,7 +137,6 @@ def test_the_table_counts(tmp_path: Path) -> None:
     assert counts["checkpoints left, read in full"] == "3"
 
 
-@pytest.mark.slow
 def test_the_process_that_writes_is_found(tmp_path: Path) -> None:
     import torch
 
@@ -158,7 +157,6 @@ def _fail_on_rank_1(job: str, ranks: Ranks, tell: Tell) -> None:
         raise ValueError("a bug")
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_is_named() -> None:
     with pytest.raises(LaunchError, match="rank 1: ValueError: a bug"):
         run_ranks(2, _fail_on_rank_1, "job")

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, load_plain_tensors, save
+from dist_checkpointing.checkpoint.reads import PartialReads
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -27,7 +28,6 @@ from dist_checkpointing.errors import (
     StrategyNotFoundError,
 )
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.storage import driver
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.testing.conformance.shards import random_bits
@@ -555,11 +555,14 @@ def test_a_source_that_is_overwritten_meanwhile(
     leaf = shard("k", torch.ones(4))
     save({"k": leaf}, tmp_path / "source")
 
-    def overwriting(*arguments: Any) -> None:
-        driver.read(*arguments)
-        save({"k": leaf}, tmp_path / "source", overwrite=True)
+    boxes = PartialReads.boxes
 
-    monkeypatch.setattr("dist_checkpointing.tools.convert.sources.read", overwriting)
+    def overwriting(self: PartialReads, *arguments: Any) -> list[torch.Tensor]:
+        found = boxes(self, *arguments)
+        save({"k": leaf}, tmp_path / "source", overwrite=True)
+        return found
+
+    monkeypatch.setattr(PartialReads, "boxes", overwriting)
     with pytest.raises(CheckpointingException, match="changed"):
         convert(tmp_path / "source", tmp_path / "out", to, options=ROOMY)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

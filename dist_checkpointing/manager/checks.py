@@ -1,0 +1,116 @@
+"""What is checked of a checkpoint before a manager loads it, and whether a load has verified it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from dist_checkpointing.checkpoint.examination import Notes
+from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.protocol import Failure, merge_failures
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    InvalidShardingError,
+    RankFailedError,
+)
+from dist_checkpointing.format.checksums import checksum_files
+from dist_checkpointing.format.commit import read_config
+from dist_checkpointing.format.seal import read_seal
+from dist_checkpointing.mapping import ShardedBase, ShardedStateDict
+from dist_checkpointing.mapping.partition import partition
+from dist_checkpointing.planning.coverage import find_coverage_problems, main_rows
+from dist_checkpointing.planning.describe import describe
+from dist_checkpointing.planning.exchange import exchange_tables
+from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.strategies.base import LoadShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy
+from dist_checkpointing.strategies.selection import Selection, open_checkpoint
+
+
+def judge(comm: Comm, step: int, work: Callable[[], None]) -> None:
+    """Raise the errors that ranks find in a checkpoint; if some find damage, only that.
+
+    Collective. Any other exception on a rank becomes a RankFailedError.
+    """
+    verdicts = comm.exchange(f"verifying step {step}", lambda: _verdict(work))
+    found = {rank: verdict for rank, verdict in enumerate(verdicts) if verdict is not None}
+    damaged = {r: e for r, e in found.items() if isinstance(e, CorruptCheckpointError)}
+    if found:
+        failures = {rank: Failure.of(error) for rank, error in (damaged or found).items()}
+        raise merge_failures(f"verifying step {step}", failures, comm.world_size)
+
+
+def _verdict(work: Callable[[], None]) -> CheckpointingException | None:
+    """The error that ``work`` finds in a checkpoint; other exceptions are raised."""
+    try:
+        work()
+    except RankFailedError:
+        raise
+    except CheckpointingException as error:
+        return error
+    return None
+
+
+def check_structure(folder: Path) -> None:
+    """Read all metadata of a checkpoint, and its common state."""
+    read_config(folder)
+    found = open_checkpoint(folder)
+    found.common.load_common(folder)
+    found.sharded.load_tensors_metadata(folder)
+
+
+def check_files(folder: Path, rank: int, world_size: int) -> None:
+    """Compare the sizes of all files and the contents of small ones with the seal. Not collective.
+
+    Damaged metadata may look like that of other tensors. So it is compared before a load can blame
+    the template.
+
+    Args:
+        folder: folder of the checkpoint.
+        rank: number of the part of the work that is done here.
+        world_size: number of parts.
+    """
+    read_config(folder)
+    notes = Notes()
+    notes.look_at_files(folder, read_seal(folder), rank, world_size)
+    if notes.findings:
+        raise CorruptCheckpointError("stored data is not what was saved", notes.findings)
+    open_checkpoint(folder)
+
+
+def has_checksums(folder: Path, strategy: Selection[LoadShardedStrategy]) -> bool:
+    """Whether ``load`` can verify a checkpoint with this strategy."""
+    sharded = open_checkpoint(folder, strategy).sharded
+    return isinstance(sharded, PlannedLoadStrategy) and bool(checksum_files(folder))
+
+
+def asks_for_all(template: ShardedStateDict, folder: Path, comm: Comm) -> bool:
+    """Whether the ranks together ask for everything that a checkpoint holds. Collective.
+
+    Returns:
+        The answer on rank 0; False on the other ranks.
+    """
+
+    def describe_template() -> tuple[dict[str, ShardTable], None]:
+        parts = partition(template)
+        leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
+        return {"shards": describe(leaves, comm.rank)}, None
+
+    try:
+        exchanged = exchange_tables(comm, "describing the template", describe_template)
+    except InvalidShardingError:
+        # It can be loaded and not saved: nobody knows what all of it would be.
+        return False
+    with comm.agreed("comparing the template with all of the checkpoint"):
+        if comm.rank != 0:
+            return False
+        catalog = exchanged.catalog("shards")
+        asked = dict(zip(catalog.key_column, catalog.global_shape_column, strict=True))
+        checkpoint = Checkpoint.open(folder)
+        stored = {key: checkpoint.index[key].global_shape for key in checkpoint.index}
+        stored |= {key: handle.shape for key, handle in checkpoint.objects.items()}
+        return all(asked.get(key) == shape for key, shape in stored.items()) and (
+            not find_coverage_problems(catalog, main_rows(catalog))
+        )

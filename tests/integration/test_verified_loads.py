@@ -1,0 +1,261 @@
+"""load(verify=True): each stored byte is read once, and no flipped bit gets through."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from damage import flip
+from dist_checkpointing import (
+    CheckpointingException,
+    CorruptCheckpointError,
+    ShardedTensor,
+    load,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.planning import DefaultLoadPlanner
+from dist_checkpointing.strategies import windows
+from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+from states import flat, rows, shard
+
+BACKENDS: dict[str, Any] = {
+    "tensorstore": "tensorstore",
+    "zarr-2": ("zarr", 2),
+    "zarr-2-zstd": Zarr3SaveShardedStrategy(codec="zstd"),
+    "zarr-1": ("zarr", 1),
+    "torch_dist": "torch_dist",
+}
+COUNT = 4
+SHAPE = (8 * COUNT, 96)
+
+
+class Reads:
+    """Bytes of files that have been read or mapped."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_bytes = 0
+        for name in ("preadv", "pread"):
+            monkeypatch.setattr(os, name, self._counting(getattr(os, name)))
+        mapped = windows._copy_mapped
+
+        def copy_mapped(descriptor: int, start: int, window: Any, target: Any) -> None:
+            self.num_bytes += window.box.num_elements * target.itemsize
+            mapped(descriptor, start, window, target)
+
+        monkeypatch.setattr(windows, "_copy_mapped", copy_mapped)
+
+    def _counting(self, own: Any) -> Any:
+        def read(*arguments: Any) -> Any:
+            got = own(*arguments)
+            self.num_bytes += got if isinstance(got, int) else len(got)
+            return got
+
+        return read
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+    return Reads(monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_wanted_as_it_is_stored_is_read_once(
+    tmp_path: Path, backend: str, reads: Reads
+) -> None:
+    # Random values: compression cannot hide a second read.
+    large, small = torch.randn(512, 4096), {f"b.{i}": torch.randn(2, 300) for i in range(50)}
+
+    def own(comm: Comm, fill: float | None = None) -> dict[str, Any]:
+        tensors = {"w": large, **small}
+        state = {key: rows(key, tensor, comm) for key, tensor in tensors.items()}
+        for leaf in state.values():
+            if fill is not None:
+                assert leaf.data is not None
+                leaf.data.fill_(fill)
+        return state
+
+    def one(comm: Comm) -> None:
+        loaded: Any = load(own(comm, -1), tmp_path, comm=comm, verify=True)
+        for key, leaf in own(comm).items():
+            assert torch.equal(loaded[key], leaf.data)
+
+    run_ranks(2, lambda comm: save(own(comm), tmp_path, BACKENDS[backend], comm=comm))
+    reads.num_bytes = 0
+    run_ranks(2, one)
+    num_bytes = large.nbytes + sum(tensor.nbytes for tensor in small.values())
+    assert reads.num_bytes <= 1.05 * num_bytes
+
+
+def block(number: int) -> torch.Tensor:
+    """The rows of one rank, with bytes that no other part has."""
+    return torch.full((SHAPE[0] // COUNT, SHAPE[1]), float(number + 1))
+
+
+def saved(folder: Path, backend: str) -> None:
+    def one(comm: Comm) -> None:
+        own = shard("w", block(comm.rank), (0, comm.rank, COUNT))
+        other = shard("b", -block(comm.rank), (0, comm.rank, COUNT))
+        save({"w": own, "b": other}, folder, BACKENDS[backend], comm=comm)
+
+    run_ranks(COUNT, one)
+
+
+def chunk(folder: Path, backend: str, number: int) -> tuple[Path, int]:
+    """The file with a block of ``w``, and a byte of the block in it."""
+    if backend == "zarr-2-zstd":
+        path = folder / "w" / f"c.{number}.0"
+        return path, path.stat().st_size // 2
+    values = block(number).numpy().tobytes()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        start = path.read_bytes().find(values)
+        if start >= 0:
+            return path, start + 1000 * number + 5
+    raise AssertionError("the block is not there")
+
+
+def own_rows(comm: Comm) -> ShardedTensor:
+    return rows("w", torch.zeros(SHAPE), comm)
+
+
+def columns(comm: Comm) -> ShardedTensor:
+    return rows("w", torch.zeros(SHAPE), comm, axis=1)
+
+
+def strided(_: Comm) -> ShardedTensor:
+    return shard("w", torch.zeros(SHAPE[::-1]).T)
+
+
+def pieces(comm: Comm) -> ShardedTensor:
+    count = torch.Size(SHAPE).numel()
+    cut = count // comm.world_size - 7
+    bounds = [cut * rank for rank in range(comm.world_size)] + [count]
+    return flat("w", torch.zeros(SHAPE), bounds[comm.rank], bounds[comm.rank + 1])
+
+
+def converted(comm: Comm) -> ShardedTensor:
+    return rows("w", torch.zeros(SHAPE, dtype=torch.float64), comm)
+
+
+def allocated(comm: Comm) -> ShardedTensor:
+    leaf = own_rows(comm)
+    leaf.data = None
+    return leaf
+
+
+TEMPLATES: list[tuple[Callable[[Comm], ShardedTensor], int]] = [
+    (own_rows, 1),
+    (own_rows, 2),
+    (own_rows, 4),
+    (own_rows, 8),
+    (columns, 2),
+    (strided, 1),
+    (pieces, 3),
+    (converted, 2),
+    (allocated, 2),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("template", "world_size"), TEMPLATES, ids=lambda v: getattr(v, "__name__", v)
+)
+def test_a_flipped_bit_of_any_chunk_is_found_by_all_ranks_alike(
+    tmp_path: Path, backend: str, template: Any, world_size: int
+) -> None:
+    folder = tmp_path / "c"
+    saved(folder, backend)
+
+    def whole(comm: Comm, **options: Any) -> Any:
+        return load({"w": template(comm)}, folder, comm=comm, cast="any", verify=True, **options)
+
+    def raises(comm: Comm) -> str:
+        with pytest.raises(CorruptCheckpointError) as raised:
+            whole(comm)
+        assert {finding.key for finding in raised.value.findings} == {"w"}
+        # What is not asked for is not verified.
+        load({"b": shard("b", torch.zeros(SHAPE))}, folder, comm=comm, verify=True)
+        return str(raised.value)
+
+    expected = torch.cat([block(number) for number in range(COUNT)])
+    assert sum(loaded["w"].sum() for loaded in run_ranks(world_size, whole)) == expected.sum()
+    for number in range(COUNT):
+        path, position = chunk(folder, backend, number)
+        flip(path, position)
+        first, *others = run_ranks(world_size, raises)
+        assert others == [first] * len(others)
+        flip(path, position)
+
+
+def test_every_finding_of_every_rank_is_said(tmp_path: Path) -> None:
+    """Also where one rank cannot read a chunk, and another one has read a damaged one."""
+    saved(tmp_path, "zarr-2")
+    (tmp_path / "w" / "c.0.0").unlink()
+    flip(*chunk(tmp_path, "zarr-2", 2))
+    flip(*chunk(tmp_path, "zarr-2", 3))
+
+    def one(comm: Comm) -> list[tuple[str, tuple[int, ...], str]]:
+        wanted = own_rows(comm)
+        with pytest.raises(CorruptCheckpointError, match="not what was saved") as raised:
+            load({"w": wanted}, tmp_path, comm=comm, verify=True)
+        assert raised.value.__notes__ == ["The given tensors of 1 keys may be partly filled: w"]
+        return [(f.problem[:16], f.ranks, Path(str(f.path)).name) for f in raised.value.findings]
+
+    expected = [
+        ("a chunk is missi", (0,), "c.0.0"),
+        ("checksum differs", (2,), "c.2.0"),
+        ("checksum differs", (3,), "c.3.0"),
+    ]
+    assert run_ranks(COUNT, one) == [expected] * COUNT
+
+
+def test_what_another_rank_has_read_is_verified_too(tmp_path: Path) -> None:
+    saved(tmp_path, "zarr-2")
+
+    def whole(comm: Comm) -> Any:
+        strategy = FullyParallelLoadStrategyWrapper(Zarr3LoadShardedStrategy())
+        wanted = {"w": shard("w", torch.zeros(SHAPE), replica_id=comm.rank)}
+        return load(wanted, tmp_path, strategy, comm=comm, verify=True)
+
+    def fails(comm: Comm) -> None:
+        with pytest.raises(CorruptCheckpointError, match="checksum differs"):
+            whole(comm)
+
+    assert all(loaded["w"][-1, -1] == COUNT for loaded in run_ranks(2, whole))
+    flip(*chunk(tmp_path, "zarr-2", 1))
+    run_ranks(2, fails)
+
+
+class Negating(DefaultLoadPlanner):
+    """Puts other values into memory than those that are stored."""
+
+    def apply_tensor(self, item: Any, tensor: torch.Tensor) -> None:
+        self.acquire_tensor(item).copy_(-tensor)
+
+
+def test_a_planner_of_a_user_may_change_values(tmp_path: Path) -> None:
+    saved(tmp_path, "zarr-2-zstd")
+    strategy = Zarr3LoadShardedStrategy(planner=Negating())
+    wanted = {"w": shard("w", torch.zeros(SHAPE, dtype=torch.float64))}
+    loaded: Any = load(wanted, tmp_path, strategy, cast="any", verify=True)
+    assert loaded["w"][-1, -1] == -COUNT
+    flip(*chunk(tmp_path, "zarr-2-zstd", 1))
+    with pytest.raises(CorruptCheckpointError):
+        load(wanted, tmp_path, strategy, cast="any", verify=True)
+
+
+def test_memory_that_two_leaves_share_is_no_damage(tmp_path: Path) -> None:
+    saved(tmp_path, "tensorstore")
+    memory = torch.zeros(SHAPE)
+    wanted = {"w": shard("w", memory), "b": shard("b", memory)}
+    with pytest.raises(CheckpointingException, match="Give each leaf memory of its own") as raised:
+        load(wanted, tmp_path, verify=True)
+    assert not isinstance(raised.value, CorruptCheckpointError)
+    load({"v": shard("w", memory), "w": shard("w", memory)}, tmp_path, verify=True)
