@@ -64,7 +64,8 @@ class Filler:
         items = itemsizes[table.keys]
         starts, is_run = contiguous_ranges(table)
         self._starts = np.where(is_run, starts * items, -1).tolist()
-        self.num_bytes: list[int] = (table.num_elements * items).tolist()
+        self.wanted_bytes = table.num_elements * items
+        self.num_bytes: list[int] = self.wanted_bytes.tolist()
 
     def dtype(self, row: int) -> DType:
         """Dtype of a row, as stored."""
@@ -149,8 +150,7 @@ class Filler:
         if target is None:
             self._staged(row, most_bytes, read_part)
         elif self._starts[row] >= 0 and target.flags.c_contiguous:
-            view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-            pread(descriptor, view, start + self._starts[row])
+            pread(descriptor, target, start + self._starts[row])
             self._destinations.filled(row, destination)
         else:
             read_part(self.table.storage(row), target)

@@ -227,8 +227,7 @@ def _contiguous(data: torch.Tensor) -> Array:
     array = dtypes.fillable(data.contiguous(), data.dtype)
     if array is None:
         plain = data.to("cpu").resolve_conj().resolve_neg().contiguous()
-        array = dtypes.fillable(plain, data.dtype)
-    assert array is not None
+        array = dtypes.as_numpy(plain)
     return array
 
 
