@@ -117,9 +117,10 @@ def _read_runs(descriptor: int, start: int, window: Window, parts: Array, axes: 
 def _is_cached(descriptor: int, target: Array, position: int) -> bool:
     """Whether a read takes no waiting; also False where the file system cannot tell."""
     try:
-        return os.preadv(descriptor, [target], position, os.RWF_NOWAIT) == target.nbytes
+        count = os.preadv(descriptor, [target], position, os.RWF_NOWAIT)  # type: ignore[list-item]
     except OSError:
         return False
+    return count == target.nbytes
 
 
 def _copy_mapped(descriptor: int, start: int, window: Window, target: Array) -> None:
@@ -183,12 +184,12 @@ def pread(descriptor: int, target: Array, position: int) -> None:
     Raises:
         EOFError: if the file ends before.
     """
-    count = os.preadv(descriptor, [target], position)
+    count = os.preadv(descriptor, [target], position)  # type: ignore[list-item]
     if count == target.nbytes:
         return
     rest = target.reshape(-1).view(np.uint8)
     while count < len(rest):
         rest, position = rest[count:], position + count
-        count = os.preadv(descriptor, [rest], position)
+        count = os.preadv(descriptor, [rest], position)  # type: ignore[list-item]
         if count == 0:
             raise EOFError("the file ended early")
