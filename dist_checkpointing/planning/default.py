@@ -251,6 +251,8 @@ def _is(method: Callable[..., object], function: Callable[..., object]) -> bool:
 class _OwnMemory(Destinations):
     """The memory of leaves, handed out without items where a row fills a whole leaf."""
 
+    is_own_memory = True
+
     def __init__(
         self, planner: DefaultLoadPlanner, plan: LoadPlan, leaves: Sequence[ShardedBase]
     ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -90,7 +91,12 @@ class Destinations:
     Args:
         planner: answers for the items.
         plan: whose rows they are.
+
+    Attributes:
+        is_own_memory: whether tensors need only be filled, and nobody else is told.
     """
+
+    is_own_memory: ClassVar[bool] = False
 
     def __init__(self, planner: LoadPlanner, plan: LoadPlan) -> None:
         self.planner = planner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -15,9 +15,8 @@ import xxhash
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.mapping.nesting import flatten
 from dist_checkpointing.planning import SavePlan, SavePlanner, WriteItem
+from dist_checkpointing.storage.host_blocks import CopyStreams, padded
 from dist_checkpointing.storage.shared_memory import SharedMemory
-
-_ALIGNMENT_BYTES = 64
 
 
 class StagingBuffers:
@@ -89,8 +88,8 @@ class StagingBuffers:
         """
         assert self._is_taken
         self._make_room(list(sizes))
-        copies, streams = [], _CopyStreams(self._launched)
-        starts = itertools.accumulate(map(_padded, sizes), initial=0)
+        copies, streams = [], CopyStreams(self._launched)
+        starts = itertools.accumulate(map(padded, sizes), initial=0)
         for row, (start, size, tensor) in enumerate(zip(starts, sizes, tensors, strict=False)):
             view = self._views[row]
             if view is None or view.shape != tensor.shape or view.dtype is not tensor.dtype:
@@ -112,7 +111,7 @@ class StagingBuffers:
         if sizes == self._sizes:
             return
         self._sizes, self._views = sizes, [None] * len(sizes)
-        needed = sum(map(_padded, sizes))
+        needed = sum(map(padded, sizes))
         if needed > self._memory.numel():
             pinned = torch.cuda.is_available() if self._pinned is None else self._pinned
             self._memory, self.shared_memory = torch.empty(0, dtype=torch.uint8), None
@@ -127,40 +126,6 @@ class StagingBuffers:
         if like.nbytes != size:
             return torch.empty(like.shape, dtype=like.dtype)
         return self._memory[start : start + size].view(like.dtype).view(like.shape)
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-class _CopyStreams:
-    """Copies to the CPU, those from a GPU on a stream of their own."""
-
-    def __init__(self, launched: Mapping[torch.device, torch.cuda.Event]) -> None:
-        self._launched = launched
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        source = source.detach()
-        if source.device.type != "cuda":
-            target.copy_(source)
-            return
-        stream = self._streams.get(source.device)
-        if stream is None:
-            stream = self._streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-            event = self._launched.get(source.device)
-            if event is None:
-                stream.wait_stream(torch.cuda.current_stream(source.device))
-            else:
-                stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        # A view that the planner made must not be freed, and used again, before it is copied.
-        source.record_stream(stream)
-
-    def synchronize(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
 
 
 class StagedPlanner(SavePlanner):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from dist_checkpointing.format.geometry import Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTable
 from dist_checkpointing.planning.shard_table import Bools, Int64s
+from dist_checkpointing.storage.host_blocks import DeviceBlocks, is_on_gpu
 from dist_checkpointing.strategies.windows import copy_window, pread, read_window
 
 Array = npt.NDArray[Any]
@@ -54,6 +56,7 @@ class Filler:
         self._destinations = planner.destinations(plan)
         self._most_bytes = most_bytes
         self._maps_files = maps_files
+        self._of_thread = threading.local()
         keys = table.keys.tolist()
         names = {key: table.names[key] for key in set(keys)}
         types = {key: index.dtype_of(name) for key, name in names.items() if name in index}
@@ -65,7 +68,8 @@ class Filler:
         items = itemsizes[table.keys]
         starts, is_run = contiguous_ranges(table)
         self._starts = np.where(is_run, starts * items, -1).tolist()
-        self.num_bytes: list[int] = (table.num_elements * items).tolist()
+        self.wanted_bytes = table.num_elements * items
+        self.num_bytes: list[int] = self.wanted_bytes.tolist()
 
     def dtype(self, row: int) -> DType:
         """Dtype of a row, as stored."""
@@ -122,7 +126,7 @@ class Filler:
         values = chunk.view(dtype.bits)
         target = dtypes.fillable(destination, dtype.torch)
         if target is None:
-            self._staged(row, _PART_BYTES, partial(copy_window, values))
+            self._staged(row, destination, _PART_BYTES, partial(copy_window, values))
         else:
             copy_window(values, self.table.storage(row), target)
             self._destinations.filled(row, destination)
@@ -148,19 +152,37 @@ class Filler:
             read_window(descriptor, start, window, staged, most_copied)
 
         if target is None:
-            self._staged(row, most_bytes, read_part)
+            self._staged(row, destination, most_bytes, read_part)
         elif self._starts[row] >= 0 and target.flags.c_contiguous:
-            view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-            pread(descriptor, view, start + self._starts[row])
+            pread(descriptor, target, start + self._starts[row])
             self._destinations.filled(row, destination)
         else:
             read_part(self.table.storage(row), target)
             self._destinations.filled(row, destination)
         return self.num_bytes[row]
 
-    def _staged(self, row: int, most_bytes: int, read: Callable[[Window, Array], None]) -> None:
+    def _staged(
+        self,
+        row: int,
+        destination: torch.Tensor,
+        most_bytes: int,
+        read: Callable[[Window, Array], None],
+    ) -> None:
         item = replace(self.table.item(row), storage=self.table.storage(row))
-        apply_staged(item, self.dtype(row), self._planner, most_bytes, read)
+        dtype = self.dtype(row)
+        if not is_on_gpu(destination) or not self._destinations.is_own_memory:
+            apply_staged(item, dtype, self._planner, most_bytes, read)
+            return
+        blocks: DeviceBlocks | None = getattr(self._of_thread, "blocks", None)
+        if blocks is None:
+            blocks = self._of_thread.blocks = DeviceBlocks(max(1, self._most_bytes // 2))
+        parts = list(item.parts(max(1, blocks.block_bytes // dtype.itemsize)))
+
+        def read_into(part: ReadItem, block: torch.Tensor) -> None:
+            read(part.storage, dtypes.as_numpy(block))
+
+        work = [(self._planner.acquire_tensor(part), partial(read_into, part)) for part in parts]
+        blocks.fill(work, dtype.torch)
 
 
 def contiguous_ranges(table: ReadTable) -> tuple[Int64s, Bools]:

@@ -19,16 +19,13 @@ import numpy.typing as npt
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Window
-from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.planning.shard_table import Bools, Int64s
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.windows import pread, read_window
 
 T = TypeVar("T")
-
-
 R = TypeVar("R")
-
 
 _BATCHES_PER_THREAD = 8
 
@@ -57,6 +54,9 @@ SMALL_BYTES = 2**18
 _RUN_BYTES = 2**22
 _GAP_BYTES = 2**16
 """Reading over a gap of this size costs no more than another read."""
+READ_WHOLE_BYTES = 2**14
+"""Reading so much of a chunk in vain costs less than reading the chunk by itself, so smaller chunks
+are read whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def read_chunks(
         CorruptCheckpointError: if a file is missing or too short.
     """
     reads = reads.take(np.lexsort((reads.offsets, reads.files)))
-    firsts = _run_starts(reads)
+    firsts = _run_starts(reads, filler.wanted_bytes[reads.rows])
     counts = np.diff(np.r_[firsts, len(reads)])
     bounds = np.stack([firsts, firsts + counts], axis=1)
     # Many small copies are work for the interpreter: threads would only take turns.
@@ -156,12 +156,12 @@ def read_chunks(
     in_threads(read_one, bounds[counts == 1, 0].tolist(), options.threads)
 
 
-def _run_starts(reads: ChunkReads) -> Int64s:
+def _run_starts(reads: ChunkReads, wanted_bytes: Int64s) -> Int64s:
     """First position of each run of reads, which are sorted: small neighbours are read together."""
     if len(reads) < 2:
         return np.arange(len(reads))
     ends = reads.offsets + reads.num_bytes
-    small = reads.num_bytes <= SMALL_BYTES
+    small = _is_read_whole(reads.num_bytes, wanted_bytes)
     apart = np.ones(len(reads), dtype=np.bool_)
     apart[1:] = reads.files[1:] != reads.files[:-1]
     apart[1:] |= reads.offsets[1:] - ends[:-1] > _GAP_BYTES
@@ -173,6 +173,13 @@ def _run_starts(reads: ChunkReads) -> Int64s:
     return np.flatnonzero(apart)
 
 
+def _is_read_whole(num_bytes: Int64s, wanted_bytes: Int64s) -> Bools:
+    """Which chunks are read whole, with their neighbours: small ones, nearly all of them wanted."""
+    most_unwanted = np.maximum(READ_WHOLE_BYTES, wanted_bytes // 10)
+    whole: Bools = (num_bytes <= SMALL_BYTES) & (num_bytes - wanted_bytes <= most_unwanted)
+    return whole
+
+
 def _read_run(reads: ChunkReads, first: int, end: int, filler: Filler, scratch: Array) -> int:
     starts, sizes = reads.offsets[first:end], reads.num_bytes[first:end]
     begin = int(starts[0])
@@ -180,7 +187,7 @@ def _read_run(reads: ChunkReads, first: int, end: int, filler: Filler, scratch: 
     block: Array = scratch[: int(starts[last] + sizes[last]) - begin]
     rows = reads.rows[first:end].tolist()
     with _opened(reads.extent(first + last), filler.table.key(rows[last])) as descriptor:
-        pread(descriptor, memoryview(block), begin)  # type: ignore[arg-type]
+        pread(descriptor, block, begin)
     return filler.fill_run(rows, (starts - begin).tolist(), sizes.tolist(), block)
 
 
@@ -191,9 +198,9 @@ def read_extent(extent: Extent, key: str) -> bytes:
         CorruptCheckpointError: if the file is missing or too short; names ``key``.
     """
     with _opened(extent, key) as descriptor:
-        data = bytearray(extent.num_bytes)
-        pread(descriptor, memoryview(data), extent.offset)
-    return bytes(data)
+        data = np.empty(extent.num_bytes, dtype=np.uint8)
+        pread(descriptor, data, extent.offset)
+    return data.tobytes()
 
 
 def read_part(extent: Extent, key: str, window: Window, target: Array, most_bytes: int) -> None:

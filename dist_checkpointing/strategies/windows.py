@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import mmap
 import os
 from typing import Any
@@ -12,6 +14,16 @@ import numpy.typing as npt
 from dist_checkpointing.format.geometry import Box, Window, ravel_offset
 
 Array = npt.NDArray[Any]
+
+_SMALL_RUN_BYTES = 2**12
+_MOST_GAP_BYTES = 2**14
+"""Reading over so much between small runs takes as long as one more ``preadv`` (1.1 to 1.5 us from
+the page cache). On a network file system a request takes far longer, but ``WILLNEED`` lets many be
+under way at a time."""
+_MOST_MAPPED_GAP_BYTES = 2**16
+"""Linux maps so much at a page fault: a run that lies further from the last one takes a fault of
+its own, which costs as much as a ``preadv`` or several times that."""
+_RUNS_AHEAD = 256
 
 
 def copy_window(values: Array, window: Window, target: Array) -> None:
@@ -37,12 +49,78 @@ def read_window(
     """
     run = window.contiguous_range()
     if run is not None and target.flags.c_contiguous:
-        view = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-        pread(descriptor, view, start + run[0] * target.itemsize)
+        pread(descriptor, target, start + run[0] * target.itemsize)
+        return
+    axes, are_runs = axes_apart(window, target.itemsize, maps_files=most_copied is None)
+    parts = target[..., np.newaxis]  # so that a part is an array even if it is one element
+    if axes and are_runs and parts[(0,) * axes].flags.c_contiguous:
+        _read_runs(descriptor, start, window, parts, axes)
     elif most_copied is None:
         _copy_mapped(descriptor, start, window, target)
     else:
-        _copy_blocks(descriptor, start, window, target, most_copied)
+        box = window.box
+        for index in itertools.product(*map(range, box.shape[:axes])):
+            offset = tuple(map(sum, zip(box.offset, index, strict=False))) + box.offset[axes:]
+            part = Box(offset, (1,) * axes + box.shape[axes:])
+            own = target[tuple(slice(i, i + 1) for i in index)]
+            inner = Window(window.start, window.shape, part)
+            _copy_blocks(descriptor, start, inner, own, most_copied)
+
+
+def axes_apart(window: Window, itemsize: int, *, maps_files: bool) -> tuple[int, bool]:
+    """How a window of a file is read.
+
+    What is read of a file in buffers is at most 1.1 times of what is wanted where the contiguous
+    runs have 4 KiB or more, and at most 16 KiB more for each run of fewer bytes.
+
+    Args:
+        window: with elements.
+        itemsize: bytes of an element.
+        maps_files: whether files are mapped.
+
+    Returns:
+        The number of leading axes along which parts are read one by one, each from its first
+        element to its last; and whether each part is one run.
+    """
+    shape, box = window.shape, window.box.shape
+    run = next((a for a in reversed(range(len(box))) if box[a] != shape[a]), 0)
+    run_bytes = math.prod(box[run:]) * itemsize
+    most_gap = _MOST_MAPPED_GAP_BYTES
+    if not maps_files:
+        most_gap = _MOST_GAP_BYTES if run_bytes < _SMALL_RUN_BYTES else run_bytes // 10
+    for axes in range(run):
+        runs = math.prod(box[axes:run])
+        if span_bytes(window, axes, itemsize) - runs * run_bytes <= runs * most_gap:
+            return axes, runs == 1
+    return run, True
+
+
+def _read_runs(descriptor: int, start: int, window: Window, parts: Array, axes: int) -> None:
+    """Read the parts along the leading axes, each of them one run, to where they belong."""
+    itemsize, box = parts.itemsize, window.box
+    first = window.start + ravel_offset(box.offset, window.shape)
+    positions = np.array([start + first * itemsize])
+    for axis in range(axes):
+        step = math.prod(window.shape[axis + 1 :]) * itemsize
+        positions = (positions[:, np.newaxis] + np.arange(box.shape[axis]) * step).reshape(-1)
+    num_bytes = math.prod(box.shape[axes:]) * itemsize
+    runs = zip(itertools.product(*map(range, box.shape[:axes])), positions.tolist(), strict=True)
+    while batch := list(itertools.islice(runs, _RUNS_AHEAD)):
+        index, position = batch[0]
+        if not _is_cached(descriptor, parts[index], position):
+            for _, position in batch:
+                os.posix_fadvise(descriptor, position, num_bytes, os.POSIX_FADV_WILLNEED)
+        for index, position in batch:
+            pread(descriptor, parts[index], position)
+
+
+def _is_cached(descriptor: int, target: Array, position: int) -> bool:
+    """Whether a read takes no waiting; also False where the file system cannot tell."""
+    try:
+        count = os.preadv(descriptor, [target], position, os.RWF_NOWAIT)  # type: ignore[list-item]
+    except OSError:
+        return False
+    return count == target.nbytes
 
 
 def _copy_mapped(descriptor: int, start: int, window: Window, target: Array) -> None:
@@ -64,8 +142,8 @@ def _copy_blocks(
     rows = window.box.shape
     axis = next((a for a, extent in enumerate(rows) if extent > 1), None)
     if axis is None or num_bytes <= most_bytes:
-        block = bytearray(num_bytes)
-        pread(descriptor, memoryview(block), start + first)
+        block = np.empty(num_bytes, dtype=np.uint8)
+        pread(descriptor, block, start + first)
         target[...] = _strided(block, 0, window, target)
         return
     step = max(1, rows[axis] * most_bytes // num_bytes)
@@ -81,11 +159,14 @@ def _copy_blocks(
 
 def _span(window: Window, itemsize: int) -> tuple[int, int]:
     """First byte, and bytes from there to the last one, of a window with elements."""
-    box = window.box
-    last = tuple(stop - 1 for stop in box.stop)
-    first = ravel_offset(box.offset, window.shape)
-    count = ravel_offset(last, window.shape) - first + 1
-    return (window.start + first) * itemsize, count * itemsize
+    first = ravel_offset(window.box.offset, window.shape)
+    return (window.start + first) * itemsize, span_bytes(window, 0, itemsize)
+
+
+def span_bytes(window: Window, axes: int, itemsize: int) -> int:
+    """Bytes from the first element to the last at one index of the leading axes of a window."""
+    last = tuple(extent - 1 for extent in window.box.shape[axes:])
+    return (ravel_offset(last, window.shape[axes:]) + 1) * itemsize
 
 
 def _strided(buffer: Any, offset: int, window: Window, like: Array) -> Array:
@@ -97,14 +178,18 @@ def _strided(buffer: Any, offset: int, window: Window, like: Array) -> Array:
     return np.ndarray(window.box.shape, like.dtype, buffer, offset, tuple(strides))
 
 
-def pread(descriptor: int, view: memoryview, position: int) -> None:
-    """Fill memory from a file.
+def pread(descriptor: int, target: Array, position: int) -> None:
+    """Fill a C-contiguous array from a file.
 
     Raises:
         EOFError: if the file ends before.
     """
-    while view:
-        count = os.preadv(descriptor, [view], position)
+    count = os.preadv(descriptor, [target], position)  # type: ignore[list-item]
+    if count == target.nbytes:
+        return
+    rest = target.reshape(-1).view(np.uint8)
+    while count < len(rest):
+        rest, position = rest[count:], position + count
+        count = os.preadv(descriptor, [rest], position)  # type: ignore[list-item]
         if count == 0:
             raise EOFError("the file ended early")
-        view, position = view[count:], position + count

@@ -74,7 +74,7 @@ def test_the_files_it_names_are_those_that_are_needed(tmp_path: Path, backend: A
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
         if path.suffix == ".distcp"
-        or (path.parts[-2] == "d" and "data" in path.parts)
+        or path.parent.parent.name == "data"
         or (
             "zarr" in backend
             and path.parent.parent == folder
@@ -103,9 +103,9 @@ def test_what_is_read_is_what_the_plan_says(
     counts: list[int] = []
     own = windows.pread
 
-    def counting(descriptor: int, view: memoryview, offset: int) -> None:
-        counts.append(view.nbytes)
-        own(descriptor, view, offset)
+    def counting(descriptor: int, target: Any, offset: int) -> None:
+        counts.append(target.nbytes)
+        own(descriptor, target, offset)
 
     for module in (filling, raw_chunks, windows):
         monkeypatch.setattr(module, "pread", counting)
@@ -337,4 +337,6 @@ def test_bytes_of_windows() -> None:
     # The gaps are smaller than a page: everything between the first and the last element.
     assert bytes_read(columns, 4, maps_files=True) == 7 * 4096 + 2048
     assert bytes_read(far, 4, maps_files=True) == 8 * (64 + 4096)
-    assert bytes_read(far, 4, maps_files=False) == 7 * 4 * 2**16 + 64
+    # The gaps are larger than those that are read over.
+    assert bytes_read(columns, 4, maps_files=False) == 7 * 4096 + 2048
+    assert bytes_read(far, 4, maps_files=False) == 8 * 64

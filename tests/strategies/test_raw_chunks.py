@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,11 @@ from dist_checkpointing.planning import (
     ReadItem,
 )
 from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.strategies import filling, raw_chunks
+from dist_checkpointing.strategies import windows as reading
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import ChunkReads, Extent, read_chunks, read_extent
-from dist_checkpointing.strategies.windows import read_window
+from dist_checkpointing.strategies.windows import axes_apart, read_window
 
 
 class _Destinations(DefaultLoadPlanner):
@@ -89,7 +92,8 @@ def windows(draw: st.DrawFn) -> Window:
     dtype=st.sampled_from([row for row in dtypes.DTYPES if row.name != "bool"]),
     maps_files=st.booleans(),
     buffer_bytes=st.sampled_from([1, 64, 2**20]),
-    destination=st.sampled_from(["dense", "strided", "other dtype"]),
+    most_gap=st.sampled_from([0, 8, 2**16]),
+    destination=st.sampled_from(["dense", "strided", "rows of a wider one", "other dtype"]),
 )
 def test_every_window_arrives(
     tmp_path_factory: pytest.TempPathFactory,
@@ -98,6 +102,7 @@ def test_every_window_arrives(
     dtype: dtypes.DType,
     maps_files: bool,
     buffer_bytes: int,
+    most_gap: int,
     destination: str,
 ) -> None:
     path = tmp_path_factory.mktemp("raw") / "data"
@@ -118,15 +123,21 @@ def test_every_window_arrives(
         box = window.box.shape
         if destination == "dense":
             tensors.append(torch.empty(box, dtype=dtype.torch))
-        elif destination == "strided":
+        elif destination == "rows of a wider one" and box:
+            wider = torch.empty((*box[:-1], box[-1] + 1), dtype=dtype.torch)
+            tensors.append(wider[..., : box[-1]])
+        elif destination != "other dtype":
             tensors.append(torch.empty((*box, 3), dtype=dtype.torch)[..., 1])
         else:
             tensors.append(torch.empty(box, dtype=wide))
     path.write_bytes(content)
     options = StorageOptions(threads=2, buffer_bytes=buffer_bytes)
-    reported = read_all(
-        items, extents, path, dtype, tensors, options=options, maps_files=maps_files
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_MOST_GAP_BYTES", "_MOST_MAPPED_GAP_BYTES"):
+            patch.setattr(reading, name, most_gap)
+        reported = read_all(
+            items, extents, path, dtype, tensors, options=options, maps_files=maps_files
+        )
     for tensor, want in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.to(wide), want)
     assert reported == sum(p.box.num_elements for p in parts) * dtype.itemsize
@@ -180,3 +191,100 @@ def test_a_lost_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="missing") as caught:
         read_extent(Extent(str(tmp_path / "gone"), 0, 1), "w")
     assert caught.value.findings[0].path == str(tmp_path / "gone")
+
+
+@pytest.fixture
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How much every read of a part of a file has got."""
+    counts: list[int] = []
+    own = reading.pread
+
+    def counting(descriptor: int, target: Any, position: int) -> None:
+        counts.append(target.nbytes)
+        own(descriptor, target, position)
+
+    for module in (filling, raw_chunks, reading):
+        monkeypatch.setattr(module, "pread", counting)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("shape", "box", "most_bytes"),
+    [
+        # One rank's rows into one of 64 columns, and one of 16.
+        ((256, 2**16), Box((0, 2**12), (256, 2**10)), 256 * 4096),
+        ((64, 2**16), Box((3, 2**12), (60, 2**12)), 60 * 2**14),
+        # Gaps that are a tenth of the runs are read over.
+        ((256, 1100), Box((0, 100), (256, 1000)), 256 * 4400),
+        # Runs of less than 4 KiB, near and far from each other.
+        ((256, 1024), Box((0, 64), (256, 64)), 256 * 4096),
+        ((64, 2**15), Box((0, 64), (64, 64)), 64 * 256),
+        # Some columns of some experts: the gaps between these are larger.
+        ((8, 64, 2**13), Box((1, 0, 0), (5, 16, 2**11)), 5 * 16 * 2**13),
+        ((4, 512, 256), Box((0, 0, 0), (4, 8, 128)), 4 * 8 * 1024),
+        # All of an axis within the runs.
+        ((64, 64, 256), Box((0, 8, 0), (64, 8, 256)), 64 * 8192),
+    ],
+)
+@pytest.mark.parametrize("destination", ["dense", "rows of a wider one"])
+def test_columns_are_read_without_what_lies_between(
+    tmp_path: Path,
+    bytes_read: list[int],
+    shape: tuple[int, ...],
+    box: Box,
+    most_bytes: int,
+    destination: str,
+) -> None:
+    path, values = tmp_path / "data", np.random.default_rng(3).random(shape, dtype=np.float32)
+    path.write_bytes(values.tobytes())
+    extra = 1 if destination == "rows of a wider one" else 0
+    full = torch.zeros((*box.shape[:-1], box.shape[-1] + extra))
+    tensor = full[..., : box.shape[-1]]
+    kind = dtypes.from_torch(torch.float32)
+    read_all([item(0, Window(0, shape, box))], [(0, values.nbytes)], path, kind, [tensor])
+    assert torch.equal(tensor, torch.from_numpy(values)[box.slices()])
+    assert sum(bytes_read) <= most_bytes
+
+
+def test_runs_far_apart_are_not_mapped(tmp_path: Path, bytes_read: list[int]) -> None:
+    path, values = tmp_path / "data", np.random.default_rng(3).random((64, 2**15), np.float32)
+    path.write_bytes(values.tobytes())
+    kind = dtypes.from_torch(torch.float32)
+    for columns, expected in ((2**14 + 2**13, 0), (2**10, 64 * 4096)):
+        bytes_read.clear()
+        tensor = torch.zeros(64, columns)
+        window = Window(0, values.shape, Box((0, 0), tuple(tensor.shape)))
+        extents = [(0, values.nbytes)]
+        read_all([item(0, window)], extents, path, kind, [tensor], maps_files=True)
+        assert torch.equal(tensor, torch.from_numpy(values[:, :columns]))
+        assert sum(bytes_read) == expected
+
+
+def test_small_chunks_of_which_little_is_wanted_are_not_read_whole(
+    tmp_path: Path, bytes_read: list[int]
+) -> None:
+    path, values = tmp_path / "data", np.random.default_rng(3).random((8, 4, 2**14), np.float32)
+    path.write_bytes(values.tobytes())
+    kind, num_bytes = dtypes.from_torch(torch.float32), 4 * 2**16
+    tensors = [torch.zeros(4, 2**10) for _ in values]
+    window = Window(0, (4, 2**14), Box((0, 2**10), (4, 2**10)))
+    extents = [(i * num_bytes, num_bytes) for i in range(len(values))]
+    read_all([item(i, window) for i in range(len(values))], extents, path, kind, tensors)
+    assert torch.equal(torch.stack(tensors), torch.from_numpy(values[:, :, 2**10 : 2**11]))
+    assert sum(bytes_read) == 8 * 4 * 4096
+
+
+@settings(deadline=None)
+@given(window=windows(), itemsize=st.sampled_from([1, 4, 1000, 5000, 20_000]))
+def test_no_more_than_the_limit_is_read(window: Window, itemsize: int) -> None:
+    if window.contiguous_range() is not None:
+        return
+    axes, are_runs = axes_apart(window, itemsize, maps_files=False)
+    box, shape = window.box.shape, window.shape
+    parts = int(np.prod(box[:axes]))
+    read = parts * reading.span_bytes(window, axes, itemsize)
+    wanted = window.box.num_elements * itemsize
+    tail = next(a for a in reversed(range(len(box))) if box[a] != shape[a])
+    run = int(np.prod(box[tail:])) * itemsize
+    assert read <= (1.1 * wanted if run >= 4096 else wanted + 2**14 * (wanted // run))
+    assert are_runs == (reading.span_bytes(window, axes, itemsize) * parts == wanted)

@@ -82,12 +82,20 @@ class DataFiles:
         self._pending_bytes += num_bytes
         self._unreported += reported
         if self._pending_bytes >= self._most_pending or len(self._pending) >= _MOST_PARTS:
-            self._flush()
+            self.flush()
 
     def put_large(self, array: Array, reported: int, digest: xxhash.xxh3_64 | None) -> None:
         """Add a contiguous array and write it at once; hash it on the way."""
-        self._flush()
-        self._place(array.nbytes)
+        self.begin_large(array.nbytes)
+        self.put_block(array, reported, digest)
+
+    def begin_large(self, num_bytes: int) -> None:
+        """Add a value that comes in blocks, by ``put_block`` alone."""
+        self.flush()
+        self._place(num_bytes)
+
+    def put_block(self, array: Array, reported: int, digest: xxhash.xxh3_64 | None) -> None:
+        """Write a contiguous array at once, behind what was written last; hash it on the way."""
         assert self._descriptor is not None
         view = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         step = _HASHED_BYTES if digest is not None else _WRITTEN_BYTES
@@ -100,7 +108,7 @@ class DataFiles:
 
     def finish(self) -> list[SealedFile]:
         """Write what is left; the files are durable then, but not their names."""
-        self._flush()
+        self.flush()
         self._close(is_durable=self._is_durable)
         return [SealedFile(n, size) for n, size in zip(self.names, self._sizes, strict=True)]
 
@@ -112,7 +120,7 @@ class DataFiles:
     def _place(self, num_bytes: int) -> None:
         """Note where the next value will lie."""
         if self._descriptor is None or self._end >= self._most_bytes:
-            self._flush()
+            self.flush()
             self._close(is_durable=self._is_durable)
             self._open()
         self.file.append(len(self.names) - 1)
@@ -127,7 +135,8 @@ class DataFiles:
         self.names.append(name)
         self._end = 0
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what waits."""
         if self._pending:
             assert self._descriptor is not None
             _write_all(self._descriptor, self._pending, self._pending_bytes)

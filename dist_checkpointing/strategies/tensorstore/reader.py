@@ -23,7 +23,7 @@ from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import (
-    SMALL_BYTES,
+    READ_WHOLE_BYTES,
     ChunkReads,
     Extent,
     read_chunks,
@@ -109,7 +109,7 @@ class TensorStoreReader(StorageReader):
                 places.append(ChunkPlace(None, length, is_read_whole=True))
             else:
                 # Small neighbours share a read.
-                places.append(ChunkPlace(values.files[file], length, length <= SMALL_BYTES))
+                places.append(ChunkPlace(values.files[file], length, length <= READ_WHOLE_BYTES))
         return places
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,6 +29,7 @@ from dist_checkpointing.format.ocdbt.tree_reader import INLINE
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
+from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.strategies.safe_pickle import serialize
@@ -91,7 +94,7 @@ class TensorStoreWriter(StorageWriter):
             stem = str(folder / f"{self._rank}.{share.number}-{uuid.uuid4().hex[:8]}")
             files = DataFiles(self.checkpoint_dir, stem, self.options, most_pending, self.report)
             try:
-                rows.write(share.rows, files)
+                rows.write(share.rows, files, most_pending)
                 return files, files.finish()
             except BaseException:
                 files.give_up()
@@ -183,33 +186,92 @@ class _Rows:
         self._is_object = table.is_object.tolist()
         self._is_edge = _edges(table, index).tolist()
 
-    def write(self, rows: Int64s, files: DataFiles) -> None:
-        """Write some rows; several threads may do so."""
-        data_of, is_object, is_edge = self._data_of, self._is_object, self._is_edge
-        digests = []
-        for row in rows.tolist():
+    def write(self, rows: Int64s, files: DataFiles, most_bytes: int) -> None:
+        """Write some rows; several threads may do so.
+
+        Args:
+            rows: to write.
+            files: get the values.
+            most_bytes: memory for copies of tensors on GPUs.
+        """
+        data_of, is_object, put = self._data_of, self._is_object, self._put
+        digests: list[int] = []
+        left = iter(rows.tolist())
+        for row in left:
             data = data_of(row)
             if is_object[row]:
-                value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
-                files.put(value, len(value), 0)
-                digests.append(checksum_of_bytes(value))
+                digests.append(self._put_object(row, data, files))
                 continue
             assert isinstance(data, torch.Tensor)
-            array = _contiguous(data)
-            size = array.nbytes
-            if size >= LARGE_BYTES and not is_edge[row]:
-                digest = xxhash.xxh3_64() if self.has_checksums else None
-                files.put_large(array, size, digest)
-                digests.append(0 if digest is None else digest.intdigest())
-                continue
-            digests.append(xxhash.xxh3_64_intdigest(array) if self.has_checksums else 0)  # type: ignore[arg-type]
-            if is_edge[row]:
-                array = self._padded(row, array)
-            if array.nbytes >= LARGE_BYTES:
-                files.put_large(array, size, None)
-            else:
-                files.put(array, array.nbytes, size)
+            array = _in_place(data)
+            if array is None:
+                self._write_copies(row, data, left, files, digests, most_bytes)
+                break
+            digests.append(put(row, array, files))
         self.digests[rows] = np.array(digests, dtype=np.uint64)
+
+    def _put_object(self, row: int, data: object, files: DataFiles) -> int:
+        value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
+        files.put(value, len(value), 0)
+        return checksum_of_bytes(value)
+
+    def _put(self, row: int, array: Array, files: DataFiles) -> int:
+        """Add a chunk and give its checksum."""
+        size, is_edge = array.nbytes, self._is_edge[row]
+        if size >= LARGE_BYTES and not is_edge:
+            digest = xxhash.xxh3_64() if self.has_checksums else None
+            files.put_large(array, size, digest)
+            return 0 if digest is None else digest.intdigest()
+        checksum = xxhash.xxh3_64_intdigest(array) if self.has_checksums else 0  # type: ignore[arg-type]
+        if is_edge:
+            array = self._padded(row, array)
+        if array.nbytes >= LARGE_BYTES:
+            files.put_large(array, size, None)
+        else:
+            files.put(array, array.nbytes, size)
+        return checksum
+
+    def _write_copies(
+        self,
+        first: int,
+        data: torch.Tensor,
+        left: Iterator[int],
+        files: DataFiles,
+        digests: list[int],
+        most_bytes: int,
+    ) -> None:
+        """Write the first of some rows that is not in place, and those that are left.
+
+        Of tensors on GPUs the next block is copied while one is written.
+        """
+        asked: deque[tuple[int, object]] = deque()
+
+        def tensors() -> Iterator[torch.Tensor]:
+            asked.append((first, data))
+            yield data
+            for row in left:
+                given = self._data_of(row)
+                asked.append((row, given))
+                yield given if isinstance(given, torch.Tensor) else torch.empty(0)
+
+        copies = HostBlocks(most_bytes, files.flush).of(tensors())
+        for _, numbered in groupby(copies, key=itemgetter(0)):
+            row, given = asked.popleft()
+            blocks = (block for _, block in numbered)
+            if self._is_object[row]:
+                next(blocks)
+                digests.append(self._put_object(row, given, files))
+                continue
+            assert isinstance(given, torch.Tensor)
+            if not is_on_gpu(given) or given.nbytes < LARGE_BYTES or self._is_edge[row]:
+                array = _together(given, blocks)
+                digests.append(self._put(row, array, files))
+                continue
+            digest = xxhash.xxh3_64() if self.has_checksums else None
+            files.begin_large(given.nbytes)
+            for block in blocks:
+                files.put_block(_contiguous(block), block.nbytes, digest)
+            digests.append(0 if digest is None else digest.intdigest())
 
     def _padded(self, row: int, array: Array) -> Array:
         """A chunk at the edge of a tensor in its full size."""
@@ -220,11 +282,29 @@ class _Rows:
         return whole
 
 
+def _together(data: torch.Tensor, blocks: Iterator[torch.Tensor]) -> Array:
+    """The bits of a tensor that comes in blocks of rows; in the memory of the only block."""
+    first = _contiguous(next(blocks))
+    if first.nbytes == data.nbytes:
+        return first.reshape(tuple(data.shape))
+    whole = np.empty(tuple(data.shape), dtype=first.dtype)
+    flat, start = whole.reshape(-1), 0
+    for part in chain([first], map(_contiguous, blocks)):
+        flat[start : start + part.size] = part.reshape(-1)
+        start += part.size
+    return whole
+
+
+def _in_place(data: torch.Tensor) -> Array | None:
+    """The bits of a tensor in C order; None if they must be copied from elsewhere first."""
+    if data.requires_grad:
+        data = data.detach()
+    return dtypes.fillable(data.contiguous(), data.dtype)
+
+
 def _contiguous(data: torch.Tensor) -> Array:
-    """The bits of a tensor in C order, in its own memory where that is possible."""
-    if not data.is_cpu:
-        data = data.detach().to("cpu")
-    array = dtypes.as_numpy(data.contiguous())
+    """The bits of a tensor on the CPU in C order, in its own memory where that is possible."""
+    array = dtypes.as_numpy(data.detach().resolve_conj().resolve_neg().contiguous())
     # The memory of a dtype that numpy does not have itself can only be handed on as integers.
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
 

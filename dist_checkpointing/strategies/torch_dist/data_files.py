@@ -16,6 +16,7 @@ import xxhash
 
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints, split_rows
+from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
 from dist_checkpointing.strategies.torch_dist.metadata import Place
 from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format
 
@@ -46,6 +47,7 @@ class DataFile:
         self._pending: list[memoryview] = []
         self._pending_bytes = 0
         self._size = 0
+        self._host_blocks = HostBlocks(buffer_bytes, self._flush)
 
     @classmethod
     @contextmanager
@@ -77,7 +79,12 @@ class DataFile:
         self._align()
         start, frame, crc = self._size, record_format(data.dtype, shape), 0
         self._append(frame.head)
-        for block in _blocks(data, self._buffer_bytes):
+        blocks = (
+            (_bytes_of(dtypes.as_numpy(block)) for _, block in self._host_blocks.of([data]))
+            if is_on_gpu(data)
+            else _blocks(data, self._buffer_bytes)
+        )
+        for block in blocks:
             if digest is not None:
                 digest.update(block)
             if self._with_crc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -33,6 +34,7 @@ from dist_checkpointing.planning import (
 )
 from dist_checkpointing.planning.read_table import reads_of, stored_elements
 from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.storage.host_blocks import is_on_gpu
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.protocol import (
     ChunkPlace,
@@ -41,6 +43,7 @@ from dist_checkpointing.storage.protocol import (
     WriteResults,
     done,
 )
+from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import ChunkReads, in_threads, read_chunks
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
@@ -92,9 +95,22 @@ class ZarrFolderWriter(StorageWriter):
             with open(f"{self.checkpoint_dir}/{file.name}", "wb", buffering=0) as stream:  # noqa: PTH123 - many
                 stream.write(file.data)
 
+        most_bytes, of_thread = self.options.buffer_bytes // self.options.threads, threading.local()
+
+        def on_cpu(data: torch.Tensor) -> torch.Tensor:
+            if data.nbytes > most_bytes:
+                return data.to("cpu")
+            if not hasattr(of_thread, "buffers"):
+                of_thread.buffers = StagingBuffers()
+                of_thread.buffers.take()
+            copied: list[torch.Tensor] = of_thread.buffers.fill([data.nbytes], [data])
+            return copied[0]
+
         def write(row: int) -> list[SealedFile]:
             data = data_of(row)
             assert isinstance(data, torch.Tensor)
+            if is_on_gpu(data):
+                data = on_cpu(data.detach())
             if with_checksums:
                 data = data.detach().to("cpu").contiguous()
                 checksums[row] = checksum(dtypes.as_numpy(data))

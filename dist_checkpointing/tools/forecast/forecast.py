@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
-from dist_checkpointing.format.geometry import Ints, Window, ravel_offset
+from dist_checkpointing.format.geometry import Ints, Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.reads import WantedShard, plan_load
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
+from dist_checkpointing.strategies.windows import axes_apart, span_bytes
 from dist_checkpointing.tools.forecast.templates import RankWants, unknown_objects
 from dist_checkpointing.validation.compare import StoredTensors, compare
 
@@ -206,7 +208,7 @@ def _touches(items: Sequence[ReadItem], itemsize: int, *, maps_files: bool) -> t
             max(window.start + window.array_size for window in windows) * itemsize,
             sum(bytes_read(window, itemsize, maps_files=maps_files) for window in windows),
             tuple(
-                _span(window) * itemsize
+                span_bytes(window, axes_apart(window, itemsize, maps_files=False)[0], itemsize)
                 for window in windows
                 if not maps_files and window.contiguous_range() is None
             ),
@@ -254,8 +256,8 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool) -> int:
     """Bytes that have to come from storage for a window of a chunk that can be read in part.
 
     A window that is one run is read as it is. Of others a mapped file delivers whole pages of 4 KiB
-    (the read-ahead of the system not counted), and a file that is read into buffers delivers
-    everything from the first element to the last.
+    (the read-ahead of the system not counted), and a file that is read into buffers delivers parts,
+    each from its first element to its last.
 
     Args:
         window: in elements of the chunk.
@@ -265,7 +267,10 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool) -> int:
     wanted = window.box.num_elements * itemsize
     if window.contiguous_range() is not None:
         return wanted
-    span = _span(window) * itemsize
+    if not maps_files:
+        axes, _ = axes_apart(window, itemsize, maps_files=False)
+        return math.prod(window.box.shape[:axes]) * span_bytes(window, axes, itemsize)
+    span = span_bytes(window, 0, itemsize)
     run = 1
     skipped = 0
     for extent, full in zip(reversed(window.box.shape), reversed(window.shape), strict=True):
@@ -273,17 +278,11 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool) -> int:
         run *= extent
         if extent != full:
             break
-    if not maps_files or skipped * itemsize < _PAGE_BYTES:
+    if skipped * itemsize < _PAGE_BYTES:
         return span
     runs = window.box.num_elements // run
     # A run begins anywhere in a page, and so touches one more than it fills.
     return min(span, wanted + runs * _PAGE_BYTES)
-
-
-def _span(window: Window) -> int:
-    last = tuple(stop - 1 for stop in window.box.stop)
-    first = ravel_offset(window.box.offset, window.shape)
-    return ravel_offset(last, window.shape) - first + 1
 
 
 def _missing_files(files: frozenset[str], folder: Path) -> list[Finding]:

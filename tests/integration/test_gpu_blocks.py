@@ -1,0 +1,212 @@
+"""Tensors on a GPU go through two blocks of memory: one is copied while the other is used.
+
+The GPU is a stand-in: tensors in memory that numpy may not reach, copied as if by a device.
+"""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, load, save
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.storage import host_blocks
+from dist_checkpointing.storage.host_blocks import DeviceBlocks, HostBlocks
+from dist_checkpointing.storage.options import Checksum, StorageOptions
+from dist_checkpointing.strategies import filling
+from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
+from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
+from dist_checkpointing.strategies.tensorstore import writer
+from dist_checkpointing.strategies.torch_dist import data_files
+from dist_checkpointing.strategies.zarr import folders
+from states import shard
+
+BLOCK = 2**18
+BACKEND = pytest.mark.parametrize(
+    "backend",
+    [("tensorstore", 1), ("zarr", 2), ("zarr", 1), ("torch_dist", 1)],
+    ids=lambda backend: "-".join(map(str, backend)),
+)
+
+
+class StandIn:
+    """A device that holds some tensors, and what was done with them, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self._held: set[int] = set()
+        own_fillable, own_copy = dtypes.fillable, host_blocks.CopyStreams.copy
+
+        def fillable(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+            return None if self.holds(tensor) else own_fillable(tensor, dtype)
+
+        def copy(streams: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+            self.done.append("copy")
+            own_copy(streams, source, target)
+
+        monkeypatch.setattr(dtypes, "fillable", fillable)
+        monkeypatch.setattr(host_blocks.CopyStreams, "copy", copy)
+        for module in (host_blocks, writer, data_files, folders, filling):
+            monkeypatch.setattr(module, "is_on_gpu", self.holds, raising=False)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._held
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._held.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return StandIn(monkeypatch)
+
+
+def saver(backend: tuple[str, int], **options: Any) -> PlannedSaveStrategy:
+    found = get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)
+    assert isinstance(found, PlannedSaveStrategy)
+    return type(found)(options=StorageOptions(**options))
+
+
+def loader(backend: tuple[str, int], **options: Any) -> PlannedLoadStrategy:
+    found = get_default_strategy(StrategyAction.LOAD_SHARDED, *backend).for_format(*backend)
+    assert isinstance(found, PlannedLoadStrategy)
+    return type(found)(options=StorageOptions(**options))
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "large": torch.randn(1000, 701, generator=generator),
+        "strided": torch.randn(600, 900, generator=generator).t(),
+        "half": torch.randn(700, 1200, generator=generator).bfloat16(),
+        "conj": torch.randn(300, 300, dtype=torch.complex64, generator=generator).conj(),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(3.5),
+        **{f"small.{i}": torch.full((100, 7), float(i)) for i in range(40)},
+    }
+
+
+@BACKEND
+@pytest.mark.parametrize("checksum", list(Checksum))
+def test_what_is_on_a_gpu_and_what_is_not(
+    tmp_path: Path, backend: tuple[str, int], checksum: Checksum, device: StandIn
+) -> None:
+    state: dict[str, Any] = {}
+    for number, (key, tensor) in enumerate(tensors().items()):
+        state[key] = shard(key, device.moved(tensor) if number % 3 != 1 else tensor)
+        if number == 3:
+            state["object"] = ShardedObject("object", {"x": 1}, (1,), (0,))
+    options = {"buffer_bytes": 4 * BLOCK, "threads": 2}
+    save(state, tmp_path, saver(backend, checksum=checksum, **options))
+    assert device.done
+    wanted = {
+        key: shard(key, device.moved(torch.zeros(tensor.shape, dtype=tensor.dtype)))
+        for key, tensor in tensors().items()
+    }
+    verify = checksum is not Checksum.NONE
+    load(wanted, tmp_path, loader(backend, **options), verify=verify)
+    for key, tensor in tensors().items():
+        loaded = wanted[key].data
+        assert loaded is not None
+        assert torch.equal(loaded, tensor), key
+
+
+@BACKEND
+def test_columns_into_another_dtype(
+    tmp_path: Path, backend: tuple[str, int], device: StandIn
+) -> None:
+    full = tensors()["large"]
+    save({"w": shard("w", full)}, tmp_path, backend)
+    data = device.moved(torch.zeros(900, 200, dtype=torch.float64))
+    wanted = ShardedTensor("w", data, data.dtype, (900, 200), (1000, 701), (50, 301), None)
+    options = {"buffer_bytes": BLOCK, "threads": 2}
+    load({"w": wanted}, tmp_path, loader(backend, **options), cast="widen")
+    assert torch.equal(data, full[50:950, 301:501].double())
+
+
+def test_the_next_block_is_copied_before_one_is_written(
+    tmp_path: Path, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = torch.randn(1024, 1024)
+    own = os.writev
+
+    def writev(descriptor: int, parts: Any) -> int:
+        device.done.append("write")
+        return own(descriptor, parts)
+
+    monkeypatch.setattr(os, "writev", writev)
+    strategy = saver(("tensorstore", 1), buffer_bytes=2**21, threads=2)
+    save({"w": shard("w", device.moved(full))}, tmp_path, strategy)
+    assert device.done == ["copy", "copy", "write", "copy", "write", "copy", "write", "write"]
+    assert torch.equal(Checkpoint.open(tmp_path)["w"][:], full)
+
+
+@pytest.mark.parametrize("backend", [("tensorstore", 1), ("torch_dist", 1)])
+def test_copies_stay_within_the_buffers(
+    tmp_path: Path, backend: tuple[str, int], device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: list[int] = []
+    own: Callable[..., torch.Tensor] = torch.empty
+
+    def empty(*shape: Any, **options: Any) -> torch.Tensor:
+        made = own(*shape, **options)
+        if made.device.type == "cpu":
+            allocated.append(made.nbytes)
+        return made
+
+    def peak(name: str, tensor: torch.Tensor) -> int:
+        tracemalloc.start()
+        save({"w": shard("w", tensor)}, tmp_path / name, saver(backend, **options))
+        _, found = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return found
+
+    full = torch.randn(2048, 1024)
+    options = {"buffer_bytes": 2**20, "threads": 2}
+    peak("warm", full)
+    in_place = peak("cpu", full.clone())
+    monkeypatch.setattr(torch, "empty", empty)
+    assert peak("c", device.moved(full)) < in_place + 2**18
+    assert 0 < sum(allocated) <= 2**20
+    assert torch.equal(Checkpoint.open(tmp_path / "c")["w"][:], full)
+
+
+def test_a_block_is_released_before_it_is_used_again(device: StandIn) -> None:
+    released: list[list[tuple[int, torch.Tensor]]] = []
+    given: list[tuple[int, torch.Tensor]] = []
+
+    def release() -> None:
+        # What was given is as it was until now.
+        for number, block in given:
+            assert (block == number).all()
+        released.append(given.copy())
+        given.clear()
+
+    sources = [device.moved(torch.full((300,), float(number))) for number in range(50)]
+    for number, block in HostBlocks(2 * 4096, release).of(sources):
+        given.append((number, block))
+    release()
+    assert sum(map(len, released)) == 50
+    assert max(map(len, released)) <= 2 * 3
+
+
+def test_an_error_in_a_read_leaves_no_copy_under_way() -> None:
+    blocks, target = DeviceBlocks(2 * 4096), torch.zeros(8)
+
+    def read(block: torch.Tensor) -> None:
+        block.fill_(1)
+
+    def fail(_: torch.Tensor) -> None:
+        raise EOFError("cut off")
+
+    with pytest.raises(EOFError, match="cut off"):
+        blocks.fill([(target, read), (target, fail)], target.dtype)
+    assert blocks._copied == [None, None]
+    assert (target == 1).all()
