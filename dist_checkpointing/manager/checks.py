@@ -14,8 +14,9 @@ from dist_checkpointing.errors import (
     CorruptCheckpointError,
     InvalidShardingError,
     RankFailedError,
+    UnsupportedFormatError,
 )
-from dist_checkpointing.format.checksums import checksum_files
+from dist_checkpointing.format.checksums import checksum_files, read_table
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedStateDict
@@ -80,10 +81,21 @@ def check_files(folder: Path, rank: int, world_size: int) -> None:
     open_checkpoint(folder)
 
 
-def has_checksums(folder: Path, strategy: Selection[LoadShardedStrategy]) -> bool:
-    """Whether ``load`` can verify a checkpoint with this strategy."""
-    sharded = open_checkpoint(folder, strategy).sharded
-    return isinstance(sharded, PlannedLoadStrategy) and bool(checksum_files(folder))
+def is_verifiable(folder: Path, strategy: Selection[LoadShardedStrategy]) -> bool:
+    """Whether ``load`` can verify the tensors of a checkpoint while it reads them.
+
+    Args:
+        folder: folder of the checkpoint.
+        strategy: that reads them, as the caller gave it.
+    """
+    if strategy is not None:
+        try:
+            sharded = open_checkpoint(folder, strategy).sharded
+        except UnsupportedFormatError:
+            return True  # the load itself tells the caller
+        if not isinstance(sharded, PlannedLoadStrategy):
+            return False
+    return any(read_table(path).parts for path in checksum_files(folder))
 
 
 def asks_for_all(template: ShardedStateDict, folder: Path, comm: Comm) -> bool:

@@ -29,7 +29,7 @@ from dist_checkpointing.manager.checks import (
     asks_for_all,
     check_files,
     check_structure,
-    has_checksums,
+    is_verifiable,
     judge,
 )
 from dist_checkpointing.manager.retention import Retention
@@ -346,22 +346,27 @@ class CheckpointManager:
     def _load_newest(self, template: ShardedStateDict, options: Mapping[str, Any]) -> StateDict:
         comm = self._comm
         skipped: list[Finding] = []
+        given = [options.get(name) for name in ("sharded_strategy", "common_strategy")]
+        # Of a strategy of the caller this says nothing about the checkpoint.
+        unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
         for step, number in self._saves():
             folder = self.folder(step)
             try:
                 judge(comm, step, partial(check_files, folder, comm.rank, comm.world_size))
+                looking = partial(is_verifiable, folder, given[0])
+                verify = comm.from_rank0(f"looking for checksums of step {step}", looking)
+                if not verify:
+                    self.verify(step)  # as far as that goes
             except CheckpointingException as error:
                 skipped.append(self._skip(step, number, error))
                 continue
-            looking = partial(has_checksums, folder, options.get("sharded_strategy"))
-            verify = comm.from_rank0(f"looking for checksums of step {step}", looking)
             chosen = {"trusted": self._trusted, "verify": verify, **options}
             try:
                 loaded: StateDict = load(template, folder, comm=comm, **chosen)
-            except (CorruptCheckpointError, UnsupportedFormatError) as error:
+            except (CorruptCheckpointError, *unreadable) as error:
                 skipped.append(self._skip(step, number, error))
                 continue
-            if chosen["verify"] is verify:
+            if verify and chosen["verify"]:
                 self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
             return loaded
         raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)

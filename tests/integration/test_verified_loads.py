@@ -77,8 +77,7 @@ def test_what_is_wanted_as_it_is_stored_is_read_once(
         tensors = {"w": large, **small}
         state = {key: rows(key, tensor, comm) for key, tensor in tensors.items()}
         for leaf in state.values():
-            if fill is not None:
-                assert leaf.data is not None
+            if fill is not None and leaf.data is not None:
                 leaf.data.fill_(fill)
         return state
 
