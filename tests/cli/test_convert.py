@@ -17,8 +17,7 @@ from dist_checkpointing import load_plain_tensors, save
 from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.tools.cli.app import app
 from dist_checkpointing.tools.convert.safetensors_files import header_bytes
-from peak_memory import TELL_PEAK, told_peak
-from scripts import run_forked, run_fresh
+from scripts import TELL_PEAK, run_forked, run_fresh, told_peak
 from states import shard
 
 TENSORS = {f"layer.{i}.w": torch.randn(600, 640) for i in range(6)} | {"norm": torch.randn(4)}

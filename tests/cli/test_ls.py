@@ -14,9 +14,8 @@ import dist_checkpointing
 from dist_checkpointing import save
 from dist_checkpointing.format import element_types
 from dist_checkpointing.format.index import Index, StoredTensor, write_index
-from peak_memory import TELL_PEAK, told_peak
 from samples import Run, Sample, Samples
-from scripts import run_fresh
+from scripts import TELL_PEAK, run_fresh, told_peak
 from states import shard
 
 ROOT = Path(dist_checkpointing.__file__).parents[1]

@@ -30,6 +30,22 @@ _SERVER.set_forkserver_preload(
 )
 
 
+# Not getrusage, which also counts the process that this one was forked from.
+TELL_PEAK: Final = """
+import atexit, pathlib, re, sys
+def tell():
+    status = pathlib.Path("/proc/self/status").read_text()
+    print(re.search(r"VmHWM:\\s+(\\d+)", status)[1], file=sys.stderr)
+atexit.register(tell)
+"""
+"""Begins a program that prints its peak memory to the standard error at its end."""
+
+
+def told_peak(stderr: str) -> int:
+    """Peak memory of a fresh process that ran ``TELL_PEAK``, in bytes."""
+    return int(stderr.rsplit(maxsplit=1)[-1]) * 1024
+
+
 class ForkedScript:
     """A script under way: as much of ``subprocess.Popen`` as tests need.
 
