@@ -14,7 +14,15 @@ from torch.distributed.checkpoint import planner as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dist_checkpointing.mapping import ShardedTensor
-from planning_calls import CachedPlan, Planned, as_leaves, load_plan, message_of, plan_of_rank0
+from planning_calls import (
+    CachedPlan,
+    Message,
+    Planned,
+    as_leaves,
+    load_plan,
+    message_of,
+    plan_of_rank0,
+)
 from probes import available_mib, watched
 from runner import SkippedError, Stage, Way
 from world import World
@@ -129,11 +137,11 @@ class Ladder:
     """What the smaller jobs took, so that one that is too large is not begun.
 
     Attributes:
-        messages: (kind of job, kind of rank) -> message: made once for all sizes.
+        messages: (number of ranks, of shards, kind of rank) -> message.
         steps: (number of shards of all ranks, peak MiB, seconds) of the jobs that ran.
     """
 
-    messages: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    messages: dict[tuple[int, int, int], Message] = field(default_factory=dict)
     steps: list[tuple[int, float, float]] = field(default_factory=list)
 
     def require_room(self, job: Job) -> None:
@@ -164,7 +172,7 @@ class PlanWay(Way):
         self._job = job
         self._ladder = ladder
         self._world = world
-        self._messages: list[bytes] = []
+        self._messages: list[Message] = []
 
     def warm_up(self) -> Mapping[str, float]:
         job, values = self._job, dict[str, float]()
@@ -172,9 +180,10 @@ class PlanWay(Way):
 
         def first() -> None:
             for rank in range(job.ranks):
-                kind = (job.shards, job.kind_of(rank))
+                kind = (job.ranks, job.shards, job.kind_of(rank))
                 if kind not in self._ladder.messages:
-                    message = message_of(as_leaves(job.shards_of(kind[1])))
+                    shards = as_leaves(job.shards_of(kind[2]))
+                    message = message_of(shards, job.ranks)
                     self._ladder.messages[kind] = message
                 self._messages.append(self._ladder.messages[kind])
             leaves = as_leaves(job.shards_of(0))

@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
 
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.mapping.nesting import DictKey, Path
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan
+from dist_checkpointing.planning.exchange import Brought, pack_tables
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.planning.packing import pack
-from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, plan_save
+from dist_checkpointing.planning.plan_save import (
+    AgreedPlan,
+    PlanCache,
+    PlanFacts,
+    exchanged_parts,
+    plan_save,
+)
 
 T = TypeVar("T")
 
@@ -31,30 +40,70 @@ def as_leaves(tensors: Iterable[ShardedTensor]) -> Leaves:
     return {(DictKey(number),): tensor for number, tensor in enumerate(tensors)}
 
 
-def message_of(leaves: Leaves) -> bytes:
-    """What a rank sends to plan a save."""
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a rank sends to plan a save.
+
+    Attributes:
+        brought: What all ranks get of it, pickled.
+        data: Bytes of the parts of its table, by digest: what only the lowest rank sends that holds
+            the part.
+    """
+
+    brought: bytes
+    data: Mapping[bytes, bytes]
+
+    def __len__(self) -> int:
+        """Bytes that the rank would send if it held all of its parts alone."""
+        brought: Brought[PlanFacts] = pickle.loads(self.brought)  # noqa: S301 - our own
+        late = (part.num_bytes for part in brought.parts if part.data is None)
+        return len(self.brought) + sum(late)
+
+
+def message_of(leaves: Leaves, ranks: int) -> Message:
+    """What one of so many ranks sends to plan a save."""
     planner = DefaultSavePlanner()
     planner.configure_planner(leaves, is_coordinator=False, rank=0, layout=RowBlockLayout())
     table = planner.build_local_plan().table
-    nobody = pack(table.take(slice(0, 0)))
-    return pickle.dumps((None, pack(table), nobody, ("", "")))
+    parts = exchanged_parts(table, table.take(slice(0, 0)))
+    brought, data = pack_tables(parts, PlanFacts(None, ("", "")), ranks)
+    return Message(pickle.dumps(brought), data)
 
 
 class _OneOfMany(SingleProcess):
     """Rank 0, for which the messages of the other ranks come from memory."""
 
-    def __init__(self, messages: Sequence[bytes]) -> None:
+    def __init__(self, messages: Sequence[Message]) -> None:
         self.world_size = len(messages)
         self.seconds = 0.0
         self._messages = messages
+        self._late: dict[int, list[bytes]] = {}
 
     def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
         del step
         produce()
         begin = time.perf_counter()
-        values = [pickle.loads(message) for message in self._messages]  # noqa: S301 - our own
+        values = [pickle.loads(message.brought) for message in self._messages]  # noqa: S301 - our own
         self.seconds = time.perf_counter() - begin
+        seen: set[bytes] = set()
+        for rank, brought in enumerate(values):
+            for part in brought.parts:
+                if part.digest not in seen and part.data is None:
+                    self._late.setdefault(rank, []).append(part.digest)
+                seen.add(part.digest)
         return values
+
+    def all_gather(self, value: T) -> list[T]:
+        del value
+        streams: list[Any] = [self._stream(rank) for rank in range(self.world_size)]
+        return streams
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int) -> None:
+        tensor.numpy()[:] = np.frombuffer(self._stream(source), np.uint8)
+
+    def _stream(self, rank: int) -> bytes:
+        data = self._messages[rank].data
+        return b"".join(data[digest] for digest in self._late.get(rank, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +126,7 @@ class Planned:
         return len(self.agreed.index.to_json())
 
 
-def plan_of_rank0(leaves: Leaves, messages: Sequence[bytes]) -> Planned:
+def plan_of_rank0(leaves: Leaves, messages: Sequence[Message]) -> Planned:
     """Plan a save with the messages of all ranks, of which the first is made again."""
     comm = _OneOfMany(messages)
     begin = time.perf_counter()
