@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -45,18 +45,18 @@ class DType:
         Raises:
             UnsupportedFormatError: if the installed torch is too old to have it.
         """
-        found = _torch_dtype(self.name)
-        if found is None:
-            finding = Finding(
-                "the installed torch has no such dtype", found=self.name, remedy="Update torch."
-            )
-            raise UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])
-        return found
+        return _of_torch(self.name)
 
 
-@cache
-def _torch_dtype(name: str) -> torch.dtype | None:
-    return getattr(importlib.import_module("torch"), name, None)
+@lru_cache(maxsize=64)
+def _of_torch(name: str) -> torch.dtype:
+    found: torch.dtype | None = getattr(importlib.import_module("torch"), name, None)
+    if found is None:
+        finding = Finding(
+            "the installed torch has no such dtype", found=name, remedy="Update torch."
+        )
+        raise UnsupportedFormatError("the checkpoint holds a dtype we cannot read", [finding])
+    return found
 
 
 def _table() -> tuple[DType, ...]:

@@ -10,26 +10,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 from dist_checkpointing.errors import Finding, StateMismatchError
 
 
-@dataclass(frozen=True, slots=True)
-class DictKey:
-    """A step into a dict."""
+class DictKey(NamedTuple):
+    """A step into a dict.
+
+    A tuple, because paths are hashed many times; ``kind`` tells it from the other step.
+    """
 
     key: object
+    kind: Literal["key"] = "key"
 
     def __str__(self) -> str:
         return f"[{self.key!r}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """A step into a list or tuple."""
 
-    index: int
+    index: int  # type: ignore[assignment]
+    kind: Literal["position"] = "position"
 
     def __str__(self) -> str:
         return f"[{self.index}]"
@@ -45,6 +48,7 @@ class _Missing:
 
 
 MISSING: Final = _Missing()
+_NO_LEAF: Final = object()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,22 +204,28 @@ def overlay(base: Any, skeleton: Node | None, leaves: Mapping[Path, Any], prefix
     Raises:
         StateMismatchError: if ``base`` has something else at a place where a leaf must go.
     """
-    above = {path[:depth] for path in leaves for depth in range(len(path) + 1)}
+    above: set[Path] = set()
+    for path in leaves:
+        # Most leaves have neighbours.
+        if path[:-1] not in above:
+            above.update(path[:depth] for depth in range(len(path)))
     return _overlay(base, skeleton, leaves, above, prefix)
 
 
 def _overlay(
     base: Any, node: Node | None, leaves: Mapping[Path, Any], above: Container[Path], path: Path
 ) -> Any:
-    if path not in above:
-        return base
     if node is None:
-        value = leaves[path]
+        value = leaves.get(path, _NO_LEAF)
+        if value is _NO_LEAF:
+            return base
         if base is MISSING or base is None:
             return value
         if value is MISSING:
             return base
         raise _conflict(path, "a wrapped leaf", base)
+    if path not in above:
+        return base
     if isinstance(node.prototype, dict):
         return _overlay_dict(base, node, leaves, above, path)
     return _overlay_sequence(base, node, leaves, above, path)
@@ -234,8 +244,10 @@ def _overlay_dict(
         value = _overlay(below, child, leaves, above, (*path, step))
         if value is not MISSING:
             values.append((step, value))
-    known = {step for step, _ in node.entries}
-    values += [(DictKey(key), value) for key, value in base.items() if DictKey(key) not in known]
+    if base:
+        known = {step for step, _ in node.entries}
+        steps = ((DictKey(key), value) for key, value in base.items())
+        values += [(step, value) for step, value in steps if step not in known]
     return node.fill(values)
 
 

@@ -63,8 +63,10 @@ class Partition:
         values: dict[Path, Any] = {}
         of_factory: dict[Path, dict[Path, Any]] = {path: {} for path in self.factories}
         for path in (*self.tensors, *self.objects):
-            owner = next((path[:d] for d in range(len(path) + 1) if path[:d] in of_factory), None)
-            target = values if owner is None else of_factory[owner]
+            target = values
+            if of_factory:
+                owners = (path[:depth] for depth in range(len(path) + 1))
+                target = next((of_factory[o] for o in owners if o in of_factory), values)
             target[path] = loaded.get(path, MISSING)
         for path, parts in of_factory.items():
             if any(part is not MISSING for part in parts.values()):
@@ -73,7 +75,8 @@ class Partition:
                 values[path] = factory.merge_fn(unflatten(built, parts, path))
             elif parts:
                 values[path] = MISSING
-        return overlay(common, self.skeleton, values | dict(self.local))
+        values.update(self.local)
+        return overlay(common, self.skeleton, values)
 
     def _require_all(self, parts: Mapping[Path, Any]) -> None:
         leaves: dict[Path, ShardedBase] = {**self.tensors, **self.objects}
@@ -95,6 +98,8 @@ class Partition:
         A list or tuple of which other entries are missing becomes a dict with the positions as
         keys, so ``value_at`` finds every path. What a factory built stands at the factory's place.
         """
+        if not leaves:
+            return {}
         tree = self._nest(self.skeleton, (), leaves)
         return {} if tree is MISSING else tree
 

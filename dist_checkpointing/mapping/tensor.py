@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -23,6 +24,20 @@ from dist_checkpointing.mapping.base import (
 )
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
 from dist_checkpointing.mapping.tensor_rules import check_fields, require_tensor
+
+_FIELDS = attrgetter(
+    "key",
+    "dtype",
+    "local_shape",
+    "global_shape",
+    "global_offset",
+    "axis_fragmentations",
+    "replica_id",
+    "prepend_axis_num",
+    "allow_shape_mismatch",
+    "flattened_range",
+)
+"""All fields that ``check_fields`` looks at, but ``data``."""
 
 RankOffset = tuple[SupportsIndex, SupportsIndex, SupportsIndex]
 
@@ -80,7 +95,17 @@ class ShardedTensor(ShardedBase):
         self.validate_metadata_integrity()
 
     def validate_metadata_integrity(self) -> None:
-        check_fields(self)
+        # A leaf is checked by its constructor and by every save; most stay as they are.
+        checked = self.__dict__.get("_checked")
+        if checked is None or checked[0] is not type(self.data) or checked != self._stamp():
+            check_fields(self)
+            self.__dict__["_checked"] = self._stamp()
+
+    def _stamp(self) -> tuple[Any, ...]:
+        """What ``check_fields`` looks at; data must be None or a tensor."""
+        data = self.data
+        described = None if data is None else (data.dtype, data.is_nested or data.shape)
+        return (type(data), *_FIELDS(self), described)
 
     @property
     def has_regular_grid(self) -> bool:

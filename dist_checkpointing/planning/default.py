@@ -246,9 +246,9 @@ class _OwnMemory(Destinations):
         assert data is not None
         # What has as many elements as the whole is the whole; a flattened one has another shape.
         is_whole = data.numel() == self._sizes[row] and leaf.flattened_range is None
-        if not is_whole or leaf.prepend_axis_num or data.requires_grad:
+        if not is_whole or leaf.prepend_axis_num:
             return self.planner.acquire_tensor(self.plan.table.item(row))
-        return data
+        return data.detach() if data.requires_grad else data
 
     def filled(self, row: int, destination: torch.Tensor) -> None:
         """Nothing is left to do: the destination is the leaf's own memory."""
@@ -259,11 +259,10 @@ class _OwnMemory(Destinations):
 
 def _wanted(tensors: Sequence[ShardedTensor], sources: Sequence[int]) -> WantedShards:
     """Tensors as the columns of what is wanted."""
-    boxes = [leaf.box for leaf in tensors]
     return WantedShards.of_columns(
         [leaf.key for leaf in tensors],
-        [box.offset for box in boxes],
-        [box.shape for box in boxes],
+        [leaf.global_offset for leaf in tensors],
+        [(1,) * leaf.prepend_axis_num + tuple(leaf.local_shape) for leaf in tensors],
         [leaf.flat_range for leaf in tensors],
         sources,
     )

@@ -250,9 +250,11 @@ def stored_ranges(table: ReadTable, index: Index) -> Int64s:
     """Flattened range of the stored piece of each row, ``[rows, 2]``; -1 where there is none."""
     ranges = np.full((len(table), 2), -1, dtype=np.int64)
     rows = np.flatnonzero(table.pieces >= 0)
+    if not len(rows):
+        return ranges
     rows = rows[np.argsort(table.keys[rows], kind="stable")]
     keys, firsts = np.unique(table.keys[rows], return_index=True)
-    for key, own in zip(keys.tolist(), np.split(rows, firsts[1:]), strict=bool(len(keys))):
+    for key, own in zip(keys.tolist(), np.split(rows, firsts[1:]), strict=True):
         ranges[own] = index.pieces[table.names[key]].flat[table.pieces[own]]
     return ranges
 
@@ -289,30 +291,18 @@ def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:
     Args:
         cells: key, cell and leaf of each.
     """
-    count, width = len(cells), max((len(cell) for _, cell, _ in cells), default=0)
-    positions = {key: number for number, key in enumerate(dict.fromkeys(k for k, *_ in cells))}
-    offsets = [(*cell, *(0,) * (width - len(cell))) for _, cell, _ in cells]
-    places = np.array(offsets, dtype=np.int64).reshape(count, width)
-    ones, zeros = np.ones_like(places), np.zeros_like(places)
-    starts = np.zeros(count, dtype=np.int64)
-    return ReadTable(
-        names=tuple(positions),
-        keys=np.array([positions[key] for key, *_ in cells], dtype=np.int32),
-        is_object=np.ones(count, dtype=np.bool_),
-        ndim=np.array([len(cell) for _, cell, _ in cells], dtype=np.int32),
-        window_ndim=np.zeros(count, dtype=np.int32),
-        sources=np.array([source for *_, source in cells], dtype=np.int32),
-        dest_offsets=places,
-        dest_starts=starts,
-        dest_shapes=ones,
-        dest_boxes=zeros,
-        pieces=np.full(count, -1, dtype=np.int64),
-        chunk_offsets=places,
-        storage_starts=starts,
-        storage_shapes=ones,
-        storage_boxes=zeros,
-        lengths=ones,
-    )
+    nothing = Window(0, (), Box((), ()))
+    items = [
+        ReadItem(
+            LoadItemType.BYTE_IO,
+            MetadataIndex(key, cell, source),
+            nothing,
+            MetadataIndex(key, cell),
+            nothing,
+        )
+        for key, cell, source in cells
+    ]
+    return replace(ReadTable.of(items), given=None)
 
 
 @dataclass(frozen=True, eq=False, init=False)

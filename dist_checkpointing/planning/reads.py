@@ -132,62 +132,22 @@ def plan_load(
     chunks = np.maximum(padded_rows(shapes, shards.ndim, 1), 1)
     names = {key: number for number, key in enumerate(dict.fromkeys(shards.keys))}
     numbers = np.fromiter(map(names.__getitem__, shards.keys), dtype=np.int32, count=len(shards))
-    # Most of what is wanted is wanted as it is stored, which takes no geometry.
-    is_chunk = on_grid & (shards.flat[:, 0] < 0) & (shards.shapes == chunks).all(axis=1)
-    is_chunk &= (shards.offsets % chunks == 0).all(axis=1)
-    is_chunk &= (shards.offsets + shards.shapes <= whole).all(axis=1)
-    rows = np.flatnonzero(is_chunk)
-    uncut = _uncut(shards, tuple(names), numbers, rows)
-    others = np.flatnonzero(~is_chunk)
-    if not len(others):
-        return uncut, []
-    cut = segments_of(shards.offsets[others], shards.shapes[others], shards.flat[others])
-    cut = replace(cut, parts=others[cut.parts])
+    cut = segments_of(shards.offsets, shards.shapes, shards.flat)
     # A wanted shard may stick out of a smaller stored tensor (allow_shape_mismatch).
     highs = np.minimum(cut.offsets + cut.shapes, whole[cut.parts])
     some = (highs > cut.offsets).all(axis=1)
-    cut, highs = cut.take(some), highs[some]
-    found = []
+    if not some.all():
+        cut, highs = cut.take(some), highs[some]
     on = on_grid[cut.parts]
-    if on.any():
-        grid = cut.take(on)
-        found.append(in_grid(grid, grid.offsets, highs[on], chunks[grid.parts]))
     findings: list[Finding] = []
-    if not on.all():
-        overlaps, findings = _in_pieces(index, shards, cut.take(~on), highs[~on])
-        found.append(overlaps)
-    if not found:
-        return uncut, []
-    overlaps = joined(found)
-    table = uncut.followed_by(_of_overlaps(shards, tuple(names), numbers, overlaps))
-    origins = np.concatenate([rows, overlaps.wanted.parts])
-    return table.take(np.argsort(origins, kind="stable")), findings
-
-
-def _uncut(
-    shards: WantedShards, names: tuple[str, ...], numbers: Int32s, rows: Int64s
-) -> ReadTable:
-    """The reads of shards that are whole chunks."""
-    offsets, shapes = shards.offsets[rows], shards.shapes[rows]
-    starts, zeros = np.zeros(len(rows), dtype=np.int64), np.zeros_like(offsets)
-    return ReadTable(
-        names=names,
-        keys=numbers[rows],
-        is_object=np.zeros(len(rows), dtype=np.bool_),
-        ndim=shards.ndim[rows],
-        window_ndim=shards.ndim[rows],
-        sources=shards.sources[rows],
-        dest_offsets=offsets,
-        dest_starts=starts,
-        dest_shapes=shapes,
-        dest_boxes=zeros,
-        pieces=np.full(len(rows), -1, dtype=np.int64),
-        chunk_offsets=offsets,
-        storage_starts=starts,
-        storage_shapes=shapes,
-        storage_boxes=zeros,
-        lengths=shapes,
-    )
+    if on.all():
+        overlaps = in_grid(cut, highs, chunks[cut.parts])
+    else:
+        grid = cut.take(on)
+        in_pieces, findings = _in_pieces(index, shards, cut.take(~on), highs[~on])
+        overlaps = joined([in_grid(grid, highs[on], chunks[grid.parts]), in_pieces])
+        overlaps = overlaps.take(np.argsort(overlaps.wanted.parts, kind="stable"))
+    return _of_overlaps(shards, tuple(names), numbers, overlaps), findings
 
 
 def _of_overlaps(

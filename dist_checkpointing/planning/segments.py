@@ -145,24 +145,29 @@ def _joined(segments: Sequence[Segments]) -> Segments:
     return Segments(*(np.concatenate([getattr(s, name) for s in segments]) for name in names))
 
 
-def in_grid(wanted: Segments, lows: Int64s, highs: Int64s, chunks: Int64s) -> Overlaps:
+def in_grid(wanted: Segments, highs: Int64s, chunks: Int64s) -> Overlaps:
     """What segments have in common with the chunks of a grid.
 
     Args:
         wanted: segments, none of them empty.
-        lows: ``[segments, axes]``, first element of what is wanted of each.
-        highs: ``[segments, axes]``, first element behind it.
+        highs: ``[segments, axes]``, first element behind what is wanted of each.
         chunks: ``[segments, axes]``, shape of a chunk.
     """
-    first = lows // chunks
+    first = wanted.offsets // chunks
     counts = (highs - 1) // chunks - first + 1
+    if (counts == 1).all():  # most of what is wanted is wanted as it is stored
+        offsets = first * chunks
+        starts = np.zeros(len(wanted), dtype=np.int64)
+        stored = Segments(wanted.parts, starts, chunks, offsets)
+        lengths = highs - wanted.offsets
+        return Overlaps(wanted, stored, offsets, starts - 1, wanted.offsets, lengths)
     rows, within = counted(counts.prod(axis=1))
     strides = np.ones_like(counts)
     strides[:, :-1] = np.cumprod(counts[:, :0:-1], axis=1)[:, ::-1]
     chunk = chunks[rows]
     # Chunks are stored at full size, also where they stick out of the tensor.
     offsets = (first[rows] + within[:, None] // strides[rows] % counts[rows]) * chunk
-    begin = np.maximum(offsets, lows[rows])
+    begin = np.maximum(offsets, wanted.offsets[rows])
     starts = np.zeros(len(rows), dtype=np.int64)
     return Overlaps(
         wanted.take(rows),
@@ -189,10 +194,11 @@ def padded(column: Int64s, width: int, fill: int) -> Int64s:
 
 def padded_rows(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
     """Ragged rows as one array with at least one axis."""
-    width = max(1, int(ndim.max(initial=0)))
+    lengths = set(map(len, rows))
     numbers = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
-    if (ndim == width).all():
-        return numbers.reshape(len(rows), width)
+    if len(lengths) == 1 and 0 not in lengths:
+        return numbers.reshape(len(rows), -1)
+    width = max(1, max(lengths, default=0))
     table = np.full((len(rows), width), fill, dtype=np.int64)
     inside: Bools = np.arange(width) < ndim[:, None]
     table[inside] = numbers

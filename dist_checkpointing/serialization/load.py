@@ -160,7 +160,7 @@ def load(
     flag = parse_strict_flag(strict)
     if cast not in ("error", "widen", "any"):
         raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
-    with meter.phase("planning"), comm.agreed("opening the checkpoint"):
+    with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
         checkpoint_dir = local_folder(checkpoint_dir)
         save_number = number_of_save(checkpoint_dir)
         found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
@@ -184,6 +184,7 @@ def load(
         missing, unexpected = handle_strictly(parts, {*stored_keys()} | objects, flag, comm)
     with comm.agreed("comparing template and checkpoint"), paused_collector():
         wanted = {p: t for p, t in parts.tensors.items() if t.key not in unexpected}
+        stored = _stored_of(wanted, stored)
         own_planner = getattr(found.sharded, "planner", None) is not None
         compare(wanted, stored, cast, planner_knows_keys=own_planner)
         check_filled(parts, common, flag)
@@ -281,6 +282,15 @@ def _read_index(
     )
     stored = {key: (tuple(t.global_shape), t.dtype) for key, t in metadata.items()}
     return None, None, stored, stored.keys
+
+
+def _stored_of(
+    wanted: Mapping[TreePath, ShardedTensor], stored: Mapping[str, tuple[Ints, torch.dtype]]
+) -> Mapping[str, tuple[Ints, torch.dtype]]:
+    """What is stored of the wanted tensors, looked up once."""
+    if isinstance(stored, StoredTensors):
+        return stored.of(leaf.key for leaf in wanted.values())
+    return stored
 
 
 def _with_memory(

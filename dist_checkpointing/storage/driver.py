@@ -17,6 +17,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem.local import fsync_folder, write_atomic
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, ChecksumColumns, make_tables
 from dist_checkpointing.format.claims import (
+    Claim,
     claim_of,
     meets_many,
 )
@@ -208,6 +209,23 @@ def _checksums(results: Sequence[WriteResult], count: int) -> tuple[Int64s, npt.
     return rows, np.array([checksum for _, checksum in found], dtype=np.uint64)
 
 
+def _crowded(leaves: Leaves, index: Index) -> list[Claim]:
+    """What the index says of tensors of which a leaf may meet very many chunks."""
+    tensors = [t for t in leaves.values() if isinstance(t, ShardedTensor) and t.key in index]
+    _, chunks = index.shapes_of(leaf.key for leaf in tensors)
+    return [
+        claim_of(index[key])
+        for key in {
+            leaf.key
+            for leaf, chunk in zip(tensors, chunks, strict=True)
+            # Most are wanted as they are stored.
+            if chunk is not None
+            and tuple(chunk) != leaf.local_shape
+            and meets_many(index[leaf.key], leaf.box)
+        }
+    ]
+
+
 def read(
     leaves: Leaves, index: Index, planner: LoadPlanner, reader: StorageReader, comm: Comm
 ) -> None:
@@ -216,14 +234,7 @@ def read(
     All that is missing is found before the first byte is read.
     """
     with comm.agreed("planning the load"), paused_collector():
-        crowded = {
-            leaf.key: claim_of(index[leaf.key])
-            for leaf in leaves.values()
-            if isinstance(leaf, ShardedTensor)
-            and leaf.key in index
-            and meets_many(index[leaf.key], leaf.box)
-        }
-        reader.require_stored(list(crowded.values()), index)
+        reader.require_stored(_crowded(leaves, index), index)
         planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
         plan = planner.build_local_plan()
     if type(planner).build_global_plan is not LoadPlanner.build_global_plan:

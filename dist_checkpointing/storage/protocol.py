@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, TypeVar, overload
 
@@ -226,6 +227,11 @@ class StorageReader(ABC):
         self.trusted = False
         self.is_kept = False
         self.report: Callable[[int], None] = _ignore
+
+    @cached_property
+    def maps_files(self) -> bool:
+        """Whether the files of the checkpoint are read through a mapping."""
+        return self.options.maps_files(self.checkpoint_dir)
 
     def location(self, chunk: MetadataIndex) -> str:
         """Where a stored chunk is, for messages."""

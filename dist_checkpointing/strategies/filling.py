@@ -54,13 +54,14 @@ class Filler:
         self._destinations = planner.destinations(plan)
         self._most_bytes = most_bytes
         self._maps_files = maps_files
-        used = np.unique(table.keys[~table.is_object]).tolist()
-        types = {position: index.dtype_of(table.names[position]) for position in used}
-        self._dtypes = [types.get(position) for position in table.keys.tolist()]
-        as_torch = {position: dtype.torch for position, dtype in types.items()}
-        self._torch_dtypes = [as_torch.get(position) for position in table.keys.tolist()]
+        keys = table.keys.tolist()
+        names = {key: table.names[key] for key in set(keys)}
+        types = {key: index.dtype_of(name) for key, name in names.items() if name in index}
+        as_torch = {key: dtype.torch for key, dtype in types.items()}
+        self._dtypes = [types.get(key) for key in keys]
+        self._torch_dtypes = [as_torch.get(key) for key in keys]
         itemsizes = np.zeros(len(table.names), dtype=np.int64)
-        itemsizes[used] = [types[position].itemsize for position in used]
+        itemsizes[[*types]] = [dtype.itemsize for dtype in types.values()]
         items = itemsizes[table.keys]
         starts, is_run = contiguous_ranges(table)
         self._starts = np.where(is_run, starts * items, -1).tolist()

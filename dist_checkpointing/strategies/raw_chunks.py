@@ -157,8 +157,8 @@ def read_chunks(
 
 def _run_starts(reads: ChunkReads) -> Int64s:
     """First position of each run of reads, which are sorted: small neighbours are read together."""
-    if not len(reads):
-        return np.empty(0, dtype=np.int64)
+    if len(reads) < 2:
+        return np.arange(len(reads))
     ends = reads.offsets + reads.num_bytes
     small = reads.num_bytes <= SMALL_BYTES
     apart = np.ones(len(reads), dtype=np.bool_)

@@ -57,20 +57,23 @@ def chunk_keys(
         offsets: ``[chunks, axes]``, offset of the chunk, or of the box of the piece.
         flat_starts: start of the flattened range of a piece, -1 where there is none.
     """
-    used, place = np.unique(keys, return_inverse=True)
-    tensors = [names[position] for position in used.tolist()]
-    folders = [local.disk_name(key) for key in tensors]
-    _, chunk_shapes = index.shapes_of(tensors)
+    place, width = keys.tolist(), offsets.shape[1]
+    used = list(set(place))
+    folders = {position: local.disk_name(names[position]) for position in used}
+    _, chunk_shapes = index.shapes_of([names[position] for position in used])
     shapes = [shape or () for shape in chunk_shapes]
     own_ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
-    chunks = padded(padded_rows(shapes, own_ndim, 1), offsets.shape[1], 1)[:, : offsets.shape[1]]
-    on_grid = np.array([shape is not None for shape in chunk_shapes], dtype=np.bool_)[place]
-    numbers = offsets // chunks[place]
+    chunks = np.ones((len(names), width), dtype=np.int64)
+    chunks[used] = padded(padded_rows(shapes, own_ndim, 1), width, 1)[:, :width]
+    has_grid = np.zeros(len(names), dtype=np.bool_)
+    has_grid[used] = [shape is not None for shape in chunk_shapes]
+    on_grid = has_grid[keys]
+    numbers = offsets // chunks[keys]
     is_first = on_grid & ~numbers.any(axis=1)
     first_names = ["/" + chunk_name((0,) * axes) for axes in range(int(ndim.max(initial=0)) + 1)]
     found = [
         folders[tensor] + first_names[axes]
-        for tensor, axes in zip(place.tolist(), ndim.tolist(), strict=True)
+        for tensor, axes in zip(place, ndim.tolist(), strict=True)
     ]
     for row in np.flatnonzero(~is_first).tolist():
         folder, axes = folders[place[row]], int(ndim[row])

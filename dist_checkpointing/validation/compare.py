@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
@@ -15,6 +14,7 @@ from dist_checkpointing.format.dtypes import is_lossless
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.mapping.base import shallow_copy
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
@@ -32,8 +32,18 @@ class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
         self._index = index
 
     def __getitem__(self, key: str) -> tuple[Ints, torch.dtype]:
-        tensor = self._index[key]
-        return tensor.global_shape, tensor.dtype.torch
+        return self.of((key,))[key]
+
+    def of(self, keys: Iterable[str]) -> dict[str, tuple[Ints, torch.dtype]]:
+        """The same for those of the tensors that are stored, all looked up at once."""
+        index = self._index
+        known = [key for key in dict.fromkeys(keys) if key in index]
+        shapes, _ = index.shapes_of(known)
+        types = [index.dtype_of(key).torch for key in known]
+        return dict(zip(known, zip(map(tuple, shapes), types, strict=True), strict=True))
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._index
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._index)
@@ -102,41 +112,26 @@ def compare(
     Raises:
         StateMismatchError: with all keys, shapes and dtypes that differ.
     """
-    findings = []
+    findings: list[Finding] = []
     for path, leaf in wanted.items():
-        if leaf.key not in stored and planner_knows_keys:
+        found, data = stored.get(leaf.key), leaf.data
+        if found is None:
+            if not planner_knows_keys:
+                findings.append(
+                    Finding(
+                        f"not in the checkpoint (asked for at {path_text(path)})",
+                        leaf.key,
+                        remedy="Remove it from the template, or pass strict=.",
+                    )
+                )
             continue
-        if leaf.key not in stored:
-            findings.append(
-                Finding(
-                    f"not in the checkpoint (asked for at {path_text(path)})",
-                    leaf.key,
-                    remedy="Remove it from the template, or pass strict=.",
-                )
-            )
-            continue
-        shape, dtype = stored[leaf.key]
-        own_shape = tuple(leaf.global_shape)
-        if shape != own_shape and not (leaf.allow_shape_mismatch and len(shape) == len(own_shape)):
-            findings.append(
-                Finding(
-                    "global shape differs",
-                    leaf.key,
-                    expected=own_shape,
-                    found=shape,
-                    remedy="Only allow_shape_mismatch=True takes another extent.",
-                )
-            )
-        own_dtype = leaf.dtype if leaf.data is None else leaf.data.dtype
-        fits = cast == "any" or (cast == "widen" and is_lossless(dtype, own_dtype))
-        if dtype != own_dtype and not fits:
-            remedy = "cast='any' converts" if cast == "widen" else "cast='widen' or 'any' converts"
-            findings.append(
-                Finding(
-                    "dtype differs", leaf.key, expected=own_dtype, found=dtype, remedy=f"{remedy}."
-                )
-            )
-        if leaf.data is not None and leaf.data.is_meta:
+        shape, dtype = found
+        own_dtype = leaf.dtype if data is None else data.dtype
+        if shape != leaf.global_shape:
+            findings += _other_shape(leaf, shape)
+        if dtype is not own_dtype:
+            findings += _other_dtype(leaf.key, dtype, own_dtype, cast)
+        if data is not None and data.is_meta:
             findings.append(
                 Finding(
                     "the tensor to fill is on the meta device",
@@ -148,14 +143,38 @@ def compare(
         raise StateMismatchError("the template does not fit the checkpoint", findings)
 
 
+def _other_shape(leaf: ShardedTensor, shape: Ints) -> list[Finding]:
+    own = tuple(leaf.global_shape)
+    if shape == own or (leaf.allow_shape_mismatch and len(shape) == len(own)):
+        return []
+    return [
+        Finding(
+            "global shape differs",
+            leaf.key,
+            expected=own,
+            found=shape,
+            remedy="Only allow_shape_mismatch=True takes another extent.",
+        )
+    ]
+
+
+def _other_dtype(key: str, dtype: torch.dtype, own: torch.dtype, cast: Cast) -> list[Finding]:
+    if cast == "any" or (cast == "widen" and is_lossless(dtype, own)):
+        return []
+    remedy = "cast='any' converts." if cast == "widen" else "cast='widen' or 'any' converts."
+    return [Finding("dtype differs", key, expected=own, found=dtype, remedy=remedy)]
+
+
 def with_memory(
     leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]
 ) -> ShardedTensor:
     """A copy of the leaf that has memory to fill; what is not stored of it is zero."""
-    partly = leaf.sticks_out
-    if leaf.key in stored:
-        partly = partly or tuple(leaf.global_shape) != stored[leaf.key][0]
-    copied = copy.copy(leaf)
+    shape = tuple(leaf.global_shape)
+    is_whole = shape == tuple(leaf.local_shape) and not any(leaf.global_offset)
+    partly = not is_whole and leaf.sticks_out
+    found = stored.get(leaf.key)
+    partly = partly or (found is not None and shape != found[0])
+    copied = shallow_copy(leaf)
     if leaf.data is None:
         copied.init_data("cpu", torch.zeros if partly else torch.empty)
     elif partly:

@@ -86,7 +86,7 @@ class TensorStoreReader(StorageReader):
             planner,
             self._index,
             max(1, options.buffer_bytes // options.threads),
-            maps_files=options.maps_files(self.checkpoint_dir),
+            maps_files=self.maps_files,
         )
         with paused_collector():
             reads = self._located(plan, planner, filler)

@@ -54,7 +54,6 @@ class TorchDistReader(StorageReader):
         del rank, world_size
         # An index that a planner has made does not say where the chunks are.
         self._index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
-        self._maps_files = self.options.maps_files(self.checkpoint_dir)
         self._most_bytes = max(1, self.options.buffer_bytes // self.options.threads)
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
@@ -94,7 +93,7 @@ class TorchDistReader(StorageReader):
         self._require_files({file for file, _ in batches}, by_record, plan.table)
         table = _ending_at_the_edge(plan.table, self._index)
         filler = Filler(
-            plan, planner, self._index, self._most_bytes, maps_files=self._maps_files, table=table
+            plan, planner, self._index, self._most_bytes, maps_files=self.maps_files, table=table
         )
         destinations = planner.destinations(plan)
 

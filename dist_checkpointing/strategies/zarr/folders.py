@@ -185,7 +185,7 @@ class ZarrFolderReader(StorageReader):
             planner,
             self._index,
             max(1, options.buffer_bytes // options.threads),
-            maps_files=options.maps_files(self.checkpoint_dir),
+            maps_files=self.maps_files,
         )
         if codec is None:
             starts = np.zeros_like(files)

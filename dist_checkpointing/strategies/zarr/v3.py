@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.dtypes import DType
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import (
     INDEX_NAME,
     Index,
@@ -48,6 +51,7 @@ from dist_checkpointing.strategies.zarr.unpacking import Codec
 from dist_checkpointing.strategies.zarr_v3_nodes import (
     METADATA_NAME,
     Node,
+    array_json,
     chunk_keys_to_read,
     chunk_keys_to_write,
     describe,
@@ -75,6 +79,13 @@ def _codecs(name: str | None, tensor: StoredTensor) -> list[Node]:
     return codec_json(name, tensor.dtype.itemsize)
 
 
+@lru_cache(maxsize=1024)
+def _plain_node(shape: Ints, chunk_shape: Ints, dtype: DType, codec: str | None) -> bytes:
+    # Thousands of tensors share a few shapes.
+    node = array_json(shape, chunk_shape, dtype, codec_json(codec, dtype.itemsize))
+    return json.dumps(node, indent=2).encode()
+
+
 class ZarrV3Writer(ZarrFolderWriter):
     """Writes zarr v3 arrays, consolidated metadata and the index.
 
@@ -92,6 +103,13 @@ class ZarrV3Writer(ZarrFolderWriter):
         return [*super().created_names(index, world_size=world_size), METADATA_NAME]
 
     def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
+        name = local.disk_name(tensor.key)
+        if tensor.chunk_shape is not None and name == tensor.key:
+            data = _plain_node(
+                tensor.global_shape, tensor.chunk_shape, tensor.dtype, self._codec_name
+            )
+            yield FileContent(f"{name}/{METADATA_NAME}", data)
+            return
         for path, content in describe(tensor, _codecs(self._codec_name, tensor)).items():
             data = json.dumps(content, indent=2).encode()
             yield FileContent(f"{path}/{METADATA_NAME}", data)
