@@ -100,7 +100,7 @@ def test_the_index_file_is_plain_json_of_its_columns(data: st.DataObject) -> Non
     assert {key: [*found.pieces[key]] for key in found.pieces} == {
         t.key: [*t.pieces] for t in tensors if t.pieces is not None
     }
-    assert found.rows_of([*keys, "\0"]).tolist() == [*range(len(keys)), -1]
+    assert found.rows_of([*keys, "absent"]).tolist() == [*range(len(keys)), -1]
 
 
 def test_chunk_shapes_as_an_array() -> None:
