@@ -5,12 +5,8 @@ import typing
 
 if typing.TYPE_CHECKING:
     from dist_checkpointing.checkpoint.examination import Examination
-    from dist_checkpointing.checkpoint.handle import (
-        Checkpoint,
-        ObjectHandle,
-        StoredChunk,
-        TensorHandle,
-    )
+    from dist_checkpointing.checkpoint.handle import Checkpoint
+    from dist_checkpointing.checkpoint.lazy_values import ObjectHandle, StoredChunk, TensorHandle
     from dist_checkpointing.checkpoint.verify import examine_checkpoint, verify_checkpoint
 
 __all__ = [
@@ -25,9 +21,9 @@ __all__ = [
 
 _MODULES = {
     "Checkpoint": "handle",
-    "ObjectHandle": "handle",
-    "StoredChunk": "handle",
-    "TensorHandle": "handle",
+    "ObjectHandle": "lazy_values",
+    "StoredChunk": "lazy_values",
+    "TensorHandle": "lazy_values",
     "Examination": "examination",
     "examine_checkpoint": "verify",
     "verify_checkpoint": "verify",

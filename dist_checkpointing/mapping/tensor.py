@@ -196,11 +196,10 @@ class ShardedTensor(ShardedBase):
         self, device: torch.device | str, init_fn: Callable[..., torch.Tensor] = torch.empty
     ) -> None:
         """Set ``data`` to ``init_fn(shape, dtype=, device=)`` if it is None."""
-        if self.data is not None:
-            return
-        flat = self.flattened_range
-        shape = tuple(self.local_shape) if flat is None else (flat.stop - flat.start,)
-        self.data = init_fn(shape, dtype=self.dtype, device=device)
+        if self.data is None:
+            flat = self.flattened_range
+            shape = tuple(self.local_shape) if flat is None else (flat.stop - flat.start,)
+            self.data = init_fn(shape, dtype=self.dtype, device=device)
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """The shard cut to ``length`` rows from ``start`` along local axis ``dim``.

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from dist_checkpointing.checkpoint.handle import Checkpoint, ObjectHandle, StoredChunk, TensorHandle
+from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.lazy_values import ObjectHandle, StoredChunk, TensorHandle
 from dist_checkpointing.checkpoint.slicing import parse_slices, select
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.geometry import Box

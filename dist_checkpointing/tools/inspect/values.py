@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.checkpoint.handle import Checkpoint, TensorHandle
+from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.lazy_values import TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.byte_sizes import in_batches
