@@ -59,8 +59,9 @@ class CheckpointManager:
     The pointer moves after a commit is durable, and old checkpoints are deleted after the pointer
     has moved. If a process was killed in between, the next manager corrects the pointer. The latest
     and the last verified checkpoint are always kept, and so is everything that no manager of this
-    root wrote. A damaged checkpoint that ``latest_valid`` has skipped is replaced by a new save of
-    its step. A checkpoint with an I/O error does not count as damaged.
+    root wrote. Verified is what ``verify`` or ``latest_valid`` has read, or a ``load`` without a
+    step by ranks that together ask for all of it. A damaged checkpoint that was skipped is replaced
+    by a new save of its step. A checkpoint with an I/O error does not count as damaged.
 
     Args:
         root: folder of the run, made if it is missing.

@@ -74,13 +74,13 @@ def values_of(leaf: ShardedTensor, part: StoredPart, dtype: torch.dtype) -> torc
         part: of the same tensor.
         dtype: as stored.
     """
-    data, box = leaf.data, leaf.box
-    if data is None or data.dtype is not dtype or not box.contains(part.box):
+    data, box, own, stored = leaf.data, leaf.box, leaf.flat_range, part.flat_range
+    is_whole = own == stored and part.box == box and not leaf.prepend_axis_num
+    if data is None or data.dtype is not dtype or not (is_whole or box.contains(part.box)):
         return None
-    own, stored = leaf.flat_range, part.flat_range
+    if is_whole:
+        return data
     if own is None and stored is None:
-        if part.box.shape == tuple(data.shape):
-            return data
         whole = data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else data
         return whole[part.box.relative_to(box.offset).slices()]
     run = Window(0, box.shape, part.box.relative_to(box.offset)).contiguous_range()

@@ -32,6 +32,7 @@ from dist_checkpointing.format.checksums import (
     joined,
     read_table,
 )
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import Seal, check_config, check_files
@@ -138,7 +139,8 @@ def verify_wanted(
         parts = _parts_of(table.parts, [leaf.key for leaf in wanted.tensors if leaf.key in index])
         findings += [f for key, known in parts.items() for f in not_covered(index[key], known)]
         if not findings:
-            filled, others = split_filled(parts, wanted.tensors, index)
+            with paused_collector():
+                filled, others = split_filled(parts, wanted.tensors, index)
             findings += damage_of(others, planned, reader, index, meter)
         if seal is not None and has_objects and wanted.objects:
             misfitting = [finding for leaf in wanted.objects for finding in misfits(leaf, index)]

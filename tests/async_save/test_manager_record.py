@@ -256,7 +256,7 @@ def at_each_call(
 
 @BACKEND
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
-@pytest.mark.parametrize("check", ["contents", "structure"])
+@pytest.mark.parametrize("check", ["contents", "structure", "load"])
 def test_no_error_of_the_system_is_damage_at_whatever_call(
     tmp_path: Path, backend: Any, code: int, check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +274,10 @@ def test_no_error_of_the_system_is_damage_at_whatever_call(
             calls = at_each_call(patched, code, folder, last_call)
             text = None
             try:
-                found = manager.latest_valid(check=check)
+                if check == "load":
+                    found = manager.load(state(-1))["step"]
+                else:
+                    found = manager.latest_valid(check=check)
             except RankFailedError as error:
                 text = str(error)
         assert found == 2 or (text is not None and os.strerror(code) in text), calls[-1]

@@ -44,6 +44,7 @@ class Reads:
         self.num_bytes = 0
         for name in ("preadv", "pread"):
             monkeypatch.setattr(os, name, self._counting(getattr(os, name)))
+        monkeypatch.setattr(Path, "read_bytes", self._counting(Path.read_bytes))
         mapped = windows._copy_mapped
 
         def copy_mapped(descriptor: int, start: int, window: Any, target: Any) -> None:
