@@ -157,7 +157,7 @@ class PieceColumns(Mapping[str, Pieces]):
 
     @classmethod
     def joined(cls, tables: Sequence[PieceColumns]) -> PieceColumns:
-        """The pieces of the tensors of all these, of which no two hold the same."""
+        """The pieces of all of these together; no two may hold the same tensor."""
         width = max((table.offsets.shape[1] for table in tables), default=0)
         counts = [np.diff(table.starts) for table in tables]
         pad = [((0, 0), (0, width - table.offsets.shape[1])) for table in tables]

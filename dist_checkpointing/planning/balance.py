@@ -228,7 +228,7 @@ def find_replicas(table: ShardTable, rows: Int64s) -> Replicas:
         place = place * own.global_shapes[:, axis] + own.offsets[:, axis]
     first, last = own.flat.T
     others: list[Integers] = [last, own.dtypes, *own.shapes.T]
-    # Parts that begin at one place are as good as always the same part: seldom is more needed.
+    # Parts that begin at the same element are nearly always the same part.
     order = np.lexsort((first, place, own.keys))
     starts_here = _changes([own.keys, place, first], order)
     differs = _changes(others, order)
@@ -291,7 +291,7 @@ def share_out(
 
 
 def _least_loaded(members: Integers, set_of: Int64s, sizes: Int64s, loads: Int64s) -> Int64s:
-    """Column of ``members``, of which each row is a set of ranks, for each unit in turn."""
+    """Column of ``members`` for each unit in turn; each row of ``members`` is a set of ranks."""
     leaders = members[:, 0]
     representative = np.zeros(len(loads), dtype=np.int64)
     representative[leaders] = np.arange(len(leaders))

@@ -242,7 +242,7 @@ def read_plan(
 
 
 def _crowded(leaves: Leaves, index: Index) -> list[Claim]:
-    """What the index says of tensors of which a leaf may meet very many chunks."""
+    """Claims of the tensors with very many chunks in one leaf."""
     tensors = [t for t in leaves.values() if isinstance(t, ShardedTensor) and t.key in index]
     _, chunks = index.shapes_of(leaf.key for leaf in tensors)
     return [

@@ -64,7 +64,7 @@ def test_a_scan_that_finds_nothing(samples: Samples, dckpt: Run, name: str) -> N
 @pytest.mark.parametrize(
     ("name", "fact"),
     [
-        ("tensorstore", "section optimizer"),
+        ("tensorstore", "group optimizer"),
         ("zarr-2", "zarr v3"),
         ("zarr-2-zstd", "zstd"),
         ("zarr-1", "zarr v2"),

@@ -158,7 +158,7 @@ def _newest(body: Body, files: list[DataFile], arity: int) -> tuple[int, Root | 
 
 
 def _check_older(body: Body, num_files: int, arity: int) -> None:
-    """The nodes of older versions, of which nobody asks more than that they are in order."""
+    """Check the references to nodes of older versions; their content is not read."""
     count = body.varint(MOST_HEIGHT)
     generations, file = body.varints(count), body.varints(count)
     for _ in range(3):

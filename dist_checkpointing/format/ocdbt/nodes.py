@@ -183,7 +183,7 @@ def _checked_lengths(shared: I64, rest: I64, what: str) -> I64:
 
 
 def _strings(shared: I64, rest: I64, body: Body, first: bytes) -> list[bytes]:
-    """The strings of which the rests come next; the first one begins with ``first``."""
+    """The strings whose rests come next; the first one begins with ``first``."""
     rests = body.take(total(rest, MOST_BODY_BYTES, "strings"))
     strings = []
     string, start = first, 0
@@ -275,7 +275,7 @@ def encode_leaf(
         keys: whole, sorted.
         shared: what each has in common with the one before it.
         cut: bytes at the beginning of all keys that the node above knows.
-        files: of which ``extents`` tells the positions.
+        files: Table of data files; ``extents`` holds positions in it.
         extents: of the values.
     """
     used, file = np.unique(extents.file, return_inverse=True)

@@ -158,7 +158,7 @@ class DataFiles:
 
 
 def _write_all(descriptor: int, parts: list[Any], num_bytes: int) -> None:
-    """Write parts one behind the other, of which there are not too many for one call."""
+    """Write parts one behind the other; they must not be too many for one call."""
     written = os.writev(descriptor, parts)
     if written < num_bytes:
         # Rare: a signal came, or the disk is nearly full.

@@ -74,7 +74,7 @@ def drop_all_but(root: Path, kept: Index) -> None:
 
 
 def _split(root: Path, kept: Index) -> _Split | None:
-    """The database taken apart; None if there is none."""
+    """The decoded database; None without a manifest."""
     if not (root / MANIFEST_NAME).exists():
         return None
     tree = Tree(root)
@@ -113,7 +113,7 @@ def _split(root: Path, kept: Index) -> _Split | None:
 
 
 def _texts(root: Path, values: Values, rows: I64) -> dict[int, bytes]:
-    """Of these rows, counted anew, the small values in the tree or in the files of its nodes."""
+    """The small values of these rows that are in the tree or in the files of its nodes."""
     texts = {}
     known: dict[tuple[str, int, int], bytes] = {}
     columns = (column.tolist() for column in values.extents.rows(rows).columns)

@@ -168,7 +168,7 @@ class _Share:
 
 
 class _Rows:
-    """Hands the values of rows of a plan to data files.
+    """Writes the values of rows of a plan to data files.
 
     Attributes:
         digests: checksums of the rows that were written.

@@ -151,12 +151,12 @@ def _facts(checkpoint: Checkpoint, sizes: Mapping[str, tuple[int, int]]) -> dict
     facts["checksums"] = f"in {_count(tables, 'table')}" if tables else "none were kept"
     facts["seal"] = "kept" if SEAL_NAME in sizes else "none was kept"
     if backend == "tensorstore":
-        for section in sorted({name.split("/")[1] for name in sizes if name.startswith("data/")}):
+        for group in sorted({name.split("/")[1] for name in sizes if name.startswith("data/")}):
             inside = [
-                size for name, (size, _) in sizes.items() if name.startswith(f"data/{section}/")
+                size for name, (size, _) in sizes.items() if name.startswith(f"data/{group}/")
             ]
             # A removal of all of its tensors frees this.
-            facts[f"section {section}"] = f"{sum(inside):,} bytes in {_count(inside, 'file')}"
+            facts[f"group {group}"] = f"{sum(inside):,} bytes in {_count(inside, 'file')}"
     elif backend == "zarr":
         facts["format"] = f"zarr v{3 if version == 2 else 2}"
         facts["compression"] = checkpoint.index.codec or "none"
