@@ -192,6 +192,20 @@ class Index(Mapping[str, StoredTensor]):
         """Dtype of a tensor that it holds."""
         return element_types.from_name(self.dtype_column[self._row[key]])
 
+    def dtypes_of(
+        self, keys: Iterable[str]
+    ) -> tuple[list[str | None], dict[str | None, element_types.DType]]:
+        """Name of the dtype of each key, None for a key that is not there; the dtypes by name."""
+        rows, column = self.rows_of(keys).tolist(), self.dtype_column
+        names = [column[row] if row >= 0 else None for row in rows]
+        return names, {n: element_types.from_name(n) for n in set(names) if n is not None}
+
+    def itemsizes_of(self, keys: Iterable[str]) -> Int64s:
+        """Bytes of an element of each tensor; 0 for a key that is not there."""
+        names, types = self.dtypes_of(keys)
+        sizes = {None: 0, **{name: dtype.itemsize for name, dtype in types.items()}}
+        return np.array([sizes[name] for name in names], dtype=np.int64)
+
     def shapes_of(
         self, keys: Iterable[str]
     ) -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
