@@ -256,8 +256,11 @@ def _overlay_dict(
         raise _conflict(path, "a dict", base)
     values: list[tuple[Step, Any]] = []
     for step, child in node.entries:
-        below = base.get(step.key, MISSING)  # type: ignore[union-attr]
-        value = _overlay(below, child, leaves, above, (*path, step))
+        below = base.get(step.key, MISSING) if base else MISSING  # type: ignore[union-attr]
+        if child is None and below is MISSING:
+            value = leaves.get((*path, step), MISSING)
+        else:
+            value = _overlay(below, child, leaves, above, (*path, step))
         if value is not MISSING:
             values.append((step, value))
     if base:
