@@ -298,7 +298,7 @@ class Index(Mapping[str, StoredTensor]):
                 raise ValueError(f"{key!r} has chunk shape {chunk} for shape {shape}")
 
     def _is_plain(self) -> bool:
-        """Whether all tensors have a chunk grid that fits, which takes no look at each by itself."""
+        """Whether all tensors have a chunk grid that fits."""
         shapes, chunks = self.global_shape_column, self.chunk_shape_column
         return (
             not self.pieces
