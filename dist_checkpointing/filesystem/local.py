@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import stat
+import string
 import struct
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +31,7 @@ NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _MAX_NAME_BYTES = 200
 _MAX_COMPONENT_BYTES = 255
 _PLAIN_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{,{_MAX_NAME_BYTES - 1}}}")
+_PLAIN_BYTES = (string.ascii_letters + string.digits + "._-").encode()
 _TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__lock)")
 """Names of temporary files, of ``write_atomic`` and of TensorStore's driver for files."""
 _TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
@@ -52,6 +54,21 @@ def disk_name(key: str) -> str:
         return name
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     return f"{name[: _MAX_NAME_BYTES - 17]}~{digest}"
+
+
+def disk_names(keys: Sequence[str]) -> list[str]:
+    """The folder name of each of many keys; most of them need no change."""
+    lines = "\n" + "\n".join(keys)
+    if (
+        not lines.isascii()
+        or "\n." in lines
+        or not _TAKEN_NAMES.isdisjoint(keys)
+        or not all(keys)
+        or max(map(len, keys), default=0) > _MAX_NAME_BYTES
+        or len(lines.encode().translate(None, _PLAIN_BYTES)) > len(keys)
+    ):
+        return list(map(disk_name, keys))
+    return list(keys)
 
 
 def check_raw_key(key: str) -> None:

@@ -119,7 +119,7 @@ def fillable(destination: torch.Tensor, dtype: torch.dtype) -> npt.NDArray[Any] 
     None if torch must copy them: to another device, to another dtype, or into a conjugate or
     negative view, whose memory holds other values than the view.
     """
-    if destination.dtype is not dtype or destination.device.type != "cpu":
+    if destination.dtype is not dtype or not destination.is_cpu:
         return None
     if destination.is_conj() or destination.is_neg():
         return None

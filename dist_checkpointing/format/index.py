@@ -164,8 +164,7 @@ class Index(Mapping[str, StoredTensor]):
 
     def rows_of(self, keys: Iterable[str]) -> Int64s:
         """Position of each key in the columns; -1 for a key that is not there."""
-        row = self._row.get
-        return np.array([row(key, -1) for key in keys], dtype=np.int64)
+        return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), dtype=np.int64)
 
     @cached_property
     def has_grid(self) -> npt.NDArray[np.bool_]:
@@ -191,6 +190,20 @@ class Index(Mapping[str, StoredTensor]):
     def dtype_of(self, key: str) -> element_types.DType:
         """Dtype of a tensor that it holds."""
         return element_types.from_name(self.dtype_column[self._row[key]])
+
+    def dtypes_of(
+        self, keys: Iterable[str]
+    ) -> tuple[list[str | None], dict[str | None, element_types.DType]]:
+        """Name of the dtype of each key, None for a key that is not there; the dtypes by name."""
+        rows, column = self.rows_of(keys).tolist(), self.dtype_column
+        names = [column[row] if row >= 0 else None for row in rows]
+        return names, {n: element_types.from_name(n) for n in set(names) if n is not None}
+
+    def itemsizes_of(self, keys: Iterable[str]) -> Int64s:
+        """Bytes of an element of each tensor; 0 for a key that is not there."""
+        names, types = self.dtypes_of(keys)
+        sizes = {None: 0, **{name: dtype.itemsize for name, dtype in types.items()}}
+        return np.array([sizes[name] for name in names], dtype=np.int64)
 
     def shapes_of(
         self, keys: Iterable[str]
@@ -268,6 +281,8 @@ class Index(Mapping[str, StoredTensor]):
         for name in set(self.dtype_column):
             element_types.from_name(name)
         rows = zip(self.keys_column, self.global_shape_column, self.chunk_shape_column, strict=True)
+        if self._is_plain():
+            return
         for key, shape, chunk in rows:
             if chunk is None:
                 if key not in self.pieces:
@@ -281,6 +296,16 @@ class Index(Mapping[str, StoredTensor]):
                 raise ValueError(f"{key!r} needs either a chunk grid or pieces")
             elif len(chunk) != len(shape) or 0 in chunk:
                 raise ValueError(f"{key!r} has chunk shape {chunk} for shape {shape}")
+
+    def _is_plain(self) -> bool:
+        """Whether all tensors have a chunk grid that fits."""
+        shapes, chunks = self.global_shape_column, self.chunk_shape_column
+        return (
+            not self.pieces
+            and None not in chunks
+            and list(map(len, shapes)) == list(map(len, chunks))  # type: ignore[arg-type]
+            and 0 not in set(itertools.chain.from_iterable(chunks))  # type: ignore[arg-type]
+        )
 
 
 def _padded(shapes: Sequence[Sequence[int]]) -> Int64s:
@@ -320,7 +345,7 @@ def _pieces(content: Any) -> PieceColumns:
 
 
 def _strings(values: Any) -> list[str]:
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+    if not isinstance(values, list) or not {str}.issuperset(map(type, values)):
         raise ValueError("expected a list of strings")
     return values
 

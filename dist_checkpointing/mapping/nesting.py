@@ -120,7 +120,7 @@ def _mark(value: Any, wanted: Callable[[object], bool], found: set[int]) -> bool
         return wanted(value)
     hit = False
     for child in value.values() if isinstance(value, dict) else value:
-        hit = _mark(child, wanted, found) or hit
+        hit = (_mark(child, wanted, found) if is_container(child) else wanted(child)) or hit
     if hit:
         found.add(id(value))
     return hit
@@ -151,7 +151,14 @@ def _take_apart(
         steps = [(DictKey(key), child) for key, child in value.items()]
     else:
         steps = [(Position(index), child) for index, child in enumerate(value)]
-    entries = [(step, _take_apart(child, (*path, step), only, leaves)) for step, child in steps]
+    entries: list[tuple[Step, Skeleton | None]] = []
+    for step, child in steps:
+        below = (*path, step)
+        if only is not None and id(child) not in only:
+            leaves[below] = child
+            entries.append((step, None))
+        else:
+            entries.append((step, _take_apart(child, below, only, leaves)))
     return Skeleton(_empty_copy(value), tuple(entries))
 
 
@@ -180,7 +187,13 @@ def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix
     if skeleton is None:
         return leaves.get(prefix, MISSING)
     values = [
-        (step, unflatten_part(child, leaves, (*prefix, step))) for step, child in skeleton.entries
+        (
+            step,
+            leaves.get((*prefix, step), MISSING)
+            if child is None
+            else unflatten_part(child, leaves, (*prefix, step)),
+        )
+        for step, child in skeleton.entries
     ]
     if values and all(value is MISSING for _, value in values):
         return MISSING
@@ -243,8 +256,11 @@ def _overlay_dict(
         raise _conflict(path, "a dict", base)
     values: list[tuple[Step, Any]] = []
     for step, child in node.entries:
-        below = base.get(step.key, MISSING)  # type: ignore[union-attr]
-        value = _overlay(below, child, leaves, above, (*path, step))
+        below = base.get(step.key, MISSING) if base else MISSING  # type: ignore[union-attr]
+        if child is None and below is MISSING:
+            value = leaves.get((*path, step), MISSING)
+        else:
+            value = _overlay(below, child, leaves, above, (*path, step))
         if value is not MISSING:
             values.append((step, value))
     if base:

@@ -183,9 +183,10 @@ class DefaultLoadPlanner(LoadPlanner):
         sources: list[int] = []
         findings: list[Finding] = []
         cells: list[tuple[str, Ints, int]] = []
+        is_stored = (self._index.rows_of([leaf.key for leaf in self._leaves]) >= 0).tolist()
         for source, leaf in enumerate(self._leaves):
             if isinstance(leaf, ShardedTensor):
-                if leaf.key in self._index:
+                if is_stored[source]:
                     tensors.append(leaf)
                     sources.append(source)
                 else:

@@ -91,7 +91,8 @@ def _columns(leaves: Sequence[ShardedBase], rank: int) -> ShardTable | None:
         if not list(map(len, offsets)) == list(map(len, boxes)) == ndim:
             return None
         flat = [None if r is None else (r.start, r.stop) for r in ranges]
-        main = [is_main_replica(replica) for replica in replicas]
+        is_main = {replica: is_main_replica(replica) for replica in set(replicas)}
+        main = [is_main[replica] for replica in replicas]
         columns = (keys, dtype_names, whole, offsets, boxes, flat, main, range(len(rows)))
         table = table_of(rank, *columns)
         is_flat = np.array([r is not None for r in ranges])

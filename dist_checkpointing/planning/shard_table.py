@@ -152,8 +152,11 @@ class ShardTable:
     @property
     def itemsizes(self) -> Int64s:
         """Bytes of an element of each row; 0 for objects."""
-        itemsizes = [_ITEMSIZES.get(name, 0) for name in self.names]
-        return np.array(itemsizes, dtype=np.int64)[self.dtypes]
+        itemsizes = np.zeros(len(self.names), dtype=np.int64)
+        # Nearly all names are keys.
+        for position in np.flatnonzero(np.bincount(self.dtypes)).tolist():
+            itemsizes[position] = _ITEMSIZES.get(self.names[position], 0)
+        return itemsizes[self.dtypes]
 
     def key(self, row: int) -> str:
         """Key of a row."""

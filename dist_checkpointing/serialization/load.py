@@ -333,7 +333,7 @@ def _read(
 ) -> dict[TreePath, Any]:
     if reader is not None and index is not None:
         reader.report = meter.add
-        meter.expect(sum(_num_bytes(leaf) for leaf in leaves.values()))
+        meter.expect(sum(map(_num_bytes, leaves.values())))
         assert isinstance(strategy, PlannedLoadStrategy)
         read(leaves, index, strategy.planner, reader, comm, strategy.plan_reader)
         return {path: leaf.data for path, leaf in leaves.items()}

@@ -243,8 +243,9 @@ def read_plan(
 
 def _crowded(leaves: Leaves, index: Index) -> list[Claim]:
     """Claims of the tensors with very many chunks in one leaf."""
-    tensors = [t for t in leaves.values() if isinstance(t, ShardedTensor) and t.key in index]
-    _, chunks = index.shapes_of(leaf.key for leaf in tensors)
+    tensors = [leaf for leaf in leaves.values() if isinstance(leaf, ShardedTensor)]
+    rows = index.rows_of([leaf.key for leaf in tensors]).tolist()
+    chunks = [index.chunk_shape_column[row] if row >= 0 else None for row in rows]
     return [
         claim_of(index[key])
         for key in {

@@ -57,15 +57,12 @@ class Filler:
         self._most_bytes = most_bytes
         self._maps_files = maps_files
         self._of_thread = threading.local()
-        keys = table.keys.tolist()
-        names = {key: table.names[key] for key in set(keys)}
-        types = {key: index.dtype_of(name) for key, name in names.items() if name in index}
-        as_torch = {key: dtype.torch for key, dtype in types.items()}
-        self._dtypes = [types.get(key) for key in keys]
-        self._torch_dtypes = [as_torch.get(key) for key in keys]
-        itemsizes = np.zeros(len(table.names), dtype=np.int64)
-        itemsizes[[*types]] = [dtype.itemsize for dtype in types.values()]
-        items = itemsizes[table.keys]
+        of_key, types = index.dtypes_of(table.names)
+        as_torch = {name: dtype.torch for name, dtype in types.items()}
+        names = [of_key[key] for key in table.keys.tolist()]
+        self._dtypes = [types.get(name) for name in names]
+        self._torch_dtypes = [as_torch.get(name) for name in names]
+        items = index.itemsizes_of(table.names)[table.keys]
         starts, is_run = contiguous_ranges(table)
         self._starts = np.where(is_run, starts * items, -1).tolist()
         self.wanted_bytes = table.num_elements * items

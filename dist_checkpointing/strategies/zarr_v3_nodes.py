@@ -60,8 +60,9 @@ def chunk_keys(
     """
     place, width = keys.tolist(), offsets.shape[1]
     used = list(set(place))
-    folders = {position: local.disk_name(names[position]) for position in used}
-    _, chunk_shapes = index.shapes_of([names[position] for position in used])
+    used_names = [names[position] for position in used]
+    folders = dict(zip(used, local.disk_names(used_names), strict=True))
+    _, chunk_shapes = index.shapes_of(used_names)
     shapes = [shape or () for shape in chunk_shapes]
     own_ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
     chunks = np.ones((len(names), width), dtype=np.int64)

@@ -37,10 +37,13 @@ class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
     def of(self, keys: Iterable[str]) -> dict[str, tuple[Ints, torch.dtype]]:
         """The same for those of the tensors that are stored, all looked up at once."""
         index = self._index
-        known = [key for key in dict.fromkeys(keys) if key in index]
+        asked = list(dict.fromkeys(keys))
+        names, types = index.dtypes_of(asked)
+        as_torch = {name: dtype.torch for name, dtype in types.items()}
+        known = [key for key, name in zip(asked, names, strict=True) if name is not None]
+        stored = [as_torch[name] for name in names if name is not None]
         shapes, _ = index.shapes_of(known)
-        types = [index.dtype_of(key).torch for key in known]
-        return dict(zip(known, zip(map(tuple, shapes), types, strict=True), strict=True))
+        return dict(zip(known, zip(map(tuple, shapes), stored, strict=True), strict=True))
 
     def __contains__(self, key: object) -> bool:
         return key in self._index
@@ -171,9 +174,8 @@ def with_memory(
     """A copy of the leaf that has memory to fill; what is not stored of it is zero."""
     shape = tuple(leaf.global_shape)
     is_whole = shape == tuple(leaf.local_shape) and not any(leaf.global_offset)
-    partly = not is_whole and leaf.sticks_out
     found = stored.get(leaf.key)
-    partly = partly or (found is not None and shape != found[0])
+    partly = (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)
     copied = shallow_copy(leaf)
     if leaf.data is None:
         copied.init_data("cpu", torch.zeros if partly else torch.empty)

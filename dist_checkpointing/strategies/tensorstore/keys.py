@@ -60,18 +60,38 @@ def value_keys(table: ShardTable, index: Index) -> list[bytes]:
     return found
 
 
-def descriptions(index: Index) -> Iterator[tuple[str, str]]:
-    """Keys of the ``zarr.json`` of all arrays and groups, and their texts; many are alike."""
+def descriptions(index: Index) -> tuple[list[str], list[int], list[str]]:
+    """Keys of the ``zarr.json`` of all arrays and groups, the text of each, and all texts."""
+    found: list[str] = []
+    numbers: list[int] = []
+    texts: dict[str, int] = {}
+    number_of: dict[tuple[Ints, Ints, str], int] = {}
+    special: list[tuple[str, str, str]] = []
+    names = local.disk_names(index.keys_column)
     columns = (index.keys_column, index.dtype_column, index.global_shape_column)
-    for key, dtype, shape, chunk in zip(*columns, index.chunk_shape_column, strict=True):
-        name = local.disk_name(key)
-        if chunk is not None and name == key:
-            yield f"{name}/{METADATA_NAME}", _array_text(tuple(shape), tuple(chunk), dtype)
+    for name, key, dtype, shape, chunk in zip(
+        names, *columns, index.chunk_shape_column, strict=True
+    ):
+        if chunk is None or name != key:
+            special.append((name, key, dtype))
             continue
-        tensor = index[key]
-        yield f"{name}/{METADATA_NAME}", json.dumps(top_node(tensor), separators=(",", ":"))
-        if tensor.pieces is None:
-            continue
+        kind = (tuple(shape), tuple(chunk), dtype)
+        if kind not in number_of:
+            number_of[kind] = texts.setdefault(_array_text(*kind), len(texts))
+        found.append(f"{name}/{METADATA_NAME}")
+        numbers.append(number_of[kind])
+    for row in special:
+        for path, text in _nodes(index, *row):
+            found.append(path)
+            numbers.append(texts.setdefault(text, len(texts)))
+    return found, numbers, list(texts)
+
+
+def _nodes(index: Index, name: str, key: str, dtype: str) -> Iterator[tuple[str, str]]:
+    """The same of a tensor that has pieces or another name on disk, with all of its text."""
+    tensor = index[key]
+    yield f"{name}/{METADATA_NAME}", json.dumps(top_node(tensor), separators=(",", ":"))
+    if tensor.pieces is not None:
         pieces = (tensor.pieces.offsets, tensor.pieces.shapes, tensor.pieces.flat)
         for offset, extents, (start, stop) in zip(*(p.tolist() for p in pieces), strict=True):
             stored = tuple(extents) if start < 0 else (stop - start,)

@@ -164,9 +164,8 @@ class TensorStoreReader(StorageReader):
 
     def _sizes(self, table: ReadTable) -> Int64s:
         """Bytes of the stored chunk of each row."""
-        index = self._index
-        itemsizes = [index.dtype_of(name).itemsize if name in index else 0 for name in table.names]
-        return stored_elements(table, index) * np.array(itemsizes, dtype=np.int64)[table.keys]
+        itemsizes = self._index.itemsizes_of(table.names)
+        return stored_elements(table, self._index) * itemsizes[table.keys]
 
     def _keys(self, table: ReadTable) -> list[bytes]:
         """The key of the chunk, piece or cell of each row."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
-from operator import itemgetter
+from itertools import chain, compress, groupby, islice
+from operator import eq, itemgetter
 from pathlib import Path
 from typing import ClassVar
 
@@ -311,14 +310,11 @@ def _contiguous(data: torch.Tensor) -> Array:
 
 def _edges(table: ShardTable, index: Index) -> npt.NDArray[np.bool_]:
     """Which rows are chunks that stick out of their tensor."""
-    chunks = {}
-    for number in np.unique(table.keys).tolist():
-        chunk = index.chunk_shape(table.names[number])
-        if chunk is not None:
-            chunks[number] = math.prod(chunk)
-    full = np.zeros(len(table.names), dtype=np.int64)
-    full[list(chunks)] = list(chunks.values())
-    is_edge: npt.NDArray[np.bool_] = table.shapes.prod(axis=1) < full[table.keys]
+    number = index.rows_of(table.names)[table.keys]
+    is_edge = number >= 0
+    if is_edge.any():
+        full = index.chunk_shapes.prod(axis=1)[number]
+        is_edge &= index.has_grid[number] & (table.shapes.prod(axis=1) < full)
     return is_edge
 
 
@@ -326,12 +322,8 @@ def _joined(
     parts: Sequence[StoredValues], index: Index
 ) -> tuple[list[bytes], list[str], Extents, list[bytes]]:
     """The values of all ranks and the descriptions of all arrays, see ``write_tree``."""
-    names: list[bytes] = []
-    numbers = []
-    texts: dict[str, int] = {}
-    for name, text in keys.descriptions(index):
-        names.append(name.encode())
-        numbers.append(texts.setdefault(text, len(texts)))
+    described, numbers, texts = keys.descriptions(index)
+    names = list(map(str.encode, described))
     number = np.array(numbers, dtype=np.int64)
     columns = [(np.full_like(number, INLINE), number, np.zeros_like(number))]
     files: list[str] = []
@@ -342,10 +334,9 @@ def _joined(
         files += part.files
     order = sorted(range(len(names)), key=names.__getitem__)
     ordered = [names[row] for row in order]
-    for one, other in pairwise(ordered):
-        if one == other:
-            finding = Finding("it would be stored twice", one.decode())
-            raise InvalidShardingError("two values have one place", [finding])
+    for twice in compress(ordered, map(eq, ordered, islice(ordered, 1, None))):
+        finding = Finding("it would be stored twice", twice.decode())
+        raise InvalidShardingError("two values have one place", [finding])
     joined = Extents(*map(np.concatenate, zip(*columns, strict=True)))
     rows = np.array(order, dtype=np.int64)
     return ordered, files, joined.rows(rows), [text.encode() for text in texts]
