@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -146,9 +147,11 @@ def test_the_process_that_writes_is_found(tmp_path: Path) -> None:
         found = writer_of(os.getpid())
         assert found is not None
         os.kill(found, signal.SIGKILL)
-        with pytest.raises(CheckpointingException, match="worker"):
+        # A save that has begun fails; one that finds the process gone starts another.
+        with suppress(CheckpointingException):
             saver.save(state, tmp_path / "b").result()
-    assert writer_of(os.getpid()) != found
+        assert writer_of(os.getpid()) != found
+        saver.save(state, tmp_path / "c").result()
 
 
 def _fail_on_rank_1(job: str, ranks: Ranks, tell: Tell) -> None:
