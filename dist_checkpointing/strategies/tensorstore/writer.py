@@ -121,6 +121,8 @@ class TensorStoreWriter(StorageWriter):
     def _shares(self, table: ShardTable) -> Iterator[_Share]:
         """The work, of each data group on one thread, or on several of about the same bytes."""
         groups = np.array([keys.group_of(name) for name in table.names])[table.keys]
+        # A removal keeps objects: they must not hold on to the files of an optimizer's tensors.
+        groups[table.is_object] = keys.DATA_GROUPS.index("model")
         sizes = table.num_bytes
         for group in np.unique(groups).tolist():
             own = groups == group
