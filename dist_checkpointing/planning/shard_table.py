@@ -243,19 +243,23 @@ def table_of(
     """The table of a rank from lists, one value a shard; see the attributes of ShardTable."""
     names = {name: position for position, name in enumerate(dict.fromkeys((*keys, *dtypes)))}
     ndim = np.fromiter(map(len, global_shapes), dtype=np.int32, count=len(keys))
-    ranges = [(-1, -1) if own is None else own for own in flat]
+    count = len(keys)
+    ranges = np.full((count, 2), -1, dtype=np.int64)
+    has_range = [row for row, own in enumerate(flat) if own is not None]
+    if has_range:
+        ranges[has_range] = [own for own in flat if own is not None]
     return ShardTable(
         names=tuple(names),
-        keys=np.array([names[key] for key in keys], dtype=np.int32),
-        dtypes=np.array([names[name] for name in dtypes], dtype=np.int32),
+        keys=np.fromiter(map(names.__getitem__, keys), dtype=np.int32, count=count),
+        dtypes=np.fromiter(map(names.__getitem__, dtypes), dtype=np.int32, count=count),
         ndim=ndim,
         global_shapes=_padded(global_shapes, ndim, 1),
         offsets=_padded(offsets, ndim, 0),
         shapes=_padded(shapes, ndim, 1),
-        flat=np.array(ranges, dtype=np.int64).reshape(len(keys), 2),
-        main=np.array(main, dtype=np.bool_),
-        sources=np.array(sources, dtype=np.int32),
-        ranks=np.full(len(keys), rank, dtype=np.int32),
+        flat=ranges,
+        main=np.fromiter(main, dtype=np.bool_, count=count),
+        sources=np.fromiter(sources, dtype=np.int32, count=count),
+        ranks=np.full(count, rank, dtype=np.int32),
     )
 
 
@@ -264,7 +268,7 @@ def _padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
     width = int(ndim.max(initial=0))
     wide = np.full((len(rows), width), fill, dtype=np.int64)
     inside = np.arange(width) < ndim[:, None]
-    wide[inside] = [*itertools.chain.from_iterable(rows)]
+    wide[inside] = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
     return wide
 
 
