@@ -140,9 +140,8 @@ class ShardTable:
 
     @property
     def global_shape_column(self) -> list[Ints]:
-        """Global shape of every row."""
-        rows = zip(self.global_shapes.tolist(), self.ndim.tolist(), strict=True)
-        return [tuple(shape[:ndim]) for shape, ndim in rows]
+        """Global shape of every row; equal ones are one object."""
+        return shared_shapes(self.global_shapes, self.ndim)
 
     @property
     def num_bytes(self) -> Int64s:
@@ -261,6 +260,14 @@ def table_of(
         sources=np.fromiter(sources, dtype=np.int32, count=count),
         ranks=np.full(count, rank, dtype=np.int32),
     )
+
+
+def shared_shapes(shapes: Int64s, ndim: Int32s) -> list[Ints]:
+    """Padded shapes as tuples; equal ones are one object, because many rows have few shapes."""
+    known: dict[Ints, Ints] = {}
+    rows = zip(shapes.tolist(), ndim.tolist(), strict=True)
+    own = (tuple(shape[:axes]) for shape, axes in rows)
+    return [known.setdefault(shape, shape) for shape in own]
 
 
 def _padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
