@@ -12,7 +12,13 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.pieces import PieceColumns, sorted_rows
 from dist_checkpointing.planning.cutting import Cut, cut_along_grid, cut_ranges, cut_rows, joined
 from dist_checkpointing.planning.key_groups import KeyGroups
-from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int64s, ShardTable
+from dist_checkpointing.planning.shard_table import (
+    OBJECT,
+    Bools,
+    Int64s,
+    ShardTable,
+    shared_shapes,
+)
 
 MAX_CHUNK_BYTES = 32 * 2**20
 _MIN_CHUNK_BYTES = 2**20
@@ -37,10 +43,7 @@ class RowBlockLayout:
         groups = KeyGroups(written, written.num_elements > 0)
         firsts = written.take(groups.starts)
         shapes = firsts.global_shape_column
-        chunks: list[Ints | None] = [
-            tuple(chunk[: len(shape)])
-            for chunk, shape in zip(groups.chunk_shapes.tolist(), shapes, strict=True)
-        ]
+        chunks: list[Ints | None] = [*shared_shapes(groups.chunk_shapes, firsts.ndim)]
         has_grid = groups.is_grid.copy()
         chunk_bytes = firsts.itemsizes * groups.chunk_shapes.prod(axis=1)
         divided: dict[tuple[Ints, Ints, int], Ints | None] = {}

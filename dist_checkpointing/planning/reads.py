@@ -86,7 +86,10 @@ class WantedShards:
     ) -> WantedShards:
         """The same from lists, one value a shard."""
         ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
-        ranges = np.array([r or (-1, -1) for r in flat], dtype=np.int64).reshape(len(flat), 2)
+        ranges = np.full((len(flat), 2), -1, dtype=np.int64)
+        has_range = [row for row, own in enumerate(flat) if own]
+        if has_range:
+            ranges[has_range] = [own for own in flat if own]
         return cls(
             keys,
             ndim,

@@ -140,9 +140,8 @@ class ShardTable:
 
     @property
     def global_shape_column(self) -> list[Ints]:
-        """Global shape of every row."""
-        rows = zip(self.global_shapes.tolist(), self.ndim.tolist(), strict=True)
-        return [tuple(shape[:ndim]) for shape, ndim in rows]
+        """Global shape of every row; equal ones are one object."""
+        return shared_shapes(self.global_shapes, self.ndim)
 
     @property
     def num_bytes(self) -> Int64s:
@@ -243,20 +242,32 @@ def table_of(
     """The table of a rank from lists, one value a shard; see the attributes of ShardTable."""
     names = {name: position for position, name in enumerate(dict.fromkeys((*keys, *dtypes)))}
     ndim = np.fromiter(map(len, global_shapes), dtype=np.int32, count=len(keys))
-    ranges = [(-1, -1) if own is None else own for own in flat]
+    count = len(keys)
+    ranges = np.full((count, 2), -1, dtype=np.int64)
+    has_range = [row for row, own in enumerate(flat) if own is not None]
+    if has_range:
+        ranges[has_range] = [own for own in flat if own is not None]
     return ShardTable(
         names=tuple(names),
-        keys=np.array([names[key] for key in keys], dtype=np.int32),
-        dtypes=np.array([names[name] for name in dtypes], dtype=np.int32),
+        keys=np.fromiter(map(names.__getitem__, keys), dtype=np.int32, count=count),
+        dtypes=np.fromiter(map(names.__getitem__, dtypes), dtype=np.int32, count=count),
         ndim=ndim,
         global_shapes=_padded(global_shapes, ndim, 1),
         offsets=_padded(offsets, ndim, 0),
         shapes=_padded(shapes, ndim, 1),
-        flat=np.array(ranges, dtype=np.int64).reshape(len(keys), 2),
-        main=np.array(main, dtype=np.bool_),
-        sources=np.array(sources, dtype=np.int32),
-        ranks=np.full(len(keys), rank, dtype=np.int32),
+        flat=ranges,
+        main=np.fromiter(main, dtype=np.bool_, count=count),
+        sources=np.fromiter(sources, dtype=np.int32, count=count),
+        ranks=np.full(count, rank, dtype=np.int32),
     )
+
+
+def shared_shapes(shapes: Int64s, ndim: Int32s) -> list[Ints]:
+    """Padded shapes as tuples; equal ones are one object, because many rows have few shapes."""
+    known: dict[Ints, Ints] = {}
+    rows = zip(shapes.tolist(), ndim.tolist(), strict=True)
+    own = (tuple(shape[:axes]) for shape, axes in rows)
+    return [known.setdefault(shape, shape) for shape in own]
 
 
 def _padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
@@ -264,7 +275,7 @@ def _padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
     width = int(ndim.max(initial=0))
     wide = np.full((len(rows), width), fill, dtype=np.int64)
     inside = np.arange(width) < ndim[:, None]
-    wide[inside] = [*itertools.chain.from_iterable(rows)]
+    wide[inside] = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
     return wide
 
 

@@ -101,9 +101,10 @@ class Filler:
             How many bytes of the rows that were.
         """
         address, total = block.ctypes.data, 0
+        acquire, begins, all_bytes = self._destinations.acquire, self._starts, self.num_bytes
         for row, start, size in zip(rows, starts, sizes, strict=True):
-            destination = self._destinations.acquire(row)
-            begin, num_bytes = self._starts[row], self.num_bytes[row]
+            destination = acquire(row)
+            begin, num_bytes = begins[row], all_bytes[row]
             total += num_bytes
             if (
                 begin >= 0

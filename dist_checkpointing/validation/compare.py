@@ -40,10 +40,12 @@ class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
         asked = list(dict.fromkeys(keys))
         names, types = index.dtypes_of(asked)
         as_torch = {name: dtype.torch for name, dtype in types.items()}
-        known = [key for key, name in zip(asked, names, strict=True) if name is not None]
-        stored = [as_torch[name] for name in names if name is not None]
-        shapes, _ = index.shapes_of(known)
-        return dict(zip(known, zip(map(tuple, shapes), stored, strict=True), strict=True))
+        shapes, rows = index.global_shape_column, index.rows_of(asked).tolist()
+        return {
+            key: (tuple(shapes[row]), as_torch[name])
+            for key, name, row in zip(asked, names, rows, strict=True)
+            if name is not None
+        }
 
     def __contains__(self, key: object) -> bool:
         return key in self._index
