@@ -77,7 +77,9 @@ class Toy:
 
 def train(root: Path, rank: int, world_size: int, steps: int, kill_at: float) -> dict[str, Any]:
     """Resume, and train on: what was loaded, and whether it was right."""
-    comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), 2.0)
+    # Making a comm is a step too, to which ranks may come late.
+    comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), 20.0)
+    comm.timeout_seconds = 2.0
     manager = CheckpointManager(root, comm=comm, retention=Retention(keep_last=2))
     toy = Toy(rank, world_size)
     report: dict[str, Any] = {"resumed": None, "right": True}

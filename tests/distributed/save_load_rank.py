@@ -153,7 +153,9 @@ class Dies(DefaultSavePlanner):
 def fails(scenario: str, checkpoints: Path, victim: int, backend: tuple[str, int]) -> Any:
     """A good save, and then a save or load on which a rank fails: what this rank hears of it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), WAIT_SECONDS)
+    # Making a comm is a step too, to which ranks may come late.
+    comm = TorchComm(dist.new_group(timeout=timedelta(seconds=20)), 20.0)
+    comm.timeout_seconds = WAIT_SECONDS
     mine = state(rank, world_size)
     save(mine, checkpoints / "first", backend, comm=comm)
     kind = type(get_default_strategy(StrategyAction.SAVE_SHARDED, *backend))
