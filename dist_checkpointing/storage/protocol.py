@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem.local import disk_name
+from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.claims import (
     Backing,

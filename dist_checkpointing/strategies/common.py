@@ -19,6 +19,7 @@ from dist_checkpointing.errors import (
     StateMismatchError,
 )
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.disk_names import check_raw_key
 from dist_checkpointing.format.claims import Backing, large_objects, require_backing
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import Ints
@@ -44,7 +45,7 @@ def _load(path: Path, *, trusted: bool) -> Any:
 
 def _object_file(leaf: ShardedObject, root: Path) -> Path | None:
     """The file of a cell, if there is one."""
-    local.check_raw_key(leaf.key)
+    check_raw_key(leaf.key)
     path = root / f"{leaf.unique_key}.pt"
     if local.is_file(path):
         return path
@@ -122,7 +123,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
     def created_names(self, object_keys: Iterable[str]) -> Iterable[str]:
         keys = list(object_keys)
         for key in keys:
-            local.check_raw_key(key)
+            check_raw_key(key)
         return [COMMON_STATE_FNAME, *keys]
 
     def save_common(

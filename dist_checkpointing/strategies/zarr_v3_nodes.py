@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.disk_names import disk_name, disk_names
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Ints
@@ -61,7 +61,7 @@ def chunk_keys(
     place, width = keys.tolist(), offsets.shape[1]
     used = list(set(place))
     used_names = [names[position] for position in used]
-    folders = dict(zip(used, local.disk_names(used_names), strict=True))
+    folders = dict(zip(used, disk_names(used_names), strict=True))
     _, chunk_shapes = index.shapes_of(used_names)
     shapes = [shape or () for shape in chunk_shapes]
     own_ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
@@ -143,7 +143,7 @@ def array_json(
 
 def describe(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Node]:
     """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
-    name = local.disk_name(tensor.key)
+    name = disk_name(tensor.key)
     nodes = {name: top_node(tensor, codecs)}
     for box, flat in tensor.pieces or ():
         start, shape = (-1, box.shape) if flat is None else (flat[0], (flat[1] - flat[0],))
@@ -154,7 +154,7 @@ def describe(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Nod
 
 def top_node(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> Node:
     """``zarr.json`` of the array of a tensor, or of the group of its pieces."""
-    ours: Node = {} if unquote(local.disk_name(tensor.key)) == tensor.key else {"key": tensor.key}
+    ours: Node = {} if unquote(disk_name(tensor.key)) == tensor.key else {"key": tensor.key}
     if tensor.pieces is None:
         grid, attributes = tensor.grid, {_ATTRIBUTE: ours} if ours else {}
         return array_json(grid.global_shape, grid.chunk_shape, tensor.dtype, codecs, attributes)

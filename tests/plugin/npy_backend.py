@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, SavePlan, SavePlanner
@@ -20,7 +21,7 @@ _ONE_PARSER = Lock()
 
 
 def npy_path(folder: Path, key: str, offset: object, flat: tuple[int, int] | None) -> Path:
-    return folder / local.disk_name(key) / f"{offset}-{flat}.npy"
+    return folder / disk_name(key) / f"{offset}-{flat}.npy"
 
 
 class NpyWriter(StorageWriter):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Final
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.disk_names import disk_name, disk_names
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
@@ -39,7 +39,7 @@ def group_of(key: str) -> int:
 def object_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
     """The key of one cell of a sharded object."""
     cell = "_".join(".".join(map(str, numbers)) for numbers in (offset, shape))
-    return f"{local.disk_name(key)}/shard_{cell}"
+    return f"{disk_name(key)}/shard_{cell}"
 
 
 def value_keys(table: ShardTable, index: Index) -> list[bytes]:
@@ -67,7 +67,7 @@ def descriptions(index: Index) -> tuple[list[str], list[int], list[str]]:
     texts: dict[str, int] = {}
     number_of: dict[tuple[Ints, Ints, str], int] = {}
     special: list[tuple[str, str, str]] = []
-    names = local.disk_names(index.keys_column)
+    names = disk_names(index.keys_column)
     columns = (index.keys_column, index.dtype_column, index.global_shape_column)
     for name, key, dtype, shape, chunk in zip(
         names, *columns, index.chunk_shape_column, strict=True

@@ -11,6 +11,7 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, Ints, Window
@@ -75,7 +76,7 @@ class TensorStoreReader(StorageReader):
         index = tensor.grid.index_at(box.offset)
         within = box.relative_to(tuple(i * c for i, c in zip(index, chunk, strict=True)))
         window = Window(0, chunk, within)
-        values = self._find([f"{local.disk_name(tensor.key)}/{chunk_name(index)}".encode()])
+        values = self._find([f"{disk_name(tensor.key)}/{chunk_name(index)}".encode()])
         num_bytes = window.array_size * tensor.dtype.itemsize
         if (
             not Box.whole(chunk).contains(within)

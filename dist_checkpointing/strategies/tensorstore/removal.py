@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.ocdbt.columns import I64
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
@@ -79,7 +80,7 @@ def _split(root: Path, kept: Index) -> _Split | None:
         return None
     tree = Tree(root)
     found, values = tree.all()
-    tensors = {local.disk_name(key).encode() for key in kept}
+    tensors = {disk_name(key).encode() for key in kept}
     cells = {
         keys.object_key(key, cell, shape).encode()
         for key, shape in kept.objects.items()

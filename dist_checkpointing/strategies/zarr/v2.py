@@ -25,6 +25,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.disk_names import check_raw_key
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
@@ -66,7 +67,7 @@ class ZarrV2Writer(ZarrFolderWriter):
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del world_size
         for key in index:
-            local.check_raw_key(key)
+            check_raw_key(key)
         _check_nested_keys(index)
         self._refuse_foreign_arrays()
         return [CHECKSUMS_NAME, *index]

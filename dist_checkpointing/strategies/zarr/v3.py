@@ -20,6 +20,7 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import (
@@ -103,7 +104,7 @@ class ZarrV3Writer(ZarrFolderWriter):
         return [*super().created_names(index, world_size=world_size), METADATA_NAME]
 
     def describe_array(self, tensor: StoredTensor) -> Iterable[FileContent]:
-        name = local.disk_name(tensor.key)
+        name = disk_name(tensor.key)
         if tensor.chunk_shape is not None and name == tensor.key:
             data = _plain_node(
                 tensor.global_shape, tensor.chunk_shape, tensor.dtype, self._codec_name
@@ -154,7 +155,7 @@ class ZarrV3Reader(ZarrFolderReader):
         return make_codec(self._index.codec)
 
     def array_folder(self, key: str) -> Path:
-        return self.checkpoint_dir / local.disk_name(key)
+        return self.checkpoint_dir / disk_name(key)
 
     def claimed_in(self, key: str) -> str:
         del key

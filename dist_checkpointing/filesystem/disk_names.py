@@ -1,0 +1,72 @@
+"""How keys become file names."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import string
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from dist_checkpointing.errors import Finding, InvalidShardingError
+
+_MAX_NAME_BYTES = 200
+_MAX_COMPONENT_BYTES = 255
+_PLAIN_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{,{_MAX_NAME_BYTES - 1}}}")
+_PLAIN_BYTES = (string.ascii_letters + string.digits + "._-").encode()
+_TAKEN_NAMES = frozenset({"metadata.json", "common.pt", "zarr.json"})
+_OWN_NAMES = frozenset({".dckpt", ".dckpt.lock"})
+
+
+def disk_name(key: str) -> str:
+    """The folder name of a key: one path component, the same on every file system.
+
+    The name is UTF-8, percent-encoded outside ``[A-Za-z0-9._-]``. A leading dot is encoded too, and
+    the first letter of names that a checkpoint uses itself. A name over 200 bytes is cut and ends
+    in ``~`` and 16 hex digits; the index maps it back to the key.
+    """
+    if _PLAIN_NAME.fullmatch(key) and key not in _TAKEN_NAMES:
+        return key
+    name = quote(key, safe="").replace("~", "%7E")
+    if name.startswith(".") or name in _TAKEN_NAMES:
+        name = f"%{ord(name[0]):02X}{name[1:]}"
+    if len(name) <= _MAX_NAME_BYTES:
+        return name
+    digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    return f"{name[: _MAX_NAME_BYTES - 17]}~{digest}"
+
+
+def disk_names(keys: Sequence[str]) -> list[str]:
+    """The folder name of each of many keys; most of them need no change."""
+    lines = "\n" + "\n".join(keys)
+    if (
+        not lines.isascii()
+        or "\n." in lines
+        or not _TAKEN_NAMES.isdisjoint(keys)
+        or not all(keys)
+        or max(map(len, keys), default=0) > _MAX_NAME_BYTES
+        or len(lines.encode().translate(None, _PLAIN_BYTES)) > len(keys)
+    ):
+        return list(map(disk_name, keys))
+    return list(keys)
+
+
+def check_raw_key(key: str) -> None:
+    """Check that a key can be used as a relative path as it is.
+
+    Raises:
+        InvalidShardingError: if it would leave the folder or clash with other files.
+    """
+    parts = key.split("/")
+    problem = None
+    if any(part in ("", ".", "..") for part in parts) or "\0" in key:
+        problem = "as a path this key has an empty, '.' or '..' component"
+    elif any(len(part.encode()) > _MAX_COMPONENT_BYTES for part in parts):
+        problem = f"a component of this key is longer than {_MAX_COMPONENT_BYTES} bytes"
+    elif parts[0] in _TAKEN_NAMES | _OWN_NAMES:
+        problem = "the checkpoint itself uses this name"
+    elif any(part.endswith(".sync") for part in parts):
+        problem = "readers think that folders that end in .sync are Megatron's locks"
+    if problem is not None:
+        finding = Finding(problem, key, remedy="Rename the key, or use a backend that encodes it.")
+        raise InvalidShardingError("a key cannot be a file name", [finding])
