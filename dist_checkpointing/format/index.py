@@ -7,7 +7,6 @@ rows that a load asks for become objects.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -23,9 +22,18 @@ from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import element_types
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints
+from dist_checkpointing.format.index_columns import (
+    extents,
+    json_text,
+    optional_string,
+    pieces_of_json,
+    pieces_or_dict,
+    pieces_text,
+    shapes,
+    strings,
+)
 from dist_checkpointing.format.pieces import (
     MAX_AXES,
-    MAX_EXTENT,
     Int64s,
     PieceColumns,
     Pieces,
@@ -227,7 +235,7 @@ class Index(Mapping[str, StoredTensor]):
 
     def to_json(self) -> bytes:
         """The bytes of the index file."""
-        pieces = (f"{_text(key)}:{_pieces_text(table)}" for key, table in self.pieces.items())
+        pieces = (f"{json_text(key)}:{pieces_text(table)}" for key, table in self.pieces.items())
         begin = {
             "format": FORMAT,
             "format_minor": FORMAT_MINOR,
@@ -237,7 +245,7 @@ class Index(Mapping[str, StoredTensor]):
             "chunk_shapes": [*self.chunk_shape_column],
         }
         end = {"objects": dict(self.objects), "codec": self.codec}
-        text = f'{_text(begin)[:-1]},"pieces":{{{",".join(pieces)}}},{_text(end)[1:]}'
+        text = f'{json_text(begin)[:-1]},"pieces":{{{",".join(pieces)}}},{json_text(end)[1:]}'
         body = text.encode()
         # Still one JSON object, and a flipped digit in a shape does not go unnoticed.
         return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
@@ -253,21 +261,21 @@ class Index(Mapping[str, StoredTensor]):
         """
         message = "the index of the checkpoint cannot be read"
         with local.parsing(message, path, remedy="Use another checkpoint, or restore this file."):
-            content = local.parse_json(data, _pieces_or_dict)
+            content = local.parse_json(data, pieces_or_dict)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError("not an index of dist_checkpointing")
             body = b"{" + data[_CHECKSUM_BYTES:]
             if content.get("checksum") != f"{xxhash.xxh3_64_intdigest(body):016x}":
                 raise ValueError("the checksum of the index differs")
-            keys = _strings(content["keys"])
+            keys = strings(content["keys"])
             index = cls(
                 keys,
-                _strings(content["dtypes"]),
-                _shapes(keys, content["global_shapes"]),
-                _shapes(keys, content["chunk_shapes"], optional=True),
-                _pieces(content["pieces"]),
-                {key: tuple(_extents(key, shape)) for key, shape in content["objects"].items()},
-                _optional_string(content["codec"]),
+                strings(content["dtypes"]),
+                shapes(keys, content["global_shapes"]),
+                shapes(keys, content["chunk_shapes"], optional=True),
+                pieces_of_json(content["pieces"]),
+                {key: tuple(extents(key, shape)) for key, shape in content["objects"].items()},
+                optional_string(content["codec"]),
             )
             index._check()
         return index
@@ -313,79 +321,6 @@ def _padded(shapes: Sequence[Sequence[int]]) -> Int64s:
     wide = np.ones((len(shapes), int(ndim.max(initial=0))), dtype=np.int64)
     wide[np.arange(wide.shape[1]) < ndim[:, None]] = [*itertools.chain.from_iterable(shapes)]
     return wide
-
-
-def _text(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
-def _pieces_text(pieces: Pieces) -> str:
-    columns = {"offsets": pieces.offsets, "shapes": pieces.shapes, "flat": pieces.flat}
-    return f"{{{','.join(f'{_text(name)}:{_rows_text(c)}' for name, c in columns.items())}}}"
-
-
-def _rows_text(rows: Int64s) -> str:
-    """Rows of ints as JSON. Flattened pieces of one box have the same offset and shape."""
-    if len(rows) > 1 and (rows == rows[0]).all():
-        return f"[{','.join([_text(rows[0].tolist())] * len(rows))}]"
-    return _text(rows.tolist())
-
-
-def _pieces_or_dict(content: dict[str, Any]) -> Any:
-    # At once, because the lists take ten times as much memory as the arrays.
-    if content.keys() == {"offsets", "shapes", "flat"}:
-        return Pieces.from_lists(content["offsets"], content["shapes"], content["flat"])
-    return content
-
-
-def _pieces(content: Any) -> PieceColumns:
-    if not isinstance(content, dict) or not {Pieces}.issuperset(map(type, content.values())):
-        raise ValueError("expected pieces by key")
-    return PieceColumns.of(content)
-
-
-def _strings(values: Any) -> list[str]:
-    if not isinstance(values, list) or not {str}.issuperset(map(type, values)):
-        raise ValueError("expected a list of strings")
-    return values
-
-
-def _shapes(keys: Sequence[str], column: Any, *, optional: bool = False) -> list[Any]:
-    """A column of shapes, one a key; None stays if it is optional."""
-    if not isinstance(column, list) or len(column) != len(keys):
-        raise ValueError("columns of different length")
-    shapes = [shape for shape in column if shape is not None] if optional else column
-    if not _are_extents(shapes):
-        for key, shape in zip(keys, column, strict=True):
-            if shape is not None or not optional:
-                _extents(key, shape)
-    return column
-
-
-def _are_extents(shapes: list[Any]) -> bool:
-    """Whether all are lists of extents, which takes a look at each number but no Python for it."""
-    if not {list}.issuperset(map(type, shapes)):
-        return False
-    numbers = [*itertools.chain.from_iterable(shapes)]
-    return (
-        {int}.issuperset(map(type, numbers))
-        and min(numbers, default=0) >= 0
-        and max(numbers, default=0) < MAX_EXTENT
-        and max(map(len, shapes), default=0) <= MAX_AXES
-    )
-
-
-def _extents(key: str, shape: Any) -> list[int]:
-    try:
-        return ints_from_json(shape)
-    except ValueError as error:
-        raise ValueError(f"{key!r}: {error}") from None
-
-
-def _optional_string(value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"expected a string, found {value!r}")
-    return value
 
 
 def write_index(
