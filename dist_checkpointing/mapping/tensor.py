@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -24,21 +23,7 @@ from dist_checkpointing.mapping.base import (
     plain_replica_id,
 )
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
-from dist_checkpointing.mapping.tensor_rules import check_fields, require_tensor
-
-_FIELDS = attrgetter(
-    "key",
-    "dtype",
-    "local_shape",
-    "global_shape",
-    "global_offset",
-    "axis_fragmentations",
-    "replica_id",
-    "prepend_axis_num",
-    "allow_shape_mismatch",
-    "flattened_range",
-)
-"""All fields that ``check_fields`` looks at, but ``data``."""
+from dist_checkpointing.mapping.tensor_rules import check_fields, fields_of, require_tensor
 
 RankOffset = tuple[SupportsIndex, SupportsIndex, SupportsIndex]
 
@@ -112,7 +97,7 @@ class ShardedTensor(ShardedBase):
         """What ``check_fields`` looks at; data must be None or a tensor."""
         data = self.data
         described = None if data is None else (data.dtype, data.is_nested or data.shape)
-        return (type(data), *_FIELDS(self), described)
+        return (type(data), *fields_of(self), described)
 
     @property
     def has_regular_grid(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,21 @@ class TensorFields(Protocol):
     @property
     def box(self) -> Box:
         """Box of the shard in the global tensor."""
+
+
+fields_of = attrgetter(
+    "key",
+    "dtype",
+    "local_shape",
+    "global_shape",
+    "global_offset",
+    "axis_fragmentations",
+    "replica_id",
+    "prepend_axis_num",
+    "allow_shape_mismatch",
+    "flattened_range",
+)
+"""All fields of a ShardedTensor but ``data``, in the order of the class."""
 
 
 def check_fields(leaf: TensorFields) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -14,26 +13,13 @@ from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.pieces import MAX_EXTENT
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
+from dist_checkpointing.mapping.tensor_rules import fields_of
 from dist_checkpointing.planning.shard_table import (
     OBJECT,
     Bools,
     ShardTable,
     TableRows,
     table_of,
-)
-
-_TENSOR = attrgetter(
-    "key",
-    "dtype",
-    "local_shape",
-    "global_shape",
-    "global_offset",
-    "axis_fragmentations",
-    "replica_id",
-    "prepend_axis_num",
-    "allow_shape_mismatch",
-    "flattened_range",
-    "data",
 )
 
 
@@ -64,7 +50,10 @@ def _columns(leaves: Sequence[ShardedBase], rank: int) -> ShardTable | None:
     """The table, unless there is anything unusual about any leaf: ``_add`` knows what it is."""
     if not leaves or not {ShardedTensor, ShardedObject}.issuperset(map(type, leaves)):
         return None
-    rows = [_TENSOR(leaf) if type(leaf) is ShardedTensor else _object(leaf) for leaf in leaves]
+    rows = [
+        (*fields_of(leaf), leaf.data) if type(leaf) is ShardedTensor else _object(leaf)
+        for leaf in leaves
+    ]
     keys, types, local, whole, offsets, grids, replicas, prepended, padding, ranges, data = zip(
         *rows, strict=True
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -18,6 +17,7 @@ from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from dist_checkpointing.mapping.tensor_rules import fields_of
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan, SavePlanner
 from dist_checkpointing.planning.agreed_cache import AgreedCache
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage, main_rows
@@ -250,26 +250,12 @@ def checked_plans(
     return plans, index
 
 
-_FIELDS = attrgetter(
-    "key",
-    "dtype",
-    "local_shape",
-    "global_shape",
-    "global_offset",
-    "axis_fragmentations",
-    "replica_id",
-    "prepend_axis_num",
-    "allow_shape_mismatch",
-    "flattened_range",
-)
-
-
 def _described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
     """Everything about the leaves that a plan depends on, as values that cannot change."""
     for leaf in leaves:
         data = leaf.data
         if isinstance(leaf, ShardedTensor):
-            row = _FIELDS(leaf)
+            row = fields_of(leaf)
             if isinstance(data, torch.Tensor):
                 row += (data.dtype, data.shape)
         elif isinstance(leaf, ShardedObject):
