@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Final
+
+import numpy as np
 
 from dist_checkpointing.filesystem.disk_names import disk_name, disk_names
 from dist_checkpointing.format import dtypes
@@ -13,10 +15,12 @@ from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
 from dist_checkpointing.format.optimizer_keys import is_of_optimizer
-from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.planning.read_table import ReadTable
+from dist_checkpointing.planning.shard_table import Bools, ShardTable
 from dist_checkpointing.strategies.zarr_v3_nodes import (
     METADATA_NAME,
     array_json,
+    chunk_keys_to_read,
     chunk_keys_to_write,
     piece_name,
     top_node,
@@ -42,22 +46,40 @@ def object_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
     return f"{disk_name(key)}/shard_{cell}"
 
 
-def value_keys(table: ShardTable, index: Index) -> list[bytes]:
+def keys_to_write(table: ShardTable, index: Index) -> list[bytes]:
     """The keys of the chunks, pieces and cells of all rows of a save plan."""
     is_object = table.is_object
-    chunks = table.take(~is_object) if is_object.any() else table
-    names = map(str.encode, chunk_keys_to_write(chunks, index))
-    if chunks is table:
-        return list(names)
-    found = []
-    for row, is_cell in enumerate(is_object.tolist()):
-        if is_cell:
-            axes = int(table.ndim[row])
-            numbers = (table.offsets[row, :axes].tolist(), table.global_shapes[row, :axes].tolist())
-            found.append(object_key(table.key(row), *numbers).encode())
-        else:
-            found.append(next(names))
-    return found
+
+    def cell_key(row: int) -> str:
+        axes = int(table.ndim[row])
+        numbers = (table.offsets[row, :axes].tolist(), table.global_shapes[row, :axes].tolist())
+        return object_key(table.key(row), *numbers)
+
+    return _in_rows(is_object, chunk_keys_to_write(table.take(~is_object), index), cell_key)
+
+
+def keys_to_read(table: ReadTable, index: Index) -> list[bytes]:
+    """The keys of the chunks, pieces and cells of all rows of a load plan."""
+    is_object = table.is_object
+
+    def cell_key(row: int) -> str:
+        cell = table.chunk(row)
+        return object_key(cell.fqn, cell.offset or (), index.objects[cell.fqn])
+
+    return _in_rows(is_object, chunk_keys_to_read(table.take(~is_object), index), cell_key)
+
+
+def _in_rows(
+    is_object: Bools, chunks: Sequence[str], cell_key: Callable[[int], str]
+) -> list[bytes]:
+    """Keys of chunks and of the cells between them, in the order of the rows."""
+    if not is_object.any():
+        return list(map(str.encode, chunks))
+    names = iter(chunks)
+    return [
+        (cell_key(row) if is_cell else next(names)).encode()
+        for row, is_cell in enumerate(is_object.tolist())
+    ]
 
 
 def descriptions(index: Index) -> tuple[list[str], list[int], list[str]]:

@@ -34,7 +34,7 @@ from dist_checkpointing.strategies.raw_chunks import (
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.tensorstore.places import Places
-from dist_checkpointing.strategies.zarr_v3_nodes import chunk_keys_to_read, chunk_name
+from dist_checkpointing.strategies.zarr_v3_nodes import chunk_name
 
 _MOST_SINGLE_BYTES = 2**20
 """Of a larger chunk a box takes longer to read than to plan."""
@@ -123,7 +123,7 @@ class TensorStoreReader(StorageReader):
             maps_files=self.maps_files,
         )
         with paused_collector():
-            row_keys = self._keys(table)
+            row_keys = keys.keys_to_read(table, self._index)
             values = self._find(row_keys)
             self._require_found(table, row_keys, values)
         destinations = planner.destinations(plan)
@@ -168,27 +168,11 @@ class TensorStoreReader(StorageReader):
         itemsizes = self._index.itemsizes_of(table.names)
         return stored_elements(table, self._index) * itemsizes[table.keys]
 
-    def _keys(self, table: ReadTable) -> list[bytes]:
-        """The key of the chunk, piece or cell of each row."""
-        is_object = table.is_object
-        chunks = table.take(~is_object) if is_object.any() else table
-        names = map(str.encode, chunk_keys_to_read(chunks, self._index))
-        if chunks is table:
-            return list(names)
-        found = []
-        for row, is_cell in enumerate(is_object.tolist()):
-            if is_cell:
-                cell = table.chunk(row)
-                shape = self._index.objects[cell.fqn]
-                found.append(keys.object_key(cell.fqn, cell.offset or (), shape).encode())
-            else:
-                found.append(next(names))
-        return found
-
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
         """The keys of stored chunks, pieces and cells."""
         index = self._index
-        names = iter(self._keys(reads_of([c for c in chunks if c.fqn in index], index)))
+        stored = reads_of([chunk for chunk in chunks if chunk.fqn in index], index)
+        names = iter(keys.keys_to_read(stored, index))
         return [
             next(names)
             if chunk.fqn in index

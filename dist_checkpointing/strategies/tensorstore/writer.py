@@ -82,7 +82,7 @@ class TensorStoreWriter(StorageWriter):
         if not len(table):
             return done([])
         with paused_collector():
-            row_keys = keys.value_keys(table, index)
+            row_keys = keys.keys_to_write(table, index)
             shares = list(self._shares(table))
         most_pending = max(1, self.options.buffer_bytes // len(shares))
         rows = _Rows(plan, planner, index, has_checksums=self.options.checksum is Checksum.XXH3)
