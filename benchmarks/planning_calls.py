@@ -79,8 +79,13 @@ class _OneOfMany(SingleProcess):
         self._messages = messages
         self._late: dict[int, list[bytes]] = {}
 
-    def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
-        del step
+    def exchange(
+        self,
+        step: str,
+        produce: Callable[[], T],
+        number_of: Callable[[T], int | None] | None = None,
+    ) -> list[T]:
+        del step, number_of
         produce()
         begin = time.perf_counter()
         values = [pickle.loads(message.brought) for message in self._messages]  # noqa: S301 - our own

@@ -11,7 +11,8 @@ from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
-from dist_checkpointing.serialization.save_job import SaveJob, prepare
+from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.staging import StagingBuffers
@@ -105,6 +106,7 @@ def save(
         checkpoint_dir,
         comm,
         meter,
+        _require_async if async_sharded_save else None,
         sharded_strategy=sharded_strategy,
         common_strategy=common_strategy,
         validate_access_integrity=validate_access_integrity,
@@ -116,13 +118,9 @@ def save(
         trusted=trusted,
         after_claim=after_claim,
     )
-    if async_sharded_save:
-        with comm.agreed("preparing the save"):
-            _require_async(job.strategy)
     try:
         job.claim(comm, secured=True)
         if async_sharded_save:
-            job.secure(comm)
             return _write_later(job, comm)
         job.write(comm)
         job.commit(comm)
@@ -132,9 +130,11 @@ def save(
     return None
 
 
-def _require_async(strategy: SaveShardedStrategy) -> None:
-    if not isinstance(strategy, AsyncSaveShardedStrategy | PlannedSaveStrategy):
-        raise CheckpointingException(f"Cannot apply async_save to non-async strategy {strategy}")
+def _require_async(job: SaveJob) -> None:
+    if not isinstance(job.strategy, AsyncSaveShardedStrategy | PlannedSaveStrategy):
+        raise CheckpointingException(
+            f"Cannot apply async_save to non-async strategy {job.strategy}"
+        )
 
 
 def _write_later(job: SaveJob, comm: Comm) -> AsyncRequest:
@@ -143,6 +143,7 @@ def _write_later(job: SaveJob, comm: Comm) -> AsyncRequest:
         staged = StagedSave(job, StagingBuffers())
         with comm.agreed("copying the state"):
             staged.get_ready(comm)
+            job.check_claim()
             staged.capture()
         return AsyncRequest(staged.write_own, (), [lambda: staged.complete(comm)])
 

@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
-from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format import seal
 from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
 from dist_checkpointing.mapping import is_main_replica
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
-from dist_checkpointing.planning.coverage import check_coverage, main_rows
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import exchange_tables
-from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import ShardTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decided:
+    """What the ranks have decided.
+
+    Attributes:
+        objects: The ShardedObjects of all ranks that the common strategy writes.
+        plan: What this rank writes; None for a third party's strategy.
+        index: What the checkpoint will hold; None for a third party's strategy.
+        planner: Answers for the data of the plan.
+    """
+
+    objects: ShardTable
+    plan: SavePlan | None = None
+    index: Index | None = None
+    planner: SavePlanner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +101,23 @@ def check_data(parts: Partition) -> None:
         raise InvalidShardingError("there is nothing to save for some shards", findings)
 
 
-def check_leaves(leaves: Leaves, folder: Path, saved_as: str, comm: Comm) -> ShardTable:
-    """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
+def require_one_save(saves: Iterable[int], folder: Path) -> None:
+    """Refuse to end a save together with ranks that end another one.
 
-    @paused_collector()
-    def describe_own() -> tuple[dict[str, ShardTable], tuple[str, str]]:
-        return {"shards": describe(list(leaves.values()), comm.rank)}, (str(folder), saved_as)
+    Args:
+        saves: number of the save of each rank.
+        folder: of the checkpoint.
 
-    exchanged = exchange_tables(comm, "describing the shards", describe_own)
-    with comm.agreed("checking the shards"), paused_collector():
-        check_one_destination(exchanged.facts)
-        catalog = exchanged.catalog("shards")
-        check_coverage(catalog, main_rows(catalog))
-    return catalog
+    Raises:
+        CheckpointingException: if they differ.
+    """
+    if len(set(saves)) > 1:
+        finding = Finding(
+            "ranks finalize different saves, or named different steps",
+            path=str(folder),
+            remedy="Every rank makes the same calls in the same order.",
+        )
+        raise CheckpointingException("the staged data is not of one save", [finding])
 
 
 def _ranks_with(table: ShardTable, key: str) -> tuple[int, ...]:

@@ -53,12 +53,14 @@ class Written:
         rows: table of the parts and objects that have a checksum, packed.
         digests: their checksums, 8 bytes each.
         files: files that the rank has made.
+        save: number of the save, if ranks may mistake one for another.
     """
 
-    noted: tuple[WriteResult, ...]
-    rows: bytes
-    digests: bytes
-    files: tuple[SealedFile, ...]
+    noted: tuple[WriteResult, ...] = ()
+    rows: bytes = b""
+    digests: bytes = b""
+    files: tuple[SealedFile, ...] = ()
+    save: int = 0
 
 
 PlanWriter = Callable[[SavePlan, Any, StorageWriter, int], Written]
@@ -99,10 +101,11 @@ def write(
         writer: of this rank.
         comm: the ranks that save together.
     """
-    with comm.agreed("writing"):
-        plan = prepare_write(plan, writer, comm)
-        written = write_plan(plan, planner, writer, comm.rank)
-    of_ranks = gather_written(written, writer, comm)
+
+    def write_own() -> Written:
+        return write_plan(prepare_write(plan, writer, comm), planner, writer, comm.rank)
+
+    of_ranks = gather_written(write_own, writer, comm)
     with comm.agreed("finishing the write"):
         return finish_all(index, of_ranks, writer) if comm.rank == 0 else Finished()
 
@@ -111,7 +114,7 @@ def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan
     """Let the writer change this rank's plan, and return that.
 
     Collective if the writer changes the plans of all ranks together; otherwise each rank may fail
-    alone. So it is the first thing in the body of an agreement.
+    alone. So it is the first thing that a rank does in a step that ends in an agreement.
     """
 
     def own() -> SavePlan:
@@ -126,11 +129,24 @@ def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan
     ]
 
 
-def gather_written(written: Written, writer: StorageWriter, comm: Comm) -> list[Written]:
-    """What every rank has written, as far as ``finish_all`` needs it. Collective."""
-    if not writer.gathers_results and comm.rank != 0:
-        written = replace(written, noted=())
-    return comm.all_gather(written)
+def gather_written(
+    write_own: Callable[[], Written], writer: StorageWriter, comm: Comm
+) -> list[Written]:
+    """What every rank has written, on rank 0, as far as ``finish_all`` needs it. Collective.
+
+    Args:
+        write_own: writes what this rank has to write, or fails. Every rank raises alike.
+        writer: of this rank.
+        comm: the ranks that save together.
+    """
+
+    def told() -> Written:
+        written = write_own()
+        if not writer.gathers_results and comm.rank != 0:
+            written = replace(written, noted=())
+        return written
+
+    return comm.to_rank0("writing", told)
 
 
 def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:

@@ -17,6 +17,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import large_objects
+from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.shared_index import SharedIndex
@@ -33,7 +34,12 @@ from dist_checkpointing.planning import (
     LoadPlanner,
     SavePlanner,
 )
-from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, plan_save
+from dist_checkpointing.planning.plan_save import (
+    PLANNING,
+    AgreedPlan,
+    PlanCache,
+    SavePlanning,
+)
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.storage.driver import PlanReader, read, read_plan, write
 from dist_checkpointing.storage.options import StorageOptions
@@ -142,16 +148,31 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         cache: PlanCache | None = None,
         others: Iterable[ShardedBase] = (),
     ) -> tuple[AgreedPlan, SavePlanner]:
-        """Decide who writes what, see ``plan_save``. Collective, touches no file.
+        """Decide who writes what, see ``SavePlanning``. Collective, touches no file.
 
         Returns:
             The plan, and the planner that answers for its data.
         """
+        planning = self.planning(leaves, writer, comm, cache=cache, others=others)
+        exchanged = planning.exchange(comm)
+        with comm.agreed(PLANNING), paused_collector():
+            return planning.conclude(exchanged), planning.planner
+
+    def planning(
+        self,
+        leaves: Leaves,
+        writer: StorageWriter,
+        comm: Comm,
+        *,
+        cache: PlanCache | None = None,
+        others: Iterable[ShardedBase] = (),
+    ) -> SavePlanning:
+        """The planning of a save on this rank. Collective only if the strategy shares replicas."""
         if self.share_replicas is not None:
             planner, leaves = self.share_replicas(self.planner, leaves, comm)
         else:
             planner = DefaultSavePlanner() if self.planner is None else self.planner
-        agreed = plan_save(
+        return SavePlanning(
             leaves,
             planner,
             writer.layout,
@@ -159,9 +180,13 @@ class PlannedSaveStrategy(SaveShardedStrategy):
             cache=cache,
             others=others,
             folder=writer.checkpoint_dir,
-            saved_as=f"{self.backend} {self.version}",
+            saved_as=self.saved_as,
         )
-        return agreed, planner
+
+    @property
+    def saved_as(self) -> str:
+        """The format in words."""
+        return f"{self.backend} {self.version}"
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
         comm = default_comm() if self.comm is None else self.comm

@@ -37,6 +37,7 @@ from dist_checkpointing.comm import (
     steps,
 )
 from dist_checkpointing.comm import defaults as comm_defaults
+from dist_checkpointing.comm.failures import Outcome
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -98,6 +99,10 @@ def healthy(rank: int) -> Report:
     report["uneven"] = [len(v) for v in comm.all_gather("x" * (10**rank * 100 + rank))]
     report["broadcast"] = comm.broadcast(rank + 7)
     report["exchange"] = comm.exchange("describe", lambda: rank**2)
+    report["to_rank0"] = comm.to_rank0("tell", lambda: rank**2)
+    long = comm.to_rank0("tell", lambda: str(rank) * (10**rank * 100 + rank))
+    report["long_to_rank0"] = [(len(text), sorted(set(text))) for text in long]
+    report["long_from_rank0"] = len(comm.from_rank0("read", lambda: "x" * 100_000))
     numbers = [7, rank, None, None if rank else 7, 0, 2**62 - 1]
     report["all_same"] = [comm.all_same(number) for number in numbers]
     calls: list[int] = []
@@ -121,7 +126,10 @@ def healthy(rank: int) -> Report:
     report["mixed"] = caught(lambda: comm.exchange("check", raising(mixed)))
     foreign = OSError(28, "No space left on device é") if rank == 2 else None
     report["foreign"] = caught(lambda: comm.exchange("write", raising(foreign)))
+    report["told"] = caught(lambda: comm.to_rank0("tell", raising(foreign)))
     report["rank0"] = caught(lambda: comm.from_rank0("plan", raising(StateMismatchError("plan"))))
+    before = Outcome.of("work", raising(foreign))
+    report["work"] = caught(lambda: comm.from_rank0("use", lambda: calls.append(9), after=before))
     report["after"] = comm.all_gather(rank)
     return report
 
@@ -290,6 +298,8 @@ FROZEN_IN: dict[str, tuple[str, Callable[[TorchComm], object]]] = {
     "start": ("total", lambda comm: comm.agree("start", None)),
     "number": ("total", lambda comm: comm.all_same(7)),
     "gather": ("gather", lambda comm: comm.all_gather("x" * 100_000)),
+    "to rank 0": ("gather_at_rank0", lambda comm: comm.to_rank0("tell", lambda: "x" * 100_000)),
+    "from rank 0": ("broadcast", lambda comm: comm.from_rank0("say", lambda: "x" * 100_000)),
     "broadcast": ("broadcast", lambda comm: comm.broadcast("x" * 100_000)),
     "tensor": ("broadcast_tensor", lambda comm: comm.broadcast_tensor(torch.ones(9), 0)),
 }
