@@ -5,6 +5,8 @@ They get there through views: no value is converted on its way to or from a file
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +19,7 @@ from dist_checkpointing.format.element_types import ELEMENT_TYPES, DType, from_n
 __all__ = [
     "DTYPES",
     "DType",
+    "are_plain_memory",
     "as_numpy",
     "as_tensor",
     "fillable",
@@ -139,6 +142,19 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and not tensor.is_conj()
+    )
+
+
+def are_plain_memory(tensors: Sequence[object]) -> bool:
+    """Whether all of them are tensors that are plain memory, see ``is_plain_memory``."""
+    # Column by column, because this is for very many.
+    return (
+        _PLAIN.issuperset(map(type, tensors))
+        and all(map(attrgetter("is_cpu"), tensors))
+        and {torch.strided}.issuperset(map(attrgetter("layout"), tensors))
+        and all(map(methodcaller("is_contiguous"), tensors))
+        and not any(map(methodcaller("is_neg"), tensors))
+        and not any(map(methodcaller("is_conj"), tensors))
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -62,6 +65,68 @@ def test_values_lie_where_it_is_said(sizes: list[int], most_pending: int, most_f
 def test_more_values_than_one_call_takes(tmp_path: Path) -> None:
     files = filled(tmp_path, [3] * 5000, 2**30, 2**30)
     assert len(files.names) == 1
+
+
+def in_memory(folder: Path, sizes: Sequence[int], most_file: int) -> None:
+    reported: list[int] = []
+    options = StorageOptions(durability=Durability.PAGE_CACHE, data_file_bytes=most_file)
+    files = DataFiles(folder, "part", options, 2**20, reported.append)
+    values = [
+        np.random.default_rng(i).integers(0, 256, size, np.uint8) for i, size in enumerate(sizes)
+    ]
+    files.put(b"before", 6, 0)
+    files.put_memory(
+        np.array([value.ctypes.data for value in values], dtype=np.int64),
+        np.array(sizes, dtype=np.int64),
+    )
+    files.put(b"behind", 6, 0)
+    files.finish()
+    assert sum(reported) == sum(sizes)
+    contents = [(folder / name).read_bytes() for name in files.names]
+    columns = (files.file, files.offset, files.length)
+    expected = [b"before", *(value.tobytes() for value in values), b"behind"]
+    for value, (file, offset, length) in zip(expected, zip(*columns, strict=True), strict=True):
+        assert contents[file][offset : offset + length] == value
+    assert b"".join(contents) == b"".join(expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=40),
+    st.sampled_from([1, 700, 2**30]),
+    st.sampled_from([1, 7, 400, 2**30]),
+    st.sampled_from([1, 3, 1024]),
+)
+def test_values_in_memory_lie_where_it_is_said(
+    sizes: list[int], most_file: int, most_written: int, most_parts: int
+) -> None:
+    """Also if the system writes less than it is given, or is interrupted."""
+    real, calls = data_files._writev, iter(range(10**9))
+
+    def writev(descriptor: int, parts: int, count: int) -> int:
+        if next(calls) % 5 == 4:
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        own = np.ctypeslib.as_array(ctypes.cast(parts, ctypes.POINTER(ctypes.c_size_t)), (count, 2))
+        held = [ctypes.string_at(int(start), int(size)) for start, size in own]
+        return os.write(descriptor, b"".join(held)[:most_written])
+
+    with (
+        tempfile.TemporaryDirectory() as name,
+        mock.patch.object(data_files, "_writev", writev),
+        mock.patch.object(data_files, "MOST_PARTS", most_parts),
+    ):
+        in_memory(Path(name), sizes, most_file)
+    with tempfile.TemporaryDirectory() as name:
+        assert data_files._writev is real
+        in_memory(Path(name), sizes, most_file)
+
+
+def test_memory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    files = DataFiles(tmp_path, "part", StorageOptions(), 2**20, lambda _: None)
+    with pytest.raises(OSError, match="Bad address"):
+        files.put_memory(np.array([4096]), np.array([10]))
+    files.give_up()
 
 
 def test_values_larger_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from ctypes import c_char
 from dataclasses import dataclass
 from itertools import chain, compress, groupby, islice
-from operator import eq, itemgetter
+from operator import attrgetter, eq, itemgetter
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +35,19 @@ from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import keys
-from dist_checkpointing.strategies.tensorstore.data_files import LARGE_BYTES, Array, DataFiles
+from dist_checkpointing.strategies.tensorstore.data_files import (
+    LARGE_BYTES,
+    MOST_PENDING_BYTES,
+    Array,
+    DataFiles,
+)
 from dist_checkpointing.strategies.tensorstore.tree_file import write_tree
 
 _MOST_THREADS = 2
 _LEAST_BYTES_A_THREAD = 64 * 2**20
+_MOST_TOGETHER = 8192
+_MEMORY = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
+"""All memory of this process, of which only what belongs to a tensor may be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +194,11 @@ class _Rows:
         self._table = table
         self._index = index
         self._data_of = planner.data_of(plan)
+        is_edge = _edges(table, index)
         self._is_object = table.is_object.tolist()
-        self._is_edge = _edges(table, index).tolist()
+        self._is_edge = is_edge.tolist()
+        self._sizes = table.num_bytes
+        self._is_simple = ~table.is_object & ~is_edge & (self._sizes < LARGE_BYTES)
 
     def write(self, rows: Int64s, files: DataFiles, most_bytes: int) -> None:
         """Write some rows; several threads may do so.
@@ -195,20 +208,65 @@ class _Rows:
             files: get the values.
             most_bytes: memory for copies of tensors on GPUs.
         """
-        data_of, is_object, put = self._data_of, self._is_object, self._put
+        for begin, end, is_simple in self._batches(rows, min(most_bytes, MOST_PENDING_BYTES)):
+            data: list[object] = []
+            if is_simple:
+                data = list(map(self._data_of, rows[begin:end].tolist()))
+                if self._write_memory(rows[begin:end], data, files):
+                    continue
+                if not all(isinstance(own, torch.Tensor) and own.is_cpu for own in data):
+                    # What is copied from a GPU is copied ahead of what is written.
+                    self._write_each(rows[begin:], data, files, most_bytes)
+                    return
+            self._write_each(rows[begin:end], data, files, most_bytes)
+
+    def _batches(self, rows: Int64s, most_bytes: int) -> Iterator[tuple[int, int, bool]]:
+        """Runs of rows that may be written together, and of those that may not be."""
+        is_simple = self._is_simple[rows]
+        ends = np.cumsum(self._sizes[rows])
+        begin = 0
+        for change in [*(np.flatnonzero(np.diff(is_simple)) + 1).tolist(), len(rows)]:
+            while begin < change:
+                end = change
+                if is_simple[begin]:
+                    limit = most_bytes + (int(ends[begin - 1]) if begin else 0)
+                    room = int(np.searchsorted(ends, limit, side="right"))
+                    end = min(change, begin + _MOST_TOGETHER, max(begin + 1, room))
+                yield begin, end, bool(is_simple[begin])
+                begin = end
+
+    def _write_memory(self, rows: Int64s, data: Sequence[Any], files: DataFiles) -> bool:
+        """Write tensors from where they are in memory, without a look at each; False if in vain."""
+        if not dtypes.are_plain_memory(data):
+            return False
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, data), np.int64, len(data))
+        lengths = np.fromiter(map(attrgetter("nbytes"), data), np.int64, len(data))
+        if not addresses.all() or (lengths != self._sizes[rows]).any():
+            return False
+        if self.has_checksums:
+            spans = zip(addresses.tolist(), (addresses + lengths).tolist(), strict=True)
+            digests = [xxhash.xxh3_64_intdigest(_MEMORY[start:stop]) for start, stop in spans]
+            self.digests[rows] = np.array(digests, dtype=np.uint64)
+        files.put_memory(addresses, lengths)
+        return True
+
+    def _write_each(
+        self, rows: Int64s, data: Sequence[object], files: DataFiles, most_bytes: int
+    ) -> None:
+        """Write rows one by one, the first of which have given their data already."""
         digests: list[int] = []
-        left = iter(rows.tolist())
-        for row in left:
-            data = data_of(row)
-            if is_object[row]:
-                digests.append(self._put_object(row, data, files))
+        given = chain(data, map(self._data_of, rows[len(data) :].tolist()))
+        left = zip(rows.tolist(), given, strict=True)
+        for row, own in left:
+            if self._is_object[row]:
+                digests.append(self._put_object(row, own, files))
                 continue
-            assert isinstance(data, torch.Tensor)
-            array = _in_place(data)
+            assert isinstance(own, torch.Tensor)
+            array = _in_place(own)
             if array is None:
-                self._write_copies(row, data, left, files, digests, most_bytes)
+                self._write_copies(row, own, left, files, digests, most_bytes)
                 break
-            digests.append(put(row, array, files))
+            digests.append(self._put(row, array, files))
         self.digests[rows] = np.array(digests, dtype=np.uint64)
 
     def _put_object(self, row: int, data: object, files: DataFiles) -> int:
@@ -236,7 +294,7 @@ class _Rows:
         self,
         first: int,
         data: torch.Tensor,
-        left: Iterator[int],
+        left: Iterator[tuple[int, object]],
         files: DataFiles,
         digests: list[int],
         most_bytes: int,
@@ -250,8 +308,7 @@ class _Rows:
         def tensors() -> Iterator[torch.Tensor]:
             asked.append((first, data))
             yield data
-            for row in left:
-                given = self._data_of(row)
+            for row, given in left:
                 asked.append((row, given))
                 yield given if isinstance(given, torch.Tensor) else torch.empty(0)
 
