@@ -195,20 +195,25 @@ class SavePlanning:
             check_agreement(catalog)
             written, index = planner.assign(catalog, self._world_size)
             check_coverage(catalog, written)
-            table = written.take(np.flatnonzero(written.ranks == self._rank))
+            table = written.take(written.ranks == self._rank)
             plan = replace(own, table=_with_sources(table, own.table), index=index)
         else:
             # Who brought a plan is who holds its shards, whatever a user's planner put there.
             plans, index = checked_plans(_local_plans(exchanged), planner)
             plan = plans[self._rank]
         plan = planner.finalize_plan(plan)
-        asked = {leaf.key for leaf in self._leaves.values()}
-        dropped = tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
-        agreed = AgreedPlan(plan, index, dropped, other_rows)
+        agreed = AgreedPlan(plan, index, self._dropped(catalog), other_rows)
         if self._cache is not None and self._description is not None:
             digest = xxhash.xxh3_64_intdigest(b"".join(exchanged.digests))
             self._cache.keep(self._description, agreed, digest >> 2)
         return agreed
+
+    def _dropped(self, catalog: ShardTable) -> tuple[str, ...]:
+        build = getattr(self.planner.build_local_plan, "__func__", None)
+        if build is DefaultSavePlanner.build_local_plan:
+            return ()
+        asked = {leaf.key for leaf in self._leaves.values()}
+        return tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
 
 
 def plan_save(
@@ -258,7 +263,9 @@ def exchanged_parts(table: ShardTable, others: ShardTable) -> dict[str, ShardTab
     for kind, rows in _rows_of_kinds(table).items():
         part = table.take(rows)
         # Only the names that occur, so that those of the other parts make no difference.
-        used = np.unique(np.concatenate([part.keys, part.dtypes]))
+        is_used = np.zeros(len(table.names), dtype=np.bool_)
+        is_used[part.keys] = is_used[part.dtypes] = True
+        used = np.flatnonzero(is_used)
         number = np.zeros(len(table.names), dtype=np.int32)
         number[used] = np.arange(len(used), dtype=np.int32)
         parts[kind] = replace(
