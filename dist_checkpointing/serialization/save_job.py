@@ -263,6 +263,9 @@ class SaveJob:
             return self._written
 
         self._of_ranks = driver.gather_written(write_own, self.writer, comm)
+        # What describes the whole takes memory, and needs none of this.
+        self._let_go()
+        self._plan = self._own_plan = None
 
     def put_off(self, comm: Comm) -> AsyncRequest:
         """Write the common state, and let an asynchronous strategy prepare the rest. Collective."""
@@ -300,6 +303,10 @@ class SaveJob:
         else:
             leaves = copied_leaves(self.by_strategy, buffers)
         self._copies = self._nested(common, objects, leaves, planner)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep nothing of the caller's state."""
         self._parts, self.common = partition({}), {}
         self.by_strategy, self.by_common, self._planner = {}, {}, None
 

@@ -93,6 +93,9 @@ class TensorStoreWriter(StorageWriter):
             return done([])
         with paused_collector():
             row_keys = keys.keys_to_write(table, index)
+            key_lengths = np.fromiter(map(len, row_keys), dtype=np.uint16)
+            joined_keys = b"".join(row_keys)
+            del row_keys
             shares = list(self._shares(table))
         most_pending = max(1, self.options.buffer_bytes // len(shares))
         rows = _Rows(plan, planner, index, has_checksums=self.options.checksum is Checksum.XXH3)
@@ -117,14 +120,13 @@ class TensorStoreWriter(StorageWriter):
             extents.file[share.rows] = np.array(files.file) + len(names)
             extents.offset[share.rows], extents.length[share.rows] = files.offset, files.length
             names += files.names
-        lengths = np.fromiter(map(len, row_keys), dtype=np.uint16)
         results = WriteResults(
             table,
             extents.length,
             rows.digests,
             None if rows.has_checksums else table.is_object,
             tuple(file for _, sealed in written for file in sealed),
-            StoredValues(tuple(names), b"".join(row_keys), lengths, extents),
+            StoredValues(tuple(names), joined_keys, key_lengths, extents),
         )
         return done(results)  # type: ignore[arg-type]
 
