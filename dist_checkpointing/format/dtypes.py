@@ -25,6 +25,7 @@ __all__ = [
     "from_zarr_v2",
     "is_lossless",
     "is_plain_memory",
+    "plain_place",
 ]
 
 # float8_e8m0fnu came with torch 2.7.
@@ -140,6 +141,13 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_conj()
     )
+
+
+def plain_place(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Address and bytes of a tensor for which ``is_plain_memory`` holds; -1 and -1 otherwise."""
+    if tensor is None or not is_plain_memory(tensor):
+        return -1, -1
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
