@@ -28,6 +28,7 @@ __all__ = [
     "from_zarr_v2",
     "is_lossless",
     "is_plain_memory",
+    "plain_place",
 ]
 
 # float8_e8m0fnu came with torch 2.7.
@@ -156,6 +157,13 @@ def are_plain_memory(tensors: Sequence[object]) -> bool:
         and not any(map(methodcaller("is_neg"), tensors))
         and not any(map(methodcaller("is_conj"), tensors))
     )
+
+
+def plain_place(tensor: torch.Tensor | None) -> tuple[int, int]:
+    """Address and bytes of a tensor for which ``is_plain_memory`` holds; -1 and -1 otherwise."""
+    if tensor is None or not is_plain_memory(tensor):
+        return -1, -1
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

@@ -171,8 +171,18 @@ class Index(Mapping[str, StoredTensor]):
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def rows_of(self, keys: Iterable[str]) -> Int64s:
-        """Position of each key in the columns; -1 for a key that is not there."""
-        return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), dtype=np.int64)
+        """Position of each key in the columns; -1 for a key that is not there.
+
+        The last tuple that was asked for is remembered: the steps of a load all ask for the same.
+        """
+        last: tuple[Iterable[str], Int64s] | None = self.__dict__.get("_last_rows")
+        if last is not None and last[0] is keys:
+            return last[1]
+        rows = np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), dtype=np.int64)
+        if type(keys) is tuple:
+            rows.setflags(write=False)
+            self.__dict__["_last_rows"] = (keys, rows)
+        return rows
 
     @cached_property
     def has_grid(self) -> npt.NDArray[np.bool_]:
@@ -199,25 +209,28 @@ class Index(Mapping[str, StoredTensor]):
         """Dtype of a tensor that it holds."""
         return element_types.from_name(self.dtype_column[self._row[key]])
 
-    def dtypes_of(
-        self, keys: Iterable[str]
-    ) -> tuple[list[str | None], dict[str | None, element_types.DType]]:
-        """Name of the dtype of each key, None for a key that is not there; the dtypes by name."""
+    def dtypes_of(self, keys: Iterable[str]) -> tuple[Int64s, list[element_types.DType | None]]:
+        """Dtype of each key as a position in the list; that of None for a key that is not there."""
         rows, column = self.rows_of(keys).tolist(), self.dtype_column
         names = [column[row] if row >= 0 else None for row in rows]
-        return names, {n: element_types.from_name(n) for n in set(names) if n is not None}
+        number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        numbers = np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(names))
+        types = [None if name is None else element_types.from_name(name) for name in number]
+        return numbers, types
 
     def itemsizes_of(self, keys: Iterable[str]) -> Int64s:
         """Bytes of an element of each tensor; 0 for a key that is not there."""
-        names, types = self.dtypes_of(keys)
-        sizes = {None: 0, **{name: dtype.itemsize for name, dtype in types.items()}}
-        return np.array([sizes[name] for name in names], dtype=np.int64)
+        numbers, types = self.dtypes_of(keys)
+        sizes = [0 if dtype is None else dtype.itemsize for dtype in types]
+        return np.array(sizes, dtype=np.int64)[numbers]
 
     def shapes_of(
         self, keys: Iterable[str]
     ) -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
         """Global shapes and chunk shapes (None where there are pieces) of tensors that it holds."""
-        rows = list(map(self._row.__getitem__, keys))
+        found = self.rows_of(keys)
+        assert not (found < 0).any(), "a tensor that it does not hold"
+        rows = found.tolist()
         shapes, chunks = self.global_shape_column, self.chunk_shape_column
         return [shapes[row] for row in rows], [chunks[row] for row in rows]
 

@@ -17,9 +17,15 @@ from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.items import LocalPlans, SavePlan, WriteItem
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.planners import Destinations, Leaves, LoadPlanner, SavePlanner
-from dist_checkpointing.planning.read_table import LoadPlan, ReadItem, object_rows
-from dist_checkpointing.planning.reads import WantedShards, plan_load
-from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.planning.read_table import (
+    LoadPlan,
+    ReadItem,
+    contiguous_ranges,
+    object_rows,
+)
+from dist_checkpointing.planning.reads import plan_load
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable
+from dist_checkpointing.planning.wanted import WantedLeaves
 
 
 class DefaultSavePlanner(SavePlanner):
@@ -168,33 +174,31 @@ class DefaultLoadPlanner(LoadPlanner):
     """
 
     def __init__(self) -> None:
-        self._leaves: list[ShardedBase] = []
+        self._wanted = WantedLeaves({})
         self._index = Index.of([])
 
     def configure_planner(
         self, state_dict: Leaves, metadata: Index, *, is_coordinator: bool, rank: int
     ) -> None:
         del is_coordinator, rank
-        self._leaves = list(state_dict.values())
+        self._wanted = WantedLeaves.of(state_dict)
         self._index = metadata
 
     def build_local_plan(self) -> LoadPlan:
-        tensors: list[ShardedTensor] = []
-        sources: list[int] = []
+        wanted, shards = self._wanted, self._wanted.shards
         findings: list[Finding] = []
+        is_stored = self._index.rows_of(shards.keys) >= 0
+        if not is_stored.all():
+            absent = np.flatnonzero(~is_stored).tolist()
+            findings += [Finding("not in the checkpoint", shards.keys[row]) for row in absent]
+            shards = shards.take(np.flatnonzero(is_stored))
         cells: list[tuple[str, Ints, int]] = []
-        is_stored = (self._index.rows_of([leaf.key for leaf in self._leaves]) >= 0).tolist()
-        for source, leaf in enumerate(self._leaves):
-            if isinstance(leaf, ShardedTensor):
-                if is_stored[source]:
-                    tensors.append(leaf)
-                    sources.append(source)
-                else:
-                    findings.append(Finding("not in the checkpoint", leaf.key))
-            elif isinstance(leaf, ShardedObject):
-                findings += misfits(leaf, self._index)
-                cells.append((leaf.key, tuple(leaf.global_offset), source))
-        table, uncovered = plan_load(self._index, _wanted(tensors, sources))
+        if len(wanted.sources) < len(wanted):
+            for source, leaf in enumerate(wanted.rows):
+                if isinstance(leaf, ShardedObject):
+                    findings += misfits(leaf, self._index)
+                    cells.append((leaf.key, tuple(leaf.global_offset), source))
+        table, uncovered = plan_load(self._index, shards)
         findings += uncovered
         if findings:
             raise StateMismatchError("the checkpoint does not hold what is wanted", findings)
@@ -209,7 +213,7 @@ class DefaultLoadPlanner(LoadPlanner):
         )
         if not is_own:
             return super().destinations(plan)
-        return _OwnMemory(self, plan, self._leaves)
+        return _OwnMemory(self, plan, self._wanted)
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
         leaf = self._leaf(item)
@@ -233,13 +237,13 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def apply_bytes(self, item: ReadItem, value: object) -> None:
         assert item.dest_index.index is not None
-        leaf = self._leaves[item.dest_index.index]
+        leaf = self._wanted.rows[item.dest_index.index]
         assert isinstance(leaf, ShardedObject)
         leaf.data = value
 
     def _leaf(self, item: ReadItem) -> ShardedTensor:
         assert item.dest_index.index is not None
-        leaf = self._leaves[item.dest_index.index]
+        leaf = self._wanted.rows[item.dest_index.index]
         assert isinstance(leaf, ShardedTensor)
         return leaf
 
@@ -254,16 +258,15 @@ class _OwnMemory(Destinations):
 
     is_own_memory = True
 
-    def __init__(
-        self, planner: DefaultLoadPlanner, plan: LoadPlan, leaves: Sequence[ShardedBase]
-    ) -> None:
+    def __init__(self, planner: DefaultLoadPlanner, plan: LoadPlan, wanted: WantedLeaves) -> None:
         super().__init__(planner, plan)
-        self._leaves = leaves
-        self._sources = plan.table.sources.tolist()
-        self._sizes = plan.table.num_elements.tolist()
+        self._wanted = wanted
+        self._leaves = wanted.rows
+        self._sources = plan.table.sources
+        self._sizes = plan.table.num_elements
 
     def acquire(self, row: int) -> torch.Tensor:
-        leaf = self._leaves[self._sources[row]]
+        leaf = self._leaves[int(self._sources[row])]
         assert isinstance(leaf, ShardedTensor)
         data = leaf.data
         assert data is not None
@@ -276,16 +279,30 @@ class _OwnMemory(Destinations):
     def filled(self, row: int, destination: torch.Tensor) -> None:
         """Nothing is left to do: the destination is the leaf's own memory."""
 
+    def addresses(self, dtypes: Sequence[torch.dtype | None], numbers: Int64s) -> Int64s | None:
+        table, own = self.plan.table, self._wanted.tensors
+        if table.given is not None or not len(own):
+            return None  # a planner of a user may have changed what the rows mean
+        memory = own.memory
+        number = {dtype: i for i, dtype in enumerate(dtypes)}
+        own_numbers = np.array([number.get(dtype, -1) for dtype in own.data_dtypes])
+        itemsizes = np.array([0 if dtype is None else dtype.itemsize for dtype in dtypes])
+        # The position of a leaf among the tensors; no row of a tensor has that of an object.
+        position = np.zeros(len(self._leaves), dtype=np.int64)
+        position[self._wanted.sources] = np.arange(len(own))
+        rows = position[table.sources]
+        starts, is_run = contiguous_ranges(
+            table.dest_starts, table.dest_shapes, table.dest_boxes, table.lengths
+        )
+        items = itemsizes[numbers]
+        is_flat = self._wanted.shards.flat[rows, 0] >= 0
+        ends = table.dest_starts + table.dest_shapes.prod(axis=1)
+        fits = np.where(
+            is_flat, ends * items <= memory.num_bytes[rows], ends * items == memory.num_bytes[rows]
+        )
+        fits &= is_run & ~table.is_object & (own_numbers[rows] == numbers)
+        fits &= memory.addresses[rows] >= 0
+        return np.where(fits, memory.addresses[rows] + starts * items, -1)
+
     def apply_bytes(self, row: int, value: object) -> None:
-        self._leaves[self._sources[row]].data = value
-
-
-def _wanted(tensors: Sequence[ShardedTensor], sources: Sequence[int]) -> WantedShards:
-    """Tensors as the columns of what is wanted."""
-    return WantedShards.of_columns(
-        [leaf.key for leaf in tensors],
-        [leaf.global_offset for leaf in tensors],
-        [(1,) * leaf.prepend_axis_num + tuple(leaf.local_shape) for leaf in tensors],
-        [leaf.flat_range for leaf in tensors],
-        sources,
-    )
+        self._leaves[int(self._sources[row])].data = value

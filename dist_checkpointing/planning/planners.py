@@ -18,6 +18,7 @@ from dist_checkpointing.mapping.nesting import Path
 from dist_checkpointing.planning.items import SavePlan, WriteItem
 from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.read_table import LoadPlan, ReadItem
+from dist_checkpointing.planning.shard_table import Int64s
 
 Leaves = Mapping[Path, ShardedBase]
 """A flattened sharded state dict: path -> ShardedTensor or ShardedObject."""
@@ -109,6 +110,21 @@ class Destinations:
     def filled(self, row: int, destination: torch.Tensor) -> None:
         """To be called when what ``acquire`` gave has been filled in place."""
         self.planner.apply_tensor(self.plan.items[row], destination)
+
+    def addresses(self, dtypes: Sequence[torch.dtype | None], numbers: Int64s) -> Int64s | None:
+        """Address of the first byte of what each row fills, where that is a run of CPU memory.
+
+        What lies there may be overwritten without a word to the planner.
+
+        Args:
+            dtypes: Stored dtypes.
+            numbers: Dtype of each row, as a position in ``dtypes``.
+
+        Returns:
+            One address a row, -1 for a row that must be asked for; None if all must.
+        """
+        del dtypes, numbers
+        return None
 
     def apply_bytes(self, row: int, value: object) -> None:
         """Put a loaded object where the row belongs."""

@@ -246,6 +246,28 @@ _COLUMNS = tuple(f.name for f in fields(ReadTable) if f.name not in ("names", "g
 _SHAPES = ("dest_shapes", "storage_shapes", "lengths")
 
 
+def contiguous_ranges(
+    starts: Int64s, shapes: Int64s, boxes: Int64s, lengths: Int64s
+) -> tuple[Int64s, Bools]:
+    """First element of boxes in arrays in memory, and whether each box is one run there.
+
+    Args:
+        starts: First element of each array.
+        shapes: ``[rows, axes]``, shape of the array.
+        boxes: ``[rows, axes]``, offset of the box in it.
+        lengths: ``[rows, axes]``, shape of the box.
+    """
+    position = np.zeros(len(starts), dtype=np.int64)
+    is_run = np.ones(len(starts), dtype=np.bool_)
+    is_partial = np.zeros(len(starts), dtype=np.bool_)
+    for axis in range(shapes.shape[1]):
+        position = position * shapes[:, axis] + boxes[:, axis]
+    for axis in reversed(range(shapes.shape[1])):
+        is_run &= ~is_partial | (lengths[:, axis] == 1)
+        is_partial |= lengths[:, axis] != shapes[:, axis]
+    return starts + position, is_run
+
+
 def stored_ranges(table: ReadTable, index: Index) -> Int64s:
     """Flattened range of the stored piece of each row, ``[rows, 2]``; -1 where there is none."""
     ranges = np.full((len(table), 2), -1, dtype=np.int64)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -27,12 +27,14 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
+from dist_checkpointing.mapping.nesting import AtPaths, joined, value_at
 from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.mapping.nesting import value_at
 from dist_checkpointing.mapping.partition import Partition, partition
+from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
+from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.serialization.load_verification import Verification
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
@@ -54,6 +56,8 @@ from dist_checkpointing.validation.compare import (
 )
 from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
 from dist_checkpointing.validation.unwrapped import check_filled, refuse_distributed
+
+T = TypeVar("T", bound=ShardedBase)
 
 _ReturningFlag = Literal[
     StrictHandling.RETURN_UNEXPECTED,
@@ -189,32 +193,36 @@ def load(
         )
         missing, unexpected = handle_strictly(parts, {*stored_keys()} | objects, flag, comm)
     with comm.agreed("comparing template and checkpoint"), paused_collector():
-        wanted = {p: t for p, t in parts.tensors.items() if t.key not in unexpected}
-        stored = _stored_of(wanted, stored)
+        tensors = _asked(parts.tensors, unexpected)
+        wanted_objects = _asked(parts.objects, unexpected)
+        wanted = TensorColumns.of(tensors.values())
         own_planner = getattr(found.sharded, "planner", None) is not None
-        compare(wanted, stored, cast, planner_knows_keys=own_planner)
+        alike = compare(tensors, wanted, stored, cast, planner_knows_keys=own_planner)
         check_filled(parts, common, flag)
-        wanted_objects = {p: o for p, o in parts.objects.items() if o.key not in unexpected}
     # Only now that all ranks agree may a tensor be touched.
     with comm.agreed("allocating memory"), paused_collector():
-        leaves = _with_memory(wanted, stored, reader, index)
+        filled = wanted
+        # Copies of the leaves are for others than our own planner, who may change them.
+        if own_planner or reader is None or not (alike and wanted.are_ready):
+            filled = TensorColumns.of(_with_memory(wanted, stored, reader, index))
+        to_fill = WantedLeaves(_replaced(tensors, filled.leaves), filled)
     verification = Verification(
-        [*leaves.values()], [*wanted_objects.values()], found, folder, index, reader, meter, comm
+        to_fill, [*wanted_objects.values()], found, folder, index, reader, meter, comm
     )
-    filled = verification.begin() if verify else None
-    loaded: dict[TreePath, Any] = {}
-    to_read: dict[TreePath, ShardedBase] = {**leaves}
+    to_verify = verification.begin() if verify else None
+    cells: Mapping[TreePath, ShardedObject] = {}
+    of_common: Mapping[TreePath, Any] = {}
     if handles_objects(found.sharded):
-        to_read |= {path: leaf.without_data() for path, leaf in wanted_objects.items()}
+        cells = _replaced(wanted_objects, [leaf.without_data() for leaf in wanted_objects.values()])
     else:
-        with comm.agreed("reading the sharded objects"):
-            values = found.common.load_sharded_objects(parts.nested(wanted_objects), folder)
-            loaded = {path: value_at(values, path) for path in wanted_objects}
-    with _noting_filled(wanted), verification.finding_damage(filled), meter.phase("reading"):
-        loaded |= _read(to_read, found.sharded, reader, index, parts, folder, comm, meter)
+        of_common = _read_objects(wanted_objects, found.common, parts, folder, comm)
+    with _noting_filled(wanted), verification.finding_damage(to_verify), meter.phase("reading"):
+        loaded, of_strategy = _read(
+            to_fill, cells, found.sharded, reader, index, parts, folder, comm, meter
+        )
     with comm.agreed("rebuilding the state dict"), paused_collector():
         _require_one_save(number_of_save(folder) == save_number, folder)
-        state_dict: StateDict = parts.rebuild(common, loaded)
+        state_dict: StateDict = parts.rebuild(common, loaded, of_strategy or of_common)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected
@@ -261,8 +269,10 @@ def _read_index(
         reader = found.sharded.make_reader(Path(checkpoint_dir))
         reader.is_kept = is_kept
         shared = share_index(reader, comm)
-        asked = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
-        index = shared.index(found.sharded.needed_keys(asked))
+        index = shared.whole
+        if index is None:
+            asked = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
+            index = shared.index(found.sharded.needed_keys(asked))
         stored: Mapping[str, tuple[Ints, torch.dtype]] = StoredTensors(index)
         return reader, index, stored, shared.keys
     metadata = comm.from_rank0(
@@ -272,35 +282,38 @@ def _read_index(
     return None, None, stored, stored.keys
 
 
-def _stored_of(
-    wanted: Mapping[TreePath, ShardedTensor], stored: Mapping[str, tuple[Ints, torch.dtype]]
-) -> Mapping[str, tuple[Ints, torch.dtype]]:
-    """What is stored of the wanted tensors, looked up once."""
-    if isinstance(stored, StoredTensors):
-        return stored.of(leaf.key for leaf in wanted.values())
-    return stored
+def _asked(leaves: Mapping[TreePath, T], unexpected: set[str]) -> Mapping[TreePath, T]:
+    """The leaves without those whose keys are not in the checkpoint."""
+    if not unexpected:
+        return leaves
+    return {path: leaf for path, leaf in leaves.items() if leaf.key not in unexpected}
+
+
+def _replaced(leaves: Mapping[TreePath, Any], others: Sequence[Any]) -> Mapping[TreePath, Any]:
+    """Other values at the same paths."""
+    if isinstance(leaves, AtPaths):
+        return leaves.replaced(others)
+    return dict(zip(leaves, others, strict=True))
 
 
 def _with_memory(
-    wanted: Mapping[TreePath, ShardedTensor],
+    wanted: TensorColumns,
     stored: Mapping[str, tuple[Ints, torch.dtype]],
     reader: StorageReader | None,
     index: Index | None,
-) -> dict[TreePath, ShardedTensor]:
-    """The leaves, all with memory to fill."""
+) -> list[ShardedTensor]:
+    """Copies of the leaves, all with memory to fill."""
     if reader is not None and index is not None:
         # Shapes of a template may be those that the checkpoint says it has.
-        large = {leaf.key for leaf in wanted.values() if leaf.data is None and _is_large(leaf)}
+        large = {leaf.key for leaf in wanted.leaves if leaf.data is None and _is_large(leaf)}
         reader.require_stored(large_tensors(index, large.intersection(index)), index)
-    return {path: with_memory(leaf, stored) for path, leaf in wanted.items()}
+    if isinstance(stored, StoredTensors):
+        stored = stored.of(wanted.keys)
+    return [with_memory(leaf, stored) for leaf in wanted.leaves]
 
 
 def _is_large(leaf: ShardedTensor) -> bool:
     return math.prod(leaf.local_shape) * leaf.dtype.itemsize > LARGE_BYTES
-
-
-def _num_bytes(leaf: ShardedBase) -> int:
-    return leaf.data.nbytes if isinstance(leaf.data, torch.Tensor) else 0
 
 
 def _stored_objects(
@@ -321,8 +334,21 @@ def _check_access(parts: Partition, comm: Comm) -> None:
         check_coverage(catalog, main_rows(catalog))
 
 
+def _read_objects(
+    objects: Mapping[TreePath, ShardedObject],
+    common: LoadCommonStrategy,
+    parts: Partition,
+    checkpoint_dir: Path,
+    comm: Comm,
+) -> Mapping[TreePath, Any]:
+    with comm.agreed("reading the sharded objects"):
+        values = common.load_sharded_objects(parts.nested(objects), checkpoint_dir)
+        return {path: value_at(values, path) for path in objects}
+
+
 def _read(
-    leaves: dict[TreePath, ShardedBase],
+    tensors: WantedLeaves,
+    cells: Mapping[TreePath, ShardedObject],
     strategy: LoadShardedStrategy,
     reader: StorageReader | None,
     index: Index | None,
@@ -330,25 +356,35 @@ def _read(
     checkpoint_dir: Path,
     comm: Comm,
     meter: Meter,
-) -> dict[TreePath, Any]:
+) -> tuple[Mapping[TreePath, Any], Mapping[TreePath, Any]]:
+    """Read tensors, and the objects that lie among them; the values of both."""
     if reader is not None and index is not None:
         reader.report = meter.add
-        meter.expect(sum(map(_num_bytes, leaves.values())))
+        meter.expect(int(tensors.tensors.num_bytes.sum()))
         assert isinstance(strategy, PlannedLoadStrategy)
+        leaves = WantedLeaves(joined(tensors.by_path, cells), tensors.tensors)
         read(leaves, index, strategy.planner, reader, comm, strategy.plan_reader)
-        return {path: leaf.data for path, leaf in leaves.items()}
+        own, others = tensors.tensors.leaves, cells.values()
+        return (
+            _replaced(tensors.by_path, [leaf.data for leaf in own]),
+            _replaced(cells, [leaf.data for leaf in others]),
+        )
     with comm.agreed("reading"):
-        result = strategy.load(parts.nested(leaves), checkpoint_dir)
-        return {path: value_at(result, path) for path in leaves}
+        result = strategy.load(parts.nested({**tensors, **cells}), checkpoint_dir)
+        of_tensors, of_cells = (
+            {path: value_at(result, path) for path in own} for own in (tensors, cells)
+        )
+        return of_tensors, of_cells
 
 
 @contextmanager
-def _noting_filled(wanted: Mapping[TreePath, ShardedTensor]) -> Iterator[None]:
+def _noting_filled(wanted: TensorColumns) -> Iterator[None]:
     """Note on an error of the body which given tensors it may have filled."""
     try:
         yield
     except CheckpointingException as error:
-        given = sorted({leaf.key for leaf in wanted.values() if leaf.data is not None})
+        pairs = zip(wanted.keys, wanted.data, strict=True)
+        given = sorted({key for key, data in pairs if data is not None})
         if given:
             error.add_note(
                 f"The given tensors of {len(given)} keys may be partly filled: "

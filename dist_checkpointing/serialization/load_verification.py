@@ -16,11 +16,13 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, read_seal
-from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.mapping import ShardedObject
+from dist_checkpointing.mapping.nesting import Position
 from dist_checkpointing.planning import DefaultLoadPlanner
+from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.filled_parts import FilledPart, verify_filled
+from dist_checkpointing.strategies.filled_parts import Filled, verify_filled
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import LoadStrategies
 from dist_checkpointing.strategies.verification import Wanted, verify_wanted
@@ -41,7 +43,7 @@ class Verification:
         comm: Ranks that load together.
     """
 
-    tensors: Sequence[ShardedTensor]
+    tensors: WantedLeaves
     objects: Sequence[ShardedObject]
     found: LoadStrategies
     folder: Path
@@ -50,7 +52,7 @@ class Verification:
     meter: Meter
     comm: Comm
 
-    def begin(self) -> list[FilledPart]:
+    def begin(self) -> Filled:
         """Verify what the load does not read whole, before anything is filled. Collective.
 
         Returns:
@@ -64,7 +66,7 @@ class Verification:
             return self._verify_all()
 
     @contextmanager
-    def finding_damage(self, filled: Sequence[FilledPart] | None) -> Iterator[None]:
+    def finding_damage(self, filled: Filled | None) -> Iterator[None]:
         """Verify what the body has read; if either fails, say all that is damaged. Collective.
 
         Args:
@@ -95,10 +97,13 @@ class Verification:
             self._verify_all()
             raise
 
-    def _verify_all(self) -> list[FilledPart]:
-        return self._verify([leaf.without_data() for leaf in self.tensors])
+    def _verify_all(self) -> Filled:
+        leaves = enumerate(self.tensors.tensors.leaves)
+        return self._verify(
+            WantedLeaves({(Position(number),): leaf.without_data() for number, leaf in leaves})
+        )
 
-    def _verify(self, tensors: Sequence[ShardedTensor]) -> list[FilledPart]:
+    def _verify(self, tensors: WantedLeaves) -> Filled:
         found = self.found
         with self.meter.phase("verifying"):
             # One rank reads it, as thousands of ranks would wait for each other at one file.

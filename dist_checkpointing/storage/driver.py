@@ -24,7 +24,7 @@ from dist_checkpointing.format.claims import (
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     LoadPlan,
@@ -35,6 +35,7 @@ from dist_checkpointing.planning import (
 from dist_checkpointing.planning.packing import pack, unpack
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int64s, concatenate
+from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.protocol import (
     StorageReader,
@@ -257,20 +258,17 @@ def read_plan(
         reader.read_data(plan, planner).result()
 
 
-def _crowded(leaves: Leaves, index: Index) -> list[Claim]:
+def _crowded(wanted: TensorColumns, index: Index) -> list[Claim]:
     """Claims of the tensors with very many chunks in one leaf."""
-    tensors = [leaf for leaf in leaves.values() if isinstance(leaf, ShardedTensor)]
-    rows = index.rows_of([leaf.key for leaf in tensors]).tolist()
+    rows = index.rows_of(wanted.keys).tolist()
     chunks = [index.chunk_shape_column[row] if row >= 0 else None for row in rows]
     return [
         claim_of(index[key])
         for key in {
             leaf.key
-            for leaf, chunk in zip(tensors, chunks, strict=True)
+            for leaf, chunk, shape in zip(wanted.leaves, chunks, wanted.local_shapes, strict=True)
             # Most are wanted as they are stored.
-            if chunk is not None
-            and tuple(chunk) != leaf.local_shape
-            and meets_many(index[leaf.key], leaf.box)
+            if chunk is not None and tuple(chunk) != shape and meets_many(index[leaf.key], leaf.box)
         }
     ]
 
@@ -295,9 +293,12 @@ def read(
         comm: the ranks that load together.
         plan_reader: reads what is planned.
     """
+    wanted = WantedLeaves.of(leaves)
+    # A planner of a user may do with them what one does with a dict.
+    leaves = wanted if planner is None else dict(leaves)
     planner = DefaultLoadPlanner() if planner is None else planner
     with comm.agreed("planning the load"), paused_collector():
-        reader.require_stored(_crowded(leaves, index), index)
+        reader.require_stored(_crowded(wanted.tensors, index), index)
         planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
         plan = planner.build_local_plan()
         is_global = type(planner).build_global_plan is not LoadPlanner.build_global_plan

@@ -136,7 +136,7 @@ def read_chunks(
         CorruptCheckpointError: if a file is missing or too short.
     """
     reads = reads.take(np.lexsort((reads.offsets, reads.files)))
-    firsts = _run_starts(reads, filler.wanted_bytes[reads.rows])
+    firsts = _run_starts(reads, filler.num_bytes[reads.rows])
     counts = np.diff(np.r_[firsts, len(reads)])
     bounds = np.stack([firsts, firsts + counts], axis=1)
     # Many small copies are work for the interpreter: threads would only take turns.
@@ -185,10 +185,12 @@ def _read_run(reads: ChunkReads, first: int, end: int, filler: Filler, scratch: 
     begin = int(starts[0])
     last = int((starts + sizes).argmax())
     block: Array = scratch[: int(starts[last] + sizes[last]) - begin]
-    rows = reads.rows[first:end].tolist()
-    with _opened(reads.extent(first + last), filler.table.key(rows[last])) as descriptor:
+    rows = reads.rows[first:end]
+    with _opened(reads.extent(first + last), filler.table.key(int(rows[last]))) as descriptor:
+        if filler.read_run(rows, descriptor, starts, sizes):
+            return int(filler.num_bytes[rows].sum())
         pread(descriptor, block, begin)
-    return filler.fill_run(rows, (starts - begin).tolist(), sizes.tolist(), block)
+    return filler.fill_run(rows, starts - begin, sizes, block)
 
 
 def read_extent(extent: Extent, key: str) -> bytes:

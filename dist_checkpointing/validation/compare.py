@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from dist_checkpointing.mapping.base import shallow_copy
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
+from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.validation.strictness import StrictHandling
 
 logger = logging.getLogger(__name__)
@@ -37,15 +39,33 @@ class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
     def of(self, keys: Iterable[str]) -> dict[str, tuple[Ints, torch.dtype]]:
         """The same for those of the tensors that are stored, all looked up at once."""
         index = self._index
-        asked = list(dict.fromkeys(keys))
-        names, types = index.dtypes_of(asked)
-        as_torch = {name: dtype.torch for name, dtype in types.items()}
+        asked = tuple(dict.fromkeys(keys))
+        numbers, types = index.dtypes_of(asked)
+        as_torch = [None if dtype is None else dtype.torch for dtype in types]
         shapes, rows = index.global_shape_column, index.rows_of(asked).tolist()
         return {
-            key: (tuple(shapes[row]), as_torch[name])
-            for key, name, row in zip(asked, names, rows, strict=True)
-            if name is not None
+            key: (tuple(shapes[row]), dtype)
+            for key, number, row in zip(asked, numbers.tolist(), rows, strict=True)
+            if (dtype := as_torch[number]) is not None
         }
+
+    def are_alike(self, wanted: TensorColumns) -> bool:
+        """Whether all tensors are stored, with just their global shapes and dtypes."""
+        index = self._index
+        rows = index.rows_of(wanted.keys)
+        if (rows < 0).any():
+            return False
+        column = index.global_shape_column
+        shapes = [column[row] for row in rows.tolist()]
+        numbers, types = index.dtypes_of(wanted.keys)
+        as_torch = [None if dtype is None else dtype.torch for dtype in types]
+        number = {dtype: i for i, dtype in enumerate(as_torch)}
+        own = [number.get(dtype, -1) for dtype in wanted.data_dtypes]
+        return (
+            list(map(len, shapes)) == list(map(len, wanted.global_shapes))
+            and [*chain.from_iterable(shapes)] == [*chain.from_iterable(wanted.global_shapes)]
+            and own == numbers.tolist()
+        )
 
     def __contains__(self, key: object) -> bool:
         return key in self._index
@@ -101,22 +121,32 @@ def _mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
 
 def compare(
     wanted: Mapping[TreePath, ShardedTensor],
+    columns: TensorColumns,
     stored: Mapping[str, tuple[Ints, torch.dtype]],
     cast: Cast,
     *,
     planner_knows_keys: bool,
-) -> None:
+) -> bool:
     """Check every wanted tensor against what is stored.
 
     Args:
         wanted: the tensors.
+        columns: the same as columns.
         stored: key -> global shape and dtype.
         cast: what to do about dtypes that differ.
         planner_knows_keys: a user's planner may find a key under another name, and says so if not.
 
+    Returns:
+        Whether all are stored with just their global shapes and dtypes.
+
     Raises:
         StateMismatchError: with all keys, shapes and dtypes that differ.
     """
+    is_anywhere = not any(data is not None and data.is_meta for data in columns.data)
+    if isinstance(stored, StoredTensors):
+        if is_anywhere and stored.are_alike(columns):
+            return True
+        stored = stored.of(columns.keys)
     findings: list[Finding] = []
     for path, leaf in wanted.items():
         found, data = stored.get(leaf.key), leaf.data
@@ -146,6 +176,7 @@ def compare(
             )
     if findings:
         raise StateMismatchError("the template does not fit the checkpoint", findings)
+    return False
 
 
 def _other_shape(leaf: ShardedTensor, shape: Ints) -> list[Finding]:

@@ -21,9 +21,9 @@ from dist_checkpointing.mapping.nesting import (
     Path,
     Position,
     is_container,
-    overlay,
     path_text,
 )
+from dist_checkpointing.mapping.overlay import overlay
 from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.validation.strictness import StrictHandling
 
@@ -157,11 +157,13 @@ def refuse_distributed(parts: Partition, objects: Mapping[Path, ShardedObject]) 
             for found in walk(leaf.data, path)
             if is_distributed_tensor(found.value)
         ]
-    findings += [
-        _unwrapped(leaf.data, leaf.key, f" but is the data of the ShardedTensor {path_text(path)}")
-        for path, leaf in parts.tensors.items()
-        if is_distributed_tensor(leaf.data)
-    ]
+    if any(is_distributed_tensor(leaf.data) for leaf in parts.tensors.values()):
+        what = " but is the data of the ShardedTensor "
+        findings += [
+            _unwrapped(leaf.data, leaf.key, f"{what}{path_text(path)}")
+            for path, leaf in parts.tensors.items()
+            if is_distributed_tensor(leaf.data)
+        ]
     if findings:
         message = "the state dict holds sharded tensors that are not wrapped"
         raise InvalidShardingError(message, findings)

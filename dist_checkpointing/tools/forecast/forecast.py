@@ -11,6 +11,7 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
 from dist_checkpointing.format.geometry import Ints, Window
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.reads import WantedShard, plan_load
 from dist_checkpointing.storage.options import StorageOptions
@@ -116,7 +117,8 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
         asked |= {leaf.key for leaf in want.tensors.values()}
         misfits: list[Finding] = []
         try:
-            compare(want.tensors, stored, "error", planner_knows_keys=False)
+            columns = TensorColumns.of(want.tensors.values())
+            compare(want.tensors, columns, stored, "error", planner_knows_keys=False)
         except StateMismatchError as error:
             misfits += error.findings
         unfit = {finding.key for finding in misfits if finding.problem != "dtype differs"}
