@@ -27,10 +27,10 @@ from dist_checkpointing.format.index_columns import (
     json_text,
     optional_string,
     pieces_of_json,
-    pieces_or_dict,
     pieces_text,
     shapes,
     strings,
+    without_pieces,
 )
 from dist_checkpointing.format.pieces import (
     MAX_AXES,
@@ -261,7 +261,8 @@ class Index(Mapping[str, StoredTensor]):
         """
         message = "the index of the checkpoint cannot be read"
         with local.parsing(message, path, remedy="Use another checkpoint, or restore this file."):
-            content = local.parse_json(data, pieces_or_dict)
+            text, tables = without_pieces(data)
+            content = local.parse_json(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError("not an index of dist_checkpointing")
             body = b"{" + data[_CHECKSUM_BYTES:]
@@ -273,7 +274,7 @@ class Index(Mapping[str, StoredTensor]):
                 strings(content["dtypes"]),
                 shapes(keys, content["global_shapes"]),
                 shapes(keys, content["chunk_shapes"], optional=True),
-                pieces_of_json(content["pieces"]),
+                pieces_of_json(content["pieces"], tables),
                 {key: tuple(extents(key, shape)) for key, shape in content["objects"].items()},
                 optional_string(content["codec"]),
             )
