@@ -235,7 +235,6 @@ class Index(Mapping[str, StoredTensor]):
 
     def to_json(self) -> bytes:
         """The bytes of the index file."""
-        pieces = (f"{json_text(key)}:{pieces_text(table)}" for key, table in self.pieces.items())
         begin = {
             "format": FORMAT,
             "format_minor": FORMAT_MINOR,
@@ -245,7 +244,7 @@ class Index(Mapping[str, StoredTensor]):
             "chunk_shapes": [*self.chunk_shape_column],
         }
         end = {"objects": dict(self.objects), "codec": self.codec}
-        text = f'{json_text(begin)[:-1]},"pieces":{{{",".join(pieces)}}},{json_text(end)[1:]}'
+        text = f'{json_text(begin)[:-1]},"pieces":{pieces_text(self.pieces)},{json_text(end)[1:]}'
         body = text.encode()
         # Still one JSON object, and a flipped digit in a shape does not go unnoticed.
         return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]

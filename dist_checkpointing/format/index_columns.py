@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,17 +27,22 @@ def json_text(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def pieces_text(pieces: Pieces) -> str:
-    """The pieces of a tensor as JSON."""
-    columns = {"offsets": pieces.offsets, "shapes": pieces.shapes, "flat": pieces.flat}
-    return f"{{{','.join(f'{json_text(name)}:{_rows_text(c)}' for name, c in columns.items())}}}"
+def pieces_text(pieces: Mapping[str, Pieces]) -> str:
+    """The pieces of all tensors as JSON. Columns of tensors that are cut alike become text once."""
+    known: dict[tuple[bytes, tuple[int, ...]], str] = {}
 
+    def text(column: Int64s) -> str:
+        content = column.tobytes(), column.shape
+        if content not in known:
+            known[content] = json_text(column.tolist())
+        return known[content]
 
-def _rows_text(rows: Int64s) -> str:
-    """Rows of ints as JSON. Flattened pieces of one box have the same offset and shape."""
-    if len(rows) > 1 and (rows == rows[0]).all():
-        return f"[{','.join([json_text(rows[0].tolist())] * len(rows))}]"
-    return json_text(rows.tolist())
+    tables = (
+        f'{json_text(key)}:{{"offsets":{text(table.offsets)},'
+        f'"shapes":{text(table.shapes)},"flat":{text(table.flat)}}}'
+        for key, table in pieces.items()
+    )
+    return f"{{{','.join(tables)}}}"
 
 
 def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
