@@ -116,11 +116,6 @@ def check_pickle(data: Any, start: int = 0, checks: Checks | None = None) -> Pic
 
     This takes about 0.2 microseconds for each opcode, and about as much memory as the pickle.
 
-    Args:
-        data: bytes, or a mapped file.
-        start: position of the first opcode.
-        checks: checks of calls, states and storages.
-
     Raises:
         BadPickle: if it is damaged, or would build more than its size allows.
     """

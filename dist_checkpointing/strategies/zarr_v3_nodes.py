@@ -107,15 +107,7 @@ def array_json(
     codecs: Sequence[Node] = (),
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Node:
-    """``zarr.json`` of an array.
-
-    Args:
-        shape: of the array.
-        chunk: of its chunks.
-        dtype: of its elements.
-        codecs: what compresses the bytes of a chunk.
-        attributes: of the node.
-    """
+    """``zarr.json`` of an array."""
     to_bytes: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         to_bytes["configuration"] = {"endian": "little"}

@@ -53,10 +53,6 @@ class FoundTensor:
 def find_tensor(read: Read, length: int) -> FoundTensor:
     """Find the values of the tensor in a record, without reading them.
 
-    Args:
-        read: gives parts of the record.
-        length: of the record, in bytes.
-
     Raises:
         BadRecord: if it is not a record, or damaged.
     """

@@ -144,13 +144,6 @@ def write_torch_file(
     torch.save writes the file with room for the tensors, which are then copied into it: they are
     never in memory together.
 
-    Args:
-        plan: what to write.
-        path: the file.
-        copier: writes the values.
-        common: common state, kept under ``COMMON_KEY``; see ``loadable``.
-        objects: sharded objects, kept under ``OBJECTS_KEY``.
-
     Raises:
         CheckpointingException: if a tensor has the name of one of these keys.
     """
@@ -184,10 +177,6 @@ def _storage_starts(path: Path, sizes: Sequence[int]) -> list[int]:
     """Where in a file of torch.save the values of its storages begin.
 
     torch.save numbers storages in the order in which it meets their tensors.
-
-    Args:
-        path: the file, whose tensors share no storage.
-        sizes: bytes of the tensors, in that order.
     """
     with path.open("rb") as file:
         found = entries(

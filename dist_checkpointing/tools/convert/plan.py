@@ -108,11 +108,6 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Apply rules to what a source holds.
 
-    Args:
-        index: tensors of the source.
-        objects: grids of its sharded objects.
-        rules: Rules to apply.
-
     Raises:
         CheckpointingException: if nothing is left, two keys get one name, or a cast loses values.
     """

@@ -87,12 +87,7 @@ class Source(ABC):
 
 
 class CheckpointSource(Source):
-    """A committed checkpoint of any backend, Megatron's and torch DCP's included.
-
-    Args:
-        path: folder of the checkpoint.
-        trusted: unpickle anything in it.
-    """
+    """A committed checkpoint of any backend, Megatron's and torch DCP's included."""
 
     def __init__(self, path: Path, *, trusted: bool = False) -> None:
         super().__init__(path)
@@ -164,10 +159,6 @@ class MappedSource(Source, Generic[Content]):
 
     Pages that were read count as memory of this process until their file is unmapped. That happens
     when the last reader of the old content has ended.
-
-    Args:
-        path: see ``Source``.
-        files: the files that are mapped.
 
     Attributes:
         most_bytes: bytes to read before the files are mapped again.

@@ -34,10 +34,6 @@ class PartChecks:
     A part that is read as a whole is compared as it was read. Of one that is not, all of it is read
     once more, a block at a time: so memory stays bounded, however large a part is.
 
-    Args:
-        parts: parts that have a checksum, by key.
-        tensors: tensors of these keys.
-
     Attributes:
         most_bytes: size of a block.
         num_bytes: bytes that have been compared.
@@ -57,12 +53,6 @@ class PartChecks:
         self, wanted: Wanted, values: Sequence[torch.Tensor], read: Read, location: Location
     ) -> None:
         """Compare every part that meets what was read, unless that was done. From any thread.
-
-        Args:
-            wanted: keys and boxes.
-            values: what was read of each.
-            read: reads more.
-            location: says where a part is stored.
 
         Raises:
             CorruptCheckpointError: for parts that are not what was saved.
@@ -122,11 +112,6 @@ def checks_of(
 ) -> PartChecks | None:
     """What the checksums of a checkpoint say about some of its tensors; None if it has no
     checksums.
-
-    Args:
-        folder: folder of the checkpoint.
-        tensors: all tensors of the checkpoint.
-        keys: keys of the tensors that are read.
 
     Raises:
         CorruptCheckpointError: if the checksums cannot be read, or do not speak of all there is.

@@ -147,12 +147,6 @@ def stream_statistics(
 ) -> dict[str, Statistics]:
     """The statistics of parts of tensors, read block by block.
 
-    Args:
-        checkpoint: the checkpoint.
-        regions: keys, and boxes in elements of the global tensors.
-        memory_bytes: most bytes of values that are in memory at a time.
-        report: called with the number of bytes that were read since the last call.
-
     Returns:
         The statistics of each key; several regions of one key together.
 
@@ -249,13 +243,7 @@ def _grown(chunk: Ints, grid: ChunkGrid, most_elements: int) -> Ints:
 def batches(
     index: Index, regions: Iterable[tuple[str, Box]], most_bytes: int
 ) -> Iterator[list[tuple[str, Box]]]:
-    """Regions of tensors cut into blocks, with small blocks in batches to be read at once.
-
-    Args:
-        index: index of the checkpoint.
-        regions: keys, and boxes in elements of the global tensors.
-        most_bytes: most bytes of a batch.
-    """
+    """Regions of tensors cut into blocks, with small blocks in batches to be read at once."""
     sized = (
         ((key, block), block.num_elements * index[key].dtype.itemsize)
         for key, region in regions
