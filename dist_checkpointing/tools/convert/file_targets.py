@@ -104,14 +104,14 @@ def write_safetensors(
         targets: list[TensorInFile] = []
         for name, keys in zip(names, files, strict=True):
             rows = [(key, tensors[key].dtype, tensors[key].shape) for key in keys]
-            header, entries = st.header_bytes(rows, {**texts, "format": "pt"})
+            header, starts = st.header_bytes(rows, {**texts, "format": "pt"})
             if len(header) - 8 > st.MAX_HEADER_BYTES:
                 finding = Finding("the header", found=f"{len(header)} bytes")
                 raise CheckpointingException("too many tensors for one safetensors file", [finding])
-            size = len(header) + sum(entry.num_bytes for entry in entries)
+            size = len(header) + sum(tensors[key].num_bytes for key in keys)
             file = opened.enter_context(_created(path / name if as_folder else path, size))
             os.pwrite(file, header, 0)
-            targets += [TensorInFile(tensors[entry.key], file, entry.start) for entry in entries]
+            targets += [TensorInFile(tensors[key], file, start) for key, start in starts.items()]
         copier.copy(targets)
     if len(files) > 1:
         weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
