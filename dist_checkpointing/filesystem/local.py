@@ -128,9 +128,6 @@ def read_json(path: Path, max_bytes: int) -> Any:
     return parse_json(read_bytes(path, max_bytes))
 
 
-_NOT_PARSED = ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error
-
-
 @contextmanager
 def parsing(
     message: str, path: object, key: str | None = None, remedy: str | None = None

@@ -99,13 +99,6 @@ def as_numbers(tensor: torch.Tensor) -> Array:
     return dtypes.as_numpy(tensor)
 
 
-def slabs(array: Array) -> Iterator[Array]:
-    """The elements of a C-contiguous array, some at a time."""
-    flat = array.reshape(-1)
-    for start in range(0, len(flat), SLAB_ELEMENTS):
-        yield flat[start : start + SLAB_ELEMENTS]
-
-
 def statistics_of(tensor: torch.Tensor) -> Statistics:
     """The statistics of a CPU tensor."""
     total = Statistics()
