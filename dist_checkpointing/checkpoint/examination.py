@@ -27,7 +27,7 @@ from dist_checkpointing.strategies.verification import (
     in_words,
 )
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ class Notes:
         except UnsupportedFormatError as error:
             self.refused += _findings(error, key)
 
-    def found(self, look: Callable[[], Found]) -> Found | None:
+    def found(self, look: Callable[[], T]) -> T | None:
         """What there is; None, and a note, if that is damaged."""
-        found: list[Found] = []
+        found: list[T] = []
         with self.noting():
             found.append(look())
         return found[0] if found else None

@@ -32,7 +32,7 @@ _OBJECT_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class DataFile:
+class FileRef:
     """A file that a record refers to.
 
     Attributes:
@@ -69,7 +69,7 @@ class Extents:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class TreeStatistics:
     """What lies below a node, and in it.
 
     Attributes:
@@ -84,7 +84,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class LeafNode:
     """A node at the bottom.
 
     Attributes:
@@ -97,14 +97,14 @@ class Leaf:
     """
 
     keys: Sequence[bytes]
-    files: Sequence[DataFile]
+    files: Sequence[FileRef]
     extents: Extents
     inline: bytes
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Interior:
+class InteriorNode:
     """A node above others.
 
     Attributes:
@@ -118,13 +118,13 @@ class Interior:
 
     keys: Sequence[bytes]
     prefixes: I64
-    files: Sequence[DataFile]
+    files: Sequence[FileRef]
     extents: Extents
     num_keys: I64
     num_bytes: int
 
 
-def data_file(base: str, relative: str, folder: str) -> DataFile:
+def data_file(base: str, relative: str, folder: str) -> FileRef:
     """A file of a table that stands in a record below ``folder``.
 
     Raises:
@@ -136,10 +136,10 @@ def data_file(base: str, relative: str, folder: str) -> DataFile:
         raise Malformed(f"the path {path!r} leads out of the database")
     if "\0" in path or path.endswith(".__lock"):
         raise Malformed(f"the path {path!r} cannot be that of a file")
-    return DataFile(path, folder + base)
+    return FileRef(path, folder + base)
 
 
-def read_files(body: Body, folder: str) -> list[DataFile]:
+def read_files(body: Body, folder: str) -> list[FileRef]:
     """The data file table of a record whose paths are relative to ``folder``."""
     count = body.varint(MOST_ENTRIES)
     shared = np.concatenate([[0], body.varints(count - 1, MOST_U16)]) if count else np.zeros(0, int)
@@ -195,7 +195,7 @@ def _strings(shared: I64, rest: I64, body: Body, first: bytes) -> list[bytes]:
     return strings
 
 
-def decode(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Interior:
+def decode(record: bytes, height: int, folder: str, prefix: bytes) -> LeafNode | InteriorNode:
     """The node that a record says.
 
     Args:
@@ -231,7 +231,7 @@ def decode(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Int
         num_keys = body.varints(count)
         body.wide_varints(2 * count)
         body.finish()
-        return Interior(keys, prefixes, files, extents, num_keys, num_bytes)
+        return InteriorNode(keys, prefixes, files, extents, num_keys, num_bytes)
     lengths = body.varints(count)
     kinds = body.fixed(count, "u1")
     if int(kinds.max()) > _OUTSIDE:
@@ -247,11 +247,11 @@ def decode(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Int
     offset[~is_outside] = np.cumsum(inside) - inside
     inline = body.take(total(inside, MOST_BODY_BYTES, "values in the tree"))
     body.finish()
-    return Leaf(keys, files, Extents(file, offset, lengths), inline, num_bytes)
+    return LeafNode(keys, files, Extents(file, offset, lengths), inline, num_bytes)
 
 
 def _extents(
-    body: Body, count: int, files: Sequence[DataFile], lengths: I64 | None = None
+    body: Body, count: int, files: Sequence[FileRef], lengths: I64 | None = None
 ) -> Extents:
     file = body.varints(count)
     if count and int(file.max()) >= len(files):
@@ -297,7 +297,7 @@ def encode_interior(
     prefixes: I64,
     path: str,
     extents: Extents,
-    below: Sequence[Statistics],
+    below: Sequence[TreeStatistics],
 ) -> bytes:
     """The record of a node whose children all lie in one file.
 

@@ -115,7 +115,9 @@ class DCPKeys:
         return cls({name: steps for name, steps in paths.items() if steps}, values, raw)
 
 
-def names_in(common: Mapping[Any, Any], tensors: Iterable[str]) -> dict[str, tuple[KeyPath, Any]]:
+def dcp_names_in(
+    common: Mapping[Any, Any], tensors: Iterable[str]
+) -> dict[str, tuple[KeyPath, Any]]:
     """Path and value of everything in common state, by the name that DCP would give it.
 
     Args:

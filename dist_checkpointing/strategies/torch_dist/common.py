@@ -111,8 +111,8 @@ def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
     for path, value in values.items():
         node = tree
         for step in path[:-1]:
-            node = node.setdefault(step, _Branch())
-            if not isinstance(node, _Branch):
+            node = node.setdefault(step, _Nest())
+            if not isinstance(node, _Nest):
                 raise _crossing(path)
         if path[-1] in node:
             raise _crossing(path)
@@ -125,7 +125,7 @@ def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
     return {step: _rebuilt(below) for step, below in tree.items()}
 
 
-class _Branch(dict[Any, Any]):
+class _Nest(dict[Any, Any]):
     """A container on the way; no value that was stored."""
 
 
@@ -134,20 +134,20 @@ def _crossing(path: StatePath) -> StateMismatchError:
     return StateMismatchError("the values in the checkpoint cannot be nested", [finding])
 
 
-def _is_list(branch: _Branch) -> bool:
+def _is_list(branch: _Nest) -> bool:
     return all(type(step) is int for step in branch)
 
 
 def _list_positions(value: Any) -> int:
     """How long all lists are together that ``_rebuilt`` makes of a value."""
-    if not isinstance(value, _Branch):
+    if not isinstance(value, _Nest):
         return 0
     own = max(value) + 1 if _is_list(value) else 0
     return own + sum(map(_list_positions, value.values()))
 
 
 def _rebuilt(value: Any) -> Any:
-    if not isinstance(value, _Branch):
+    if not isinstance(value, _Nest):
         return value
     below = {step: _rebuilt(child) for step, child in value.items()}
     if _is_list(value):

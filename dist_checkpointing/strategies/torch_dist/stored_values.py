@@ -95,7 +95,7 @@ def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
     return value[0]
 
 
-class StoredValues:
+class RecordValues:
     """The values in one record, from which windows are read.
 
     Raises:

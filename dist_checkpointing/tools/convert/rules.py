@@ -35,7 +35,7 @@ class Rename:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class CastRule:
     """Converts the floating-point tensors whose key matches."""
 
     pattern: re.Pattern[str]
@@ -79,7 +79,7 @@ class Rules:
     include: tuple[re.Pattern[str], ...] = ()
     exclude: tuple[re.Pattern[str], ...] = ()
     renames: tuple[Rename, ...] = ()
-    casts: tuple[Cast, ...] = ()
+    casts: tuple[CastRule, ...] = ()
     reshards: tuple[Reshard, ...] = ()
     lossy: bool = False
     tensors_only: bool = False
@@ -163,7 +163,7 @@ def _rename(text: str) -> Rename:
     return Rename(_pattern("rename", pattern), replacement)
 
 
-def _cast(text: str) -> Cast:
+def _cast(text: str) -> CastRule:
     pattern, _, name = text.rpartition("=")
     try:
         dtype = from_name(name.removeprefix("torch."))
@@ -172,7 +172,7 @@ def _cast(text: str) -> Cast:
     if dtype.name not in FLOATING:
         finding = Finding("only floating-point tensors are cast", found=dtype.name)
         raise CheckpointingException(f"cast {text!r}: not to a floating-point dtype", [finding])
-    return Cast(_pattern("cast", pattern), dtype)
+    return CastRule(_pattern("cast", pattern), dtype)
 
 
 def _reshard(text: str) -> Reshard:

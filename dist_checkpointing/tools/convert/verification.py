@@ -18,8 +18,8 @@ from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.strategies.verification import not_covered
 
-Wanted = Sequence[tuple[str, Box]]
-Read = Callable[[Wanted], list[torch.Tensor]]
+KeyBoxes = Sequence[tuple[str, Box]]
+ReadBoxes = Callable[[KeyBoxes], list[torch.Tensor]]
 Location = Callable[[StoredPart], str]
 
 _HASHED_BYTES = 4 * 2**20
@@ -50,7 +50,7 @@ class PartChecks:
         self._lock = threading.Lock()
 
     def compare(
-        self, wanted: Wanted, values: Sequence[torch.Tensor], read: Read, location: Location
+        self, wanted: KeyBoxes, values: Sequence[torch.Tensor], read: ReadBoxes, location: Location
     ) -> None:
         """Compare every part that meets what was read, unless that was done. From any thread.
 
@@ -147,7 +147,7 @@ def _blocks(own: torch.Tensor, part: StoredPart, most: int) -> Iterator[torch.Te
             yield own[block.slices()]
 
 
-def _read_blocks(part: StoredPart, read: Read, most: int) -> Iterator[torch.Tensor]:
+def _read_blocks(part: StoredPart, read: ReadBoxes, most: int) -> Iterator[torch.Tensor]:
     """The values of a part, read for it, in C order."""
     for run in boxes_of_part(part.box, part.flat_range):
         for block in split_rows(run, most):
