@@ -148,12 +148,12 @@ class _Held:
     """What this rank holds of one tensor.
 
     Attributes:
-        key: key of the tensor.
-        data: the local tensor.
-        global_shape: shape of the global tensor.
-        boxes: boxes of the global tensor that make up ``data``, in C order of ``local_boxes``.
-        local_boxes: the box of ``data`` that each of ``boxes`` fills.
-        grid: number of parts along each axis if they are even, else None.
+        key: Key of the tensor.
+        data: The local tensor.
+        global_shape: Shape of the global tensor.
+        boxes: Boxes of the global tensor that make up ``data``, in C order of ``local_boxes``.
+        local_boxes: The box of ``data`` that each of ``boxes`` fills.
+        grid: Number of parts along each axis if they are even, else None.
     """
 
     key: str

@@ -44,10 +44,10 @@ class Root:
 
     Attributes:
         height: 0 for a leaf.
-        file: that holds it.
-        offset: of its first byte.
-        length: in bytes.
-        statistics: of the whole tree.
+        file: File that holds it.
+        offset: Offset of its first byte.
+        length: Number of its bytes.
+        statistics: Statistics of the whole tree.
     """
 
     height: int
@@ -62,10 +62,10 @@ class Manifest:
     """What a manifest says.
 
     Attributes:
-        config: the settings, encoded, without the kind of the manifest.
-        is_numbered: whether other manifests, with numbers, say where trees begin.
-        generation: of the newest version; 0 if there is none.
-        root: of the newest version; None if nothing is in it.
+        config: The settings, encoded, without the kind of the manifest.
+        is_numbered: Whether other manifests, with numbers, say where trees begin.
+        generation: Generation of the newest version; 0 if there is none.
+        root: Root of the newest version; None if nothing is in it.
     """
 
     config: bytes

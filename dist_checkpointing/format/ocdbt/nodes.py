@@ -36,8 +36,8 @@ class FileRef:
     """A file that a record refers to.
 
     Attributes:
-        path: relative to the database, with ``/``.
-        folder: what paths in a node that lies in the file are relative to; "" or ends in ``/``.
+        path: Path relative to the database, with ``/``.
+        folder: Folder that paths in a node in the file are relative to; "" or ends in ``/``.
     """
 
     path: str
@@ -49,9 +49,9 @@ class Extents:
     """Where some values or nodes lie, as columns.
 
     Attributes:
-        file: position in a list of files.
-        offset: of the first byte.
-        length: in bytes.
+        file: Position in a list of files.
+        offset: Offsets of the first bytes.
+        length: Numbers of bytes.
     """
 
     file: I64
@@ -73,9 +73,9 @@ class TreeStatistics:
     """What lies below a node, and in it.
 
     Attributes:
-        num_keys: keys in the leaves.
-        num_tree_bytes: encoded sizes of all nodes.
-        num_value_bytes: sizes of all values outside the tree.
+        num_keys: Keys in the leaves.
+        num_tree_bytes: Encoded sizes of all nodes.
+        num_value_bytes: Sizes of all values outside the tree.
     """
 
     num_keys: int
@@ -88,12 +88,12 @@ class LeafNode:
     """A node at the bottom.
 
     Attributes:
-        keys: whole, sorted.
-        files: that hold values.
-        extents: of the values; ``file`` is -1 for a value in the node itself, whose ``offset``
-            counts from the first byte of ``inline``.
-        inline: values in the node.
-        num_bytes: about what it takes in memory.
+        keys: Whole keys, sorted.
+        files: Files that hold values.
+        extents: Extents of the values; ``file`` is -1 for a value in the node itself, whose
+            ``offset`` counts from the first byte of ``inline``.
+        inline: Values in the node.
+        num_bytes: About the memory that it takes.
     """
 
     keys: Sequence[bytes]
@@ -108,12 +108,12 @@ class InteriorNode:
     """A node above others.
 
     Attributes:
-        keys: lower bounds of the keys below each child, whole, sorted.
-        prefixes: how many bytes of its lower bound all keys below a child begin with.
-        files: that hold children.
-        extents: of the children.
-        num_keys: below each child.
-        num_bytes: about what it takes in memory.
+        keys: Lower bounds of the keys below each child, whole, sorted.
+        prefixes: Number of bytes of its lower bound with which all keys below a child begin.
+        files: Files that hold children.
+        extents: Extents of the children.
+        num_keys: Number of keys below each child.
+        num_bytes: About the memory that it takes.
     """
 
     keys: Sequence[bytes]
@@ -305,9 +305,9 @@ def encode_interior(
         height: above 0.
         keys: lower bounds, whole, sorted.
         cut: bytes at the beginning of all keys that the node above knows.
-        prefixes: how many bytes of its lower bound all keys below a child begin with.
+        prefixes: Number of bytes of its lower bound with which all keys below a child begin.
         path: of the file.
-        extents: of the children.
+        extents: Extents of the children.
         below: statistics of the children.
     """
     statistics: Columns = [

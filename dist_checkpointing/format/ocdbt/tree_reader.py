@@ -41,10 +41,10 @@ class Values:
     """Where values are, as columns.
 
     Attributes:
-        files: paths relative to the database.
-        extents: of the values; ``file`` is a position in ``files``, ``INLINE`` for a value in the
-            tree itself and ``ABSENT`` for a key that the database does not have.
-        inline: row -> value in the tree.
+        files: Paths relative to the database.
+        extents: Extents of the values; ``file`` is a position in ``files``, ``INLINE`` for a value
+            in the tree itself and ``ABSENT`` for a key that the database does not have.
+        inline: Row -> value in the tree.
     """
 
     files: Sequence[str]
@@ -57,7 +57,7 @@ class _NodeRef:
     """Where a node is, and what the node above says of it.
 
     Attributes:
-        node: the node, and ``below`` the places of its children, where they are remembered.
+        node: The node, and ``below`` the places of its children, where they are remembered.
     """
 
     file: FileRef
@@ -94,8 +94,8 @@ class Tree:
         keeps_nodes: whether a node that was read is remembered.
 
     Attributes:
-        num_keys: how many it has.
-        files: relative paths of the files whose nodes were read.
+        num_keys: Number of its keys.
+        files: Relative paths of the files whose nodes were read.
 
     Raises:
         CorruptCheckpointError: from all methods, if the database is damaged.

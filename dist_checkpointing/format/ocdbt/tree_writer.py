@@ -28,10 +28,10 @@ class _Level:
     """The nodes of one height.
 
     Attributes:
-        keys: first key of each.
-        prefixes: how many bytes all keys below each have in common.
-        extents: of the nodes.
-        statistics: of the nodes.
+        keys: First key of each.
+        prefixes: Number of bytes that all keys below each have in common.
+        extents: Extents of the nodes.
+        statistics: Statistics of the nodes.
     """
 
     keys: Sequence[bytes]

@@ -29,9 +29,9 @@ class DCPKeys:
     """The names of a DCP checkpoint.
 
     Attributes:
-        paths: path of each name in the nested state dict, of tensors and of other values.
-        values: names of the values that are not tensors.
-        raw: names of the values whose bytes ``torch.load`` does not read; stored as bytes.
+        paths: Path of each name in the nested state dict, of tensors and of other values.
+        values: Names of the values that are not tensors.
+        raw: Names of the values whose bytes ``torch.load`` does not read; stored as bytes.
     """
 
     paths: Mapping[str, KeyPath]

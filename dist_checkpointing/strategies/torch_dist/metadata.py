@@ -30,10 +30,10 @@ class DcpTensor:
     """A tensor as DCP knows it.
 
     Attributes:
-        dtype: of its elements.
-        size: its global shape; with axes of Megatron's own if it was saved flattened.
+        dtype: Dtype of its elements.
+        size: Its global shape; with axes of Megatron's own if it was saved flattened.
         chunks: ``(offsets, sizes)`` of every part that is stored.
-        flattened_from: the global shape of a tensor that was saved flattened.
+        flattened_from: The global shape of a tensor that was saved flattened.
     """
 
     dtype: torch.dtype
@@ -56,10 +56,10 @@ class DcpMetadata:
     """What a checkpoint holds, as ``.metadata`` says it.
 
     Attributes:
-        tensors: by key.
-        values: keys of everything else, each a ``torch.save`` of some object.
-        places: of every chunk ``(key, offsets)`` and value ``(key, None)``.
-        paths: where in the nested state dict a key was, as far as DCP noted it.
+        tensors: Tensors by key.
+        values: Keys of everything else, each a ``torch.save`` of some object.
+        places: Place of every chunk ``(key, offsets)`` and value ``(key, None)``.
+        paths: Path of a key in the nested state dict, as far as DCP noted it.
     """
 
     tensors: Mapping[str, DcpTensor]

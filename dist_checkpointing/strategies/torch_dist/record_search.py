@@ -42,8 +42,8 @@ class FoundTensor:
     """A tensor in a record.
 
     Attributes:
-        layout: how it lies in its storage; None for a subclass that only PyTorch can rebuild.
-        start: where its first element is, in bytes from the first of the record.
+        layout: How it lies in its storage; None for a subclass that only PyTorch can rebuild.
+        start: Where its first element is, in bytes from the first of the record.
     """
 
     layout: StoredLayout | None

@@ -67,13 +67,13 @@ class Rules:
     """All that a conversion changes; by default nothing.
 
     Attributes:
-        include: a key is taken if one of these is found in it, or if there are none.
-        exclude: a key is left if one of these is found in it.
-        renames: applied one after the other.
-        casts: the first whose pattern is found in the (old) key counts.
-        reshards: likewise.
-        lossy: whether a cast may change values.
-        tensors_only: leave out objects and common state.
+        include: A key is taken if one of these is found in it, or if there are none.
+        exclude: A key is left if one of these is found in it.
+        renames: Renames, applied one after the other.
+        casts: Casts; the first whose pattern is found in the (old) key counts.
+        reshards: Reshards; the first whose pattern is found counts.
+        lossy: Whether a cast may change values.
+        tensors_only: Leave out objects and common state.
     """
 
     include: tuple[re.Pattern[str], ...] = ()

@@ -31,7 +31,7 @@ class Source(ABC):
     """Tensors, objects and common state that can be read in part, from any thread.
 
     Attributes:
-        path: path of the source.
+        path: Path of the source.
     """
 
     def __init__(self, path: Path) -> None:
@@ -161,7 +161,7 @@ class MappedSource(Source, Generic[Content]):
     when the last reader of the old content has ended.
 
     Attributes:
-        most_bytes: bytes to read before the files are mapped again.
+        most_bytes: Bytes to read before the files are mapped again.
     """
 
     _index: Index

@@ -47,7 +47,7 @@ class TorchFileSource(MappedSource[_FileContent]):
         most_bytes: size of a file that may be loaded as a whole, if it must.
 
     Attributes:
-        cells: the sharded objects, cell by cell.
+        cells: The sharded objects, cell by cell.
 
     Raises:
         UnsupportedFormatError: if it holds more than plain data and is not trusted.

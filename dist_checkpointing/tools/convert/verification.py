@@ -35,8 +35,8 @@ class PartChecks:
     once more, a block at a time: so memory stays bounded, however large a part is.
 
     Attributes:
-        most_bytes: size of a block.
-        num_bytes: bytes that have been compared.
+        most_bytes: Size of a block.
+        num_bytes: Bytes that have been compared.
     """
 
     def __init__(
