@@ -23,6 +23,7 @@ from dist_checkpointing.tools.inspect.values import (
     SLAB_ELEMENTS,
     as_numbers,
     blocks,
+    slabs,
 )
 
 Array = npt.NDArray[Any]
@@ -353,7 +354,8 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
 def _same_arrays(a: Array, b: Array, tolerance: Tolerance) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return _compare_slab(a.reshape(-1), b.reshape(-1), tolerance)[1] is None
+    pairs = zip(slabs(np.ascontiguousarray(a)), slabs(np.ascontiguousarray(b)), strict=True)
+    return all(_compare_slab(x, y, tolerance)[1] is None for x, y in pairs)
 
 
 def _same_tensors(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> bool:

@@ -99,6 +99,13 @@ def as_numbers(tensor: torch.Tensor) -> Array:
     return dtypes.as_numpy(tensor)
 
 
+def slabs(array: Array) -> Iterator[Array]:
+    """The elements of a C-contiguous array, some at a time."""
+    flat = array.reshape(-1)
+    for start in range(0, len(flat), SLAB_ELEMENTS):
+        yield flat[start : start + SLAB_ELEMENTS]
+
+
 def statistics_of(tensor: torch.Tensor) -> Statistics:
     """The statistics of a CPU tensor."""
     total = Statistics()
@@ -139,6 +146,12 @@ def stream_statistics(
     report: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Statistics]:
     """The statistics of parts of tensors, read block by block.
+
+    Args:
+        checkpoint: the checkpoint.
+        regions: keys, and boxes in elements of the global tensors.
+        memory_bytes: most bytes of values that are in memory at a time.
+        report: called with the number of bytes that were read since the last call.
 
     Returns:
         The statistics of each key; several regions of one key together.
@@ -236,7 +249,13 @@ def _grown(chunk: Ints, grid: ChunkGrid, most_elements: int) -> Ints:
 def batches(
     index: Index, regions: Iterable[tuple[str, Box]], most_bytes: int
 ) -> Iterator[list[tuple[str, Box]]]:
-    """Regions of tensors cut into blocks, with small blocks in batches to be read at once."""
+    """Regions of tensors cut into blocks, with small blocks in batches to be read at once.
+
+    Args:
+        index: index of the checkpoint.
+        regions: keys, and boxes in elements of the global tensors.
+        most_bytes: most bytes of a batch.
+    """
     sized = (
         ((key, block), block.num_elements * index[key].dtype.itemsize)
         for key, region in regions
