@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -97,7 +98,11 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         raise UnsupportedFormatError("cannot read the sharded objects", [finding])
 
 
-def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
+ABSENT: Any = object()
+"""A value that is stored elsewhere, and only keeps its position in a list."""
+
+
+def nested(values: Mapping[StatePath, Any]) -> dict[Any, Any]:
     """Values by path as a nest of dicts and lists.
 
     Positions become those of a list. What DCP stored elsewhere (the tensors) leaves None there,
@@ -107,7 +112,7 @@ def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
         StateMismatchError: if one path goes through the value at another.
         CorruptCheckpointError: if the lists are longer than those of any state dict.
     """
-    tree: dict[Any, Any] = {}
+    tree = _Nest()
     for path, value in values.items():
         node = tree
         for step in path[:-1]:
@@ -122,7 +127,7 @@ def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
     if length > _MOST_POSITIONS:
         finding = Finding("lists longer than those of any state dict", found=f"{length} positions")
         raise CorruptCheckpointError("the values in the checkpoint cannot be nested", [finding])
-    return {step: _rebuilt(below) for step, below in tree.items()}
+    return _present(tree)
 
 
 class _Nest(dict[Any, Any]):
@@ -146,10 +151,17 @@ def _list_positions(value: Any) -> int:
     return own + sum(map(_list_positions, value.values()))
 
 
+def _present(branch: _Nest) -> dict[Any, Any]:
+    rebuilt = ((step, _rebuilt(child)) for step, child in branch.items())
+    return {step: value for step, value in rebuilt if value is not ABSENT}
+
+
 def _rebuilt(value: Any) -> Any:
     if not isinstance(value, _Nest):
         return value
-    below = {step: _rebuilt(child) for step, child in value.items()}
+    below = _present(value)
+    if not below:
+        return ABSENT
     if _is_list(value):
-        return [below.get(position) for position in range(max(below) + 1)]
+        return [below.get(position) for position in range(max(value) + 1)]
     return below
