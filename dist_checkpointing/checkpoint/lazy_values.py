@@ -29,8 +29,8 @@ class StoredChunk:
 
     Attributes:
         box: Box in elements of the global tensor.
-        flat_range: if given, only these elements of the flattened box.
-        num_bytes: size of the values, before compression.
+        flat_range: If given, only these elements of the flattened box.
+        num_bytes: Size of the values, before compression.
     """
 
     box: Box
@@ -149,8 +149,8 @@ class ObjectHandle(Mapping[Ints, Any]):
     """The cells of one sharded object: cell index -> value, unpickled when asked for.
 
     Attributes:
-        key: key of the object.
-        shape: shape of the grid of cells.
+        key: Key of the object.
+        shape: Shape of the grid of cells.
 
     Example:
         >>> rng = ShardedObject("rng", {"seed": 1}, (1,), (0,))

@@ -37,11 +37,6 @@ _FEW = 4
 class PartialReads:
     """What reads one checkpoint; strategies are looked for on first use.
 
-    Args:
-        folder: folder of the checkpoint.
-        config: content of its ``metadata.json``.
-        trusted: unpickle anything.
-
     Attributes:
         options: StorageOptions of the reads, if set before the first one.
     """

@@ -18,9 +18,9 @@ class Selected:
     """A part of a tensor.
 
     Attributes:
-        boxes: boxes to read, in elements of the tensor; they follow each other along ``axis``.
-        axis: axis along which they are joined.
-        within: what to take of the array that they make up.
+        boxes: Boxes to read, in elements of the tensor; they follow each other along ``axis``.
+        axis: Axis along which they are joined.
+        within: What to take of the array that they make up.
     """
 
     boxes: tuple[Box, ...]

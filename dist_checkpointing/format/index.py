@@ -27,10 +27,10 @@ from dist_checkpointing.format.index_columns import (
     json_text,
     optional_string,
     pieces_of_json,
-    pieces_or_dict,
     pieces_text,
     shapes,
     strings,
+    without_pieces,
 )
 from dist_checkpointing.format.pieces import (
     MAX_AXES,
@@ -248,7 +248,6 @@ class Index(Mapping[str, StoredTensor]):
 
     def to_json(self) -> bytes:
         """The bytes of the index file."""
-        pieces = (f"{json_text(key)}:{pieces_text(table)}" for key, table in self.pieces.items())
         begin = {
             "format": FORMAT,
             "format_minor": FORMAT_MINOR,
@@ -258,7 +257,7 @@ class Index(Mapping[str, StoredTensor]):
             "chunk_shapes": [*self.chunk_shape_column],
         }
         end = {"objects": dict(self.objects), "codec": self.codec}
-        text = f'{json_text(begin)[:-1]},"pieces":{{{",".join(pieces)}}},{json_text(end)[1:]}'
+        text = f'{json_text(begin)[:-1]},"pieces":{pieces_text(self.pieces)},{json_text(end)[1:]}'
         body = text.encode()
         # Still one JSON object, and a flipped digit in a shape does not go unnoticed.
         return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
@@ -274,7 +273,8 @@ class Index(Mapping[str, StoredTensor]):
         """
         message = "the index of the checkpoint cannot be read"
         with local.parsing(message, path, remedy="Use another checkpoint, or restore this file."):
-            content = local.parse_json(data, pieces_or_dict)
+            text, tables = without_pieces(data)
+            content = local.parse_json(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError("not an index of dist_checkpointing")
             body = b"{" + data[_CHECKSUM_BYTES:]
@@ -286,7 +286,7 @@ class Index(Mapping[str, StoredTensor]):
                 strings(content["dtypes"]),
                 shapes(keys, content["global_shapes"]),
                 shapes(keys, content["chunk_shapes"], optional=True),
-                pieces_of_json(content["pieces"]),
+                pieces_of_json(content["pieces"], tables),
                 {key: tuple(extents(key, shape)) for key, shape in content["objects"].items()},
                 optional_string(content["codec"]),
             )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
+
+from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.pieces import (
     MAX_AXES,
     MAX_EXTENT,
@@ -14,6 +18,7 @@ from dist_checkpointing.format.pieces import (
     PieceColumns,
     Pieces,
     ints_from_json,
+    rows_from_lists,
 )
 
 
@@ -22,31 +27,69 @@ def json_text(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def pieces_text(pieces: Pieces) -> str:
-    """The pieces of a tensor as JSON."""
-    columns = {"offsets": pieces.offsets, "shapes": pieces.shapes, "flat": pieces.flat}
-    return f"{{{','.join(f'{json_text(name)}:{_rows_text(c)}' for name, c in columns.items())}}}"
+def pieces_text(pieces: Mapping[str, Pieces]) -> str:
+    """The pieces of all tensors as JSON. Columns of tensors that are cut alike become text once."""
+    known: dict[tuple[bytes, tuple[int, ...]], str] = {}
+
+    def text(column: Int64s) -> str:
+        content = column.tobytes(), column.shape
+        if content not in known:
+            known[content] = json_text(column.tolist())
+        return known[content]
+
+    tables = (
+        f'{json_text(key)}:{{"offsets":{text(table.offsets)},'
+        f'"shapes":{text(table.shapes)},"flat":{text(table.flat)}}}'
+        for key, table in pieces.items()
+    )
+    return f"{{{','.join(tables)}}}"
 
 
-def _rows_text(rows: Int64s) -> str:
-    """Rows of ints as JSON. Flattened pieces of one box have the same offset and shape."""
-    if len(rows) > 1 and (rows == rows[0]).all():
-        return f"[{','.join([json_text(rows[0].tolist())] * len(rows))}]"
-    return json_text(rows.tolist())
+def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
+    """The text of an index with a number for each table of pieces, and the tables by number.
+
+    Their lists are most of a large index. They become arrays without a Python object for each row,
+    and what is the same for many tensors does so once.
+
+    Raises:
+        ValueError: If a table is not one.
+    """
+    rows = cache(_rows)
+
+    @cache
+    def table(columns: bytes) -> Pieces:
+        offsets, rest = columns.split(b',"shapes":')
+        return Pieces.checked(rows(offsets), *map(rows, rest.split(b',"flat":')))
+
+    # A quotation mark in a string has a backslash before it, so that no key contains this.
+    first, *texts = data.split(b'{"offsets":')
+    parts, tables = [first], []
+    for number, text in enumerate(texts):
+        columns, _, rest = text.partition(b"}")
+        tables.append(table(columns))
+        parts += [b"%d" % number, rest]
+    return b"".join(parts), tables
 
 
-def pieces_or_dict(content: dict[str, Any]) -> Any:
-    """An object of the JSON text; pieces at once, because their lists take much more memory."""
-    if content.keys() == {"offsets", "shapes", "flat"}:
-        return Pieces.from_lists(content["offsets"], content["shapes"], content["flat"])
-    return content
+def _rows(text: bytes) -> Int64s:
+    """Rows of ints of a JSON text: ``[rows, ints]``."""
+    inner = text[2:-2]
+    if inner.strip(b"[],") and b"[[%b]]" % inner == text:
+        numbers = local.parse_json(b"[%b]" % inner.replace(b"],[", b","))
+        num_rows = inner.count(b"],[") + 1
+        width = len(numbers) // num_rows
+        # All rows have so many numbers, and nothing is in them but digits.
+        bare = b"],[".join([b"," * (width - 1)] * num_rows)
+        if width <= MAX_AXES and inner.translate(None, b"-0123456789") == bare:
+            return np.array(numbers, dtype=np.int64).reshape(num_rows, width)
+    return rows_from_lists(local.parse_json(text))
 
 
-def pieces_of_json(content: Any) -> PieceColumns:
-    """The pieces of all tensors, of what ``pieces_or_dict`` has made."""
-    if not isinstance(content, dict) or not {Pieces}.issuperset(map(type, content.values())):
+def pieces_of_json(content: Any, tables: Sequence[Pieces]) -> PieceColumns:
+    """The pieces of all tensors, of what ``without_pieces`` has left and found."""
+    if not isinstance(content, dict) or [*content.values()] != [*range(len(tables))]:
         raise ValueError("expected pieces by key")
-    return PieceColumns.of(content)
+    return PieceColumns.of(dict(zip(content, tables, strict=True)))
 
 
 def strings(values: Any) -> list[str]:

@@ -27,7 +27,7 @@ from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.manager.checks import (
     asks_for_all,
-    check_files,
+    check_sealed_files,
     check_structure,
     is_verifiable,
     judge,
@@ -353,7 +353,7 @@ class CheckpointManager:
         for step, number in self._saves():
             folder = self.folder(step)
             try:
-                judge(comm, step, partial(check_files, folder, comm.rank, comm.world_size))
+                judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
                 looking = partial(is_verifiable, folder, given[0])
                 verify = comm.from_rank0(f"looking for checksums of step {step}", looking)
                 if not verify:

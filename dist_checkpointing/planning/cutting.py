@@ -12,10 +12,10 @@ import numpy as np
 
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 
-Cut = tuple[ShardTable, Int64s]
+CutTable = tuple[ShardTable, Int64s]
 
 
-def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
+def cut_along_grid(table: ShardTable, chunks: Int64s) -> CutTable:
     """Boxes cut along the chunks that they meet.
 
     Args:
@@ -37,7 +37,7 @@ def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
     return replace(parts, offsets=begins, shapes=ends - begins), origins
 
 
-def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
+def cut_ranges(table: ShardTable, most: Int64s) -> CutTable:
     """Flattened ranges cut into ranges.
 
     Args:
@@ -51,7 +51,7 @@ def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
     return replace(table.take(origins), flat=np.stack([begins, ends], axis=1)), origins
 
 
-def cut_rows(table: ShardTable, most: Int64s) -> Cut:
+def cut_rows(table: ShardTable, most: Int64s) -> CutTable:
     """Boxes cut as ``geometry.split_rows`` cuts one: every part is one run of its box.
 
     Args:
@@ -80,7 +80,7 @@ def cut_rows(table: ShardTable, most: Int64s) -> Cut:
         np.put_along_axis(shapes, axis, kept[:, None], 1)
 
 
-def joined(parts: list[Cut]) -> Cut:
+def joined(parts: list[CutTable]) -> CutTable:
     """Cuts of one table together, those of one row in their order."""
     table, origins = parts[0]
     for other, rows in parts[1:]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
@@ -107,15 +107,7 @@ def array_json(
     codecs: Sequence[Node] = (),
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Node:
-    """``zarr.json`` of an array.
-
-    Args:
-        shape: of the array.
-        chunk: of its chunks.
-        dtype: of its elements.
-        codecs: what compresses the bytes of a chunk.
-        attributes: of the node.
-    """
+    """``zarr.json`` of an array."""
     to_bytes: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         to_bytes["configuration"] = {"endian": "little"}
@@ -145,11 +137,17 @@ def describe(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Nod
     """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
     name = disk_name(tensor.key)
     nodes = {name: top_node(tensor, codecs)}
-    for box, flat in tensor.pieces or ():
-        start, shape = (-1, box.shape) if flat is None else (flat[0], (flat[1] - flat[0],))
-        node = array_json(shape, shape, tensor.dtype, codecs)
-        nodes[f"{name}/{piece_name(box.offset, start)}"] = node
+    for own_name, shape in piece_arrays(tensor):
+        nodes[f"{name}/{own_name}"] = array_json(shape, shape, tensor.dtype, codecs)
     return nodes
+
+
+def piece_arrays(tensor: StoredTensor) -> Iterator[tuple[str, Ints]]:
+    """Name and shape of the array of each piece of a tensor."""
+    if tensor.pieces is not None:
+        columns = (tensor.pieces.offsets, tensor.pieces.shapes, tensor.pieces.flat)
+        for offset, shape, (start, stop) in zip(*(c.tolist() for c in columns), strict=True):
+            yield piece_name(offset, start), tuple(shape) if start < 0 else (stop - start,)
 
 
 def top_node(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> Node:

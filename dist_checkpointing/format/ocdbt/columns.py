@@ -25,11 +25,7 @@ class Malformed(ValueError):
 
 
 class Body:
-    """The body of a record, read column by column.
-
-    Args:
-        data: all of it.
-    """
+    """The body of a record, read column by column."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

@@ -20,7 +20,7 @@ from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.columns import Malformed
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME, Manifest, Root
-from dist_checkpointing.format.ocdbt.nodes import DataFile, Extents, Interior, Leaf, decode
+from dist_checkpointing.format.ocdbt.nodes import Extents, FileRef, InteriorNode, LeafNode, decode
 from dist_checkpointing.format.ocdbt.records import MOST_BODY_BYTES
 
 ABSENT: Final = -2
@@ -41,10 +41,10 @@ class Values:
     """Where values are, as columns.
 
     Attributes:
-        files: paths relative to the database.
-        extents: of the values; ``file`` is a position in ``files``, ``INLINE`` for a value in the
-            tree itself and ``ABSENT`` for a key that the database does not have.
-        inline: row -> value in the tree.
+        files: Paths relative to the database.
+        extents: Extents of the values; ``file`` is a position in ``files``, ``INLINE`` for a value
+            in the tree itself and ``ABSENT`` for a key that the database does not have.
+        inline: Row -> value in the tree.
     """
 
     files: Sequence[str]
@@ -53,14 +53,14 @@ class Values:
 
 
 @dataclass(slots=True)
-class _Place:
+class _NodeRef:
     """Where a node is, and what the node above says of it.
 
     Attributes:
-        node: the node, and ``below`` the places of its children, where they are remembered.
+        node: The node, and ``below`` the places of its children, where they are remembered.
     """
 
-    file: DataFile
+    file: FileRef
     offset: int
     length: int
     height: int
@@ -68,8 +68,8 @@ class _Place:
     low: bytes
     high: bytes | None
     num_keys: int
-    node: Leaf | Interior | None = None
-    below: list[_Place] = field(default_factory=list)
+    node: LeafNode | InteriorNode | None = None
+    below: list[_NodeRef] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _Found:
     files: dict[str, int] = field(default_factory=dict)
     inline: dict[int, bytes] = field(default_factory=dict)
 
-    def number(self, file: DataFile) -> int:
+    def number(self, file: FileRef) -> int:
         """Position of a file."""
         return self.files.setdefault(file.path, len(self.files))
 
@@ -94,8 +94,8 @@ class Tree:
         keeps_nodes: whether a node that was read is remembered.
 
     Attributes:
-        num_keys: how many it has.
-        files: relative paths of the files whose nodes were read.
+        num_keys: Number of its keys.
+        files: Relative paths of the files whose nodes were read.
 
     Raises:
         CorruptCheckpointError: from all methods, if the database is damaged.
@@ -158,7 +158,7 @@ class Tree:
             position = bisect_right(node.keys, key) - 1
             if position < 0:
                 break
-            if isinstance(node, Interior):
+            if isinstance(node, InteriorNode):
                 place = place.below[position] if place.below else _child(place, node, position)
                 continue
             if node.keys[position] != key:
@@ -172,39 +172,39 @@ class Tree:
             return found.number(node.files[file]), offset, length
         return ABSENT, 0, 0
 
-    def _leaves(self) -> list[Leaf]:
+    def _leaves(self) -> list[LeafNode]:
         """All leaves, in the order of their keys."""
         places = [] if self._root is None else [self._root]
-        leaves: list[Leaf] = []
+        leaves: list[LeafNode] = []
         while places:
-            below: list[_Place] = []
+            below: list[_NodeRef] = []
             for place in places:
                 node = place.node or self._node(place)
-                if isinstance(node, Leaf):
+                if isinstance(node, LeafNode):
                     leaves.append(node)
                 else:
                     below += place.below or _children(place, node)
             places = below
         return leaves
 
-    def _node(self, place: _Place) -> Leaf | Interior:
+    def _node(self, place: _NodeRef) -> LeafNode | InteriorNode:
         """A node, which is read once by all threads if it is remembered."""
         if not self._keeps_nodes:
             return self._read(place)
         with self._lock:
             if place.node is None:
                 node = self._read(place)
-                if isinstance(node, Interior):
+                if isinstance(node, InteriorNode):
                     place.below = _children(place, node)
                 place.node = node
             return place.node
 
-    def _read(self, place: _Place) -> Leaf | Interior:
+    def _read(self, place: _NodeRef) -> LeafNode | InteriorNode:
         path = self._folder / place.file.path
         try:
             record = _read_at(path, place.offset, place.length)
             node = decode(record, place.height, place.file.folder, place.prefix)
-            held = len(node.keys) if isinstance(node, Leaf) else sum(node.num_keys.tolist())
+            held = len(node.keys) if isinstance(node, LeafNode) else sum(node.num_keys.tolist())
             if held != place.num_keys:
                 raise Malformed(f"it has {held} keys below it and not {place.num_keys}")
             if node.keys[0] < place.low or (place.high is not None and node.keys[-1] >= place.high):
@@ -234,18 +234,18 @@ def _joined(parts: Sequence[Extents]) -> Extents:
     return Extents(*(np.concatenate(c) for c in zip(*(p.columns for p in parts), strict=True)))
 
 
-def _place_of(root: Root) -> _Place:
+def _place_of(root: Root) -> _NodeRef:
     held = root.statistics.num_keys
-    return _Place(root.file, root.offset, root.length, root.height, b"", b"", None, held)
+    return _NodeRef(root.file, root.offset, root.length, root.height, b"", b"", None, held)
 
 
-def _children(place: _Place, node: Interior) -> list[_Place]:
+def _children(place: _NodeRef, node: InteriorNode) -> list[_NodeRef]:
     return [_child(place, node, number) for number in range(len(node.keys))]
 
 
-def _child(above: _Place, node: Interior, number: int) -> _Place:
+def _child(above: _NodeRef, node: InteriorNode, number: int) -> _NodeRef:
     extents, keys = node.extents, node.keys
-    return _Place(
+    return _NodeRef(
         node.files[int(extents.file[number])],
         int(extents.offset[number]),
         int(extents.length[number]),

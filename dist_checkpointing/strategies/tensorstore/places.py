@@ -15,9 +15,6 @@ class Places:
     """Finds values in the newest version of a database; several threads may ask.
 
     What lies in the folder of another save, the caller notices.
-
-    Args:
-        checkpoint_dir: the checkpoint.
     """
 
     def __init__(self, checkpoint_dir: Path) -> None:

@@ -260,11 +260,6 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool) -> int:
     A window that is one run is read as it is. Of others a mapped file delivers whole pages of 4 KiB
     (the read-ahead of the system not counted), and a file that is read into buffers delivers parts,
     each from its first element to its last.
-
-    Args:
-        window: in elements of the chunk.
-        itemsize: bytes of an element.
-        maps_files: whether files are mapped.
     """
     wanted = window.box.num_elements * itemsize
     if window.contiguous_range() is not None:
