@@ -1,4 +1,4 @@
-"""``python -m dist_checkpointing.interop.megatron [--backend NAME] script.py ...`` runs a script."""
+"""Runs a script: ``python -m dist_checkpointing.interop.megatron [--backend NAME] script.py``."""
 
 import argparse
 import runpy

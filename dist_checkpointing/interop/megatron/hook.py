@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import NoReturn
+from typing import Any
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.interop.megatron.defaults import use
@@ -19,7 +19,10 @@ PACKAGE = "megatron.core.dist_checkpointing"
 _MODULES = "dist_checkpointing.interop.megatron.modules"
 _AS_IT_IS = ("mapping", "strategies.checkpointable")
 """Modules that have the same names here as in Megatron."""
-_INTERNAL = ("strategies.state_dict_saver", "strategies.two_stage")
+_INTERNAL = tuple(
+    f"strategies.{name}"
+    for name in ("cached_metadata_filesystem_reader", "state_dict_saver", "two_stage")
+)
 
 
 class LeftOutError(ImportError):
@@ -33,16 +36,31 @@ class LeftOutError(ImportError):
         )
 
 
-def left_out(module: str, name: str, names: Iterable[str] = ()) -> NoReturn:
-    """Raise the error for a name that a module of Megatron has and ours does not.
+def forwarding(
+    module: str,
+    source: str = "",
+    without_effect: Container[str] = (),
+    left_out: Container[str] = (),
+) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a module.
 
-    Raises:
-        LeftOutError: if it is one of ``names``.
-        AttributeError: for any other name.
+    Args:
+        module: Name of the module.
+        source: Module that has the names which are the same here.
+        without_effect: Names of functions that need do nothing here.
+        left_out: Names at which LeftOutError is raised.
     """
-    if name in names:
-        raise LeftOutError(f"{PACKAGE}.{module}.{name}")
-    raise AttributeError(f"module {PACKAGE}.{module} has no attribute {name!r}")
+
+    def find(name: str) -> Any:
+        if name in left_out:
+            raise LeftOutError(f"{PACKAGE}{module.removeprefix(_MODULES)}.{name}")
+        if name in without_effect:
+            return lambda: None
+        if not source:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(source), name)
+
+    return find
 
 
 class _Finder(MetaPathFinder, Loader):

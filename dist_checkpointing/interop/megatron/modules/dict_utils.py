@@ -47,6 +47,8 @@ def extract_matching_values(
 
 def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
     """Paths that only one side has, and ``(path, type, type, ...)`` of leaves that differ."""
+    left: list[Any]
+    right: list[Any]
     if isinstance(x1, dict) and isinstance(x2, dict):
         left = [(*prefix, key) for key in x1.keys() - x2.keys()]
         right = [(*prefix, key) for key in x2.keys() - x1.keys()]
@@ -61,7 +63,7 @@ def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], lis
     else:
         details = _difference(x1, x2)
         return [], [], [] if details is None else [(prefix, type(x1), type(x2), *details)]
-    different = []
+    different: list[Any] = []
     for step, a, b in pairs:
         parts = diff(a, b, (*prefix, step))
         left, right, different = left + parts[0], right + parts[1], different + parts[2]
@@ -85,16 +87,16 @@ def _difference(x1: Any, x2: Any) -> tuple[Any, ...] | None:
 
 
 def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None:
-    """Print the nest as a tree of types."""
-    if _is_nest(x):
-        print()
-        for step, value in _items(x):
-            print(" " * indent * len(prefix) + f"{step}: ", end="")
+    """Print the type of each leaf at its place in the nest."""
+    for step, value in _items(x) if _is_nest(x) else [("", x)]:
+        kind = (
+            f"{value.dtype} of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+        )
+        print(" " * indent * len(prefix) + f"{step}: {kind}")  # noqa: T201 - that is what it does
+        if _is_nest(value):
             inspect_types(value, (*prefix, step), indent)
-    elif isinstance(x, torch.Tensor):
-        print(f"{x.dtype} of shape {tuple(x.shape)}")
-    else:
-        print(f"{type(x).__name__}: {str(x)[:30]}")
 
 
 def nested_values(x: Nest) -> Iterator[Any]:

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.interop.megatron.modules.dict_utils import nested_values
 from dist_checkpointing.interop.megatron.modules.utils import _sharded_tensor_shard_id, _ShardId
-from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from dist_checkpointing.mapping import ShardedTensor, StateDict, is_main_replica
 from dist_checkpointing.planning import distribute_shards_to_ranks
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "determine_main_replica_uniform_distribution",
     "distribute_shards_to_ranks",
     "exchange_by_distribution",
-    "exchange_loaded_objects_gather_object",
 ]
 
 Tensors = dict[_ShardId, torch.Tensor]
@@ -47,7 +45,7 @@ def _shard_size(sh_ten: ShardedTensor) -> int:
 
 
 def determine_main_replica_uniform_distribution(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: StateDict,
     parallelization_group: dist.ProcessGroup | None = None,
     ignore_groups: bool = False,
 ) -> ShardDistribution | None:
@@ -114,19 +112,3 @@ def exchange_by_distribution(
         if rank != reader and shard in unloaded_shards:
             tensors[shard] = sent.to(home)
     return tensors
-
-
-def exchange_loaded_objects_gather_object(
-    loaded_objects: dict[Any, Any], process_group: dist.ProcessGroup | None = None
-) -> dict[Any, Any]:
-    """What all ranks have loaded. Collective.
-
-    Raises:
-        CheckpointingException: if two ranks have loaded the same.
-    """
-    of_ranks: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(of_ranks, loaded_objects, group=process_group)
-    found = {shard: value for objects in of_ranks for shard, value in objects.items()}
-    if len(found) != sum(map(len, of_ranks)):
-        raise CheckpointingException("Duplicate shard ids loaded by different ranks")
-    return found

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dist_checkpointing.interop.megatron.modules.dict_utils import nested_values
-from dist_checkpointing.interop.megatron.modules.utils import extract_sharded_tensors_and_factories
+from dist_checkpointing.interop.megatron.modules import dict_utils, utils
 from dist_checkpointing.mapping import (
     LocalNonpersistentObject,
-    ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
     StateDict,
@@ -44,11 +42,15 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -
 
 
 def get_param_id_to_sharded_param_map(
-    model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.nn.Parameter]
+    model_sharded_state_dict: StateDict, optim_params_iter: Iterable[torch.nn.Parameter]
 ) -> dict[int, Parameter]:
     """``{number in the optimizer: leaf of the model}`` of parameters that are a leaf's data."""
     numbers = get_optim_param_to_id_map(optim_params_iter)
-    leaves = list(nested_values(extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]))
+    leaves = list(
+        dict_utils.nested_values(
+            utils.extract_sharded_tensors_and_factories(model_sharded_state_dict)[0]
+        )
+    )
     found = {numbers[id(x.data)]: x for x in leaves if id(x.data) in numbers}
     if not found:
         logger.warning("No leaf of the model is a parameter of the optimizer.%s", KEEP_VARS_HINT)

@@ -6,32 +6,19 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dist_checkpointing import serialization as ours
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import StateMismatchError
 from dist_checkpointing.filesystem.paths import local_folder
-from dist_checkpointing.format.commit import CONTENT_METADATA_KEY
+from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, read_config
 from dist_checkpointing.interop.megatron.adoption import adopt
 from dist_checkpointing.interop.megatron.defaults import defaults
+from dist_checkpointing.interop.megatron.modules import utils
 from dist_checkpointing.interop.megatron.modules.strategies.base import get_default_strategy
-from dist_checkpointing.interop.megatron.modules.utils import (
-    extract_nonpersistent,
-    extract_sharded_base,
-    force_all_tensors_to_non_fp8,
-)
-from dist_checkpointing.interop.megatron.modules.validation import (
-    _validate_common_state_dict,
-    verify_checkpoint_and_load_strategy,
-)
-from dist_checkpointing.mapping import (
-    CommonStateDict,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-)
+from dist_checkpointing.interop.megatron.modules.validation import _validate_common_state_dict
+from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.validation.strictness import StrictHandling
@@ -53,15 +40,13 @@ class TemplateMismatchError(StateMismatchError, CheckpointException):
 
 
 def save(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: StateDict,
     checkpoint_dir: Folder,
     sharded_strategy: Any = None,
     common_strategy: Any = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: (
-        Callable[[CommonStateDict], CommonStateDict] | None
-    ) = None,
+    preprocess_common_before_consistancy_check: Callable[[StateDict], StateDict] | None = None,
     content_metadata: dict[str, Any] | None = None,
 ) -> Any:
     """See ``dist_checkpointing.save``; the request to schedule if ``async_sharded_save``."""
@@ -73,7 +58,7 @@ def save(
         sharded_strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *sharded_strategy)
     if validate_access_integrity:
         preprocess = preprocess_common_before_consistancy_check or (lambda state: state)
-        _, common = extract_sharded_base(extract_nonpersistent(sharded_state_dict)[1])
+        _, common = utils.extract_sharded_base(utils.extract_nonpersistent(sharded_state_dict)[1])
         _validate_common_state_dict(preprocess(dict(common)))
     base = getattr(sharded_strategy, "base_strategy", sharded_strategy)
     folder, overwrite = local_folder(checkpoint_dir), defaults().overwrite
@@ -95,7 +80,7 @@ def save(
 
 
 def load(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: StateDict,
     checkpoint_dir: Folder,
     sharded_strategy: Any = None,
     common_strategy: Any = None,
@@ -103,7 +88,7 @@ def load(
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> Any:
     """See ``dist_checkpointing.load``."""
-    force_all_tensors_to_non_fp8(sharded_state_dict)
+    utils.force_all_tensors_to_non_fp8(sharded_state_dict)
     chosen = defaults()
     validate = chosen.validate if validate_access_integrity is None else validate_access_integrity
     try:
@@ -122,24 +107,20 @@ def load(
 
 
 def load_common_state_dict(checkpoint_dir: Folder) -> StateDict:
-    """See ``dist_checkpointing.load_common_state_dict``."""
     return ours.load_common_state_dict(checkpoint_dir, trusted=defaults().trusted)
 
 
 def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) -> Any:
-    """See ``dist_checkpointing.load_tensors_metadata``."""
     return ours.load_tensors_metadata(checkpoint_dir, sharded_strategy)
 
 
 def load_sharded_metadata(
     checkpoint_dir: Folder, sharded_strategy: Any = None, common_strategy: Any = None
 ) -> CkptShardedMetadata:
-    """See ``dist_checkpointing.load_sharded_metadata``."""
     return ours.load_sharded_metadata(checkpoint_dir, sharded_strategy, common_strategy)
 
 
 def load_plain_tensors(checkpoint_dir: Folder) -> Any:
-    """See ``dist_checkpointing.load_plain_tensors``."""
     template = load_tensors_metadata(checkpoint_dir)
     return load(template, checkpoint_dir, validate_access_integrity=False)
 
@@ -160,4 +141,7 @@ def get_default_save_sharded_strategy(
 
 def get_default_load_sharded_strategy(checkpoint_dir: Folder) -> LoadShardedStrategy:
     """The load strategy for a checkpoint."""
-    return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
+    config = read_config(checkpoint_dir)
+    chosen = config.sharded_backend, config.sharded_backend_version
+    strategy: LoadShardedStrategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *chosen)
+    return strategy

@@ -10,38 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing.interop.megatron.modules.dict_utils import (
-    dict_list_map_inplace,
-    dict_list_map_outplace,
-    merge,
-    nested_values,
-)
-from dist_checkpointing.interop.megatron.modules.exchange_utils import (
-    ShardDistribution,
-    determine_main_replica_uniform_distribution,
-    exchange_by_distribution,
-)
-from dist_checkpointing.interop.megatron.modules.state_dict_utils import (
-    load_preprocess,
-    save_preprocess,
-)
+from dist_checkpointing.interop.megatron.modules import dict_utils as nests
+from dist_checkpointing.interop.megatron.modules import exchange_utils, state_dict_utils, validation
 from dist_checkpointing.interop.megatron.modules.utils import (
     _sharded_object_id,
     _sharded_tensor_shard_id,
     extract_sharded_base,
     zip_strict,
 )
-from dist_checkpointing.interop.megatron.modules.validation import (
-    determine_global_metadata,
-    parse_strict_flag,
-    validate_integrity_and_strict_load,
-)
-from dist_checkpointing.mapping import (
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-    apply_factory_merges,
-)
+from dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from dist_checkpointing.validation.strictness import StrictHandling
 
 try:
@@ -61,7 +38,7 @@ def _require_known(algo: str) -> None:
 
 
 @dataclass
-class MCoreTensorAwareStateDict(_Base):
+class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that may be missing
     """A state dict of one rank, split into what it is and the tensors in it.
 
     Attributes:
@@ -69,32 +46,37 @@ class MCoreTensorAwareStateDict(_Base):
         sharded_state_dict: The sharded leaves.
     """
 
-    common: StateDict
-    sharded_state_dict: ShardedStateDict
+    common: dict[str, Any]
+    sharded_state_dict: dict[str, Any]
     _is_hollow: bool = False
 
     @classmethod
     def from_state_dict(
         cls,
-        sharded_state_dict: ShardedStateDict,
+        sharded_state_dict: dict[str, Any],
         algo: str = "fully_parallel",
         parallelization_group: Group = None,
-        cached_metadata: ShardDistribution | None = None,
+        cached_metadata: exchange_utils.ShardDistribution | None = None,
     ) -> tuple[MCoreTensorAwareStateDict, Any]:
         """The state dict, and the distribution to pass to the next call. Collective in the group.
 
         With ``"fully_parallel"`` each tensor that several ranks of the group have stays on one.
         """
         _require_known(algo)
-        sharded, common = save_preprocess(sharded_state_dict, cached_metadata is None)
+        sharded, common = state_dict_utils.save_preprocess(
+            sharded_state_dict, cached_metadata is None
+        )
         if algo == "atomic":
             return cls(common, sharded), (None, None, None, None)
-        distribution = cached_metadata or determine_main_replica_uniform_distribution(
-            sharded, parallelization_group, ignore_groups=True
+        distribution = (
+            cached_metadata
+            or exchange_utils.determine_main_replica_uniform_distribution(
+                sharded, parallelization_group, ignore_groups=True
+            )
         )
         if distribution is not None:
             rank = dist.get_rank(parallelization_group)
-            for leaf in nested_values(sharded):
+            for leaf in nests.nested_values(sharded):
                 if isinstance(leaf, ShardedTensor):
                     shard = _sharded_tensor_shard_id(leaf)
                     if distribution.main_rank_for_shard[shard] != rank:
@@ -107,13 +89,13 @@ class MCoreTensorAwareStateDict(_Base):
         return self._is_hollow
 
     @property
-    def common_state_dict(self) -> StateDict:
+    def common_state_dict(self) -> dict[str, Any]:
         """The common state."""
         return self.common
 
     def _leaves(self) -> Iterator[Any]:
         """The leaves that have data, or had it before it was taken out."""
-        for leaf in nested_values(self.sharded_state_dict):
+        for leaf in nests.nested_values(self.sharded_state_dict):
             kept = hasattr(leaf, "orig_device") if self._is_hollow else leaf.data is not None
             if isinstance(leaf, ShardedTensor) and kept:
                 yield leaf
@@ -173,7 +155,7 @@ class MCoreTensorAwareStateDict(_Base):
 
     def to_state_dict(
         self,
-        sharded_state_dict: ShardedStateDict,
+        sharded_state_dict: dict[str, Any],
         algo: str = "atomic",
         exchange_algo: str = "broadcast",
         validate_access_integrity: bool = True,
@@ -187,38 +169,48 @@ class MCoreTensorAwareStateDict(_Base):
         """
         assert not self._is_hollow
         _require_known(algo)
-        state = dict_list_map_outplace(lambda leaf: leaf, self.common)
+        state = nests.dict_list_map_outplace(lambda leaf: leaf, self.common)
         if not sharded_state_dict:
             return state
-        template, local, factories = load_preprocess(sharded_state_dict)
-        merge(state, local)
+        template, local, factories = state_dict_utils.load_preprocess(sharded_state_dict)
+        nests.merge(state, local)
         wanted, _ = extract_sharded_base(template)
-        flag = parse_strict_flag(strict)
-        own = {leaf.key: leaf.without_data() for leaf in nested_values(self.sharded_state_dict)}
-        metadata: Any = (None, None)
+        flag = validation.parse_strict_flag(strict)
+        own = {
+            leaf.key: leaf.without_data() for leaf in nests.nested_values(self.sharded_state_dict)
+        }
+        of_ranks = None
         if validate_access_integrity or StrictHandling.requires_global_app_metadata(flag):
-            metadata = determine_global_metadata(wanted)
-        _, missing, unexpected = validate_integrity_and_strict_load(
-            wanted, flag, validate_access_integrity, *metadata, own
+            of_ranks = validation.determine_global_metadata(wanted)[1]
+        _, missing, unexpected = validation.validate_integrity_and_strict_load(
+            wanted, flag, validate_access_integrity, None, of_ranks, own
         )
         value_of = self._values(wanted, algo, exchange_algo, parallelization_group)
-        merge(state, apply_factory_merges(dict_list_map_inplace(value_of, wanted), factories))
+        nests.merge(
+            state, apply_factory_merges(nests.dict_list_map_inplace(value_of, wanted), factories)
+        )
         return (state, missing, unexpected) if return_mismatch_keys else state
 
     def _values(
-        self, wanted: ShardedStateDict, algo: str, exchange_algo: str, group: Group
+        self, wanted: dict[str, Any], algo: str, exchange_algo: str, group: Group
     ) -> Callable[[Any], Any]:
         """What there is for a leaf of the template."""
         tensors = {_sharded_tensor_shard_id(leaf): leaf.data for leaf in self._leaves()}
         if algo == "fully_parallel":
-            shards = [leaf for leaf in nested_values(wanted) if isinstance(leaf, ShardedTensor)]
+            shards = [
+                leaf for leaf in nests.nested_values(wanted) if isinstance(leaf, ShardedTensor)
+            ]
             asked = {_sharded_tensor_shard_id(leaf): leaf for leaf in shards}
-            found = determine_main_replica_uniform_distribution(wanted, group, ignore_groups=True)
+            found = exchange_utils.determine_main_replica_uniform_distribution(
+                wanted, group, ignore_groups=True
+            )
             if found is not None:
                 rest = {shard: leaf for shard, leaf in asked.items() if shard not in tensors}
-                tensors = exchange_by_distribution(tensors, rest, found, group, exchange_algo)
+                tensors = exchange_utils.exchange_by_distribution(
+                    tensors, rest, found, group, exchange_algo
+                )
         values: dict[Any, Any] = dict(tensors)
-        for leaf in nested_values(self.sharded_state_dict):
+        for leaf in nests.nested_values(self.sharded_state_dict):
             if not isinstance(leaf, ShardedTensor):
                 values[_sharded_object_id(leaf)] = leaf.data
 

@@ -9,17 +9,14 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from dist_checkpointing.interop.megatron.modules.dict_utils import (
-    extract_matching_values,
-    nested_values,
-)
+from dist_checkpointing.interop.megatron.modules import dict_utils
 from dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
-    ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
+    StateDict,
 )
 
 _ShardId = tuple[str, tuple[int, ...], tuple[int, int] | None]
@@ -44,8 +41,8 @@ def _sharded_object_id(sharded_object: ShardedObject) -> tuple[Any, ...]:
     return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
 
 
-def _extractor(*kinds: type) -> Callable[[ShardedStateDict], tuple[Any, Any]]:
-    return lambda sharded_state_dict: extract_matching_values(
+def _extractor(*kinds: type) -> Callable[[StateDict], tuple[Any, Any]]:
+    return lambda sharded_state_dict: dict_utils.extract_matching_values(
         sharded_state_dict, lambda value: isinstance(value, kinds)
     )
 
@@ -59,18 +56,18 @@ extract_sharded_base = _extractor(ShardedBase)
 extract_nonpersistent = _extractor(LocalNonpersistentObject)
 
 
-def _leaves(sharded_state_dict: ShardedStateDict) -> Iterator[ShardedBase]:
-    return (x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedBase))
+def _leaves(sharded_state_dict: StateDict) -> Iterator[ShardedBase]:
+    return (x for x in dict_utils.nested_values(sharded_state_dict) if isinstance(x, ShardedBase))
 
 
-def add_prefix_for_sharding(sharded_state_dict: ShardedStateDict, prefix: str) -> None:
+def add_prefix_for_sharding(sharded_state_dict: StateDict, prefix: str) -> None:
     """Put the prefix before all keys, in place."""
     for leaf in _leaves(sharded_state_dict):
         leaf.key = prefix + leaf.key
 
 
 def replace_prefix_for_sharding(
-    sharded_state_dict: ShardedStateDict, old_prefix: str, new_prefix: str
+    sharded_state_dict: StateDict, old_prefix: str, new_prefix: str
 ) -> None:
     """Replace the prefix of all keys, in place; ValueError for a key without it."""
     for leaf in _leaves(sharded_state_dict):
@@ -79,20 +76,20 @@ def replace_prefix_for_sharding(
         leaf.key = new_prefix + leaf.key.removeprefix(old_prefix)
 
 
-def apply_prefix_mapping(sharded_state_dict: ShardedStateDict, prefix_map: dict[str, str]) -> None:
+def apply_prefix_mapping(sharded_state_dict: StateDict, prefix_map: dict[str, str]) -> None:
     """Replace the first prefix of the map with which a key begins, in place."""
     for leaf in _leaves(sharded_state_dict):
         old = next((old for old in prefix_map if leaf.key.startswith(old)), "")
         leaf.key = prefix_map.get(old, "") + leaf.key.removeprefix(old)
 
 
-def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
+def force_all_tensors_to_non_fp8(sharded_state_dict: StateDict) -> None:
     """Replace the data of leaves that TransformerEngine keeps in fp8 by their values."""
     try:
         fp8 = import_module("megatron.core.fp8_utils")
     except ImportError:
         return
-    for leaf in nested_values(sharded_state_dict):
+    for leaf in dict_utils.nested_values(sharded_state_dict):
         if hasattr(leaf, "data") and fp8.is_float8tensor(leaf.data):
             leaf.data = fp8.dequantize_fp8_tensor(leaf.data)
 

@@ -10,11 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
-from dist_checkpointing.interop.megatron.modules.dict_utils import (
-    diff,
-    extract_matching_values,
-    nested_values,
-)
+from dist_checkpointing.interop.megatron.modules import dict_utils
 from dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedStateDict
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.describe import describe
@@ -22,19 +18,10 @@ from dist_checkpointing.planning.shard_table import concatenate
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from dist_checkpointing.strategies.selection import Selection, handles_objects, open_checkpoint
 from dist_checkpointing.validation.compare import mismatch_text
-from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
-
-__all__ = [
-    "StrictHandling",
-    "adjust_non_strict_load",
-    "determine_global_metadata",
-    "maybe_report_missing_and_unexpected_keys",
-    "parse_strict_flag",
-    "validate_integrity_and_strict_load",
-    "validate_sharded_objects_handling",
-    "validate_sharding_integrity",
-    "verify_checkpoint_and_load_strategy",
-]
+from dist_checkpointing.validation.strictness import (
+    StrictHandling,
+    parse_strict_flag,  # noqa: F401 - one of the names that Megatron has here
+)
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +36,7 @@ def determine_global_metadata(
     sharded_state_dict: ShardedStateDict, process_group: dist.ProcessGroup | None = None
 ) -> tuple[Metadata, list[Metadata]]:
     """The leaves of this rank, and of each rank, without their data. Collective."""
-    own = [leaf.without_data() for leaf in nested_values(sharded_state_dict)]
+    own = [leaf.without_data() for leaf in dict_utils.nested_values(sharded_state_dict)]
     if not dist.is_initialized():
         return own, [own]
     of_ranks: list[Any] = [None] * dist.get_world_size(process_group)
@@ -88,7 +75,9 @@ def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
         return
     rank, sent = _rank(), [common_state_dict]
     dist.broadcast_object_list(sent, src=0)
-    only_first, only_own, different = diff(sent[0], common_state_dict) if rank else ([], [], [])
+    only_first, only_own, different = (
+        dict_utils.diff(sent[0], common_state_dict) if rank else ([], [], [])
+    )
     if only_first or only_own or different:
         logger.warning(
             "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank 0: "
@@ -116,7 +105,11 @@ def validate_integrity_and_strict_load(
             raise CheckpointingException(
                 "Cannot verify checkpoint mismatch with ckpt_sharded_metadata=None."
             )
-        own = nested_values(sharded_state_dict) if local_metadata is None else local_metadata
+        own = (
+            dict_utils.nested_values(sharded_state_dict)
+            if local_metadata is None
+            else local_metadata
+        )
         seen = StrictHandling.requires_global_app_metadata(strict)
         missing, unexpected = _determine_missing_and_unexpected_keys(
             ckpt_sharded_metadata, own, global_metadata if seen else None
@@ -161,7 +154,7 @@ def adjust_non_strict_load(
     sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
 ) -> ShardedStateDict:
     """The nest of sharded leaves without those of some keys."""
-    kept: ShardedStateDict = extract_matching_values(
+    kept: ShardedStateDict = dict_utils.extract_matching_values(
         sharded_state_dict, lambda leaf: leaf.key in sharded_keys_to_remove
     )[1]
     return kept

@@ -1,15 +1,9 @@
 """The strategies of the common state."""
 
-from dist_checkpointing.format.commit import COMMON_STATE_FNAME
-from dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
+from dist_checkpointing.interop.megatron.hook import forwarding
 
-__all__ = [
-    "COMMON_STATE_FNAME",
-    "TorchCommonLoadStrategy",
-    "TorchCommonSaveStrategy",
-    "register_default_common_strategies",
-]
-
-
-def register_default_common_strategies() -> None:
-    """Do nothing: the registry finds them."""
+__getattr__ = forwarding(
+    __name__,
+    "dist_checkpointing.strategies.common",
+    without_effect=("register_default_common_strategies",),
+)

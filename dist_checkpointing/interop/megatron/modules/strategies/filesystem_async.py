@@ -1,11 +1,6 @@
 """What Megatron's training imports from its writer."""
 
-from typing import Any
-
-from dist_checkpointing.interop.megatron.hook import left_out
+from dist_checkpointing.interop.megatron.hook import forwarding
 
 _results_queue = None
-
-
-def __getattr__(name: str) -> Any:
-    left_out("strategies.filesystem_async", name, ("FileSystemWriterAsync",))
+__getattr__ = forwarding(__name__, left_out=("FileSystemWriterAsync",))

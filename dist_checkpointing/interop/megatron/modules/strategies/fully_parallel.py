@@ -7,7 +7,7 @@ from typing import Any
 
 from dist_checkpointing.interop.megatron.modules import exchange_utils as exchange
 from dist_checkpointing.interop.megatron.modules.utils import _sharded_tensor_shard_id
-from dist_checkpointing.mapping import ShardedStateDict, StateDict
+from dist_checkpointing.mapping import StateDict
 from dist_checkpointing.strategies import fully_parallel as ours
 from dist_checkpointing.strategies.base import PathOrStr
 
@@ -35,7 +35,7 @@ class FullyParallelSaveStrategyWrapper(ours.FullyParallelSaveStrategyWrapper):
         """Who writes what, as the first direct call of ``save`` found it, if that is kept."""
         return self._view.distribution
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
+    def save(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> None:
         self._view.note(sharded_state_dict)
         super().save(sharded_state_dict, checkpoint_dir)
 
@@ -60,7 +60,7 @@ class FullyParallelLoadStrategyWrapper(ours.FullyParallelLoadStrategyWrapper):
         """Who reads what, as the first direct call of ``load`` found it, if that is kept."""
         return self._view.distribution
 
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
+    def load(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> StateDict:
         self._view.note(sharded_state_dict)
         return super().load(sharded_state_dict, checkpoint_dir)
 
@@ -74,7 +74,7 @@ class _View:
     is_load: bool
     distribution: exchange.ShardDistribution | None = None
 
-    def note(self, state_dict: ShardedStateDict) -> None:
+    def note(self, state_dict: StateDict) -> None:
         if self.keeps and self.distribution is None:
             self.distribution = exchange.determine_main_replica_uniform_distribution(
                 state_dict, self.group, self.is_load

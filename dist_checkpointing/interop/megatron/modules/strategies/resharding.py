@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, StateDict
+from dist_checkpointing.mapping import ShardedTensor, StateDict
 from dist_checkpointing.strategies.torch_dist.flattened import flattened_size
 
 
@@ -29,15 +29,15 @@ def nd_flattened_tensor_reformulated_global_shape(sh_ten: ShardedTensor) -> tupl
 
 
 def apply_nd_flattened_tensors_reformulation(
-    sharded_state_dict: ShardedStateDict, reformulation_metadata: Mapping[str, Any]
-) -> tuple[ShardedStateDict, ShardedStateDict]:
+    sharded_state_dict: StateDict, reformulation_metadata: Mapping[str, Any]
+) -> tuple[StateDict, StateDict]:
     """The state dict as it is."""
     del reformulation_metadata
     return sharded_state_dict, {}
 
 
 def restore_nd_flattened_tensors_formulation(
-    state_dict: StateDict, formulation_restore_metadata: ShardedStateDict
+    state_dict: StateDict, formulation_restore_metadata: StateDict
 ) -> StateDict:
     """The state dict as it is."""
     del formulation_restore_metadata

@@ -1,17 +1,9 @@
 """The strategy that loads zarr through TensorStore."""
 
-from dist_checkpointing.strategies import tensorstore as ours
+from dist_checkpointing.interop.megatron.hook import forwarding
 
-__all__ = ["TensorStoreLoadShardedStrategy", "register_default_tensorstore_strategies"]
-
-
-class TensorStoreLoadShardedStrategy(ours.TensorStoreLoadShardedStrategy):
-    """Loads into the given tensors, on whatever device they are."""
-
-    def __init__(self, load_directly_on_device: bool = False) -> None:
-        del load_directly_on_device
-        super().__init__()
-
-
-def register_default_tensorstore_strategies() -> None:
-    """Do nothing: the registry finds them."""
+__getattr__ = forwarding(
+    __name__,
+    "dist_checkpointing.strategies.tensorstore",
+    without_effect=("register_default_tensorstore_strategies",),
+)

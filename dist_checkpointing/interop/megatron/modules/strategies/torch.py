@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint import Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
-from dist_checkpointing.interop.megatron.hook import left_out
+from dist_checkpointing.interop.megatron.hook import forwarding
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies import torch_dist as ours
+
+__getattr__ = forwarding(
+    __name__,
+    without_effect=("register_default_torch_strategies",),
+    left_out=("MCoreLoadPlanner", "MCoreSavePlanner"),
+)
 
 
 class TorchDistSaveShardedStrategy(ours.TorchDistSaveShardedStrategy):
@@ -76,11 +83,3 @@ def get_reformulation_metadata(sharded_state_dict: Any, checkpoint_dir: Any) -> 
     """Nothing: the readers load flattened tensors in any form."""
     del sharded_state_dict, checkpoint_dir
     return {}
-
-
-def register_default_torch_strategies() -> None:
-    """Do nothing: the registry finds them."""
-
-
-def __getattr__(name: str) -> Any:
-    left_out("strategies.torch", name, ("MCoreLoadPlanner", "MCoreSavePlanner"))

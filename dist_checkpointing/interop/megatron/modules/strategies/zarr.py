@@ -1,13 +1,9 @@
 """The strategies of zarr."""
 
-from dist_checkpointing.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from dist_checkpointing.interop.megatron.hook import forwarding
 
-__all__ = [
-    "ZarrLoadShardedStrategy",
-    "ZarrSaveShardedStrategy",
-    "register_default_zarr_strategies",
-]
-
-
-def register_default_zarr_strategies() -> None:
-    """Do nothing: the registry finds them."""
+__getattr__ = forwarding(
+    __name__,
+    "dist_checkpointing.strategies.zarr",
+    without_effect=("register_default_zarr_strategies",),
+)
