@@ -26,6 +26,7 @@ WORLD_SIZE = 2
 TP_SIZES = (1, 2)
 MODELS = ("swiglu", "moe")
 FORMATS = ("fully_sharded_model_space", "dp_zero_gather_scatter", "fully_reshardable")
+OF_ONE_TP_SIZE = "dp_zero_gather_scatter"  # by Megatron's design
 
 
 class OnTheCPU(TorchFunctionMode):
@@ -195,7 +196,8 @@ def report(role: str, action: str, place: Path) -> dict[str, str]:
             continue
         for writer, written_tp_size in itertools.product(("ours", "theirs"), TP_SIZES):
             folder = place / f"{writer}-{model}-{form}-{written_tp_size}"
-            if not (folder / "metadata.json").exists():
+            is_possible = tp_size == written_tp_size or form != OF_ONE_TP_SIZE
+            if not is_possible or not (folder / "metadata.json").exists():
                 continue
             gpt, optimizer = made(model, tp_size, seed=100)
             try:

@@ -103,23 +103,30 @@ def test_a_second_install_changes_the_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("strategies.filesystem_async", "FileSystemWriterAsync"),
+        ("exchange_utils", "exchange_loaded_tensors_broadcast"),
         ("strategies.async_utils", "PersistentAsyncCaller"),
+        ("strategies.filesystem_async", "FileSystemWriterAsync"),
         ("strategies.torch", "MCoreSavePlanner"),
-        ("strategies.state_dict_saver", None),
-        ("strategies.two_stage", None),
     ],
 )
-def test_what_is_left_out_says_so_on_import(module: str, name: str | None) -> None:
+def test_a_name_that_is_left_out_says_so_on_import_and_on_use(module: str, name: str) -> None:
     megatron.install()
-    line = (
-        f"import {PACKAGE}.{module}" if name is None else f"from {PACKAGE}.{module} import {name}"
-    )
-    with pytest.raises(LeftOutError, match="is internal to Megatron's way of saving"):
-        exec(line, {})
-    if name is not None:
-        with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-            _ = theirs(module).nonsense
+    found: dict[str, Any] = {}
+    with pytest.warns(UserWarning, match="is internal to Megatron's way of saving"):
+        exec(f"from {PACKAGE}.{module} import {name}", found)
+    with pytest.raises(LeftOutError, match=rf"{module}\.{name} is internal"):
+        found[name]("ckpt")
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = theirs(module).nonsense
+
+
+@pytest.mark.parametrize(
+    "module", ["state_dict_saver", "two_stage", "cached_metadata_filesystem_reader"]
+)
+def test_a_module_that_is_left_out_says_so_on_import(module: str) -> None:
+    megatron.install()
+    with pytest.raises(LeftOutError, match=rf"{module} is internal to Megatron's way of saving"):
+        theirs(f"strategies.{module}")
 
 
 SCRIPT = """
@@ -172,7 +179,7 @@ def test_what_megatron_wrote_is_overwritten_once_the_plan_stands(
     assert dc.load_plain_tensors(folder)["w"].tolist() == [1, 1]
     assert (folder / "tokenizer" / "vocab.txt").read_text() == "kept"
     left = {path.name for path in folder.iterdir() if not path.name.startswith((".", "__"))}
-    assert left <= {"common.pt", "metadata.json", "tokenizer", "data", "manifest.ocdbt"}
+    assert left <= {"common.pt", "metadata.json", "tokenizer", "d", "data", "manifest.ocdbt"}
     dc.verify_checkpoint(folder)
 
 
@@ -229,6 +236,18 @@ def test_an_unexpected_key_raises_torchs_error_too(
     with pytest.raises(error, match="other_key") as caught:
         theirs().load({"w": shard("other_key", torch.ones(2))}, str(tmp_path))
     assert getattr(caught.value, "failures", None) == {}
+
+
+def test_flattened_tensors_of_torch_dist_are_listed_and_loaded_flattened() -> None:
+    megatron.install()
+    folder = str(GOLDEN / "mc0.15.3_torch_dist")
+    listed = theirs().load_tensors_metadata(folder)
+    flattened = {key for key, leaf in listed.items() if leaf.flattened_range is not None}
+    assert flattened == {"optim.exp_avg", "optim.bias_avg"}
+    plain = theirs().load_plain_tensors(folder)
+    whole = dc.load_plain_tensors(folder)
+    for key in flattened:
+        assert torch.equal(plain[key], whole[key].flatten())
 
 
 def test_tensors_are_removed_by_one_rank_alone(

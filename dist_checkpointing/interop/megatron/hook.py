@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Container, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.interop.megatron.defaults import use
@@ -28,12 +29,12 @@ _INTERNAL = tuple(
 class LeftOutError(ImportError):
     """A name of Megatron's that is about its insides, which this library does not have."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} is internal to Megatron's way of saving and has no counterpart in "
-            "dist_checkpointing, which megatron.core.dist_checkpointing stands for here",
-            name=name,
-        )
+
+def _left_out(name: str) -> str:
+    return (
+        f"{name} is internal to Megatron's way of saving and has no counterpart in "
+        f"dist_checkpointing, which stands for {PACKAGE} here"
+    )
 
 
 def forwarding(
@@ -48,12 +49,19 @@ def forwarding(
         module: Name of the module.
         source: Module that has the names which are the same here.
         without_effect: Names of functions that need do nothing here.
-        left_out: Names at which LeftOutError is raised.
+        left_out: Names of classes and functions that are left out. To import one warns, since it
+            may not be used; to call it raises LeftOutError.
     """
 
     def find(name: str) -> Any:
         if name in left_out:
-            raise LeftOutError(f"{PACKAGE}{module.removeprefix(_MODULES)}.{name}")
+            message = _left_out(f"{PACKAGE}{module.removeprefix(_MODULES)}.{name}")
+            warnings.warn(message, stacklevel=3)
+
+            def refuse(*_: Any, **__: Any) -> NoReturn:
+                raise LeftOutError(message)
+
+            return type(name, (), {"__new__": refuse})
         if name in without_effect:
             return lambda: None
         if not source:
@@ -74,7 +82,7 @@ class _Finder(MetaPathFinder, Loader):
             return None
         ours = _ours(fullname)
         if fullname.removeprefix(f"{PACKAGE}.") in _INTERNAL:
-            raise LeftOutError(fullname)
+            raise LeftOutError(_left_out(fullname), name=fullname)
         # Nobody else may find it: a second copy of Megatron's or of our module would be loaded.
         if find_spec(ours) is None:
             raise ModuleNotFoundError(f"no module named {fullname!r}", name=fullname)
@@ -133,6 +141,10 @@ def uninstall() -> None:
     """Let the next import of ``megatron.core.dist_checkpointing`` find Megatron's own.
 
     What has been imported until then keeps the names of this library.
+
+    Example:
+        >>> from dist_checkpointing.interop import megatron
+        >>> megatron.uninstall()
     """
     if _finder not in sys.meta_path:
         return

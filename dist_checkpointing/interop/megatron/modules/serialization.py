@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -21,6 +23,7 @@ from dist_checkpointing.interop.megatron.modules.validation import _validate_com
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.torch_dist.metadata import read_dcp_metadata
 from dist_checkpointing.validation.strictness import StrictHandling
 
 CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
@@ -111,7 +114,14 @@ def load_common_state_dict(checkpoint_dir: Folder) -> StateDict:
 
 
 def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) -> Any:
-    return ours.load_tensors_metadata(checkpoint_dir, sharded_strategy)
+    """Each stored tensor as one shard. What torch_dist stores flattened is loaded flattened."""
+    found = ours.load_tensors_metadata(checkpoint_dir, sharded_strategy)
+    if read_config(checkpoint_dir).sharded_backend == "torch_dist":
+        for key, tensor in read_dcp_metadata(local_folder(checkpoint_dir)).tensors.items():
+            if tensor.flattened_from is not None:
+                whole = slice(0, math.prod(tensor.flattened_from))
+                found[key] = replace(found[key], flattened_range=whole)
+    return found
 
 
 def load_sharded_metadata(
