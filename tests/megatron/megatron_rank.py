@@ -135,9 +135,12 @@ def made(model: str, tp_size: int, seed: int) -> tuple[Any, Any]:
         use_distributed_optimizer=True,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(options, [wrapped])
-    generator = torch.Generator().manual_seed(seed + 1 + dist.get_rank())
-    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
-        buffer.grad_data.copy_(torch.randn(buffer.grad_data.shape, generator=generator))
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    for number, param in enumerate(gpt.parameters()):
+        # What both ranks have must stay the same on both.
+        part = tp_rank if getattr(param, "tensor_model_parallel", False) else 0
+        generator = torch.Generator().manual_seed(1000 * seed + 2 * number + part)
+        param.main_grad.copy_(torch.randn(param.shape, generator=generator))
     optimizer.step()
     return gpt, optimizer
 

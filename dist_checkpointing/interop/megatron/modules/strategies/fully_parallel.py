@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
+from dist_checkpointing.interop.megatron.modules import dict_utils
 from dist_checkpointing.interop.megatron.modules import exchange_utils as exchange
 from dist_checkpointing.interop.megatron.modules.utils import _sharded_tensor_shard_id
-from dist_checkpointing.mapping import StateDict
+from dist_checkpointing.mapping import ShardedTensor, StateDict
 from dist_checkpointing.strategies import fully_parallel as ours
 from dist_checkpointing.strategies.base import PathOrStr
-
-__all__ = [
-    "FullyParallelLoadStrategyWrapper",
-    "FullyParallelSaveStrategyWrapper",
-    "_sharded_tensor_shard_id",
-]
+from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 
 
 class FullyParallelSaveStrategyWrapper(ours.FullyParallelSaveStrategyWrapper):
-    """See the wrapper of the same name in this library."""
+    """See the wrapper of the same name in this library.
+
+    Attributes:
+        cached_distribution: Who writes what, as the first direct ``save`` found it, if it is kept.
+    """
+
+    cached_distribution: Any = None
 
     def __init__(
-        self,
-        strategy: Any,
-        parallelization_group: Any = None,
-        do_cache_distribution: bool = False,
+        self, strategy: Any, parallelization_group: Any = None, do_cache_distribution: bool = False
     ) -> None:
         super().__init__(strategy, parallelization_group, do_cache_distribution)
-        self._view = _View(parallelization_group, keeps=do_cache_distribution, is_load=False)
-
-    @property
-    def cached_distribution(self) -> Any:
-        """Who writes what, as the first direct call of ``save`` found it, if that is kept."""
-        return self._view.distribution
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
 
     def save(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> None:
-        self._view.note(sharded_state_dict)
+        _distribute(self, sharded_state_dict, is_load=False)
         super().save(sharded_state_dict, checkpoint_dir)
 
 
 class FullyParallelLoadStrategyWrapper(ours.FullyParallelLoadStrategyWrapper):
-    """See the wrapper of the same name in this library."""
+    """See the wrapper of the same name in this library.
 
+    Attributes:
+        cached_distribution: Who reads what, as the first direct ``load`` found it, if it is kept.
+    """
+
+    cached_distribution: Any = None
     cached_global_metadata: Any = None
 
     def __init__(
@@ -53,29 +54,28 @@ class FullyParallelLoadStrategyWrapper(ours.FullyParallelLoadStrategyWrapper):
         exchange_algo: Any = "broadcast",
     ) -> None:
         super().__init__(strategy, parallelization_group, do_cache_distribution, exchange_algo)
-        self._view = _View(parallelization_group, keeps=do_cache_distribution, is_load=True)
-
-    @property
-    def cached_distribution(self) -> Any:
-        """Who reads what, as the first direct call of ``load`` found it, if that is kept."""
-        return self._view.distribution
+        self.parallelization_group = parallelization_group
+        self.do_cache_distribution = do_cache_distribution
 
     def load(self, sharded_state_dict: StateDict, checkpoint_dir: PathOrStr) -> StateDict:
-        self._view.note(sharded_state_dict)
+        _distribute(self, sharded_state_dict, is_load=True)
         return super().load(sharded_state_dict, checkpoint_dir)
 
 
-@dataclass
-class _View:
-    """Which rank gets which shard, in the form in which Megatron keeps it."""
-
-    group: Any
-    keeps: bool
-    is_load: bool
-    distribution: exchange.ShardDistribution | None = None
-
-    def note(self, state_dict: StateDict) -> None:
-        if self.keeps and self.distribution is None:
-            self.distribution = exchange.determine_main_replica_uniform_distribution(
-                state_dict, self.group, self.is_load
-            )
+def _distribute(wrapper: Any, state_dict: StateDict, *, is_load: bool) -> None:
+    if not wrapper.do_cache_distribution:
+        return
+    group = wrapper.parallelization_group
+    if wrapper.cached_distribution is None:
+        found = exchange.determine_main_replica_uniform_distribution(state_dict, group, is_load)
+        wrapper.cached_distribution = found
+    found = wrapper.cached_distribution
+    if found is None or isinstance(
+        wrapper.base_strategy, PlannedSaveStrategy | PlannedLoadStrategy
+    ):
+        return
+    # A strategy of somebody else goes by replica ids.
+    for leaf in dict_utils.nested_values(state_dict):
+        if isinstance(leaf, ShardedTensor):
+            rank = found.main_rank_for_shard.get(_sharded_tensor_shard_id(leaf))
+            leaf.replica_id = int(rank != dist.get_rank(group))
