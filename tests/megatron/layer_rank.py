@@ -19,7 +19,7 @@ from dist_checkpointing.interop.megatron.modules import (
     tensor_aware_state_dict,
     validation,
 )
-from dist_checkpointing.interop.megatron.modules.strategies import fully_parallel
+from dist_checkpointing.interop.megatron.modules.strategies import async_utils, fully_parallel
 from dist_checkpointing.interop.megatron.modules.strategies import torch as formats
 from dist_checkpointing.mapping import is_main_replica
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
@@ -74,18 +74,19 @@ def shards(value: float = 0.0) -> dict[str, Any]:
 def shared_work(place: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     # Each rank has the same view of who writes, and says what it wrote.
-    saving = fully_parallel.FullyParallelSaveStrategyWrapper(Writer(), None, True)
+    writer, reader = Writer(), Reader()
+    saving = fully_parallel.FullyParallelSaveStrategyWrapper(writer, None, True)
     tensors = {key: leaf for key, leaf in shards().items() if key != "rng"}
     saving.save(tensors, place)
     distribution = saving.cached_distribution
     found["writers"] = {
         k[0]: r for k, r in distribution.main_rank_for_shard.items() if k[0] != "cut"
     }
-    found["written"] = sorted(saving.base_strategy.keys)
+    found["written"] = sorted(writer.keys)
     found["replica_ids"] = {key: leaf.replica_id for key, leaf in tensors.items()}
-    loading = fully_parallel.FullyParallelLoadStrategyWrapper(Reader(), None, True)
+    loading = fully_parallel.FullyParallelLoadStrategyWrapper(reader, None, True)
     loading.load({key: leaf for key, leaf in shards().items() if key != "rng"}, place)
-    found["read"] = sorted(loading.base_strategy.keys)
+    found["read"] = sorted(reader.keys)
     planned = {key: leaf for key, leaf in shards(1.0).items() if key != "rng"}
     own = formats.TorchDistSaveShardedStrategy()
     fully_parallel.FullyParallelSaveStrategyWrapper(own, None, True).save(planned, place / "direct")
@@ -137,6 +138,12 @@ def checked(place: Path) -> dict[str, Any]:
         state, str(place / "common"), preprocess_common_before_consistancy_check=without_rank
     )
     found["logged_without"] = messages
+    queue = async_utils.AsyncCallsQueue()
+    queue.schedule_async_request(
+        modules.save(shards(2.0), str(place / "async"), async_sharded_save=True)
+    )
+    found["finalized"] = queue.maybe_finalize_async_calls(blocking=True)
+    found["async"] = modules.load_plain_tensors(str(place / "async"))["cut"].tolist()
     try:
         own_leaf = ShardedTensor.from_rank_offsets("w", torch.ones(2))
         _, of_ranks = validation.determine_global_metadata({"w": own_leaf})

@@ -78,7 +78,7 @@ def without_cuda() -> None:
         return "torch.cuda." + type_name(tensor).rsplit(".", 1)[-1]
 
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[misc]
+    torch.cuda.synchronize = lambda *_: None
     torch.Tensor.type = named_as_cuda  # type: ignore[assignment, method-assign]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda module, *_: module  # type: ignore[method-assign]

@@ -155,6 +155,8 @@ def test_a_script_is_run(tmp_path: Path, fake_megatron: Path, backend: str) -> N
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['--backend', 'x'] neighbour\n"
     assert dc.load_plain_tensors(tmp_path / "ckpt")["w"].tolist() == [0, 1, 2, 3]
+    listed = run_fresh("-m", "dist_checkpointing", "ls", tmp_path / "ckpt", timeout=120)
+    assert "float32" in listed.stdout, listed.stderr
 
 
 # Save, load and their defaults.

@@ -20,6 +20,7 @@ def test_two_ranks_use_the_layer(tmp_path: Path) -> None:
         assert found["files"] == ["__0_0.distcp", "__1_0.distcp"]
         assert found["refused"]
         assert found["logged_without"] == []
+        assert (found["finalized"], found["async"]) == ([0], [2.0] * 4 + [3.0] * 4)
     written = [found["written"] for found in ranks]
     assert written == [found["read"] for found in ranks] == [["cut", "large"], ["cut", "small"]]
     assert [found["replica_ids"] for found in ranks] == [

@@ -19,7 +19,7 @@ from dist_checkpointing.interop.megatron.modules.utils import (
     zip_strict,
 )
 from dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
-from dist_checkpointing.validation.strictness import StrictHandling
+from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
 
 try:
     _nvrx: Any = importlib.import_module(
@@ -175,7 +175,7 @@ class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that 
         template, local, factories = state_dict_utils.load_preprocess(sharded_state_dict)
         nests.merge(state, local)
         wanted, _ = extract_sharded_base(template)
-        flag = validation.parse_strict_flag(strict)
+        flag = parse_strict_flag(strict)
         own = {
             leaf.key: leaf.without_data() for leaf in nests.nested_values(self.sharded_state_dict)
         }
