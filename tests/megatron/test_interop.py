@@ -23,6 +23,7 @@ from dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+    StrategyNotFoundError,
 )
 from dist_checkpointing.format.commit import Attempt
 from dist_checkpointing.interop import megatron
@@ -91,6 +92,8 @@ def test_uninstall_lets_the_next_import_find_the_real_one() -> None:
 
 def test_a_second_install_changes_the_arguments(tmp_path: Path) -> None:
     megatron.install()
+    with pytest.raises(StrategyNotFoundError, match="nonsense"):
+        megatron.install(backend="nonsense")
     megatron.install(backend="tensorstore")
     theirs().save({"w": shard("w", torch.ones(2))}, str(tmp_path / "a"))
     assert theirs("core").maybe_load_config(str(tmp_path / "a")).sharded_backend == "tensorstore"

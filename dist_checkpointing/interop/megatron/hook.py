@@ -14,7 +14,11 @@ from typing import Any, NoReturn
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.interop.megatron.defaults import use
-from dist_checkpointing.strategies.registry import StrategyAction, newest_version
+from dist_checkpointing.strategies.registry import (
+    StrategyAction,
+    get_default_strategy,
+    newest_version,
+)
 
 PACKAGE = "megatron.core.dist_checkpointing"
 _MODULES = "dist_checkpointing.interop.megatron.modules"
@@ -113,8 +117,8 @@ def install(backend: str | tuple[str, int] = "torch_dist", *, trusted: bool = Fa
             anything that pickles.
 
     Raises:
-        CheckpointingException: if Megatron's package is imported already, or the backend is
-            unknown.
+        CheckpointingException: if Megatron's package is imported already.
+        StrategyNotFoundError: if the backend is unknown.
 
     Example:
         >>> from dist_checkpointing.interop import megatron
@@ -123,6 +127,7 @@ def install(backend: str | tuple[str, int] = "torch_dist", *, trusted: bool = Fa
     """
     if isinstance(backend, str):
         backend = (backend, newest_version(StrategyAction.SAVE_SHARDED, backend))
+    get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)  # now, and not in the first save
     real = [name for name in _imported() if sys.modules[name].__name__ != _ours(name)]
     if real:
         finding = Finding(
