@@ -69,13 +69,22 @@ def _distribute(wrapper: Any, state_dict: StateDict, *, is_load: bool) -> None:
     if wrapper.cached_distribution is None:
         found = exchange.determine_main_replica_uniform_distribution(state_dict, group, is_load)
         wrapper.cached_distribution = found
-    found = wrapper.cached_distribution
-    if found is None or isinstance(
-        wrapper.base_strategy, PlannedSaveStrategy | PlannedLoadStrategy
-    ):
-        return
     # A strategy of somebody else goes by replica ids.
-    for leaf in dict_utils.nested_values(state_dict):
+    if not isinstance(wrapper.base_strategy, PlannedSaveStrategy | PlannedLoadStrategy):
+        found = wrapper.cached_distribution
+        distribute_main_replicas_with_precomputed_distribution(state_dict, group, found)
+
+
+def distribute_main_replicas_with_precomputed_distribution(
+    sharded_state_dict: StateDict,
+    parallelization_group: Any,
+    precomputed_distribution: exchange.ShardDistribution | None,
+) -> None:
+    """Set the replica ids of tensors, in place: 0 on the rank that gets the shard, else 1."""
+    if precomputed_distribution is None:
+        return
+    rank_of = precomputed_distribution.main_rank_for_shard
+    for leaf in dict_utils.nested_values(sharded_state_dict):
         if isinstance(leaf, ShardedTensor):
-            rank = found.main_rank_for_shard.get(_sharded_tensor_shard_id(leaf))
-            leaf.replica_id = int(rank != dist.get_rank(group))
+            rank = rank_of.get(_sharded_tensor_shard_id(leaf))
+            leaf.replica_id = int(rank != dist.get_rank(parallelization_group))
