@@ -96,15 +96,15 @@ def handle_strictly(
                     Finding("in the checkpoint, but asked for by no rank", k)
                     for k in sorted(missing)
                 ]
-                raise StateMismatchError(_mismatch_text(missing, unexpected), findings)
+                raise StateMismatchError(mismatch_text(missing, unexpected), findings)
     if flag in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
-        logger.warning("%s", _mismatch_text(missing, unexpected))
+        logger.warning("%s", mismatch_text(missing, unexpected))
     if flag == StrictHandling.IGNORE_ALL:
         missing = set()
     return missing, unexpected
 
 
-def _mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+def mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
     text = ""
     if missing:
         text += (
