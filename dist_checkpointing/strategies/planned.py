@@ -138,7 +138,8 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
     def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
         """A writer for one checkpoint."""
         writer = self.writer_type(checkpoint_dir)
-        writer.options = self.options
+        writer.checkpoint_dir, writer.options = checkpoint_dir, self.options
+        writer.reset(checkpoint_dir)
         return writer
 
     def plan(
@@ -289,7 +290,9 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
     def make_reader(self, checkpoint_dir: Path) -> StorageReader:
         """A reader for one checkpoint."""
         reader = self.reader_type(checkpoint_dir)
+        reader.checkpoint_dir = checkpoint_dir
         reader.options, reader.trusted = self.options, self.trusted
+        reader.reset(checkpoint_dir)
         return reader
 
     def needed_keys(self, asked: AbstractSet[str]) -> AbstractSet[str] | None:

@@ -223,7 +223,8 @@ def test_another_backends_reader_is_refused(tmp_path: Path) -> None:
         load(state(), tmp_path / "c", ("zarr", 2))
 
 
-def test_a_lookup_finds_what_is_built_in_or_installed(clean_registry: None) -> None:
+@pytest.mark.usefixtures("clean_registry")
+def test_a_lookup_finds_what_is_built_in_or_installed() -> None:
     found = default_strategies["save_sharded"]["zarr", 1]
     assert str(found) == "ZarrSaveShardedStrategy(zarr, 1)"
     assert str(default_strategies["save_sharded"]["npy", 1]) == "NpySaveStrategy(npy, 1)"
@@ -256,7 +257,7 @@ def test_a_lookup_finds_what_is_built_in_or_installed(clean_registry: None) -> N
     ],
 )
 def test_the_wrong_kind_is_refused_at_once(
-    action: StrategyAction, strategy: object, said: str, clean_registry: None
+    action: StrategyAction, strategy: object, said: str
 ) -> None:
     with pytest.raises(CheckpointingException, match="cannot register a strategy") as raised:
         register_default_strategy(action, "mine", 1, strategy)

@@ -35,6 +35,7 @@ def test_the_state_may_change_before_it_is_written(
 ) -> None:
     def one(comm: Comm) -> None:
         strategy, state = saver(backend, comm), {"w": rows("w", FULL, comm)}
+        assert state["w"].data is not None
         assert isinstance(strategy, AsyncSaveShardedStrategy)
         request = strategy.async_save(state, tmp_path / "c")
         state["w"].data.zero_()
