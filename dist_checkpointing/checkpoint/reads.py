@@ -23,6 +23,7 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
+from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
@@ -142,7 +143,7 @@ class PartialReads:
         if not isinstance(strategy, PlannedLoadStrategy):
             return [None] * len(chunks)
         reader = self.make_reader()
-        reader.set_up_storage_reader(self.index_for(reader, index), rank=0, world_size=1)
+        set_up_reader(reader, self.index_for(reader, index), rank=0, world_size=1)
         return [None if place is None else place.file for place in reader.places(chunks)]
 
     @staticmethod
@@ -160,7 +161,7 @@ class PartialReads:
             return str(self._folder)
         reader = self.make_reader()
         index = self.index_for(reader, index)
-        reader.set_up_storage_reader(index, rank=0, world_size=1)
+        set_up_reader(reader, index, rank=0, world_size=1)
         piece = None if index[key].pieces is None else number
         return reader.location(MetadataIndex(key, box.offset, piece))
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    InvalidShardingError,
+    StateMismatchError,
+)
+from dist_checkpointing.format.geometry import Ints, ravel_offset
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.planning.coverage import main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.items import LocalPlans, SavePlan, WriteItem
-from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
+from dist_checkpointing.planning.layout import Layout, index_of
 from dist_checkpointing.planning.planners import Destinations, Leaves, LoadPlanner, SavePlanner
-from dist_checkpointing.planning.read_table import (
-    LoadPlan,
-    ReadItem,
-    contiguous_ranges,
-    object_rows,
-)
+from dist_checkpointing.planning.read_items import ReadItem
+from dist_checkpointing.planning.read_table import LoadPlan, contiguous_ranges, object_rows
 from dist_checkpointing.planning.reads import plan_load
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
+from dist_checkpointing.planning.tensor_data import TensorWriteData
 from dist_checkpointing.planning.wanted import WantedLeaves
 
 
@@ -43,21 +46,41 @@ class DefaultSavePlanner(SavePlanner):
 
     def __init__(self) -> None:
         self._leaves: list[ShardedBase] = []
+        self._by_key: dict[str, list[ShardedBase]] | None = None
         self._rank = 0
-        self._layout: Layout = RowBlockLayout()
 
     @property
     def settings(self) -> Hashable | None:
         # A subclass may do anything, and says itself when its plans can be used again.
         return () if type(self) is DefaultSavePlanner else None
 
-    def configure_planner(
-        self, state_dict: Leaves, *, is_coordinator: bool, rank: int, layout: Layout
+    def configure_planner(self, state_dict: Leaves, *args: Any, **kwargs: Any) -> None:
+        self._configure(state_dict, *args, **kwargs)
+
+    def _configure(
+        self,
+        state_dict: Leaves,
+        is_coordinator: bool = True,
+        rank: int = 0,
+        remove_redundancy: bool = True,
+        save_to_minimum_rank: bool = False,
+        *,
+        layout: Layout | None = None,
     ) -> None:
-        del is_coordinator
+        # A shard has one main replica, so there is nothing to remove.
+        del is_coordinator, remove_redundancy
+        if save_to_minimum_rank:
+            finding = Finding(
+                "every shard is written by the holder of its main replica",
+                found="save_to_minimum_rank=True",
+                remedy="Use BalancedSavePlanner, which chooses among the holders.",
+            )
+            raise CheckpointingException("the planner cannot choose who writes", [finding])
         self._leaves = list(state_dict.values())
+        self._by_key = None
         self._rank = rank
-        self._layout = layout
+        if layout is not None:
+            self.layout = layout
 
     def build_local_plan(self) -> SavePlan:
         return SavePlan(describe(self._leaves, self._rank))
@@ -81,25 +104,30 @@ class DefaultSavePlanner(SavePlanner):
         """
         del num_ranks
         written = main_rows(catalog)
-        return written, index_of(self._layout, catalog, written)
+        return written, index_of(self.layout, catalog, written)
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
         assert plan.index is not None
-        table, _ = self._layout.cut(plan.table, plan.index)
+        table, _ = self.layout.cut(plan.table, plan.index)
         return replace(plan, table=table)
 
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
-        if not _is(self.get_data, DefaultSavePlanner.get_data):
-            return super().data_of(plan)
         table, leaves = plan.table, self._leaves
+        is_own = _is(self.get_data, DefaultSavePlanner.get_data)
+        if not is_own or (table.sources < 0).any():
+            return super().data_of(plan)
         sources, sizes = table.sources.tolist(), table.num_elements.tolist()
+        is_flat = (table.flat[:, 0] >= 0).tolist()
 
         def data(row: int) -> torch.Tensor | object:
             leaf = leaves[sources[row]]
             own: object = leaf.data
             # What has as many elements as the whole is the whole.
             if isinstance(leaf, ShardedTensor) and (
-                leaf.prepend_axis_num or leaf.data is None or leaf.data.numel() != sizes[row]
+                leaf.prepend_axis_num
+                or leaf.data is None
+                or leaf.data.numel() != sizes[row]
+                or (leaf.flattened_range is not None and not is_flat[row])
             ):
                 return self.get_data(plan.item(row))
             return own
@@ -107,21 +135,64 @@ class DefaultSavePlanner(SavePlanner):
         return data
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
-        assert item.index.index is not None
-        leaf = self._leaves[item.index.index]
+        leaf = self._leaf_of(item)
         if not isinstance(leaf, ShardedTensor) or item.tensor_data is None:
             data: object = leaf.data
             return data
         assert leaf.data is not None
         part = item.tensor_data
-        if part.flat_range is not None:
-            assert leaf.flattened_range is not None
-            origin = leaf.flattened_range.start
-            return leaf.data[part.flat_range[0] - origin : part.flat_range[1] - origin]
+        if leaf.flattened_range is not None:
+            origin, (start, stop) = leaf.flattened_range.start, _range_of(part, leaf)
+            values = leaf.data[start - origin : stop - origin]
+            return values if part.flat_range is not None else values.view(part.chunk.shape)
         whole = leaf.data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else leaf.data
         if part.chunk.shape == whole.shape:
             return whole
         return whole[part.chunk.relative_to(leaf.box.offset).slices()]
+
+    def _leaf_of(self, item: WriteItem) -> ShardedBase:
+        """The leaf that an item is a part of.
+
+        Raises:
+            InvalidShardingError: if the item does not say which, and no leaf holds it.
+        """
+        if item.index.index is not None:
+            return self._leaves[item.index.index]
+        if self._by_key is None:
+            self._by_key = {}
+            for leaf in self._leaves:
+                self._by_key.setdefault(leaf.key, []).append(leaf)
+        part, cell = item.tensor_data, item.index.offset
+        for leaf in self._by_key.get(item.index.fqn, ()):
+            if isinstance(leaf, ShardedTensor) and part is not None:
+                if leaf.box.contains(part.chunk) and _holds_range(leaf, part):
+                    return leaf
+            elif isinstance(leaf, ShardedObject) and part is None and cell == leaf.global_offset:
+                return leaf
+        finding = Finding(
+            "no leaf of this rank holds this item",
+            item.index.fqn,
+            found=f"{item.type.value} at {cell}",
+            remedy="Name the leaf in index.index, or override get_data.",
+        )
+        raise InvalidShardingError("the planner has no data for an item", [finding])
+
+
+def _range_of(part: TensorWriteData, leaf: ShardedTensor) -> tuple[int, int]:
+    """Which elements of a flattened leaf's box an item is: a range, or a box that is one."""
+    if part.flat_range is not None:
+        return part.flat_range
+    box = part.chunk.relative_to(leaf.box.offset)
+    start = ravel_offset(box.offset, leaf.box.shape)
+    return start, start + box.num_elements
+
+
+def _holds_range(leaf: ShardedTensor, part: TensorWriteData) -> bool:
+    own = leaf.flat_range
+    if own is None:
+        return part.flat_range is None
+    start, stop = _range_of(part, leaf)
+    return own[0] <= start and stop <= own[1]
 
 
 def misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
@@ -178,9 +249,9 @@ class DefaultLoadPlanner(LoadPlanner):
         self._index = Index.of([])
 
     def configure_planner(
-        self, state_dict: Leaves, metadata: Index, *, is_coordinator: bool, rank: int
+        self, state_dict: Leaves, metadata: Index, *args: Any, **kwargs: Any
     ) -> None:
-        del is_coordinator, rank
+        del args, kwargs
         self._wanted = WantedLeaves.of(state_dict)
         self._index = metadata
 
@@ -205,13 +276,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return LoadPlan(table.followed_by(object_rows(cells)) if cells else table)
 
     def destinations(self, plan: LoadPlan) -> Destinations:
-        own = DefaultLoadPlanner
-        is_own = (
-            _is(self.acquire_tensor, own.acquire_tensor)
-            and _is(self.apply_tensor, own.apply_tensor)
-            and _is(self.apply_bytes, own.apply_bytes)
-        )
-        if not is_own:
+        if not all(_is(getattr(self, name), getattr(DefaultLoadPlanner, name)) for name in _HOOKS):
             return super().destinations(plan)
         return _OwnMemory(self, plan, self._wanted)
 
@@ -235,7 +300,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if not in_place:
             self.acquire_tensor(item).copy_(tensor)
 
-    def apply_bytes(self, item: ReadItem, value: object) -> None:
+    def apply_bytes(self, item: ReadItem, value: Any) -> None:
         assert item.dest_index.index is not None
         leaf = self._wanted.rows[item.dest_index.index]
         assert isinstance(leaf, ShardedObject)
@@ -246,6 +311,16 @@ class DefaultLoadPlanner(LoadPlanner):
         leaf = self._wanted.rows[item.dest_index.index]
         assert isinstance(leaf, ShardedTensor)
         return leaf
+
+
+_HOOKS = (
+    "acquire_tensor",
+    "apply_tensor",
+    "apply_bytes",
+    "resolve_tensor",
+    "commit_tensor",
+    "load_bytes",
+)
 
 
 def _is(method: Callable[..., object], function: Callable[..., object]) -> bool:

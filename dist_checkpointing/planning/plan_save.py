@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
@@ -23,7 +24,9 @@ from dist_checkpointing.planning.agreed_cache import AgreedCache
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import Exchanged, exchange_tables
+from dist_checkpointing.planning.hook_calls import call_hook
 from dist_checkpointing.planning.layout import Layout
+from dist_checkpointing.planning.metadata import Metadata, whole_items
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate
 
@@ -159,9 +162,7 @@ class SavePlanning:
         return {_TENSORS: plan.table, _OTHERS: other_rows}, PlanFacts(rest, self._place)
 
     def _configure(self) -> None:
-        self.planner.configure_planner(
-            self._leaves, is_coordinator=self.is_coordinator, rank=self._rank, layout=self._layout
-        )
+        configure(self.planner, self._leaves, self._layout, self._rank)
 
     def exchange(self, comm: Comm) -> Exchanged[PlanFacts]:
         """What ``conclude`` needs to know of all ranks. Collective."""
@@ -201,7 +202,7 @@ class SavePlanning:
             # Who brought a plan is who holds its shards, whatever a user's planner put there.
             plans, index = checked_plans(_local_plans(exchanged), planner)
             plan = plans[self._rank]
-        plan = planner.finalize_plan(plan)
+        plan = planner.finalize_plan(plan).for_index(index)
         agreed = AgreedPlan(plan, index, self._dropped(catalog), other_rows)
         if self._cache is not None and self._description is not None:
             digest = xxhash.xxh3_64_intdigest(b"".join(exchanged.digests))
@@ -214,6 +215,20 @@ class SavePlanning:
             return ()
         asked = {leaf.key for leaf in self._leaves.values()}
         return tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
+
+
+def configure(planner: SavePlanner, leaves: Leaves, layout: Layout, rank: int) -> None:
+    """Call ``configure_planner``, whatever of the protocol it takes."""
+    planner.layout = layout
+    call_hook(
+        planner.configure_planner,
+        leaves,
+        is_coordinator=rank == 0,
+        rank=rank,
+        layout=layout,
+        remove_redundancy=getattr(planner, "remove_redundancy", True),
+        save_to_minimum_rank=getattr(planner, "save_to_minimum_rank", False),
+    )
 
 
 def plan_save(
@@ -318,8 +333,24 @@ def checked_plans(
     announced = local_plans.catalog
     check_agreement(announced)
     plans, index = planner.build_global_plan(local_plans)
-    check_coverage(announced, concatenate([plan.table for plan in plans]))
-    return plans, index
+    if len(plans) != len(local_plans):
+        finding = Finding(
+            "build_global_plan must return a plan for every rank",
+            expected=len(local_plans),
+            found=len(plans),
+        )
+        raise CheckpointingException("the plan of a planner cannot be used", [finding])
+    # Items of the user's own do not say whose they are.
+    tables = [
+        replace(plan.table, ranks=np.full(len(plan.table), rank, dtype=np.int32))
+        for rank, plan in enumerate(plans)
+    ]
+    written = concatenate(tables)
+    check_coverage(announced, written)
+    if isinstance(index, Metadata) or not isinstance(index, Index):
+        planner.layout = whole_items(planner.layout)
+        index = Metadata.laid_out(index, planner.layout, announced, written)
+    return [plan.for_index(index) for plan in plans], index
 
 
 def _described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:

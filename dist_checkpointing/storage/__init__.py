@@ -1,5 +1,6 @@
 """Plans in, bytes out: what a backend implements, and what drives it."""
 
+from dist_checkpointing.planning import Metadata
 from dist_checkpointing.storage.driver import read, write, write_plan
 from dist_checkpointing.storage.options import Checksum, Durability, ReadMode, StorageOptions
 from dist_checkpointing.storage.progress import Progress, ProgressCallback
@@ -16,6 +17,7 @@ __all__ = [
     "Checksum",
     "ChunkPlace",
     "Durability",
+    "Metadata",
     "Progress",
     "ProgressCallback",
     "ReadMode",

@@ -29,13 +29,16 @@ from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     LoadPlan,
     LoadPlanner,
+    Metadata,
     SavePlan,
     SavePlanner,
 )
+from dist_checkpointing.planning.hook_calls import call_hook
 from dist_checkpointing.planning.packing import pack, unpack
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int64s, concatenate
 from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.storage.calls import result_of, set_up_reader, set_up_writer
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.protocol import (
     StorageReader,
@@ -43,6 +46,7 @@ from dist_checkpointing.storage.protocol import (
     WriteResult,
     WriteResults,
 )
+from dist_checkpointing.storage.results import results_for_finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class Written:
     """What one rank has written.
 
     Attributes:
-        noted: results with something for the writer's ``finish``.
+        noted: results for the writer's ``finish``.
         rows: table of the parts and objects that have a checksum, packed.
         digests: their checksums, 8 bytes each.
         files: files that the rank has made.
@@ -119,15 +123,14 @@ def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan
     """
 
     def own() -> SavePlan:
-        writer.set_up_storage_writer(rank=comm.rank, world_size=comm.world_size)
-        return writer.prepare_local_plan(plan)
+        set_up_writer(writer, rank=comm.rank, world_size=comm.world_size)
+        return writer.prepare_local_plan(plan).for_index(plan.index)
 
     if type(writer).prepare_global_plan is StorageWriter.prepare_global_plan:
         return own()
     plans = comm.exchange("preparing to write", own)
-    return comm.from_rank0("preparing to write", lambda: writer.prepare_global_plan(plans))[
-        comm.rank
-    ]
+    prepared = comm.from_rank0("preparing to write", lambda: writer.prepare_global_plan(plans))
+    return prepared[comm.rank].for_index(plan.index)
 
 
 def gather_written(
@@ -152,7 +155,8 @@ def gather_written(
 
 def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:
     """Write what describes the whole, on rank 0. Durable when it returns."""
-    writer.finish(index, [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])])
+    noted = [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])]
+    writer.finish(Metadata.from_index(index), noted)
     files = [file for written in of_ranks for file in written.files]
     tables = {}
     if any(written.rows for written in of_ranks):
@@ -198,15 +202,15 @@ def _write_tables(
 
 def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank: int) -> Written:
     """Write what one rank has to write, durably. Not collective."""
-    results = writer.write_data(plan, planner).result()
+    results = result_of(writer.write_data(plan, planner))
     rows, checksums = _checksums(results, len(plan.table))
     packed, digests = b"", b""
     if len(rows):
         kept = plan.table if len(rows) == len(plan.table) else plan.table.take(rows)
         packed = pack(replace(kept, ranks=np.full(len(kept), rank, dtype=np.int32)))
         digests = checksums.astype("<u8").tobytes()
+    noted = results_for_finish(results, plan)
     own = [results.rest] if isinstance(results, WriteResults) else results
-    noted = tuple(replace(result, files=()) for result in own if result.storage_data is not None)
     # Several items may share a file: the last size counts, which is the largest.
     files: dict[str, SealedFile] = {}
     for result in own:
@@ -247,7 +251,7 @@ def read_plan(
         comm: the ranks that load together.
     """
     with comm.agreed("preparing to read"):
-        reader.set_up_storage_reader(index, rank=comm.rank, world_size=comm.world_size)
+        set_up_reader(reader, index, rank=comm.rank, world_size=comm.world_size)
         plan = reader.prepare_local_plan(plan)
     if type(reader).prepare_global_plan is not StorageReader.prepare_global_plan:
         plans = comm.all_gather(plan)
@@ -255,7 +259,7 @@ def read_plan(
             comm.rank
         ]
     with comm.agreed("reading"):
-        reader.read_data(plan, planner).result()
+        result_of(reader.read_data(plan, planner))
 
 
 def _crowded(wanted: TensorColumns, index: Index) -> list[Claim]:
@@ -299,13 +303,20 @@ def read(
     planner = DefaultLoadPlanner() if planner is None else planner
     with comm.agreed("planning the load"), paused_collector():
         reader.require_stored(_crowded(wanted.tensors, index), index)
-        planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
+        call_hook(
+            planner.configure_planner,
+            leaves,
+            Metadata.from_index(index),
+            is_coordinator=comm.rank == 0,
+            rank=comm.rank,
+        )
         plan = planner.build_local_plan()
         is_global = type(planner).build_global_plan is not LoadPlanner.build_global_plan
         if not is_global:
-            plan = planner.finalize_plan(plan)
+            plan = planner.finalize_plan(plan).placed(index, [*leaves.values()])
     if is_global:
         plans = comm.all_gather(plan)
         with comm.agreed("planning the load"):
             plan = planner.finalize_plan(planner.build_global_plan(plans)[comm.rank])
+            plan = plan.placed(index, [*leaves.values()])
     plan_reader(plan, planner, reader, index, comm)

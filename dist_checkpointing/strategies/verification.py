@@ -43,6 +43,7 @@ from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.planning.default import misfits
 from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
@@ -148,7 +149,7 @@ def verify_wanted(
             if misfitting and not findings:
                 message = "the checkpoint does not hold what is wanted"
                 raise StateMismatchError(message, misfitting)
-            reader.set_up_storage_reader(index, rank=0, world_size=1)
+            set_up_reader(reader, index, rank=0, world_size=1)
             cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in wanted.objects]
             findings += damage_of_objects(cells, table.objects, reader)
     if findings:

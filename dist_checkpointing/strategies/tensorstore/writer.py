@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, compress, groupby, islice
 from operator import attrgetter, eq, itemgetter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from dist_checkpointing.format.ocdbt.nodes import Extents
 from dist_checkpointing.format.ocdbt.tree_reader import INLINE
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
 from dist_checkpointing.storage.options import Checksum, Durability
@@ -76,7 +77,7 @@ class StoredValues:
 class TensorStoreWriter(StorageWriter):
     """Writes zarr v3 arrays and objects as one OCDBT database."""
 
-    gathers_results: ClassVar[bool] = True
+    layout = RowBlockLayout()
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del index, world_size

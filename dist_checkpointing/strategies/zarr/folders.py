@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -60,6 +61,8 @@ class FileContent:
 
 class ZarrFolderWriter(StorageWriter):
     """Writes chunk files and the files that describe the arrays."""
+
+    gathers_results: ClassVar[bool] = False
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -178,6 +179,7 @@ def _observed(storage: Any, names: Sequence[str], observe: Observe) -> Any:
 
 
 def _reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
+    @functools.wraps(method)  # with its parameters, which say what it is told
     def call(self: object, *args: Any, **kwargs: Any) -> Any:
         observe(name, args)
         result = method(self, *args, **kwargs)

@@ -14,6 +14,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.reads import WantedShard, plan_load
+from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
@@ -106,7 +107,7 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
         raise UnsupportedFormatError("a load of this checkpoint cannot be planned", [finding])
     reader = checkpoint.reads.make_reader()
     index = checkpoint.reads.index_for(reader, checkpoint.index)
-    reader.set_up_storage_reader(index, rank=0, world_size=1)
+    set_up_reader(reader, index, rank=0, world_size=1)
     options = strategy.options
     stored = StoredTensors(index)
     findings: dict[tuple[str, str | None], Finding] = {}
