@@ -190,7 +190,8 @@ class SavePlanning:
             self._configure()
             return self._cache.value
         other_rows = exchanged.catalog(_OTHERS)
-        check_coverage(other_rows, main_rows(other_rows))
+        if len(other_rows):
+            check_coverage(other_rows, main_rows(other_rows))
         catalog = exchanged.catalog(_TENSORS, _FLATTENED, _OBJECTS)
         if _assigns(planner):
             check_agreement(catalog)

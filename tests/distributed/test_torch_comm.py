@@ -68,6 +68,7 @@ def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
         assert report["long_from_rank0"] == 100_000
         assert report["all_same"] == [True, False, False, False, True, True]
         assert report["calls"] == ([0] if rank == 0 else [])
+        assert report["waits"] == [5, 5, 5]
         assert report["after"] == [0, 1, 2]
         assert report["keys_left"] < 20
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
-from dist_checkpointing import load, save
+from dist_checkpointing import PlanCache, ShardedTensor, load, save
 from dist_checkpointing.comm import (
     SingleProcess,
     TorchComm,
@@ -113,6 +115,16 @@ def healthy(rank: int) -> Report:
 
     report["from_rank0"] = comm.from_rank0("read", produce)
     report["calls"] = calls
+    folder, cache = Path(comm.from_rank0("making a folder", tempfile.mkdtemp)), PlanCache()
+    report["waits"] = []
+    for number in range(3):
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, rank, 3)), "n": 1}
+        begin_number = comm._steps._number
+        save(state, folder / str(number), comm=comm, plan_cache=cache if number else None)
+        report["waits"].append(comm._steps._number - begin_number)
+    comm.agree("saved", None)
+    if rank == 0:
+        shutil.rmtree(folder)
     begin, keys = time.monotonic(), num_keys()
     for _ in range(100):
         comm.agree("nothing", None)
