@@ -12,10 +12,10 @@ import numpy as np
 
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 
-CutTable = tuple[ShardTable, Int64s]
+Cut = tuple[ShardTable, Int64s]
 
 
-def cut_along_grid(table: ShardTable, chunks: Int64s) -> CutTable:
+def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
     """Boxes cut along the chunks that they meet.
 
     Args:
@@ -37,7 +37,7 @@ def cut_along_grid(table: ShardTable, chunks: Int64s) -> CutTable:
     return replace(parts, offsets=begins, shapes=ends - begins), origins
 
 
-def cut_ranges(table: ShardTable, most: Int64s) -> CutTable:
+def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
     """Flattened ranges cut into ranges.
 
     Args:
@@ -51,7 +51,7 @@ def cut_ranges(table: ShardTable, most: Int64s) -> CutTable:
     return replace(table.take(origins), flat=np.stack([begins, ends], axis=1)), origins
 
 
-def cut_rows(table: ShardTable, most: Int64s) -> CutTable:
+def cut_rows(table: ShardTable, most: Int64s) -> Cut:
     """Boxes cut as ``geometry.split_rows`` cuts one: every part is one run of its box.
 
     Args:
@@ -80,7 +80,7 @@ def cut_rows(table: ShardTable, most: Int64s) -> CutTable:
         np.put_along_axis(shapes, axis, kept[:, None], 1)
 
 
-def joined(parts: list[CutTable]) -> CutTable:
+def joined(parts: list[Cut]) -> Cut:
     """Cuts of one table together, those of one row in their order."""
     table, origins = parts[0]
     for other, rows in parts[1:]:

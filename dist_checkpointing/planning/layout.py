@@ -10,13 +10,7 @@ import numpy as np
 from dist_checkpointing.format.geometry import Ints, largest_divisor_block
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.pieces import PieceColumns, sorted_rows
-from dist_checkpointing.planning.cutting import (
-    CutTable,
-    cut_along_grid,
-    cut_ranges,
-    cut_rows,
-    joined,
-)
+from dist_checkpointing.planning.cutting import Cut, cut_along_grid, cut_ranges, cut_rows, joined
 from dist_checkpointing.planning.key_groups import KeyGroups
 from dist_checkpointing.planning.shard_table import (
     OBJECT,
@@ -98,7 +92,7 @@ class RowBlockLayout:
             table.flat,
         )
 
-    def cut(self, written: ShardTable, index: Index) -> CutTable:
+    def cut(self, written: ShardTable, index: Index) -> Cut:
         """The chunks and pieces that shards consist of, and the row that each comes from."""
         number = index.rows_of(written.names)[written.keys]
         chunks = np.ones_like(written.shapes)
@@ -111,7 +105,7 @@ class RowBlockLayout:
             has_grid = (number >= 0) & index.has_grid[number]
         return self._cut(written, has_grid, chunks)
 
-    def _cut(self, table: ShardTable, has_grid: Bools, chunks: Int64s) -> CutTable:
+    def _cut(self, table: ShardTable, has_grid: Bools, chunks: Int64s) -> Cut:
         """Parts of a table; what is one chunk or piece just as it is comes first."""
         # A small shard at the edge may still span chunks, if larger neighbours had to be divided.
         uncut = (table.num_bytes <= self.max_chunk_bytes) & ~(
@@ -176,7 +170,7 @@ class WholeShardLayout:
         ]
         return Index(firsts.key_column, firsts.dtype_column, shapes, chunks)
 
-    def cut(self, written: ShardTable, index: Index) -> CutTable:
+    def cut(self, written: ShardTable, index: Index) -> Cut:
         """The shards themselves: the writer of this format puts them where they belong."""
         del index
         return written, np.arange(len(written))
