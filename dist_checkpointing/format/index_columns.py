@@ -34,7 +34,7 @@ def pieces_text(pieces: Mapping[str, Pieces]) -> str:
     def text(column: Int64s) -> str:
         content = column.tobytes(), column.shape
         if content not in known:
-            known[content] = json_text(column.tolist())
+            known[content] = _rows_text(column)
         return known[content]
 
     tables = (
@@ -43,6 +43,13 @@ def pieces_text(pieces: Mapping[str, Pieces]) -> str:
         for key, table in pieces.items()
     )
     return f"{{{','.join(tables)}}}"
+
+
+def _rows_text(rows: Int64s) -> str:
+    """Rows of ints as JSON. Flattened pieces of one box have the same offset and shape."""
+    if len(rows) > 1 and (rows == rows[0]).all():
+        return f"[{','.join([json_text(rows[0].tolist())] * len(rows))}]"
+    return json_text(rows.tolist())
 
 
 def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
@@ -54,7 +61,7 @@ def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
     Raises:
         ValueError: If a table is not one.
     """
-    rows = cache(_rows)
+    rows = cache(_parsed_rows)
 
     @cache
     def table(columns: bytes) -> Pieces:
@@ -71,12 +78,15 @@ def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
     return b"".join(parts), tables
 
 
-def _rows(text: bytes) -> Int64s:
+def _parsed_rows(text: bytes) -> Int64s:
     """Rows of ints of a JSON text: ``[rows, ints]``."""
     inner = text[2:-2]
     if inner.strip(b"[],") and b"[[%b]]" % inner == text:
-        numbers = local.parse_json(b"[%b]" % inner.replace(b"],[", b","))
         num_rows = inner.count(b"],[") + 1
+        first = inner.partition(b"],[")[0]
+        if num_rows > 1 and inner == b"],[".join([first] * num_rows):
+            return _parsed_rows(b"[[%b]]" % first).repeat(num_rows, axis=0)
+        numbers = local.parse_json(b"[%b]" % inner.replace(b"],[", b","))
         width = len(numbers) // num_rows
         # All rows have so many numbers, and nothing is in them but digits.
         bare = b"],[".join([b"," * (width - 1)] * num_rows)

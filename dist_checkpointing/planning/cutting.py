@@ -14,10 +14,10 @@ import numpy as np
 from dist_checkpointing.format.geometry import split_flat_range
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 
-CutTable = tuple[ShardTable, Int64s]
+Cut = tuple[ShardTable, Int64s]
 
 
-def cut_along_grid(table: ShardTable, chunks: Int64s) -> CutTable:
+def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
     """Boxes cut along the chunks that they meet.
 
     Args:
@@ -39,7 +39,7 @@ def cut_along_grid(table: ShardTable, chunks: Int64s) -> CutTable:
     return replace(parts, offsets=begins, shapes=ends - begins), origins
 
 
-def cut_ranges(table: ShardTable, most: Int64s) -> CutTable:
+def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
     """Flattened ranges cut into ranges.
 
     Args:
@@ -53,7 +53,7 @@ def cut_ranges(table: ShardTable, most: Int64s) -> CutTable:
     return replace(table.take(origins), flat=np.stack([begins, ends], axis=1)), origins
 
 
-def cut_into_boxes(table: ShardTable) -> CutTable:
+def cut_into_boxes(table: ShardTable) -> Cut:
     """Flattened ranges as the boxes that they consist of, behind the rows that are boxes already.
 
     Args:
@@ -75,7 +75,7 @@ def cut_into_boxes(table: ShardTable) -> CutTable:
     return joined([(table.take(~is_flat), np.flatnonzero(~is_flat)), (boxes, origins)])
 
 
-def cut_rows(table: ShardTable, most: Int64s) -> CutTable:
+def cut_rows(table: ShardTable, most: Int64s) -> Cut:
     """Boxes cut as ``geometry.split_rows`` cuts one: every part is one run of its box.
 
     Args:
@@ -104,7 +104,7 @@ def cut_rows(table: ShardTable, most: Int64s) -> CutTable:
         np.put_along_axis(shapes, axis, kept[:, None], 1)
 
 
-def joined(parts: list[CutTable]) -> CutTable:
+def joined(parts: list[Cut]) -> Cut:
     """Cuts of one table together, those of one row in their order."""
     table, origins = parts[0]
     for other, rows in parts[1:]:

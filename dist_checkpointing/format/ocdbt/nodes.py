@@ -84,7 +84,7 @@ class TreeStatistics:
 
 
 @dataclass(frozen=True, slots=True)
-class LeafNode:
+class Leaf:
     """A node at the bottom.
 
     Attributes:
@@ -104,7 +104,7 @@ class LeafNode:
 
 
 @dataclass(frozen=True, slots=True)
-class InteriorNode:
+class Interior:
     """A node above others.
 
     Attributes:
@@ -195,7 +195,7 @@ def _strings(shared: I64, rest: I64, body: Body, first: bytes) -> list[bytes]:
     return strings
 
 
-def decode(record: bytes, height: int, folder: str, prefix: bytes) -> LeafNode | InteriorNode:
+def decode(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Interior:
     """The node that a record says.
 
     Args:
@@ -231,7 +231,7 @@ def decode(record: bytes, height: int, folder: str, prefix: bytes) -> LeafNode |
         num_keys = body.varints(count)
         body.wide_varints(2 * count)
         body.finish()
-        return InteriorNode(keys, prefixes, files, extents, num_keys, num_bytes)
+        return Interior(keys, prefixes, files, extents, num_keys, num_bytes)
     lengths = body.varints(count)
     kinds = body.fixed(count, "u1")
     if int(kinds.max()) > _OUTSIDE:
@@ -247,7 +247,7 @@ def decode(record: bytes, height: int, folder: str, prefix: bytes) -> LeafNode |
     offset[~is_outside] = np.cumsum(inside) - inside
     inline = body.take(total(inside, MOST_BODY_BYTES, "values in the tree"))
     body.finish()
-    return LeafNode(keys, files, Extents(file, offset, lengths), inline, num_bytes)
+    return Leaf(keys, files, Extents(file, offset, lengths), inline, num_bytes)
 
 
 def _extents(

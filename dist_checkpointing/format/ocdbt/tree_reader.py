@@ -20,7 +20,7 @@ from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.columns import Malformed
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME, Manifest, Root
-from dist_checkpointing.format.ocdbt.nodes import Extents, FileRef, InteriorNode, LeafNode, decode
+from dist_checkpointing.format.ocdbt.nodes import Extents, FileRef, Interior, Leaf, decode
 from dist_checkpointing.format.ocdbt.records import MOST_BODY_BYTES
 
 ABSENT: Final = -2
@@ -53,7 +53,7 @@ class Values:
 
 
 @dataclass(slots=True)
-class _NodeRef:
+class _Place:
     """Where a node is, and what the node above says of it.
 
     Attributes:
@@ -68,8 +68,8 @@ class _NodeRef:
     low: bytes
     high: bytes | None
     num_keys: int
-    node: LeafNode | InteriorNode | None = None
-    below: list[_NodeRef] = field(default_factory=list)
+    node: Leaf | Interior | None = None
+    below: list[_Place] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ class Tree:
             position = bisect_right(node.keys, key) - 1
             if position < 0:
                 break
-            if isinstance(node, InteriorNode):
+            if isinstance(node, Interior):
                 place = place.below[position] if place.below else _child(place, node, position)
                 continue
             if node.keys[position] != key:
@@ -172,39 +172,39 @@ class Tree:
             return found.number(node.files[file]), offset, length
         return ABSENT, 0, 0
 
-    def _leaves(self) -> list[LeafNode]:
+    def _leaves(self) -> list[Leaf]:
         """All leaves, in the order of their keys."""
         places = [] if self._root is None else [self._root]
-        leaves: list[LeafNode] = []
+        leaves: list[Leaf] = []
         while places:
-            below: list[_NodeRef] = []
+            below: list[_Place] = []
             for place in places:
                 node = place.node or self._node(place)
-                if isinstance(node, LeafNode):
+                if isinstance(node, Leaf):
                     leaves.append(node)
                 else:
                     below += place.below or _children(place, node)
             places = below
         return leaves
 
-    def _node(self, place: _NodeRef) -> LeafNode | InteriorNode:
+    def _node(self, place: _Place) -> Leaf | Interior:
         """A node, which is read once by all threads if it is remembered."""
         if not self._keeps_nodes:
             return self._read(place)
         with self._lock:
             if place.node is None:
                 node = self._read(place)
-                if isinstance(node, InteriorNode):
+                if isinstance(node, Interior):
                     place.below = _children(place, node)
                 place.node = node
             return place.node
 
-    def _read(self, place: _NodeRef) -> LeafNode | InteriorNode:
+    def _read(self, place: _Place) -> Leaf | Interior:
         path = self._folder / place.file.path
         try:
             record = _read_at(path, place.offset, place.length)
             node = decode(record, place.height, place.file.folder, place.prefix)
-            held = len(node.keys) if isinstance(node, LeafNode) else sum(node.num_keys.tolist())
+            held = len(node.keys) if isinstance(node, Leaf) else sum(node.num_keys.tolist())
             if held != place.num_keys:
                 raise Malformed(f"it has {held} keys below it and not {place.num_keys}")
             if node.keys[0] < place.low or (place.high is not None and node.keys[-1] >= place.high):
@@ -234,18 +234,18 @@ def _joined(parts: Sequence[Extents]) -> Extents:
     return Extents(*(np.concatenate(c) for c in zip(*(p.columns for p in parts), strict=True)))
 
 
-def _place_of(root: Root) -> _NodeRef:
+def _place_of(root: Root) -> _Place:
     held = root.statistics.num_keys
-    return _NodeRef(root.file, root.offset, root.length, root.height, b"", b"", None, held)
+    return _Place(root.file, root.offset, root.length, root.height, b"", b"", None, held)
 
 
-def _children(place: _NodeRef, node: InteriorNode) -> list[_NodeRef]:
+def _children(place: _Place, node: Interior) -> list[_Place]:
     return [_child(place, node, number) for number in range(len(node.keys))]
 
 
-def _child(above: _NodeRef, node: InteriorNode, number: int) -> _NodeRef:
+def _child(above: _Place, node: Interior, number: int) -> _Place:
     extents, keys = node.extents, node.keys
-    return _NodeRef(
+    return _Place(
         node.files[int(extents.file[number])],
         int(extents.offset[number]),
         int(extents.length[number]),
