@@ -123,7 +123,7 @@ def validate_integrity_and_strict_load(
     if validate_access_integrity:
         if global_metadata is None:
             raise CheckpointingException(
-                "Cannot check sharding intergrity without global_metadata (None)."
+                "Cannot check sharding integrity without global_metadata (None)."
             )
         validate_sharding_integrity(global_metadata)
     return sharded_state_dict, missing, unexpected
