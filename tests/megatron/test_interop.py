@@ -213,10 +213,22 @@ def test_what_an_unfinished_save_of_megatron_left_is_replaced(tmp_path: Path) ->
 def test_other_files_are_never_overwritten(tmp_path: Path) -> None:
     megatron.install("zarr")
     (tmp_path / "w").mkdir()
-    (tmp_path / "w" / "notes.txt").write_text("mine")
+    (tmp_path / "w" / ".zarray").write_text("mine")
+    (tmp_path / "common.pt").write_text("mine")
     with pytest.raises(CheckpointExistsError):
         theirs().save({"w": shard("w", torch.ones(2))}, str(tmp_path), ("zarr", 1))
-    assert (tmp_path / "w" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "w" / ".zarray").read_text() == "mine"
+    assert (tmp_path / "common.pt").read_text() == "mine"
+
+
+def test_an_array_beside_a_checkpoint_of_torch_dist_is_kept(tmp_path: Path) -> None:
+    megatron.install()
+    folder = tmp_path / "ckpt"
+    shutil.copytree(GOLDEN / "mc0.15.3_torch_dist", folder)
+    (folder / "tokens").mkdir()
+    (folder / "tokens" / ".zarray").write_text("mine")
+    theirs().save({"w": shard("w", torch.ones(2))}, str(folder))
+    assert (folder / "tokens" / ".zarray").read_text() == "mine"
 
 
 def test_another_dtype_is_converted_and_a_partial_template_refused(tmp_path: Path) -> None:

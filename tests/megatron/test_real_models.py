@@ -20,9 +20,12 @@ FOLDERS = [Path(folder) for folder in os.environ.get("MEGATRON_CORE", "").split(
 ROLES = ("ours", "theirs")
 SCRIPT = Path(__file__).with_name("megatron_rank.py")
 
-pytestmark = pytest.mark.skipif(
-    not FOLDERS, reason="megatron-core is missing: make test-megatron installs it"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not FOLDERS, reason="megatron-core is missing: make test-megatron installs it"
+    ),
+    pytest.mark.timeout(900),  # of which the first test of a version takes nearly all
+]
 
 
 def run(megatron: Path, role: str, action: str, place: Path) -> list[dict[str, str]]:
@@ -42,7 +45,6 @@ def digests(
     return {(role, action): run(request.param, role, action, place) for action, role in order}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("model", MODELS)
 def test_either_reads_what_either_wrote_bit_for_bit(

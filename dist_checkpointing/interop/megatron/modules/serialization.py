@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dist_checkpointing import serialization as ours
-from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.comm import SingleProcess, default_comm
 from dist_checkpointing.errors import StateMismatchError
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, read_config
@@ -31,6 +31,7 @@ Folder = str | PathLike[str]
 _CONTENT_METADATA_KEY = CONTENT_METADATA_KEY
 
 load_content_metadata = ours.load_content_metadata
+load_sharded_metadata = ours.load_sharded_metadata
 get_default_save_common_strategy = ours.get_default_save_common_strategy
 
 
@@ -61,8 +62,10 @@ def save(
         sharded_strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *sharded_strategy)
     if validate_access_integrity:
         preprocess = preprocess_common_before_consistancy_check or (lambda state: state)
-        _, common = utils.extract_sharded_base(utils.extract_nonpersistent(sharded_state_dict)[1])
-        _validate_common_state_dict(preprocess(dict(common)))
+        with default_comm().agreed("preparing the save"):
+            plain = utils.extract_nonpersistent(sharded_state_dict)[1]
+            common = preprocess(dict(utils.extract_sharded_base(plain)[1]))
+        _validate_common_state_dict(common)
     base = getattr(sharded_strategy, "base_strategy", sharded_strategy)
     folder, overwrite = local_folder(checkpoint_dir), defaults().overwrite
     return ours.save(
@@ -122,12 +125,6 @@ def load_tensors_metadata(checkpoint_dir: Folder, sharded_strategy: Any = None) 
                 whole = slice(0, math.prod(tensor.flattened_from))
                 found[key] = replace(found[key], flattened_range=whole)
     return found
-
-
-def load_sharded_metadata(
-    checkpoint_dir: Folder, sharded_strategy: Any = None, common_strategy: Any = None
-) -> CkptShardedMetadata:
-    return ours.load_sharded_metadata(checkpoint_dir, sharded_strategy, common_strategy)
 
 
 def load_plain_tensors(checkpoint_dir: Folder) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dist_checkpointing.comm import default_comm
 from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
 from dist_checkpointing.interop.megatron.modules import dict_utils
 from dist_checkpointing.mapping import CommonStateDict, ShardedBase, ShardedStateDict
@@ -73,17 +74,16 @@ def validate_sharding_integrity(
 def _validate_common_state_dict(common_state_dict: CommonStateDict) -> None:
     if not dist.is_initialized():
         return
-    rank, sent = _rank(), [common_state_dict]
-    dist.broadcast_object_list(sent, src=0)
-    only_first, only_own, different = (
-        dict_utils.diff(sent[0], common_state_dict) if rank else ([], [], [])
-    )
-    if only_first or only_own or different:
-        logger.warning(
-            "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank 0: "
-            "%s, Keys only on %d: %s, Mismatched keys: %s",
-            *(rank, only_first, rank, only_own, different),
-        )
+    comm = default_comm()
+    reference = comm.broadcast(common_state_dict)
+    with comm.agreed("comparing the common state"):
+        only_first, only_own, different = dict_utils.diff(reference, common_state_dict)
+        if comm.rank and (only_first or only_own or different):
+            logger.warning(
+                "Rank %d common state dict differs from rank 0 common state dict. Keys only on "
+                "rank 0: %s, Keys only on %d: %s, Mismatched keys: %s",
+                *(comm.rank, only_first, comm.rank, only_own, different),
+            )
 
 
 def validate_integrity_and_strict_load(
@@ -123,7 +123,7 @@ def validate_integrity_and_strict_load(
     if validate_access_integrity:
         if global_metadata is None:
             raise CheckpointingException(
-                "Cannot check sharding intergrity without global_metadata (None)."
+                "Cannot check sharding integrity without global_metadata (None)."
             )
         validate_sharding_integrity(global_metadata)
     return sharded_state_dict, missing, unexpected
