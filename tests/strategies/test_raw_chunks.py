@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies import filling, raw_chunks
 from dist_checkpointing.strategies import windows as reading
 from dist_checkpointing.strategies.filling import Filler
-from dist_checkpointing.strategies.raw_chunks import ChunkReads, Extent, read_chunks, read_extent
+from dist_checkpointing.strategies.raw_chunks import (
+    ChunkReads,
+    Extent,
+    in_threads,
+    read_chunks,
+    read_extent,
+)
 from dist_checkpointing.strategies.windows import axes_apart, read_window
 
 
@@ -210,6 +217,35 @@ def test_huge_pages_of_the_cache_are_seen_whole(
             read_window(file.fileno(), start, window, target, None)
             assert np.array_equal(target, values[number][window.box.slices()])
     assert mapped == [(0, 2**21), (2**21, 2**21), (2**22, 2**21)]
+
+
+@pytest.mark.parametrize("threads", [1, 3, 50])
+def test_tasks_are_done_once_each_and_their_results_in_order(threads: int) -> None:
+    begun: list[int] = []
+    meeting = threading.Barrier(min(threads, 20))
+
+    def work(task: int) -> int:
+        begun.append(task)
+        if task < meeting.parties:
+            meeting.wait(60)  # as many threads as may work do so at a time
+        return 2 * task
+
+    assert in_threads(work, range(20), threads) == [2 * task for task in range(20)]
+    assert sorted(begun) == [*range(20)]
+    assert in_threads(work, [], threads) == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_first_error_ends_all_tasks(threads: int) -> None:
+    begun: list[int] = []
+
+    def work(task: int) -> None:
+        begun.append(task)
+        raise IndexError(task)
+
+    with pytest.raises(IndexError):
+        in_threads(work, range(1000), threads)
+    assert len(begun) <= threads
 
 
 def test_a_lost_file_is_named(tmp_path: Path) -> None:
