@@ -195,9 +195,8 @@ def load(
         compare(wanted, stored, cast, planner_knows_keys=own_planner)
         check_filled(parts, common, flag)
         wanted_objects = {p: o for p, o in parts.objects.items() if o.key not in unexpected}
-    # Only now that all ranks agree may a tensor be touched.
-    with comm.agreed("allocating memory"), paused_collector():
         leaves = _with_memory(wanted, stored, reader, index)
+    # Only now that all ranks agree may a tensor be touched.
     verification = Verification(
         [*leaves.values()], [*wanted_objects.values()], found, folder, index, reader, meter, comm
     )
