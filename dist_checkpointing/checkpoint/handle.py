@@ -164,9 +164,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
             IndexError: if a box does not lie in its tensor.
             CheckpointingException: if one cannot be read, or the checkpoint has been overwritten.
         """
-        rows = list(wanted)
-        for key, box in rows:
-            _require_inside(self[key].shape, key, box)
+        rows = [(self[key].stored, box) for key, box in wanted]
+        for stored, box in rows:
+            _require_inside(stored.global_shape, stored.key, box)
         try:
             return self.reads.boxes(self.index, rows)
         finally:
@@ -187,9 +187,10 @@ class Checkpoint(Mapping[str, TensorHandle]):
             raise CorruptCheckpointError(message, [finding])
 
     def __getitem__(self, key: str) -> TensorHandle:
-        if key not in self.index:
-            raise KeyError(f"{self.path} holds no tensor {key!r}{hint(key, self.index)}")
-        return TensorHandle(self, self.index[key])
+        index = self.index
+        if key not in index:
+            raise KeyError(f"{self.path} holds no tensor {key!r}{hint(key, index)}")
+        return TensorHandle(self, index[key])
 
     def __contains__(self, key: object) -> bool:
         return key in self.index

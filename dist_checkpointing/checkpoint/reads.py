@@ -94,20 +94,19 @@ class PartialReads:
             for key, tensor in sorted(stored.items())
         )
 
-    def boxes(self, index: Index, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        """One new tensor for each box; see ``Checkpoint.read``."""
+    def boxes(self, index: Index, wanted: Sequence[tuple[StoredTensor, Box]]) -> list[torch.Tensor]:
+        """One new tensor for each box, which must lie in its tensor; see ``Checkpoint.read``."""
         strategy = self.sharded
         if len(wanted) <= _FEW and isinstance(strategy, PlannedLoadStrategy):
-            found = [self._reader.read_box(index[key], box) for key, box in wanted]
+            found = [self._reader.read_box(stored, box) for stored, box in wanted]
             parts = [part for part in found if part is not None]
             if len(parts) == len(found):
                 return parts
-        keys = {key for key, _ in wanted} - self._seen
+        keys = {stored.key for stored, _ in wanted} - self._seen
         self.require_stored(large_tensors(index, keys), index)
         self._seen |= keys
         leaves = {
-            number: ShardedTensor.of_box(index[key], box)
-            for number, (key, box) in enumerate(wanted)
+            number: ShardedTensor.of_box(stored, box) for number, (stored, box) in enumerate(wanted)
         }
         for leaf in leaves.values():
             leaf.init_data("cpu")
@@ -150,6 +149,8 @@ class PartialReads:
     def joined(parts: Sequence[torch.Tensor], selected: Selected) -> torch.Tensor:
         """What was selected, of the boxes that were read for it; in memory of its own."""
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=selected.axis)
+        if selected.is_whole:
+            return whole
         part = whole[selected.within]
         # A thin view would keep all that was read.
         return part if part.numel() == whole.numel() else part.clone()

@@ -199,13 +199,12 @@ def load(
         own_planner = getattr(found.sharded, "planner", None) is not None
         alike = compare(tensors, wanted, stored, cast, planner_knows_keys=own_planner)
         check_filled(parts, common, flag)
-    # Only now that all ranks agree may a tensor be touched.
-    with comm.agreed("allocating memory"), paused_collector():
         filled = wanted
         # Copies of the leaves are for others than our own planner, who may change them.
         if own_planner or reader is None or not (alike and wanted.are_ready):
             filled = TensorColumns.of(_with_memory(wanted, stored, reader, index))
         to_fill = WantedLeaves(_replaced(tensors, filled.leaves), filled)
+    # Only now that all ranks agree may a tensor be touched.
     verification = Verification(
         to_fill, [*wanted_objects.values()], found, folder, index, reader, meter, comm
     )

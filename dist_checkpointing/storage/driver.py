@@ -251,8 +251,16 @@ def read_plan(
         comm: the ranks that load together.
     """
     with comm.agreed("preparing to read"):
-        set_up_reader(reader, index, rank=comm.rank, world_size=comm.world_size)
-        plan = reader.prepare_local_plan(plan)
+        plan = _prepare_read(plan, reader, index, comm)
+    _read_prepared(plan, planner, reader, comm)
+
+
+def _prepare_read(plan: LoadPlan, reader: StorageReader, index: Index, comm: Comm) -> LoadPlan:
+    set_up_reader(reader, index, rank=comm.rank, world_size=comm.world_size)
+    return reader.prepare_local_plan(plan)
+
+
+def _read_prepared(plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, comm: Comm) -> None:
     if type(reader).prepare_global_plan is not StorageReader.prepare_global_plan:
         plans = comm.all_gather(plan)
         plan = comm.from_rank0("preparing to read", lambda: reader.prepare_global_plan(plans))[
@@ -314,6 +322,13 @@ def read(
         is_global = type(planner).build_global_plan is not LoadPlanner.build_global_plan
         if not is_global:
             plan = planner.finalize_plan(plan).placed(index, [*leaves.values()])
+        # So that ranks wait for each other once and not twice.
+        is_prepared = plan_reader is read_plan and not is_global
+        if is_prepared:
+            plan = _prepare_read(plan, reader, index, comm)
+    if is_prepared:
+        _read_prepared(plan, planner, reader, comm)
+        return
     if is_global:
         plans = comm.all_gather(plan)
         with comm.agreed("planning the load"):

@@ -7,10 +7,11 @@ ones are read by several threads, and a strided part is taken out of a mapped fi
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,25 +28,41 @@ from dist_checkpointing.strategies.windows import pread, read_window
 T = TypeVar("T")
 R = TypeVar("R")
 
-_BATCHES_PER_THREAD = 8
-
 
 def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list[R]:
     """``work`` done for all tasks, a few at a time; the first error ends it.
 
-    Tasks go to the threads in batches: handing over one costs as much as writing a small file.
+    This thread works too, and each takes the next task when it is done with one: an executor
+    takes longer to hand over a task than a small file takes to write.
     """
-    if len(tasks) < 2:
-        return [work(task) for task in tasks]
-    size = max(1, len(tasks) // (threads * _BATCHES_PER_THREAD))
-    batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
-    with ThreadPoolExecutor(threads, thread_name_prefix="chunk-io") as pool:
-        futures = [pool.submit(lambda b: [work(task) for task in b], batch) for batch in batches]
-        try:
-            return [result for future in futures for result in future.result()]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    results: dict[int, R] = {}
+    errors: list[BaseException] = []
+    left = deque(range(len(tasks)))
+
+    def run() -> None:
+        while left and not errors:
+            try:
+                number = left.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                results[number] = work(tasks[number])
+            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+                errors.append(error)
+
+    others = [Thread(target=run, name="chunk-io") for _ in range(min(threads, len(tasks)) - 1)]
+    try:
+        for thread in others:
+            thread.start()
+        run()
+    finally:
+        left.clear()
+        for thread in others:
+            if thread.ident is not None:
+                thread.join()
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(tasks))]
 
 
 Array = npt.NDArray[Any]

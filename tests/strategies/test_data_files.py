@@ -135,6 +135,31 @@ def test_values_larger_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     filled(tmp_path, [1000, 999, 777, 100, 101, 99, 0, 1, 150], 2**30, 2**30)
 
 
+def test_hashed_values_are_written_up_to_the_ends_of_blocks_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_files, "_HASHED_BYTES", 100)
+    ends: list[int] = []
+    own = os.writev
+
+    def noting(descriptor: int, parts: Sequence[Any]) -> int:
+        written = own(descriptor, parts)
+        ends.append(os.lseek(descriptor, 0, os.SEEK_CUR))
+        return written
+
+    monkeypatch.setattr(os, "writev", noting)
+    files = DataFiles(tmp_path, "part", StorageOptions(), 2**20, lambda _: None)
+    contents = [bytes(range(200)), bytes(range(30)), bytes(range(170))]
+    digests = [xxhash.xxh3_64() for _ in contents]
+    for content, digest in zip(contents, digests, strict=True):
+        files.put_large(np.frombuffer(content, np.uint8), len(content), digest)
+    files.finish()
+    assert ends == [100, 200, 230, 300, 400]
+    assert (tmp_path / "part.0").read_bytes() == b"".join(contents)
+    for content, digest in zip(contents, digests, strict=True):
+        assert digest.digest() == xxhash.xxh3_64(content).digest()
+
+
 def test_the_system_may_write_less_than_it_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,7 +151,22 @@ class Tree:
         taken = _joined([values.extents, _NOTHING]).rows(at)
         return Values(values.files, taken, inline)
 
+    def find_outside(self, key: bytes) -> tuple[str, int, int] | None:
+        """File, first byte and length of a value; None if it is absent or in the tree itself."""
+        leaf, file, offset, length = self._entry(key)
+        return None if leaf is None or file == INLINE else (leaf.files[file].path, offset, length)
+
     def _find_one(self, key: bytes, row: int, found: _Found) -> tuple[int, int, int]:
+        leaf, file, offset, length = self._entry(key)
+        if leaf is None:
+            return ABSENT, 0, 0
+        if file == INLINE:
+            found.inline[row] = leaf.inline[offset : offset + length]
+            return INLINE, 0, length
+        return found.number(leaf.files[file]), offset, length
+
+    def _entry(self, key: bytes) -> tuple[Leaf | None, int, int, int]:
+        """The leaf that has a key, and what it says of its value; None if no leaf has it."""
         place = self._root
         while place is not None:
             node = place.node or self._node(place)
@@ -163,14 +178,9 @@ class Tree:
                 continue
             if node.keys[position] != key:
                 break
-            extents = node.extents
-            file, length = int(extents.file[position]), int(extents.length[position])
-            offset = int(extents.offset[position])
-            if file == INLINE:
-                found.inline[row] = node.inline[offset : offset + length]
-                return INLINE, 0, length
-            return found.number(node.files[file]), offset, length
-        return ABSENT, 0, 0
+            at = node.extents
+            return node, int(at.file[position]), int(at.offset[position]), int(at.length[position])
+        return None, 0, 0, 0
 
     def _leaves(self) -> list[Leaf]:
         """All leaves, in the order of their keys."""

@@ -19,8 +19,10 @@ from dist_checkpointing.storage.options import Durability, StorageOptions
 
 MOST_PARTS: Final = os.sysconf("SC_IOV_MAX")
 MOST_PENDING_BYTES: Final = 2**22
-_HASHED_BYTES: Final = 2**20
-"""Of a large value so much is hashed and then written, while the processor has it at hand."""
+_HASHED_BYTES: Final = 2**21
+"""Of a large value so much is hashed and then written, while the processor has it at hand. What is
+written to such a block of the file in one call, Linux keeps in a huge page, which is mapped faster.
+"""
 _WRITTEN_BYTES: Final = 2**26
 
 LARGE_BYTES: Final = 2**20
@@ -130,8 +132,9 @@ class DataFiles:
         assert self._descriptor is not None
         view = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
         step = _HASHED_BYTES if digest is not None else _WRITTEN_BYTES
-        for start in range(0, len(view), step):
-            block = view[start : start + step]
+        first = step - os.lseek(self._descriptor, 0, os.SEEK_CUR) % step
+        for start in range(first - step, len(view), step):
+            block = view[max(start, 0) : start + step]
             if digest is not None:
                 digest.update(block)
             _write_all(self._descriptor, [block], len(block))

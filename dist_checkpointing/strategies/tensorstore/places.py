@@ -39,6 +39,10 @@ class Places:
         """
         return self._newest(keeps_nodes=keeps_nodes).find(keys)
 
+    def find_outside(self, key: bytes, *, keeps_nodes: bool) -> tuple[str, int, int] | None:
+        """File, first byte and length of one value; None if it is absent or in the tree itself."""
+        return self._newest(keeps_nodes=keeps_nodes).find_outside(key)
+
     def _newest(self, *, keeps_nodes: bool) -> Tree:
         if not keeps_nodes:
             return Tree(self._folder)
