@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
     from dist_checkpointing.planning.plan_save import PlanCache
     from dist_checkpointing.serialization.async_save import async_save
     from dist_checkpointing.serialization.async_saver import AsyncSaver
+    from dist_checkpointing.serialization.fingerprint import fingerprint
     from dist_checkpointing.serialization.load import load
     from dist_checkpointing.serialization.readers import (
         load_common_state_dict,
@@ -70,6 +71,7 @@ __all__ = [
     "UnsupportedFormatError",
     "async_save",
     "check_is_distributed_checkpoint",
+    "fingerprint",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
@@ -108,6 +110,7 @@ _NAMES_BY_MODULE = {
     "planning.plan_save": ("PlanCache",),
     "serialization.async_save": ("async_save",),
     "serialization.async_saver": ("AsyncSaver",),
+    "serialization.fingerprint": ("fingerprint",),
     "serialization.load": ("load",),
     "serialization.readers": (
         "load_common_state_dict",

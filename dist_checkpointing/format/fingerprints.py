@@ -130,7 +130,9 @@ def _sums_of_run(data: npt.NDArray[np.uint8], start: int) -> Sums:
     words = data.view("<i8") if is_aligned else None
     block, phase = divmod(first, _BLOCK_WORDS)
     if phase + count <= _BLOCK_WORDS:
-        return _sums_in_block(_padded(data, -shift, count) if words is None else words, phase, block)
+        return _sums_in_block(
+            _padded(data, -shift, count) if words is None else words, phase, block
+        )
     scratch = np.empty(min(count, _SLAB_WORDS), dtype=np.int64)
     total, position = NOTHING, 0
     while position < count:
@@ -216,9 +218,7 @@ def _sums_of_words(words: Int64s, starts: Int64s, scratch: Int64s) -> Sums:
     return sums[0], sums[1]
 
 
-def _in_phase(
-    words: Int64s, phase: int, factors: Int64s, following: Int64s, number: int
-) -> int:
+def _in_phase(words: Int64s, phase: int, factors: Int64s, following: Int64s, number: int) -> int:
     """A sum of rows that all begin at the same word of their blocks.
 
     Args:

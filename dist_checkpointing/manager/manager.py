@@ -76,6 +76,7 @@ class CheckpointManager:
         worker: see ``AsyncSaver``.
         trusted: save anything that can be pickled, and unpickle anything when loading; see ``save``
             and ``load``.
+        fingerprints: see ``save``; for all saves that do not say otherwise.
 
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "epoch": 2}
@@ -98,6 +99,7 @@ class CheckpointManager:
         finalize: Finalize = "background",
         worker: Worker = "thread",
         trusted: bool = False,
+        fingerprints: bool = False,
     ) -> None:
         if on_error not in ("raise", "warn", "retry"):
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
@@ -107,6 +109,7 @@ class CheckpointManager:
         self._files = RunFolder(self.root, Retention() if retention is None else retention)
         self._on_error = on_error
         self._trusted = trusted
+        self._save_options = {"trusted": trusted, "fingerprints": fingerprints}
         self._plan_cache = PlanCache()
         self._saver = AsyncSaver(
             comm=self._comm,
@@ -135,7 +138,7 @@ class CheckpointManager:
         """
         self.wait()
         overwrite = options.pop("overwrite", False) | self._begin(step)
-        options = {"trusted": self._trusted, **options}
+        options = {**self._save_options, **options}
         save(
             state,
             self.folder(step),
@@ -173,7 +176,7 @@ class CheckpointManager:
         """
         self.wait()
         overwrite = options.pop("overwrite", False) | self._begin(step)
-        options = {"trusted": self._trusted, **options}
+        options = {**self._save_options, **options}
         return self._saver.save(
             state,
             self.folder(step),
@@ -367,7 +370,7 @@ class CheckpointManager:
             except (CorruptCheckpointError, *unreadable) as error:
                 skipped.append(self._skip(step, number, error))
                 continue
-            if verify and chosen["verify"]:
+            if verify and chosen["verify"] is True:
                 self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
             return loaded
         raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)

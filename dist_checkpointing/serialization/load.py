@@ -55,6 +55,8 @@ from dist_checkpointing.validation.compare import (
 from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
 from dist_checkpointing.validation.unwrapped import check_filled, refuse_distributed
 
+Verify = bool | Literal["restored"]
+
 _ReturningFlag = Literal[
     StrictHandling.RETURN_UNEXPECTED,
     StrictHandling.RETURN_ALL,
@@ -75,7 +77,7 @@ def load(  # type: ignore[overload-overlap]  # any other flag returns one value
     comm: Comm | None = ...,
     cast: Cast = ...,
     trusted: bool = ...,
-    verify: bool = ...,
+    verify: Verify = ...,
     progress: ProgressCallback | None = ...,
 ) -> tuple[StateDict, set[str], set[str]]: ...
 
@@ -92,7 +94,7 @@ def load(
     comm: Comm | None = ...,
     cast: Cast = ...,
     trusted: bool = ...,
-    verify: bool = ...,
+    verify: Verify = ...,
     progress: ProgressCallback | None = ...,
 ) -> StateDict: ...
 
@@ -108,7 +110,7 @@ def load(
     comm: Comm | None = None,
     cast: Cast = "error",
     trusted: bool = False,
-    verify: bool = False,
+    verify: Verify = False,
     progress: ProgressCallback | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load what a template asks for, however it was sharded when it was saved. Collective.
@@ -137,7 +139,11 @@ def load(
             wanted in part or converted are read twice, the first time whole; so is everything if
             the strategy has a planner of its own. What seal and checksums do not speak of is an
             error. A checkpoint without a seal is verified as far as its checksums go, with a
-            warning.
+            warning. ``"restored"`` compares what lies in memory after the load with the
+            fingerprints of the save, see ``fingerprint``, whatever the sharding. Fingerprints that
+            the save did not keep are computed from what is stored, which is read once more. Where
+            the ranks do not hold all of a tensor in its stored dtype and shape there is nothing to
+            compare, and a warning names it.
         progress: called with a Progress, from any thread, whenever there is something to report.
 
     Returns:
@@ -154,7 +160,7 @@ def load(
         UnsupportedFormatError: a format or a pickled class that is not read; a URL for a path.
         StrategyNotFoundError: the backend is unknown here.
         RankFailedError: anything else that failed, on the ranks it names.
-        ValueError: for a ``strict`` or ``cast`` that does not exist.
+        ValueError: for a ``strict``, ``cast`` or ``verify`` that does not exist.
 
     Example:
         >>> whole = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
@@ -166,8 +172,7 @@ def load(
     comm = default_comm() if comm is None else comm
     meter = Meter("load", comm.rank, progress)
     flag = parse_strict_flag(strict)
-    if cast not in ("error", "widen", "any"):
-        raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
+    _require_known(cast, verify)
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
         folder = local_folder(checkpoint_dir)
         save_number = number_of_save(folder)
@@ -180,7 +185,9 @@ def load(
     if validate_access_integrity:
         _check_access(parts, comm)
 
-    reader, index, stored, stored_keys = _read_index(found, folder, parts, comm, is_kept=verify)
+    reader, index, stored, stored_keys = _read_index(
+        found, folder, parts, comm, is_kept=bool(verify)
+    )
     missing, unexpected = set[str](), set[str]()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
         objects = comm.from_rank0(
@@ -201,7 +208,7 @@ def load(
     verification = Verification(
         [*leaves.values()], [*wanted_objects.values()], found, folder, index, reader, meter, comm
     )
-    filled = verification.begin() if verify else None
+    filled = verification.begin() if verify is True else None
     loaded: dict[TreePath, Any] = {}
     to_read: dict[TreePath, ShardedBase] = {**leaves}
     if handles_objects(found.sharded):
@@ -210,7 +217,12 @@ def load(
         with comm.agreed("reading the sharded objects"):
             values = found.common.load_sharded_objects(parts.nested(wanted_objects), folder)
             loaded = {path: value_at(values, path) for path in wanted_objects}
-    with _noting_filled(wanted), verification.finding_damage(filled), meter.phase("reading"):
+    with (
+        _noting_filled(wanted),
+        verification.of_restored(is_wanted=verify == "restored"),
+        verification.finding_damage(filled),
+        meter.phase("reading"),
+    ):
         loaded |= _read(to_read, found.sharded, reader, index, parts, folder, comm, meter)
     with comm.agreed("rebuilding the state dict"), paused_collector():
         _require_one_save(number_of_save(folder) == save_number, folder)
@@ -219,6 +231,13 @@ def load(
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected
     return state_dict
+
+
+def _require_known(cast: str, verify: object) -> None:
+    if cast not in ("error", "widen", "any"):
+        raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
+    if verify not in (True, False, "restored"):
+        raise ValueError(f"verify must be True, False or 'restored', not {verify!r}")
 
 
 def _take_apart(template: ShardedStateDict) -> Partition:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dist_checkpointing.comm import Comm
@@ -18,6 +19,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultLoadPlanner
+from dist_checkpointing.serialization.fingerprint import verify_restored
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.filled_parts import FilledPart, verify_filled
@@ -85,6 +87,21 @@ class Verification:
         except CheckpointingException:
             self._verify_all()
             raise
+
+    @contextmanager
+    def of_restored(self, *, is_wanted: bool) -> Iterator[None]:
+        """Compare what the body has put into memory with the fingerprints of the save. Collective.
+
+        Args:
+            is_wanted: Whether to compare anything.
+        """
+        yield
+        if is_wanted:
+            planned = self.found.sharded
+            is_planned = isinstance(planned, PlannedLoadStrategy)
+            make_reader = partial(planned.make_reader, self.folder) if is_planned else None
+            with self.meter.phase("verifying"):
+                verify_restored(self.tensors, self.folder, self.index, make_reader, self.comm)
 
     @contextmanager
     def _all_findings(self) -> Iterator[None]:

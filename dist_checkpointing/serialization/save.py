@@ -44,6 +44,7 @@ def save(
     before_claim: Callable[[Index | None], None] | None = None,
     trusted: bool = False,
     after_claim: Callable[[str], None] | None = None,
+    fingerprints: bool = False,
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -79,6 +80,8 @@ def save(
             ``trusted=True`` only, and is refused here without it.
         after_claim: called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
             it), before anything is written; what it raises, all ranks raise.
+        fingerprints: keep the fingerprint of every tensor, see ``fingerprint``, in the index of the
+            checkpoint. For strategies of this library that have an index: tensorstore and zarr 2.
 
     Returns:
         None, or the request to schedule.
@@ -87,7 +90,8 @@ def save(
         InvalidShardingError: shards that contradict each other, overlap or leave gaps; keys, dtypes
             or leaves that cannot be stored; sharded tensors of torch that are not wrapped; tensors
             in the common state that differ between ranks.
-        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path.
+        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path; fingerprints
+            for a format that does not keep them.
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         StrategyNotFoundError: no such backend.
         RankFailedError: anything else that failed, such as an I/O error, on the ranks it names.
@@ -115,6 +119,7 @@ def save(
         before_claim=before_claim,
         trusted=trusted,
         after_claim=after_claim,
+        fingerprints=fingerprints,
     )
     if async_sharded_save:
         with comm.agreed("preparing the save"):

@@ -23,6 +23,7 @@ class SaveOptions(TypedDict, total=False):
     content_metadata: dict[str, Any] | None
     overwrite: bool
     trusted: bool
+    fingerprints: bool
 
 
 class JobOptions(SaveOptions, total=False):
@@ -44,6 +45,7 @@ class AsyncSaveOptions(SaveOptions, total=False):
         content_metadata: see ``save``.
         overwrite: see ``save``.
         trusted: see ``save``.
+        fingerprints: see ``save``.
         progress: see ``save``.
         step: what the save is for; all ranks must name the same.
         capture: ``"copy"``, the default, copies everything before it returns: the state may be

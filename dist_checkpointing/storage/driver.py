@@ -35,6 +35,7 @@ from dist_checkpointing.planning import (
 from dist_checkpointing.planning.packing import pack, unpack
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int64s, concatenate
+from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.protocol import (
     StorageReader,
@@ -53,12 +54,14 @@ class Written:
         rows: table of the parts and objects that have a checksum, packed.
         digests: their checksums, 8 bytes each.
         files: files that the rank has made.
+        sums: of each of its tensors, packed, if fingerprints are taken.
     """
 
     noted: tuple[WriteResult, ...]
     rows: bytes
     digests: bytes
     files: tuple[SealedFile, ...]
+    sums: bytes = b""
 
 
 PlanWriter = Callable[[SavePlan, Any, StorageWriter, int], Written]
@@ -135,6 +138,8 @@ def gather_written(written: Written, writer: StorageWriter, comm: Comm) -> list[
 
 def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:
     """Write what describes the whole, on rank 0. Durable when it returns."""
+    if writer.takes_fingerprints:
+        index = with_fingerprints(index, [written.sums for written in of_ranks])
     writer.finish(index, [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])])
     files = [file for written in of_ranks for file in written.files]
     tables = {}
@@ -181,7 +186,8 @@ def _write_tables(
 
 def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank: int) -> Written:
     """Write what one rank has to write, durably. Not collective."""
-    results = writer.write_data(plan, planner).result()
+    summing = SummingPlanner(planner, plan) if writer.takes_fingerprints else None
+    results = writer.write_data(plan, summing or planner).result()
     rows, checksums = _checksums(results, len(plan.table))
     packed, digests = b"", b""
     if len(rows):
@@ -197,7 +203,8 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
             known = files.get(file.name)
             if known is None or known.num_bytes <= file.num_bytes:
                 files[file.name] = file
-    return Written(noted, packed, digests, tuple(files.values()))
+    sums = b"" if summing is None else summing.packed()
+    return Written(noted, packed, digests, tuple(files.values()), sums)
 
 
 def _checksums(results: Sequence[WriteResult], count: int) -> tuple[Int64s, npt.NDArray[np.uint64]]:

@@ -160,16 +160,20 @@ class StorageWriter(ABC):
         layout: how this format wants tensors cut up.
         gathers_results: whether ``finish`` needs the results that have ``storage_data`` from all
             ranks; else it gets those of rank 0.
+        keeps_fingerprints: whether the index that ``finish`` gets is kept with all that it says.
+        takes_fingerprints: whether the values are summed as they are written.
         options: knobs of the I/O.
         report: to be called with the number of bytes that have been written since the last call.
     """
 
     layout: Layout = RowBlockLayout()
     gathers_results: ClassVar[bool] = False
+    keeps_fingerprints: ClassVar[bool] = True
 
     def __init__(self, checkpoint_dir: Path) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.options = StorageOptions()
+        self.takes_fingerprints = False
         self.report: Callable[[int], None] = _ignore
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:

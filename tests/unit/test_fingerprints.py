@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
@@ -11,7 +12,6 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiers import examples
 
 from dist_checkpointing.format.element_types import ELEMENT_TYPES
 from dist_checkpointing.format.fingerprints import (
@@ -22,6 +22,7 @@ from dist_checkpointing.format.fingerprints import (
     sums_of_part,
 )
 from dist_checkpointing.format.geometry import Box, Ints
+from tiers import examples
 
 Array = npt.NDArray[Any]
 MODULUS = 1 << 64
@@ -119,7 +120,7 @@ def test_columns_of_a_large_tensor_add_up(columns: int, dtype: str) -> None:
     cuts = [0, columns, 2 * columns, shape[1]]
     parts = [
         sums_of_part(values[:, a:b].copy(), Box((0, a), (shape[0], b - a)), None, shape)
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in itertools.pairwise(cuts)
     ]
     assert added(parts) == whole(values)
 
@@ -165,9 +166,7 @@ def test_every_flipped_bit_is_found(row: Any) -> None:
     bit=st.integers(0, 7),
     pair=st.lists(st.integers(0, 9999), min_size=2, max_size=2, unique=True),
 )
-def test_two_flips_of_the_same_bit_do_not_cancel(
-    itemsize: int, bit: int, pair: list[int]
-) -> None:
+def test_two_flips_of_the_same_bit_do_not_cancel(itemsize: int, bit: int, pair: list[int]) -> None:
     """The sign bit of a word is multiplied to itself by any odd number: one sum would be blind."""
     values = np.zeros((10_000,), BY_ITEMSIZE[itemsize])
     for byte in {0, itemsize - 1}:
@@ -186,7 +185,7 @@ def test_negated_values_are_found(dtype: str) -> None:
         changed[:count] *= -1
         prints.add(whole(changed))
     # Walsh functions, for which sums with powers of one number are blind modulo 2**64.
-    walsh = np.array([(-1) ** bin(n).count("1") for n in range(4096)], dtype=dtype)
+    walsh = np.array([(-1) ** n.bit_count() for n in range(4096)], dtype=dtype)
     prints |= {whole(walsh), whole(-walsh)}
     assert len(prints) == 11
 

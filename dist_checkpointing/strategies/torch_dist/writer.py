@@ -54,6 +54,7 @@ class TorchDistWriter(StorageWriter):
     # A chunk is a shard, however large it is.
     layout = RowBlockLayout(max_chunk_bytes=1 << 62)
     gathers_results: ClassVar[bool] = True
+    keeps_fingerprints: ClassVar[bool] = False
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
