@@ -97,9 +97,9 @@ class Verification:
         """
         yield
         if is_wanted:
-            planned = self.found.sharded
-            is_planned = isinstance(planned, PlannedLoadStrategy)
-            make_reader = partial(planned.make_reader, self.folder) if is_planned else None
+            make_reader = None
+            if isinstance(self.found.sharded, PlannedLoadStrategy):
+                make_reader = partial(self.found.sharded.make_reader, self.folder)
             with self.meter.phase("verifying"):
                 verify_restored(self.tensors, self.folder, self.index, make_reader, self.comm)
 

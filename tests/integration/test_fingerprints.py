@@ -85,10 +85,11 @@ def prints(count: int, **options: Any) -> dict[str, str]:
 def test_layout_does_not_matter() -> None:
     whole = prints(1)
     for count, cuts in ((2, "rows"), (4, "flat"), (3, "uneven"), (5, "columns"), (6, "flat")):
-        found = run_ranks(
-            count,
-            lambda comm, cuts=cuts: fingerprint({"w": state(comm, cuts=cuts)["w"]}, comm=comm),
-        )
+
+        def weight(comm: Comm, cuts: str = cuts) -> dict[str, str]:
+            return fingerprint({"w": state(comm, cuts=cuts)["w"]}, comm=comm)
+
+        found = run_ranks(count, weight)
         assert found == [{"w": whole["w"]}] * count
     assert prints(4) == whole
     assert len(set(whole.values())) == 5
@@ -175,7 +176,9 @@ def test_factories_and_other_planners(tmp_path: Path) -> None:
 
     class Doubled(DefaultSavePlanner):
         def get_data(self, item: Any) -> Any:
-            return super().get_data(item) * 2
+            data = super().get_data(item)
+            assert isinstance(data, torch.Tensor)
+            return data * 2
 
     own = {"f": factory()}
     assert [*fingerprint(own, comm=ALONE)] == ["f.0", "f.1"]
@@ -211,11 +214,12 @@ def test_parallel_saves_and_compressed_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_saves_in_the_background(tmp_path: Path, worker: Any) -> None:
-    own = {"w": shard("w", FULL.clone()), "n": shard("n", torch.arange(5))}
+    values = FULL.clone()
+    own = {"w": shard("w", values), "n": shard("n", torch.arange(5))}
     expected = fingerprint(own, comm=ALONE)
     with CheckpointManager(tmp_path, comm=ALONE, worker=worker, fingerprints=True) as manager:
         manager.async_save(1, own)
-        own["w"].data.zero_()
+        values.zero_()
         manager.wait()
         manager.save(2, own)
         manager.save(3, own, fingerprints=False)
