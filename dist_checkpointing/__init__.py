@@ -28,6 +28,7 @@ if typing.TYPE_CHECKING:
         ShardedTensorFactory,
     )
     from dist_checkpointing.planning.plan_save import PlanCache
+    from dist_checkpointing.planning.replicas import ReplicaCheck
     from dist_checkpointing.serialization.async_save import async_save
     from dist_checkpointing.serialization.async_saver import AsyncSaver
     from dist_checkpointing.serialization.fingerprint import fingerprint
@@ -59,6 +60,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "PlanCache",
     "RankFailedError",
+    "ReplicaCheck",
     "Retention",
     "SaveHandle",
     "ShardedObject",
@@ -108,6 +110,7 @@ _NAMES_BY_MODULE = {
         "ShardedTensorFactory",
     ),
     "planning.plan_save": ("PlanCache",),
+    "planning.replicas": ("ReplicaCheck",),
     "serialization.async_save": ("async_save",),
     "serialization.async_saver": ("AsyncSaver",),
     "serialization.fingerprint": ("fingerprint",),

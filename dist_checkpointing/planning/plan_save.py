@@ -99,7 +99,7 @@ def plan_save(
     if cache is not None and planner.settings is not None:
         description = (type(planner), planner.settings, layout, comm.rank, comm.world_size)
         with paused_collector():
-            rows = _described(itertools.chain(leaves.values(), others))
+            rows = described(itertools.chain(leaves.values(), others))
             description = (*description, len(leaves), *rows)
         number = cache.number_of(description)
     place = ("" if folder is None else str(folder.absolute()), saved_as)
@@ -250,7 +250,7 @@ def checked_plans(
     return plans, index
 
 
-def _described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
+def described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
     """Everything about the leaves that a plan depends on, as values that cannot change."""
     for leaf in leaves:
         data = leaf.data

@@ -21,6 +21,7 @@ from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, is_mai
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.replicas import ReplicaCheck, compare_replicas
 from dist_checkpointing.serialization.leaf_copies import (
     Values,
     copied_leaves,
@@ -160,6 +161,15 @@ class SaveJob:
 
     def plan(self, comm: Comm) -> None:
         """Compare what the ranks bring, and decide who writes what. Collective, touches no file."""
+        self._plan_all(comm)
+        compare_replicas(
+            [*self._parts.tensors.values()],
+            self._options.get("replicas", ReplicaCheck.OFF),
+            self._options.get("on_replica_mismatch", "raise"),
+            comm,
+        )
+
+    def _plan_all(self, comm: Comm) -> None:
         validate = self._options.get("validate_access_integrity", True)
         if validate:
             preprocess = self._options.get("preprocess_common_before_consistancy_check")
