@@ -12,7 +12,7 @@ from reads import open_repeated_loads, open_slices
 from runner import Case
 from save_load import SaveLoad
 from state import State
-from trust import ALL, KEPT, PLAIN, SAMPLE, open_trust
+from trust import ALL, PLAIN, SAMPLE, open_trust
 
 _SQUARE = (2048, 2048)
 _GIB = State(64, _SQUARE)
@@ -256,7 +256,6 @@ TRUST = Case(
     goals=(
         as_fast(SAMPLE, "save s", PLAIN, 1 / 1.01),
         as_fast(ALL, "save s", PLAIN, 1 / 1.1),
-        as_fast(KEPT, "save s", PLAIN, 1 / 1.25),
     ),
     gib=2,
 )

@@ -30,9 +30,20 @@ def sums_of_tensor(
     values = values.detach()
     if values.is_cpu:
         return sums_of_part(dtypes.as_numpy(values), box, flat_range, global_shape)
+    return _sums_of_blocks(values, box, flat_range, global_shape, _MOST_BYTES)
+
+
+def _sums_of_blocks(
+    values: torch.Tensor,
+    box: Box,
+    flat_range: tuple[int, int] | None,
+    global_shape: Ints,
+    most_bytes: int,
+) -> Sums:
+    """The same of a tensor on another device, of which so many bytes are here at a time."""
     start = 0 if flat_range is None else flat_range[0]
     parts = []
-    for block in split_rows(Box.whole(tuple(values.shape)), _MOST_BYTES // values.itemsize):
+    for block in split_rows(Box.whole(tuple(values.shape)), most_bytes // values.itemsize):
         own = dtypes.as_numpy(values[block.slices()].cpu())
         if flat_range is None:
             place = Box(

@@ -135,18 +135,20 @@ def verify_restored(
             raise UnsupportedFormatError("what is restored cannot be verified", [finding])
     assert index is not None
     assert make_reader is not None
-    own_table = describe(shards, comm.rank)
-    exchanged = exchange_tables(
-        comm,
-        "describing what was restored",
-        lambda: ({"shards": own_table}, _misfits(index, shards)),
-    )
-    catalog = exchanged.catalog("shards")
-    copies = copies_of(catalog, own_table)
-    parts = copies.parts
-    misfits = {key for keys in exchanged.facts for key in keys}
-    is_counted = _counted(copies, misfits)
-    counted = {parts.key(row) for row in np.flatnonzero(is_counted).tolist()}
+    tables: list[ShardTable] = []
+
+    def describe_own() -> tuple[dict[str, ShardTable], tuple[str, ...]]:
+        tables.append(describe(shards, comm.rank))
+        return {"shards": tables[0]}, _misfits(index, shards)
+
+    exchanged = exchange_tables(comm, "describing what was restored", describe_own)
+    with comm.agreed("looking for what can be compared"):
+        catalog = exchanged.catalog("shards")
+        copies = copies_of(catalog, tables[0])
+        parts = copies.parts
+        misfits = {key for keys in exchanged.facts for key in keys}
+        is_counted = _counted(copies, misfits)
+        counted = {parts.key(row) for row in np.flatnonzero(is_counted).tolist()}
     kept: dict[str, str] = comm.from_rank0("reading the fingerprints", lambda: _kept(folder))
     missing = _shared_out(sorted(counted - kept.keys()), parts, comm.rank)
     for computed in comm.exchange(

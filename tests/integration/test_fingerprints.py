@@ -26,8 +26,10 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import INDEX_NAME, Index, read_index
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner
+from dist_checkpointing.planning.part_sums import _sums_of_blocks, sums_of_tensor
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from dist_checkpointing.strategies.tensorstore import (
@@ -111,7 +113,7 @@ def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, i
     assert opened.fingerprint("w") == expected["w"]
     with pytest.raises(KeyError, match="no tensor 'v'"):
         opened.fingerprint("v")
-    for count, cuts in ((2, "rows"), (3, "uneven"), (5, "columns")):
+    for count, cuts in ((2, "rows"), (3, "uneven"), (5, "columns"), (4, "flat")):
 
         def restore(comm: Comm, cuts: str = cuts) -> torch.Tensor:
             template = state(comm, blank=True, cuts=cuts)
@@ -122,7 +124,7 @@ def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, i
 
         parts = run_ranks(count, restore)
         if cuts != "columns":
-            assert torch.equal(torch.cat(parts), FULL)
+            assert torch.equal(torch.cat(parts).reshape(FULL.shape), FULL)
 
 
 @BACKEND
@@ -152,6 +154,17 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 
 def part_of(full: torch.Tensor, comm: Comm) -> ShardedTensor:
     return flat("a", full, *((0, 61) if comm.rank == 0 else (61, full.numel())))
+
+
+@pytest.mark.parametrize("most_bytes", [16, 200, 10**6])
+def test_values_of_another_device_come_in_blocks(most_bytes: int) -> None:
+    values = FULL[8:20, 5:30]
+    box = Box((8, 5), (12, 25))
+    whole = sums_of_tensor(values, box, None, (48, 35))
+    assert _sums_of_blocks(values, box, None, (48, 35), most_bytes) == whole
+    run = values.reshape(-1)[17:203]
+    part = sums_of_tensor(run, box, (17, 203), (48, 35))
+    assert _sums_of_blocks(run, box, (17, 203), (48, 35), most_bytes) == part != whole
 
 
 def test_kind_and_every_value_count() -> None:
