@@ -24,6 +24,7 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.planning import replicas
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.replicas import SAMPLES, Copies, copies_of
@@ -244,15 +245,14 @@ def test_with_a_plan_cache_and_parallel_saves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [700_000, 40])
 def test_samples_look_at_everything_in_turn(tmp_path: Path, size: int) -> None:
-    """Each flipped element is found by one of sixteen saves, and by no other."""
+    """Each of two elements is found by one of sixteen saves, and by no other."""
     keys = [f"w{number}" for number in range(4 if size > 1000 else 33)]
 
     def run(comm: Comm) -> list[int]:
         values = {key: torch.zeros(size) for key in keys}
         own = {key: shard(key, value, replica_id=comm.rank) for key, value in values.items()}
-        last = values[keys[-1]]
         if comm.rank == 1:
-            last[size * 5 // 8] = 1
+            values[keys[0]][size // 8] = values[keys[1]][size * 5 // 8] = 1
         found = []
         for number in range(2 * SAMPLES):
             try:
@@ -261,8 +261,29 @@ def test_samples_look_at_everything_in_turn(tmp_path: Path, size: int) -> None:
                 found.append(number)
         return found
 
-    first, second = run_ranks(2, run)[0]
-    assert second == first + SAMPLES
+    found = run_ranks(2, run)[0]
+    assert len(found) == 4
+    assert [number + SAMPLES for number in found[:2]] == found[2:]
+
+
+def test_what_one_rank_holds_is_not_digested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digested: list[str] = []
+    digest = replicas._digest
+
+    def noted(leaf: ShardedTensor, *others: Any) -> bytes | None:
+        digested.append(leaf.key)
+        return digest(leaf, *others)
+
+    monkeypatch.setattr(replicas, "_digest", noted)
+
+    def state(comm: Comm) -> dict[str, Any]:
+        own = shard("own", torch.ones(3), (0, comm.rank, RANKS))
+        return {"own": own, "all": shard("all", torch.ones(3), replica_id=comm.rank)}
+
+    run_ranks(RANKS, lambda c: save(state(c), tmp_path / "c", comm=c, replicas=ReplicaCheck.ALL))
+    assert digested == ["all"] * RANKS
 
 
 def test_replicas_cut_differently_are_counted(

@@ -123,7 +123,7 @@ def convert(
     Streams: what is in memory at a time stays within the budget, whatever the size. Nothing is at
     the destination until all of it is; a conversion that was killed is begun again by the next one.
     Tensors are compared with the checksums of the source, so that damage does not get new ones.
-    If the source has fingerprints and the destination can keep them, they are computed anew from
+    If the source has fingerprints and the destination can keep them, they are computed again from
     what is written, and must be the same wherever the dtype is.
 
     Args:
