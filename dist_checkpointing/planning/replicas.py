@@ -48,6 +48,12 @@ class ReplicaCheck(Enum):
         OFF: nothing.
         SAMPLE: another sixteenth at each save, so that sixteen saves look at everything.
         ALL: everything.
+
+    Example:
+        >>> import torch
+        >>> from dist_checkpointing import ReplicaCheck, ShardedTensor, save
+        >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+        >>> save(state, "ckpt", replicas=ReplicaCheck.ALL)
     """
 
     OFF = "off"
