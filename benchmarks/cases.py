@@ -12,6 +12,7 @@ from reads import open_repeated_loads, open_slices
 from runner import Case
 from save_load import SaveLoad
 from state import State
+from trust import ALL, PLAIN, SAMPLE, open_trust
 
 _SQUARE = (2048, 2048)
 _GIB = State(64, _SQUARE)
@@ -245,6 +246,20 @@ BEHIND = Case(
     ),
 )
 
+TRUST = Case(
+    "trust",
+    "512 MiB that two ranks hold as replicas, durable: replicas compared, fingerprints kept",
+    open_trust,
+    ranks=2,
+    rounds=7,
+    seconds=60,
+    goals=(
+        as_fast(SAMPLE, "save s", PLAIN, 1 / 1.01),
+        as_fast(ALL, "save s", PLAIN, 1 / 1.1),
+    ),
+    gib=2,
+)
+
 CONVERSIONS = Case(
     "conversions",
     "2 GiB converted from and to every format",
@@ -321,7 +336,9 @@ PLANNING = (
     ),
 )
 
-CASES = {case.name: case for case in (*SAVES_AND_LOADS, *READS, BEHIND, CONVERSIONS, *PLANNING)}
+CASES = {
+    case.name: case for case in (*SAVES_AND_LOADS, *READS, BEHIND, TRUST, CONVERSIONS, *PLANNING)
+}
 
 SPEED_ROWS = (
     ("save, page cache, no checksums", "one-rank", _OURS, ("save s",)),

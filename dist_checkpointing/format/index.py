@@ -24,6 +24,7 @@ from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints
 from dist_checkpointing.format.index_columns import (
     extents,
+    fingerprints_of_json,
     json_text,
     optional_string,
     pieces_of_json,
@@ -116,6 +117,7 @@ class Index(Mapping[str, StoredTensor]):
         pieces: Pieces of the tensors that are stored as pieces.
         objects: Grids of the sharded objects that the backend holds itself.
         codec: Name of the compression of all chunks, if there is one.
+        fingerprints: Fingerprints of the tensors by key, if they were kept; see ``fingerprints``.
     """
 
     keys_column: Sequence[str]
@@ -125,6 +127,7 @@ class Index(Mapping[str, StoredTensor]):
     pieces: Mapping[str, Pieces] = field(default_factory=dict)
     objects: Mapping[str, Ints] = field(default_factory=dict)
     codec: str | None = None
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -244,7 +247,8 @@ class Index(Mapping[str, StoredTensor]):
         """The index with some tensors left out."""
         gone = set(dropped)
         kept = Index.of((self[key] for key in self if key not in gone), self.objects)
-        return replace(kept, codec=self.codec)
+        fingerprints = {key: text for key, text in self.fingerprints.items() if key not in gone}
+        return replace(kept, codec=self.codec, fingerprints=fingerprints)
 
     def to_json(self) -> bytes:
         """The bytes of the index file."""
@@ -256,7 +260,10 @@ class Index(Mapping[str, StoredTensor]):
             "global_shapes": [*self.global_shape_column],
             "chunk_shapes": [*self.chunk_shape_column],
         }
-        end = {"objects": dict(self.objects), "codec": self.codec}
+        end: dict[str, Any] = {"objects": dict(self.objects), "codec": self.codec}
+        if self.fingerprints:
+            # Readers that do not know it pass over it.
+            end["fingerprints"] = [self.fingerprints.get(key) for key in self.keys_column]
         text = f'{json_text(begin)[:-1]},"pieces":{pieces_text(self.pieces)},{json_text(end)[1:]}'
         body = text.encode()
         # Still one JSON object, and a flipped digit in a shape does not go unnoticed.
@@ -289,6 +296,7 @@ class Index(Mapping[str, StoredTensor]):
                 pieces_of_json(content["pieces"], tables),
                 {key: tuple(extents(key, shape)) for key, shape in content["objects"].items()},
                 optional_string(content["codec"]),
+                fingerprints_of_json(keys, content.get("fingerprints")),
             )
             index._check()
         return index

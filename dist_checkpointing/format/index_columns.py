@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -147,3 +148,18 @@ def optional_string(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"expected a string, found {value!r}")
     return value
+
+
+_is_fingerprint = re.compile("[0-9a-f]{32}").fullmatch
+
+
+def fingerprints_of_json(keys: Sequence[str], content: Any) -> dict[str, str]:
+    """The fingerprints by key; older writers, and saves without them, have none."""
+    if content is None:
+        return {}
+    if not isinstance(content, list) or len(content) != len(keys):
+        raise ValueError("fingerprints are not a column of their own length")
+    known = {key: text for key, text in zip(keys, content, strict=True) if text is not None}
+    if not all(isinstance(text, str) and _is_fingerprint(text) for text in known.values()):
+        raise ValueError("a fingerprint is not 32 hex digits")
+    return known

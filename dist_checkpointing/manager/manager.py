@@ -36,6 +36,7 @@ from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize, Worker
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save
@@ -76,6 +77,9 @@ class CheckpointManager:
         worker: see ``AsyncSaver``.
         trusted: save anything that can be pickled, and unpickle anything when loading; see ``save``
             and ``load``.
+        fingerprints: see ``save``; for all saves that do not say otherwise.
+        replicas: likewise.
+        on_replica_mismatch: likewise.
 
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "epoch": 2}
@@ -98,6 +102,9 @@ class CheckpointManager:
         finalize: Finalize = "background",
         worker: Worker = "thread",
         trusted: bool = False,
+        fingerprints: bool = False,
+        replicas: ReplicaCheck = ReplicaCheck.OFF,
+        on_replica_mismatch: OnReplicaMismatch = "raise",
     ) -> None:
         if on_error not in ("raise", "warn", "retry"):
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
@@ -107,6 +114,8 @@ class CheckpointManager:
         self._files = RunFolder(self.root, Retention() if retention is None else retention)
         self._on_error = on_error
         self._trusted = trusted
+        self._save_options: dict[str, Any] = {"trusted": trusted, "fingerprints": fingerprints}
+        self._save_options |= {"replicas": replicas, "on_replica_mismatch": on_replica_mismatch}
         self._plan_cache = PlanCache()
         self._saver = AsyncSaver(
             comm=self._comm,
@@ -135,7 +144,7 @@ class CheckpointManager:
         """
         self.wait()
         overwrite = options.pop("overwrite", False) | self._begin(step)
-        options = {"trusted": self._trusted, **options}
+        options = {**self._save_options, **options}
         save(
             state,
             self.folder(step),
@@ -173,7 +182,7 @@ class CheckpointManager:
         """
         self.wait()
         overwrite = options.pop("overwrite", False) | self._begin(step)
-        options = {"trusted": self._trusted, **options}
+        options = {**self._save_options, **options}
         return self._saver.save(
             state,
             self.folder(step),
@@ -367,7 +376,7 @@ class CheckpointManager:
             except (CorruptCheckpointError, *unreadable) as error:
                 skipped.append(self._skip(step, number, error))
                 continue
-            if verify and chosen["verify"]:
+            if verify and chosen["verify"] is True:
                 self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
             return loaded
         raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)

@@ -59,6 +59,8 @@ from dist_checkpointing.validation.unwrapped import check_filled, refuse_distrib
 
 T = TypeVar("T", bound=ShardedBase)
 
+Verify = bool | Literal["restored"]
+
 _ReturningFlag = Literal[
     StrictHandling.RETURN_UNEXPECTED,
     StrictHandling.RETURN_ALL,
@@ -79,7 +81,7 @@ def load(  # type: ignore[overload-overlap]  # any other flag returns one value
     comm: Comm | None = ...,
     cast: Cast = ...,
     trusted: bool = ...,
-    verify: bool = ...,
+    verify: Verify = ...,
     progress: ProgressCallback | None = ...,
 ) -> tuple[StateDict, set[str], set[str]]: ...
 
@@ -96,7 +98,7 @@ def load(
     comm: Comm | None = ...,
     cast: Cast = ...,
     trusted: bool = ...,
-    verify: bool = ...,
+    verify: Verify = ...,
     progress: ProgressCallback | None = ...,
 ) -> StateDict: ...
 
@@ -112,7 +114,7 @@ def load(
     comm: Comm | None = None,
     cast: Cast = "error",
     trusted: bool = False,
-    verify: bool = False,
+    verify: Verify = False,
     progress: ProgressCallback | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load what a template asks for, however it was sharded when it was saved. Collective.
@@ -141,7 +143,11 @@ def load(
             wanted in part or converted are read twice, the first time whole; so is everything if
             the strategy has a planner of its own. What seal and checksums do not speak of is an
             error. A checkpoint without a seal is verified as far as its checksums go, with a
-            warning.
+            warning. ``"restored"`` compares what lies in memory after the load with the
+            fingerprints of the save, see ``fingerprint``, whatever the sharding. Fingerprints that
+            the save did not keep are computed from what is stored, which is read once more. Where
+            the ranks do not hold all of a tensor in its stored dtype and shape there is nothing to
+            compare, and a warning names it.
         progress: called with a Progress, from any thread, whenever there is something to report.
 
     Returns:
@@ -158,7 +164,7 @@ def load(
         UnsupportedFormatError: a format or a pickled class that is not read; a URL for a path.
         StrategyNotFoundError: the backend is unknown here.
         RankFailedError: anything else that failed, on the ranks it names.
-        ValueError: for a ``strict`` or ``cast`` that does not exist.
+        ValueError: for a ``strict``, ``cast`` or ``verify`` that does not exist.
 
     Example:
         >>> whole = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
@@ -170,8 +176,7 @@ def load(
     comm = default_comm() if comm is None else comm
     meter = Meter("load", comm.rank, progress)
     flag = parse_strict_flag(strict)
-    if cast not in ("error", "widen", "any"):
-        raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
+    _require_known(cast, verify)
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
         folder = local_folder(checkpoint_dir)
         save_number = number_of_save(folder)
@@ -184,7 +189,9 @@ def load(
     if validate_access_integrity:
         _check_access(parts, comm)
 
-    reader, index, stored, stored_keys = _read_index(found, folder, parts, comm, is_kept=verify)
+    reader, index, stored, stored_keys = _read_index(
+        found, folder, parts, comm, is_kept=bool(verify)
+    )
     missing, unexpected = set[str](), set[str]()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
         objects = comm.from_rank0(
@@ -208,14 +215,19 @@ def load(
     verification = Verification(
         to_fill, [*wanted_objects.values()], found, folder, index, reader, meter, comm
     )
-    to_verify = verification.begin() if verify else None
+    to_verify = verification.begin() if verify is True else None
     cells: Mapping[TreePath, ShardedObject] = {}
     of_common: Mapping[TreePath, Any] = {}
     if handles_objects(found.sharded):
         cells = _replaced(wanted_objects, [leaf.without_data() for leaf in wanted_objects.values()])
     else:
         of_common = _read_objects(wanted_objects, found.common, parts, folder, comm)
-    with _noting_filled(wanted), verification.finding_damage(to_verify), meter.phase("reading"):
+    with (
+        _noting_filled(wanted),
+        verification.of_restored(is_wanted=verify == "restored"),
+        verification.finding_damage(to_verify),
+        meter.phase("reading"),
+    ):
         loaded, of_strategy = _read(
             to_fill, cells, found.sharded, reader, index, parts, folder, comm, meter
         )
@@ -226,6 +238,13 @@ def load(
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected
     return state_dict
+
+
+def _require_known(cast: str, verify: object) -> None:
+    if cast not in ("error", "widen", "any"):
+        raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
+    if verify not in (True, False, "restored"):
+        raise ValueError(f"verify must be True, False or 'restored', not {verify!r}")
 
 
 def _take_apart(template: ShardedStateDict) -> Partition:

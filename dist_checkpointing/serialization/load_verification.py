@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dist_checkpointing.comm import Comm
@@ -20,6 +21,7 @@ from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.mapping.nesting import Position
 from dist_checkpointing.planning import DefaultLoadPlanner
 from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.serialization.fingerprint import verify_restored
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.filled_parts import Filled, verify_filled
@@ -87,6 +89,23 @@ class Verification:
         except CheckpointingException:
             self._verify_all()
             raise
+
+    @contextmanager
+    def of_restored(self, *, is_wanted: bool) -> Iterator[None]:
+        """Compare what the body has put into memory with the fingerprints of the save. Collective.
+
+        Args:
+            is_wanted: Whether to compare anything.
+        """
+        yield
+        if is_wanted:
+            make_reader = None
+            if isinstance(self.found.sharded, PlannedLoadStrategy):
+                make_reader = partial(self.found.sharded.make_reader, self.folder)
+            with self.meter.phase("verifying"):
+                verify_restored(
+                    self.tensors.tensors.leaves, self.folder, self.index, make_reader, self.comm
+                )
 
     @contextmanager
     def _all_findings(self) -> Iterator[None]:

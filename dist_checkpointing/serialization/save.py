@@ -11,6 +11,7 @@ from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
@@ -45,6 +46,9 @@ def save(
     before_claim: Callable[[Index | None], None] | None = None,
     trusted: bool = False,
     after_claim: Callable[[str], None] | None = None,
+    fingerprints: bool = False,
+    replicas: ReplicaCheck = ReplicaCheck.OFF,
+    on_replica_mismatch: OnReplicaMismatch = "raise",
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -80,6 +84,12 @@ def save(
             ``trusted=True`` only, and is refused here without it.
         after_claim: called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
             it), before anything is written; what it raises, all ranks raise.
+        fingerprints: keep the fingerprint of every tensor, see ``fingerprint``, in the index of the
+            checkpoint. For strategies of this library that have an index: tensorstore and zarr 2.
+        replicas: compare the copies that several ranks hold of the same part of a tensor, before
+            anything is written: all of them, or another sixteenth at each save of these ranks.
+        on_replica_mismatch: if such copies differ, raise an error (``"raise"``), or log it and save
+            what the writers hold (``"warn"``).
 
     Returns:
         None, or the request to schedule.
@@ -87,8 +97,9 @@ def save(
     Raises:
         InvalidShardingError: shards that contradict each other, overlap or leave gaps; keys, dtypes
             or leaves that cannot be stored; sharded tensors of torch that are not wrapped; tensors
-            in the common state that differ between ranks.
-        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path.
+            in the common state, or replicas, that differ between ranks.
+        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path; fingerprints
+            for a format that does not keep them.
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         StrategyNotFoundError: no such backend.
         RankFailedError: anything else that failed, such as an I/O error, on the ranks it names.
@@ -117,6 +128,9 @@ def save(
         before_claim=before_claim,
         trusted=trusted,
         after_claim=after_claim,
+        fingerprints=fingerprints,
+        replicas=replicas,
+        on_replica_mismatch=on_replica_mismatch,
     )
     try:
         job.claim(comm, secured=True)

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    InvalidShardingError,
+    UnsupportedFormatError,
+)
 from dist_checkpointing.format import seal
 from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
 from dist_checkpointing.format.index import Index
@@ -19,6 +24,8 @@ from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.storage.protocol import StorageWriter
+from dist_checkpointing.strategies.base import SaveShardedStrategy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +91,21 @@ class Claimed:
             # A network file system may show a new file a little later.
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
+
+
+def require_fingerprints(strategy: SaveShardedStrategy, writer: StorageWriter | None) -> None:
+    """Refuse to take fingerprints that the format has no place for.
+
+    Raises:
+        UnsupportedFormatError: naming the format.
+    """
+    if writer is None or not writer.keeps_fingerprints:
+        finding = Finding(
+            "the format has no place for fingerprints",
+            found=f"{strategy.backend} {strategy.version}",
+            remedy="Save with tensorstore or zarr 2, or compute them from what is stored.",
+        )
+        raise UnsupportedFormatError("fingerprints cannot be kept", [finding])
 
 
 def check_data(parts: Partition) -> None:

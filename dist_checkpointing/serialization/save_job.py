@@ -21,6 +21,7 @@ from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, is_mai
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.replicas import ReplicaCheck, compare_replicas
 from dist_checkpointing.serialization.leaf_copies import (
     Values,
     copied_leaves,
@@ -32,6 +33,7 @@ from dist_checkpointing.serialization.save_checks import (
     Decided,
     check_data,
     refuse_clashes,
+    require_fingerprints,
     require_one_save,
 )
 from dist_checkpointing.serialization.save_options import JobOptions
@@ -127,7 +129,10 @@ class SaveJob:
         if isinstance(self.strategy, PlannedSaveStrategy):
             self.writer = self.strategy.make_writer(self.folder)
             self.writer.report = meter.add
+            self.writer.takes_fingerprints = options.get("fingerprints", False)
             common_writer = common_writer.lasting(self.writer.options.durability)
+        if options.get("fingerprints", False):
+            require_fingerprints(self.strategy, self.writer)
         self._durability = (
             Durability.FSYNC if self.writer is None else self.writer.options.durability
         )
@@ -164,6 +169,15 @@ class SaveJob:
         if decided is not None:
             self._plan, self._index, self._planner = decided.plan, decided.index, decided.planner
             self._objects = decided.objects
+
+    def compare_replicas(self, comm: Comm) -> None:
+        """Compare the values of replicas, if that is wanted. Collective, touches no file."""
+        compare_replicas(
+            [*self._parts.tensors.values()],
+            self._options.get("replicas", ReplicaCheck.OFF),
+            self._options.get("on_replica_mismatch", "raise"),
+            comm,
+        )
 
     def claim(self, comm: Comm, *, secured: bool = False) -> None:
         """Take possession of the folder, if all ranks have planned. Collective.

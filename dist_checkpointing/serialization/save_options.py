@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.storage.progress import ProgressCallback
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
@@ -23,6 +24,9 @@ class SaveOptions(TypedDict, total=False):
     content_metadata: dict[str, Any] | None
     overwrite: bool
     trusted: bool
+    fingerprints: bool
+    replicas: ReplicaCheck
+    on_replica_mismatch: OnReplicaMismatch
 
 
 class JobOptions(SaveOptions, total=False):
@@ -44,6 +48,9 @@ class AsyncSaveOptions(SaveOptions, total=False):
         content_metadata: see ``save``.
         overwrite: see ``save``.
         trusted: see ``save``.
+        fingerprints: see ``save``.
+        replicas: see ``save``.
+        on_replica_mismatch: see ``save``.
         progress: see ``save``.
         step: what the save is for; all ranks must name the same.
         capture: ``"copy"``, the default, copies everything before it returns: the state may be

@@ -174,4 +174,6 @@ def prepare(
 
     with meter.phase("planning"):
         exchanged = exchange_tables(comm, PLANNING, bring, lambda facts: facts.identity)
-        return plannings[0].conclude(exchanged, comm)
+        job = plannings[0].conclude(exchanged, comm)
+        job.compare_replicas(comm)
+    return job

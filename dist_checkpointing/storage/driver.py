@@ -39,6 +39,7 @@ from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int64s, concatenate
 from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.storage.calls import result_of, set_up_reader, set_up_writer
+from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.protocol import (
     StorageReader,
@@ -59,6 +60,7 @@ class Written:
         digests: their checksums, 8 bytes each.
         files: files that the rank has made.
         save: number of the save, if ranks may mistake one for another.
+        sums: of each of its tensors, packed, if fingerprints are taken.
     """
 
     noted: tuple[WriteResult, ...] = ()
@@ -66,6 +68,7 @@ class Written:
     digests: bytes = b""
     files: tuple[SealedFile, ...] = ()
     save: int = 0
+    sums: bytes = b""
 
 
 PlanWriter = Callable[[SavePlan, Any, StorageWriter, int], Written]
@@ -155,6 +158,8 @@ def gather_written(
 
 def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:
     """Write what describes the whole, on rank 0. Durable when it returns."""
+    if writer.takes_fingerprints:
+        index = with_fingerprints(index, [written.sums for written in of_ranks])
     noted = [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])]
     writer.finish(Metadata.from_index(index), noted)
     files = [file for written in of_ranks for file in written.files]
@@ -202,7 +207,8 @@ def _write_tables(
 
 def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank: int) -> Written:
     """Write what one rank has to write, durably. Not collective."""
-    results = result_of(writer.write_data(plan, planner))
+    summing = SummingPlanner(planner, plan) if writer.takes_fingerprints else None
+    results = result_of(writer.write_data(plan, summing or planner))
     rows, checksums = _checksums(results, len(plan.table))
     packed, digests = b"", b""
     if len(rows):
@@ -218,7 +224,8 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
             known = files.get(file.name)
             if known is None or known.num_bytes <= file.num_bytes:
                 files[file.name] = file
-    return Written(noted, packed, digests, tuple(files.values()))
+    sums = b"" if summing is None else summing.packed()
+    return Written(noted, packed, digests, tuple(files.values()), sums=sums)
 
 
 def _checksums(results: Sequence[WriteResult], count: int) -> tuple[Int64s, npt.NDArray[np.uint64]]:

@@ -165,16 +165,20 @@ class StorageWriter(ABC):
         layout: how this format wants tensors cut up. By default every stored part is a box.
         gathers_results: whether ``finish`` needs the results of all ranks, as a list for each rank
             in rank order; else it gets those of rank 0 only. Of WriteResults it gets ``rest``.
+        keeps_fingerprints: whether the index that ``finish`` gets is kept with all that it says.
+        takes_fingerprints: whether the values are summed as they are written.
         options: knobs of the I/O.
         report: to be called with the number of bytes that have been written since the last call.
     """
 
     layout: Layout = RowBlockLayout(keeps_ranges=False)
     gathers_results: ClassVar[bool] = True
+    keeps_fingerprints: ClassVar[bool] = True
 
     def __init__(self, checkpoint_dir: Path = _UNKNOWN) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.options = StorageOptions()
+        self.takes_fingerprints = False
         self.report: Callable[[int], None] = _ignore
 
     def reset(self, checkpoint_id: Path) -> None:  # noqa: B027 - a hook

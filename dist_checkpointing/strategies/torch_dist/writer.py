@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ class TorchDistWriter(StorageWriter):
 
     # A chunk is a shard, however large it is.
     layout = RowBlockLayout(max_chunk_bytes=1 << 62)
+    keeps_fingerprints: ClassVar[bool] = False
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
