@@ -5,6 +5,7 @@ They get there through views: no value is converted on its way to or from a file
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -25,7 +26,7 @@ __all__ = [
     "from_zarr_v2",
     "is_lossless",
     "is_plain_memory",
-    "plain_place",
+    "plain_addresses",
 ]
 
 # float8_e8m0fnu came with torch 2.7.
@@ -143,11 +144,20 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     )
 
 
-def plain_place(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Address and bytes of a tensor for which ``is_plain_memory`` holds; -1 and -1 otherwise."""
-    if tensor is None or not is_plain_memory(tensor):
-        return -1, -1
-    return tensor.data_ptr(), tensor.nbytes
+def plain_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Address of the first value of each tensor for which ``is_plain_memory`` holds; else -1."""
+    strided = torch.strided
+    return [
+        tensor.data_ptr()
+        if type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        else -1
+        for tensor in tensors
+    ]
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
