@@ -149,7 +149,8 @@ def plain_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     strided = torch.strided
     return [
         tensor.data_ptr()
-        if type(tensor) in _PLAIN
+        if tensor is not None
+        and type(tensor) in _PLAIN
         and tensor.is_cpu
         and tensor.layout is strided
         and tensor.is_contiguous()

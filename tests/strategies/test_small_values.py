@@ -13,7 +13,7 @@ import torch
 from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.checksums import checksum, checksums_at
-from dist_checkpointing.strategies import filled_parts, scattered
+from dist_checkpointing.strategies import filled_parts
 from dist_checkpointing.strategies.scattered import read_scattered
 
 
@@ -38,8 +38,11 @@ def test_values_arrive_each_at_its_place(
     arrays = [np.zeros(size, dtype=np.uint8) for size in sizes.tolist()]
     if is_short:
         whole = os.preadv
-        some = lambda fd, buffers, at: whole(fd, buffers[: len(buffers) // 2 + 1], at)  # noqa: E731
-        monkeypatch.setattr(scattered.os, "preadv", some)
+
+        def some(descriptor: int, buffers: list[Any], position: int) -> int:
+            return whole(descriptor, buffers[: len(buffers) // 2 + 1], position)
+
+        monkeypatch.setattr(os, "preadv", some)
     try:
         assert read_scattered(descriptor, starts, sizes, _addresses(arrays))
     finally:
