@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from pathlib import Path
 from typing import Any
@@ -203,13 +204,13 @@ def test_huge_pages_of_the_cache_are_seen_whole(
     path, values = tmp_path / "data", np.random.default_rng(3).random((3, 512, 1024), np.float32)
     path.write_bytes(values.tobytes() + bytes(100))
     mapped: list[tuple[int, int]] = []
-    own = reading.mmap.mmap
+    own = mmap.mmap
 
     def noting(descriptor: int, length: int, *, offset: int, **how: Any) -> Any:
         mapped.append((offset, length))
         return own(descriptor, length, offset=offset, **how)
 
-    monkeypatch.setattr(reading.mmap, "mmap", noting)
+    monkeypatch.setattr(mmap, "mmap", noting)
     window = Window(0, values[1].shape, Box((1, 5), (510, 1000)))
     target = np.zeros(window.box.shape, np.float32)
     with path.open("rb") as file:
