@@ -47,7 +47,7 @@ from dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     PathOrStr,
 )
-from dist_checkpointing.validation.compare import StoredTensors, with_memory
+from dist_checkpointing.validation.compare import StoredTensors, clear_partly_stored, with_memory
 
 ReplicaSharing = Callable[[SavePlanner | None, Leaves, Comm], tuple[SavePlanner, Leaves]]
 
@@ -322,6 +322,8 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
             self.needed_keys({leaf.key for leaf in leaves.values()})
         )
         stored = StoredTensors(index)
+        tensors = [leaf for leaf in leaves.values() if isinstance(leaf, ShardedTensor)]
+        clear_partly_stored(tensors, stored)
         leaves = {
             path: with_memory(leaf, stored) if isinstance(leaf, ShardedTensor) else leaf
             for path, leaf in leaves.items()

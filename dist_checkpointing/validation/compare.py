@@ -207,14 +207,25 @@ def _other_dtype(key: str, dtype: torch.dtype, own: torch.dtype, cast: Cast) -> 
 def with_memory(
     leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]
 ) -> ShardedTensor:
-    """A copy of the leaf that has memory to fill; what is not stored of it is zero."""
+    """A copy of the leaf that has memory to fill; new memory is zero where nothing is stored."""
+    copied = shallow_copy(leaf)
+    if leaf.data is None:
+        is_partly = _is_partly_stored(leaf, stored)
+        copied.init_data("cpu", torch.zeros if is_partly else torch.empty)
+    return copied
+
+
+def clear_partly_stored(
+    leaves: Iterable[ShardedTensor], stored: Mapping[str, tuple[Ints, torch.dtype]]
+) -> None:
+    """Set the caller's tensors to zero of which not every element is stored."""
+    for leaf in leaves:
+        if leaf.data is not None and _is_partly_stored(leaf, stored):
+            leaf.data.detach().zero_()
+
+
+def _is_partly_stored(leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]) -> bool:
     shape = tuple(leaf.global_shape)
     is_whole = shape == tuple(leaf.local_shape) and not any(leaf.global_offset)
     found = stored.get(leaf.key)
-    partly = (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)
-    copied = shallow_copy(leaf)
-    if leaf.data is None:
-        copied.init_data("cpu", torch.zeros if partly else torch.empty)
-    elif partly:
-        leaf.data.detach().zero_()
-    return copied
+    return (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)
