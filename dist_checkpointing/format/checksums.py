@@ -162,6 +162,14 @@ class ChecksumColumns:
     flat: npt.NDArray[Any]
     digests: npt.NDArray[Any]
 
+    def renamed(
+        self, rows: npt.NDArray[Any], names: Sequence[str], keys: npt.NDArray[Any]
+    ) -> ChecksumColumns:
+        """Some rows, whose keys are positions in other names."""
+        columns = (self.ranks, self.ndim, self.is_object, self.offsets, self.shapes, self.flat)
+        taken = (column[rows] for column in (*columns, self.digests))
+        return ChecksumColumns(names, keys, *taken)
+
     def parts(self, rows: npt.NDArray[Any]) -> list[StoredPart]:
         """Rows of tensors, one by one."""
         columns = (self.keys, self.ranks, self.ndim, self.offsets, self.shapes, self.flat)

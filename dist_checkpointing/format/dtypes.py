@@ -28,7 +28,7 @@ __all__ = [
     "from_zarr_v2",
     "is_lossless",
     "is_plain_memory",
-    "plain_place",
+    "plain_addresses",
 ]
 
 # float8_e8m0fnu came with torch 2.7.
@@ -159,11 +159,21 @@ def are_plain_memory(tensors: Sequence[object]) -> bool:
     )
 
 
-def plain_place(tensor: torch.Tensor | None) -> tuple[int, int]:
-    """Address and bytes of a tensor for which ``is_plain_memory`` holds; -1 and -1 otherwise."""
-    if tensor is None or not is_plain_memory(tensor):
-        return -1, -1
-    return tensor.data_ptr(), tensor.nbytes
+def plain_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Address of the first value of each tensor for which ``is_plain_memory`` holds; else -1."""
+    strided = torch.strided
+    return [
+        tensor.data_ptr()
+        if tensor is not None
+        and type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        else -1
+        for tensor in tensors
+    ]
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +59,7 @@ INDEX_NAME = ".dckpt/index.json"
 FORMAT = "dist_checkpointing.index"
 FORMAT_MINOR = 0
 _MAX_INDEX_BYTES = 1 << 32
+T = TypeVar("T")
 _CHECKSUM_BYTES = len('{"checksum":"0123456789abcdef",')
 
 
@@ -173,19 +174,26 @@ class Index(Mapping[str, StoredTensor]):
         # What is only remembered does not travel.
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def rows_of(self, keys: Iterable[str]) -> Int64s:
-        """Position of each key in the columns; -1 for a key that is not there.
+    def _remembered(self, what: str, keys: Iterable[str], find: Callable[[], T]) -> T:
+        """What was found for the same tuple of keys, for which the steps of a load all ask."""
+        if type(keys) is not tuple:
+            return find()
+        last, found = self.__dict__.get("_last", (None, {}))
+        if last is not keys:
+            found = {}
+            self.__dict__["_last"] = (keys, found)
+        if what not in found:
+            found[what] = find()
+        known: T = found[what]
+        return known
 
-        The last tuple that was asked for is remembered: the steps of a load all ask for the same.
-        """
-        last: tuple[Iterable[str], Int64s] | None = self.__dict__.get("_last_rows")
-        if last is not None and last[0] is keys:
-            return last[1]
-        rows = np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), dtype=np.int64)
-        if type(keys) is tuple:
-            rows.setflags(write=False)
-            self.__dict__["_last_rows"] = (keys, rows)
-        return rows
+    def rows_of(self, keys: Iterable[str]) -> Int64s:
+        """Position of each key in the columns; -1 for a key that is not there."""
+
+        def find() -> Int64s:
+            return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), dtype=np.int64)
+
+        return self._remembered("rows", keys, find)
 
     @cached_property
     def has_grid(self) -> npt.NDArray[np.bool_]:
@@ -214,12 +222,16 @@ class Index(Mapping[str, StoredTensor]):
 
     def dtypes_of(self, keys: Iterable[str]) -> tuple[Int64s, list[element_types.DType | None]]:
         """Dtype of each key as a position in the list; that of None for a key that is not there."""
-        rows, column = self.rows_of(keys).tolist(), self.dtype_column
-        names = [column[row] if row >= 0 else None for row in rows]
-        number = {name: i for i, name in enumerate(dict.fromkeys(names))}
-        numbers = np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(names))
-        types = [None if name is None else element_types.from_name(name) for name in number]
-        return numbers, types
+
+        def find() -> tuple[Int64s, list[element_types.DType | None]]:
+            rows, column = self.rows_of(keys).tolist(), self.dtype_column
+            names = [column[row] if row >= 0 else None for row in rows]
+            number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+            numbers = np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(names))
+            types = [None if name is None else element_types.from_name(name) for name in number]
+            return numbers, types
+
+        return self._remembered("dtypes", keys, find)
 
     def itemsizes_of(self, keys: Iterable[str]) -> Int64s:
         """Bytes of an element of each tensor; 0 for a key that is not there."""
@@ -231,11 +243,15 @@ class Index(Mapping[str, StoredTensor]):
         self, keys: Iterable[str]
     ) -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
         """Global shapes and chunk shapes (None where there are pieces) of tensors that it holds."""
-        found = self.rows_of(keys)
-        assert not (found < 0).any(), "a tensor that it does not hold"
-        rows = found.tolist()
-        shapes, chunks = self.global_shape_column, self.chunk_shape_column
-        return [shapes[row] for row in rows], [chunks[row] for row in rows]
+
+        def find() -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
+            found = self.rows_of(keys)
+            assert not (found < 0).any(), "a tensor that it does not hold"
+            rows = found.tolist()
+            shapes, chunks = self.global_shape_column, self.chunk_shape_column
+            return [shapes[row] for row in rows], [chunks[row] for row in rows]
+
+        return self._remembered("shapes", keys, find)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys_column)

@@ -119,7 +119,10 @@ def shapes(keys: Sequence[str], column: Any, *, optional: bool = False) -> list[
         for key, shape in zip(keys, column, strict=True):
             if shape is not None or not optional:
                 extents(key, shape)
-    return column
+    rows = [None if shape is None else tuple(shape) for shape in column]
+    # Many tensors have few shapes: equal ones are one object.
+    known: dict[Any, Any] = {}
+    return list(map(known.setdefault, rows, rows))
 
 
 def _are_extents(shapes: list[Any]) -> bool:

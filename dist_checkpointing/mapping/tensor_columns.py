@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.format.dtypes import plain_place
+from dist_checkpointing.format.dtypes import plain_addresses
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.mapping.tensor import ShardedTensor
 
@@ -36,20 +36,6 @@ _FIELDS = tuple(
     )
 )
 _BLOCK_ROWS = 1024
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Memory:
-    """Where tensors lie, as columns.
-
-    Attributes:
-        addresses: Address of the first byte; -1 if the values of the tensor are not its CPU memory
-            in C order, or if there is no tensor.
-        num_bytes: Bytes from there on; -1 likewise.
-    """
-
-    addresses: Int64s
-    num_bytes: Int64s
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,12 +119,9 @@ class TensorColumns:
         return [own if data is None else data.dtype for data, own in pairs]
 
     @cached_property
-    def memory(self) -> Memory:
-        """Where the tensors lie; valid for as long as nobody gives them other memory."""
-        addresses = np.full(len(self), -1, dtype=np.int64)
-        num_bytes = np.full(len(self), -1, dtype=np.int64)
-        for start in range(0, len(self), _BLOCK_ROWS):
-            block = self.data[start : start + _BLOCK_ROWS]
-            rows = slice(start, start + len(block))
-            addresses[rows], num_bytes[rows] = np.array([*map(plain_place, block)]).T
-        return Memory(addresses, num_bytes)
+    def addresses(self) -> Int64s:
+        """Address of the first value of each tensor; -1 if it is not CPU memory in C order.
+
+        Valid for as long as nobody gives the tensors other memory.
+        """
+        return np.array(plain_addresses(self.data), dtype=np.int64)

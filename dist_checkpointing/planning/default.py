@@ -358,7 +358,6 @@ class _OwnMemory(Destinations):
         table, own = self.plan.table, self._wanted.tensors
         if table.given is not None or not len(own):
             return None  # a planner of a user may have changed what the rows mean
-        memory = own.memory
         number = {dtype: i for i, dtype in enumerate(dtypes)}
         own_numbers = np.array([number.get(dtype, -1) for dtype in own.data_dtypes])
         itemsizes = np.array([0 if dtype is None else dtype.itemsize for dtype in dtypes])
@@ -373,11 +372,11 @@ class _OwnMemory(Destinations):
         is_flat = self._wanted.shards.flat[rows, 0] >= 0
         ends = table.dest_starts + table.dest_shapes.prod(axis=1)
         fits = np.where(
-            is_flat, ends * items <= memory.num_bytes[rows], ends * items == memory.num_bytes[rows]
+            is_flat, ends * items <= own.num_bytes[rows], ends * items == own.num_bytes[rows]
         )
         fits &= is_run & ~table.is_object & (own_numbers[rows] == numbers)
-        fits &= memory.addresses[rows] >= 0
-        return np.where(fits, memory.addresses[rows] + starts * items, -1)
+        fits &= own.addresses[rows] >= 0
+        return np.where(fits, own.addresses[rows] + starts * items, -1)
 
     def apply_bytes(self, row: int, value: object) -> None:
         self._leaves[int(self._sources[row])].data = value

@@ -170,6 +170,12 @@ class SavePlanning:
         exchanged = exchange_tables(comm, PLANNING, bring, lambda facts: facts.identity)
         return self.complete(comm, exchanged)
 
+    def agree(self, comm: Comm) -> AgreedPlan:
+        """All of it. Collective; every rank raises alike."""
+        exchanged = self.exchange(comm)
+        with comm.agreed(PLANNING), paused_collector():
+            return self.conclude(exchanged)
+
     def complete(self, comm: Comm, exchanged: Exchanged[PlanFacts]) -> Exchanged[PlanFacts]:
         """The tables of all ranks, if some were not brought and the last plan is no use.
 
@@ -253,10 +259,7 @@ def plan_save(
         InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
             tensor exactly once.
     """
-    planning = SavePlanning(leaves, planner, layout, comm, cache=cache)
-    exchanged = planning.exchange(comm)
-    with comm.agreed(PLANNING), paused_collector():
-        return planning.conclude(exchanged)
+    return SavePlanning(leaves, planner, layout, comm, cache=cache).agree(comm)
 
 
 def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:

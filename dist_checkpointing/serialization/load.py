@@ -50,6 +50,7 @@ from dist_checkpointing.strategies.selection import (
 from dist_checkpointing.validation.compare import (
     Cast,
     StoredTensors,
+    clear_partly_stored,
     compare,
     handle_strictly,
     with_memory,
@@ -211,7 +212,9 @@ def load(
         if own_planner or reader is None or not (alike and wanted.are_ready):
             filled = TensorColumns.of(_with_memory(wanted, stored, reader, index))
         to_fill = WantedLeaves(_replaced(tensors, filled.leaves), filled)
-    # Only now that all ranks agree may a tensor be touched.
+    # Only now that all ranks agree may a tensor of the caller be touched.
+    if filled is not wanted:
+        clear_partly_stored(wanted.leaves, stored)
     verification = Verification(
         to_fill, [*wanted_objects.values()], found, folder, index, reader, meter, comm
     )

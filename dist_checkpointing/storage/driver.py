@@ -279,17 +279,20 @@ def _read_prepared(plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, 
 
 def _crowded(wanted: TensorColumns, index: Index) -> list[Claim]:
     """Claims of the tensors with very many chunks in one leaf."""
-    rows = index.rows_of(wanted.keys).tolist()
-    chunks = [index.chunk_shape_column[row] if row >= 0 else None for row in rows]
-    return [
-        claim_of(index[key])
-        for key in {
-            leaf.key
-            for leaf, chunk, shape in zip(wanted.leaves, chunks, wanted.local_shapes, strict=True)
-            # Most are wanted as they are stored.
-            if chunk is not None and tuple(chunk) != shape and meets_many(index[leaf.key], leaf.box)
-        }
-    ]
+    keys, shapes = wanted.keys, wanted.local_shapes
+    if (index.rows_of(keys) >= 0).all():
+        _, chunks = index.shapes_of(keys)
+    else:
+        chunks = list(map(index.chunk_shape, keys))
+    # Most are wanted as they are stored.
+    crowded = {
+        wanted.leaves[row].key
+        for row, (chunk, shape) in enumerate(zip(chunks, shapes, strict=True))
+        if chunk is not None
+        and tuple(chunk) != shape
+        and meets_many(index[keys[row]], wanted.leaves[row].box)
+    }
+    return [claim_of(index[key]) for key in crowded]
 
 
 def read(

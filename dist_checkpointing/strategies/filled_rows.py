@@ -28,14 +28,12 @@ class FilledRows:
     """Stored parts that a load puts whole and as they are into runs of CPU memory.
 
     Attributes:
-        table: Checksums.
-        rows: Rows of the table, one a part.
+        table: Checksums, one row a part.
         addresses: Address of the first byte of each part.
         num_bytes: Bytes of each part.
     """
 
     table: ChecksumColumns
-    rows: Int64s
     addresses: Int64s
     num_bytes: Int64s
 
@@ -46,13 +44,13 @@ class FilledRows:
             report: Called with the number of bytes that were compared since the last call.
         """
         differ: list[tuple[StoredPart, int]] = []
-        for start in range(0, len(self.rows), _BLOCK_ROWS):
+        for start in range(0, len(self.addresses), _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
-            rows, num_bytes = self.rows[block], self.num_bytes[block]
+            num_bytes = self.num_bytes[block]
             found = checksums_at(self.addresses[block], num_bytes)
-            is_other = found != self.table.digests[rows]
+            is_other = found != self.table.digests[block]
             if is_other.any():
-                parts = self.table.parts(rows[is_other])
+                parts = self.table.parts(start + np.flatnonzero(is_other))
                 differ += zip(parts, found[is_other].tolist(), strict=True)
             report(int(num_bytes.sum()))
         return differ
@@ -100,8 +98,10 @@ def filled_rows(
     for table, rows, leaves, placed in found:
         kept = placed.is_direct & is_whole[leaves]
         items = itemsizes[leaves[kept]]
-        addresses = own.memory.addresses[leaves[kept]] + placed.starts[kept] * items
-        direct.append(FilledRows(table, rows[kept], addresses, placed.counts[kept] * items))
+        addresses = own.addresses[leaves[kept]] + placed.starts[kept] * items
+        # With the keys of the leaves, because those of the table take as much memory again.
+        own_rows = table.renamed(rows[kept], own.keys, leaves[kept])
+        direct.append(FilledRows(own_rows, addresses, placed.counts[kept] * items))
     return direct, is_whole
 
 
@@ -113,8 +113,7 @@ def _lie_as_stored(wanted: WantedLeaves, index: Index, itemsizes: Int64s) -> Boo
     is_right: Bools = numbers == [known.get(dtype, -1) for dtype in own.data_dtypes]
     counts = wanted.shards.shapes.prod(axis=1)
     counts = np.where(flat[:, 0] >= 0, flat[:, 1] - flat[:, 0], counts)
-    memory = own.memory
-    is_right &= (memory.addresses >= 0) & (memory.num_bytes == counts * itemsizes)
+    is_right &= (own.addresses >= 0) & (own.num_bytes == counts * itemsizes)
     return is_right
 
 

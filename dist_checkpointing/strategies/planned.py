@@ -17,7 +17,6 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import large_objects
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.shared_index import SharedIndex
@@ -35,12 +34,7 @@ from dist_checkpointing.planning import (
     SavePlan,
     SavePlanner,
 )
-from dist_checkpointing.planning.plan_save import (
-    PLANNING,
-    AgreedPlan,
-    PlanCache,
-    SavePlanning,
-)
+from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, SavePlanning
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.driver import PlanReader, read, read_plan
@@ -53,7 +47,7 @@ from dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     PathOrStr,
 )
-from dist_checkpointing.validation.compare import StoredTensors, with_memory
+from dist_checkpointing.validation.compare import StoredTensors, clear_partly_stored, with_memory
 
 ReplicaSharing = Callable[[SavePlanner | None, Leaves, Comm], tuple[SavePlanner, Leaves]]
 
@@ -163,9 +157,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
             The plan, and the planner that answers for its data.
         """
         planning = self.planning(leaves, writer, comm, cache=cache, others=others)
-        exchanged = planning.exchange(comm)
-        with comm.agreed(PLANNING), paused_collector():
-            return planning.conclude(exchanged), planning.planner
+        return planning.agree(comm), planning.planner
 
     def planning(
         self,
@@ -189,13 +181,8 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
             cache=cache,
             others=others,
             folder=writer.checkpoint_dir,
-            saved_as=self.saved_as,
+            saved_as=f"{self.backend} {self.version}",
         )
-
-    @property
-    def saved_as(self) -> str:
-        """The format in words."""
-        return f"{self.backend} {self.version}"
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
         comm = default_comm() if self.comm is None else self.comm
@@ -335,6 +322,8 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
             self.needed_keys({leaf.key for leaf in leaves.values()})
         )
         stored = StoredTensors(index)
+        tensors = [leaf for leaf in leaves.values() if isinstance(leaf, ShardedTensor)]
+        clear_partly_stored(tensors, stored)
         leaves = {
             path: with_memory(leaf, stored) if isinstance(leaf, ShardedTensor) else leaf
             for path, leaf in leaves.items()

@@ -36,7 +36,7 @@ def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list
     takes longer to hand over a task than a small file takes to write.
     """
     results: dict[int, R] = {}
-    errors: list[BaseException] = []
+    errors: dict[int, BaseException] = {}
     left = deque(range(len(tasks)))
 
     def run() -> None:
@@ -48,7 +48,7 @@ def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list
             try:
                 results[number] = work(tasks[number])
             except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
-                errors.append(error)
+                errors[number] = error
 
     others = [Thread(target=run, name="chunk-io") for _ in range(min(threads, len(tasks)) - 1)]
     try:
@@ -61,7 +61,8 @@ def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list
             if thread.ident is not None:
                 thread.join()
     if errors:
-        raise errors[0]
+        # Tasks begin in order, so this is the same one each time.
+        raise errors[min(errors)]
     return [results[number] for number in range(len(tasks))]
 
 

@@ -108,7 +108,7 @@ def verify_wanted(
         OSError: if the file system, and not the checkpoint, fails.
     """
     tensors = wanted.tensors.tensors
-    keys = set(tensors.keys)
+    keys = dict.fromkeys(tensors.keys)
     planned = strategy if isinstance(strategy, PlannedLoadStrategy) else None
     findings: list[Finding] = []
     filled = Filled()
@@ -127,8 +127,8 @@ def verify_wanted(
         files = (f"{leaf.unique_key}.pt" for leaf in by_common)
         names += [name for name in files if name in seal.files and name not in names]
         if reader is not None and (keys or (has_objects and wanted.objects)):
-            names += reader.describing_names(dict.fromkeys(tensors.keys))
-        tables = seal.tables_with(keys | {leaf.key for leaf in wanted.objects})
+            names += reader.describing_names(keys)
+        tables = seal.tables_with([*keys, *(leaf.key for leaf in wanted.objects)])
         findings += check_config(seal, checkpoint_dir)
         findings += check_files(seal, checkpoint_dir, [*names, *tables])
         if findings:
@@ -163,11 +163,12 @@ def _looked_up(
     """The parts that fill memory, the others that are wanted, and what no checksum speaks of."""
     own = wanted.tensors
     rows: list[FilledRows] = []
-    leaves = [leaf for leaf in own.leaves if leaf.key in index]
     with paused_collector():
-        if len(leaves) == len(own):
+        is_apart = index.rows_of(own.keys) >= 0
+        if is_apart.all():
             rows, is_whole = filled_rows(table.columns, wanted, index)
-            leaves = [own.leaves[number] for number in np.flatnonzero(~is_whole).tolist()]
+            is_apart = ~is_whole
+        leaves = [own.leaves[number] for number in np.flatnonzero(is_apart).tolist()]
         if not leaves:
             return Filled((), rows), [], []
         parts: dict[str, list[StoredPart]] = {leaf.key: [] for leaf in leaves}

@@ -59,9 +59,9 @@ def chunk_keys(
         flat_starts: start of the flattened range of a piece, -1 where there is none.
     """
     place, width = keys.tolist(), offsets.shape[1]
-    used = list(set(place))
-    used_names = [names[position] for position in used]
-    folders = dict(zip(used, disk_names(used_names), strict=True))
+    used = np.flatnonzero(np.bincount(keys, minlength=len(names)))
+    is_all = len(used) == len(names)
+    used_names = names if is_all else [names[position] for position in used.tolist()]
     _, chunk_shapes = index.shapes_of(used_names)
     shapes = [shape or () for shape in chunk_shapes]
     own_ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
@@ -69,14 +69,20 @@ def chunk_keys(
     chunks[used] = padded(padded_rows(shapes, own_ndim, 1), width, 1)[:, :width]
     has_grid = np.zeros(len(names), dtype=np.bool_)
     has_grid[used] = [shape is not None for shape in chunk_shapes]
+    own_names = disk_names(used_names)
+    folders = own_names if is_all else dict(zip(used.tolist(), own_names, strict=True))
     on_grid = has_grid[keys]
     numbers = offsets // chunks[keys]
     is_first = on_grid & ~numbers.any(axis=1)
     first_names = ["/" + chunk_name((0,) * axes) for axes in range(int(ndim.max(initial=0)) + 1)]
-    found = [
-        folders[tensor] + first_names[axes]
-        for tensor, axes in zip(place, ndim.tolist(), strict=True)
-    ]
+    if len(set(ndim.tolist())) == 1:
+        end = first_names[-1]
+        found = [folders[tensor] + end for tensor in place]
+    else:
+        found = [
+            folders[tensor] + first_names[axes]
+            for tensor, axes in zip(place, ndim.tolist(), strict=True)
+        ]
     for row in np.flatnonzero(~is_first).tolist():
         folder, axes = folders[place[row]], int(ndim[row])
         if on_grid[row]:

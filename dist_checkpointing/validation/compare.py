@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Literal
 
+import numpy as np
 import torch
 
 from dist_checkpointing.comm import Comm
@@ -55,8 +56,7 @@ class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
         rows = index.rows_of(wanted.keys)
         if (rows < 0).any():
             return False
-        column = index.global_shape_column
-        shapes = [column[row] for row in rows.tolist()]
+        shapes, _ = index.shapes_of(wanted.keys)
         numbers, types = index.dtypes_of(wanted.keys)
         as_torch = [None if dtype is None else dtype.torch for dtype in types]
         number = {dtype: i for i, dtype in enumerate(as_torch)}
@@ -142,9 +142,12 @@ def compare(
     Raises:
         StateMismatchError: with all keys, shapes and dtypes that differ.
     """
-    is_anywhere = not any(data is not None and data.is_meta for data in columns.data)
     if isinstance(stored, StoredTensors):
-        if is_anywhere and stored.are_alike(columns):
+        # What has an address is not on the meta device.
+        without = np.flatnonzero(columns.addresses < 0).tolist()
+        others = [data for row in without if (data := columns.data[row]) is not None]
+        is_somewhere = not any(data.is_meta for data in others)
+        if is_somewhere and stored.are_alike(columns):
             return True
         stored = stored.of(columns.keys)
     findings: list[Finding] = []
@@ -204,14 +207,25 @@ def _other_dtype(key: str, dtype: torch.dtype, own: torch.dtype, cast: Cast) -> 
 def with_memory(
     leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]
 ) -> ShardedTensor:
-    """A copy of the leaf that has memory to fill; what is not stored of it is zero."""
+    """A copy of the leaf that has memory to fill; new memory is zero where nothing is stored."""
+    copied = shallow_copy(leaf)
+    if leaf.data is None:
+        is_partly = _is_partly_stored(leaf, stored)
+        copied.init_data("cpu", torch.zeros if is_partly else torch.empty)
+    return copied
+
+
+def clear_partly_stored(
+    leaves: Iterable[ShardedTensor], stored: Mapping[str, tuple[Ints, torch.dtype]]
+) -> None:
+    """Set the caller's tensors to zero of which not every element is stored."""
+    for leaf in leaves:
+        if leaf.data is not None and _is_partly_stored(leaf, stored):
+            leaf.data.detach().zero_()
+
+
+def _is_partly_stored(leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]) -> bool:
     shape = tuple(leaf.global_shape)
     is_whole = shape == tuple(leaf.local_shape) and not any(leaf.global_offset)
     found = stored.get(leaf.key)
-    partly = (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)
-    copied = shallow_copy(leaf)
-    if leaf.data is None:
-        copied.init_data("cpu", torch.zeros if partly else torch.empty)
-    elif partly:
-        leaf.data.detach().zero_()
-    return copied
+    return (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)

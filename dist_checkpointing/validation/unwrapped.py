@@ -8,6 +8,7 @@ import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -157,7 +158,9 @@ def refuse_distributed(parts: Partition, objects: Mapping[Path, ShardedObject]) 
             for found in walk(leaf.data, path)
             if is_distributed_tensor(found.value)
         ]
-    if any(is_distributed_tensor(leaf.data) for leaf in parts.tensors.values()):
+    if not {*_PLAIN_TENSORS, type(None)}.issuperset(
+        map(type, map(attrgetter("data"), parts.tensors.values()))
+    ):
         what = " but is the data of the ShardedTensor "
         findings += [
             _unwrapped(leaf.data, leaf.key, f"{what}{path_text(path)}")

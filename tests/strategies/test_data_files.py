@@ -160,6 +160,34 @@ def test_hashed_values_are_written_up_to_the_ends_of_blocks_of_the_file(
         assert digest.digest() == xxhash.xxh3_64(content).digest()
 
 
+@pytest.mark.parametrize(
+    ("kind", "durability", "expected"),
+    [
+        ("ext4", Durability.PAGE_CACHE, [(0, 200), (230, 170)]),
+        ("nfs", Durability.PAGE_CACHE, []),
+        ("ext4", Durability.FSYNC, []),
+    ],
+)
+def test_room_is_made_for_large_values_where_that_saves_time(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    durability: Durability,
+    expected: list[tuple[int, int]],
+) -> None:
+    rooms: list[tuple[int, int]] = []
+    monkeypatch.setattr(data_files, "file_system_type", lambda _: kind)
+    monkeypatch.setattr(os, "posix_fallocate", lambda _, *room: rooms.append(room))
+    options = StorageOptions(durability=durability)
+    files = DataFiles(tmp_path, "part", options, 2**20, lambda _: None)
+    files.put_large(np.zeros(200, np.uint8), 200, None)
+    files.put(bytes(30), 30, 30)
+    files.put_large(np.ones(170, np.uint8), 170, None)
+    (sealed,) = files.finish()
+    assert rooms == expected
+    assert sealed.num_bytes == (tmp_path / "part.0").stat().st_size == 400
+
+
 def test_the_system_may_write_less_than_it_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -242,10 +243,13 @@ def test_the_first_error_ends_all_tasks(threads: int) -> None:
 
     def work(task: int) -> None:
         begun.append(task)
+        if task == 0:
+            time.sleep(0.05)  # others fail before
         raise IndexError(task)
 
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError) as raised:
         in_threads(work, range(1000), threads)
+    assert raised.value.args == (0,)
     assert len(begun) <= threads
 
 

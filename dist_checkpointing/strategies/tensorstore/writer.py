@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import c_char
 from dataclasses import dataclass
-from itertools import chain, compress, groupby, islice
-from operator import attrgetter, eq, itemgetter
+from itertools import chain, groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,12 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import INDEX_NAME, Index, write_index
 from dist_checkpointing.format.ocdbt.nodes import Extents
-from dist_checkpointing.format.ocdbt.tree_reader import INLINE
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
@@ -42,36 +40,13 @@ from dist_checkpointing.strategies.tensorstore.data_files import (
     Array,
     DataFiles,
 )
-from dist_checkpointing.strategies.tensorstore.tree_file import write_tree
+from dist_checkpointing.strategies.tensorstore.tree_file import StoredValues, joined, write_tree
 
 _MOST_THREADS = 2
 _LEAST_BYTES_A_THREAD = 64 * 2**20
 _MOST_TOGETHER = 8192
 _MEMORY = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
 """All memory of this process, of which only what belongs to a tensor may be read."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredValues:
-    """Where values are, as columns.
-
-    Attributes:
-        files: relative paths of data files.
-        keys: keys in the database, joined.
-        key_lengths: bytes of each.
-        extents: of the values; ``file`` is a position in ``files``.
-    """
-
-    files: tuple[str, ...]
-    keys: bytes
-    key_lengths: npt.NDArray[np.uint16]
-    extents: Extents
-
-    def key_list(self) -> list[bytes]:
-        """The keys one by one."""
-        stops = np.cumsum(self.key_lengths, dtype=np.int64).tolist()
-        starts = [0, *stops[:-1]]
-        return [self.keys[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
 
 class TensorStoreWriter(StorageWriter):
@@ -162,7 +137,7 @@ class TensorStoreWriter(StorageWriter):
             files = [folder / name for values in parts for name in values.files]
             local.fsync_folders(files, folder)
         with paused_collector():
-            write_tree(folder, *_joined(parts, metadata), durability)
+            write_tree(folder, *joined(parts, metadata), durability)
         write_index(metadata, folder, durability)
 
 
@@ -378,27 +353,3 @@ def _edges(table: ShardTable, index: Index) -> npt.NDArray[np.bool_]:
         full = index.chunk_shapes.prod(axis=1)[number]
         is_edge &= index.has_grid[number] & (table.shapes.prod(axis=1) < full)
     return is_edge
-
-
-def _joined(
-    parts: Sequence[StoredValues], index: Index
-) -> tuple[list[bytes], list[str], Extents, list[bytes]]:
-    """The values of all ranks and the descriptions of all arrays, see ``write_tree``."""
-    described, numbers, texts = keys.descriptions(index)
-    names = list(map(str.encode, described))
-    number = np.array(numbers, dtype=np.int64)
-    columns = [(np.full_like(number, INLINE), number, np.zeros_like(number))]
-    files: list[str] = []
-    for part in parts:
-        names += part.key_list()
-        extents = part.extents
-        columns.append((extents.file + len(files), extents.offset, extents.length))
-        files += part.files
-    order = sorted(range(len(names)), key=names.__getitem__)
-    ordered = [names[row] for row in order]
-    for twice in compress(ordered, map(eq, ordered, islice(ordered, 1, None))):
-        finding = Finding("it would be stored twice", twice.decode())
-        raise InvalidShardingError("two values have one place", [finding])
-    joined = Extents(*map(np.concatenate, zip(*columns, strict=True)))
-    rows = np.array(order, dtype=np.int64)
-    return ordered, files, joined.rows(rows), [text.encode() for text in texts]
