@@ -33,7 +33,7 @@ from dist_checkpointing.serialization.save_checks import (
     check_data,
     check_leaves,
     refuse_clashes,
-    require_fingerprints,
+    take_fingerprints,
 )
 from dist_checkpointing.serialization.save_options import JobOptions
 from dist_checkpointing.storage import driver
@@ -125,10 +125,9 @@ class SaveJob:
         if isinstance(self.strategy, PlannedSaveStrategy):
             self.writer = self.strategy.make_writer(self.folder)
             self.writer.report = meter.add
-            self.writer.takes_fingerprints = options.get("fingerprints", False)
             common_writer = common_writer.lasting(self.writer.options.durability)
         if options.get("fingerprints", False):
-            require_fingerprints(self.strategy, self.writer)
+            take_fingerprints(self.strategy, self.writer)
         self._durability = (
             Durability.FSYNC if self.writer is None else self.writer.options.durability
         )
