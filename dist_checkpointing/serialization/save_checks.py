@@ -93,8 +93,8 @@ class Claimed:
             pause = min(1.0, 2 * pause)
 
 
-def require_fingerprints(strategy: SaveShardedStrategy, writer: StorageWriter | None) -> None:
-    """Refuse to take fingerprints that the format has no place for.
+def take_fingerprints(strategy: SaveShardedStrategy, writer: StorageWriter | None) -> None:
+    """Let a writer take fingerprints, if the format has a place for them.
 
     Raises:
         UnsupportedFormatError: naming the format.
@@ -106,6 +106,7 @@ def require_fingerprints(strategy: SaveShardedStrategy, writer: StorageWriter | 
             remedy="Save with tensorstore or zarr 2, or compute them from what is stored.",
         )
         raise UnsupportedFormatError("fingerprints cannot be kept", [finding])
+    writer.takes_fingerprints = True
 
 
 def check_data(parts: Partition) -> None:

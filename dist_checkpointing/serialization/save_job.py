@@ -33,8 +33,8 @@ from dist_checkpointing.serialization.save_checks import (
     Decided,
     check_data,
     refuse_clashes,
-    require_fingerprints,
     require_one_save,
+    take_fingerprints,
 )
 from dist_checkpointing.serialization.save_options import JobOptions
 from dist_checkpointing.storage import driver
@@ -129,10 +129,9 @@ class SaveJob:
         if isinstance(self.strategy, PlannedSaveStrategy):
             self.writer = self.strategy.make_writer(self.folder)
             self.writer.report = meter.add
-            self.writer.takes_fingerprints = options.get("fingerprints", False)
             common_writer = common_writer.lasting(self.writer.options.durability)
         if options.get("fingerprints", False):
-            require_fingerprints(self.strategy, self.writer)
+            take_fingerprints(self.strategy, self.writer)
         self._durability = (
             Durability.FSYNC if self.writer is None else self.writer.options.durability
         )
