@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
 from dist_checkpointing.format.gc_pause import paused_collector
@@ -31,10 +29,12 @@ from dist_checkpointing.mapping.nesting import AtPaths, joined, value_at
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import Partition, partition
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
-from dist_checkpointing.planning.coverage import check_coverage, main_rows
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.serialization.load_checks import (
+    check_access,
+    noting_filled,
+    require_one_save,
+)
 from dist_checkpointing.serialization.load_verification import Verification
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
@@ -186,9 +186,9 @@ def load(
             found = replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
         parts = _take_apart(sharded_state_dict)
         common = found.common.load_common(folder)
-    _require_one_save(comm.all_same(save_number), folder)
+    require_one_save(comm.all_same(save_number), folder)
     if validate_access_integrity:
-        _check_access(parts, comm)
+        check_access(parts, comm)
 
     reader, index, stored, stored_keys = _read_index(
         found, folder, parts, comm, is_kept=bool(verify)
@@ -226,7 +226,7 @@ def load(
     else:
         of_common = _read_objects(wanted_objects, found.common, parts, folder, comm)
     with (
-        _noting_filled(wanted),
+        noting_filled(wanted),
         verification.of_restored(is_wanted=verify == "restored"),
         verification.finding_damage(to_verify),
         meter.phase("reading"),
@@ -235,7 +235,7 @@ def load(
             to_fill, cells, found.sharded, reader, index, parts, folder, comm, meter
         )
     with comm.agreed("rebuilding the state dict"), paused_collector():
-        _require_one_save(number_of_save(folder) == save_number, folder)
+        require_one_save(number_of_save(folder) == save_number, folder)
         state_dict: StateDict = parts.rebuild(common, loaded, of_strategy or of_common)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
@@ -254,18 +254,6 @@ def _take_apart(template: ShardedStateDict) -> Partition:
     parts = partition(template)
     refuse_distributed(parts, {})
     return parts
-
-
-def _require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) -> None:
-    if is_one_save:
-        return
-    finding = Finding(
-        "another save into this folder began after the load",
-        path=str(checkpoint_dir),
-        remedy="What was read may be of both: load again, and save each step into its own folder.",
-    )
-    message = "the checkpoint was overwritten while it was read"
-    raise CorruptCheckpointError(message, [finding])
 
 
 def _read_index(
@@ -345,16 +333,6 @@ def _stored_objects(
     return [leaf for leaf in metadata.values() if isinstance(leaf, ShardedObject)]
 
 
-def _check_access(parts: Partition, comm: Comm) -> None:
-    leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
-    exchanged = exchange_tables(
-        comm, "describing the template", lambda: ({"shards": describe(leaves, comm.rank)}, None)
-    )
-    with comm.agreed("checking the template"):
-        catalog = exchanged.catalog("shards")
-        check_coverage(catalog, main_rows(catalog))
-
-
 def _read_objects(
     objects: Mapping[TreePath, ShardedObject],
     common: LoadCommonStrategy,
@@ -396,19 +374,3 @@ def _read(
             {path: value_at(result, path) for path in own} for own in (tensors, cells)
         )
         return of_tensors, of_cells
-
-
-@contextmanager
-def _noting_filled(wanted: TensorColumns) -> Iterator[None]:
-    """Note on an error of the body which given tensors it may have filled."""
-    try:
-        yield
-    except CheckpointingException as error:
-        pairs = zip(wanted.keys, wanted.data, strict=True)
-        given = sorted({key for key, data in pairs if data is not None})
-        if given:
-            error.add_note(
-                f"The given tensors of {len(given)} keys may be partly filled: "
-                f"{', '.join(given[:20])}{', ...' if len(given) > 20 else ''}"
-            )
-        raise
