@@ -117,12 +117,14 @@ class TableFile:
         data: content of the file.
         first_key: smallest key in it.
         last_key: largest key in it.
+        num_rows: number of rows in it.
     """
 
     name: str
     data: bytes
     first_key: str
     last_key: str
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,7 +163,7 @@ def make_tables(columns: ChecksumColumns) -> list[TableFile]:
         names = [columns.names[position] for position in used.tolist()]
         data = _to_bytes(columns, rows, names, keys)
         name = f"{CHECKSUMS_NAME}/{number:05d}{_SUFFIX}"
-        tables.append(TableFile(name, data, names[0], names[-1]))
+        tables.append(TableFile(name, data, names[0], names[-1], len(keys)))
     return tables
 
 
@@ -217,10 +219,20 @@ def parse_table(data: bytes, path: str) -> ChecksumTable:
     """
     remedy = "Use another checkpoint, or load without verify."
     with local.parsing("checksums cannot be read", path, remedy=remedy):
-        return _rows(data)
+        return _rows(_columns(data))
 
 
-def _rows(data: bytes) -> ChecksumTable:
+def table_columns(data: bytes, path: str) -> ChecksumColumns:
+    """The same as columns, whose names are those of this table.
+
+    Raises:
+        CorruptCheckpointError: if it is not what it should be.
+    """
+    with local.parsing("checksums cannot be read", path):
+        return _columns(data)
+
+
+def _columns(data: bytes) -> ChecksumColumns:
     magic, version, names_size, rows, width = _HEAD.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError("not a table of checksums")
@@ -236,17 +248,23 @@ def _rows(data: bytes) -> ChecksumTable:
         raise ValueError("the checksum of the table itself differs")
     names = local.parse_json(data[_HEAD.size : _HEAD.size + names_size])
     position = _HEAD.size + names_size
-    columns: list[list[Any]] = []
-    for count, dtype in zip(widths, dtypes, strict=True):
+    columns: list[npt.NDArray[Any]] = []
+    for number, (count, dtype) in enumerate(zip(widths, dtypes, strict=True)):
         column = np.frombuffer(data, dtype, rows * count, position)
-        columns.append((column if count == 1 else column.reshape(rows, count)).tolist())
+        columns.append(column.reshape(rows, count) if 4 <= number <= 6 else column)
         position += rows * count * np.dtype(dtype).itemsize
-    if width == 1:
-        # A column of one axis comes out flat.
-        columns[4], columns[5] = ([[value] for value in column] for column in columns[4:6])
+    return ChecksumColumns(names, *columns)
+
+
+def _rows(columns: ChecksumColumns) -> ChecksumTable:
+    names = columns.names
+    lists = (
+        getattr(columns, name).tolist()
+        for name in ("keys", "ranks", "ndim", "is_object", "offsets", "shapes", "flat", "digests")
+    )
     parts: list[StoredPart] = []
     objects: list[StoredObject] = []
-    for key, rank, ndim, is_object, offset, shape, flat, digest in zip(*columns, strict=True):
+    for key, rank, ndim, is_object, offset, shape, flat, digest in zip(*lists, strict=True):
         if is_object:
             objects.append(StoredObject(names[key], tuple(offset[:ndim]), digest, rank))
         else:

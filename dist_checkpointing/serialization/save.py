@@ -44,6 +44,7 @@ def save(
     before_claim: Callable[[Index | None], None] | None = None,
     trusted: bool = False,
     after_claim: Callable[[str], None] | None = None,
+    base: str | PathLike[str] | None = None,
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -79,6 +80,11 @@ def save(
             ``trusted=True`` only, and is refused here without it.
         after_claim: called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
             it), before anything is written; what it raises, all ranks raise.
+        base: folder of an earlier checkpoint. What it holds already, with the same key, place and
+            128-bit digest, is not written again: its files get a second name in the new folder (a
+            hard link, or a copy by the kernel). Both checkpoints are whole, and either may be
+            deleted. For the backends ``tensorstore`` and ``zarr``, with checksums. What is in
+            another format, without digests, or damaged is written; the log says so.
 
     Returns:
         None, or the request to schedule.
@@ -87,7 +93,9 @@ def save(
         InvalidShardingError: shards that contradict each other, overlap or leave gaps; keys, dtypes
             or leaves that cannot be stored; sharded tensors of torch that are not wrapped; tensors
             in the common state that differ between ranks.
-        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path.
+        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path; a base for a
+            strategy that cannot share files.
+        CheckpointNotFoundError: ``base`` is no checkpoint.
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         StrategyNotFoundError: no such backend.
         RankFailedError: anything else that failed, such as an I/O error, on the ranks it names.
@@ -115,6 +123,7 @@ def save(
         before_claim=before_claim,
         trusted=trusted,
         after_claim=after_claim,
+        base=base,
     )
     if async_sharded_save:
         with comm.agreed("preparing the save"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,19 @@ from pathlib import Path
 import numpy as np
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import CheckpointingException, Finding, InvalidShardingError
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    InvalidShardingError,
+    UnsupportedFormatError,
+)
 from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format import seal
-from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
+from dist_checkpointing.format.commit import (
+    CheckpointingConfig,
+    check_distinct,
+    read_config,
+)
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
@@ -24,6 +34,14 @@ from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.storage.options import Checksum
+from dist_checkpointing.storage.protocol import StorageWriter
+from dist_checkpointing.strategies.base import SaveShardedStrategy
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
+from dist_checkpointing.strategies.registry import StrategyAction
+from dist_checkpointing.strategies.selection import Selection, select_strategy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +143,59 @@ def refuse_clashes(names: list[str], objects: ShardTable, index: Index | None) -
     if findings:
         raise InvalidShardingError("keys of the state dict clash", findings)
     check_distinct(names)
+
+
+def require_sharing_strategy(selection: Selection[SaveShardedStrategy]) -> None:
+    """Refuse a strategy whose checkpoints cannot share files.
+
+    Raises:
+        UnsupportedFormatError: naming the strategy.
+        StrategyNotFoundError: if there is no such strategy.
+    """
+    strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
+    writer = strategy.make_writer(Path()) if isinstance(strategy, PlannedSaveStrategy) else None
+    require_sharing(strategy, writer)
+
+
+def require_sharing(strategy: SaveShardedStrategy, writer: StorageWriter | None) -> None:
+    """Refuse a base for a strategy that cannot share files with it.
+
+    Raises:
+        UnsupportedFormatError: naming the strategy.
+    """
+    if writer is None or not writer.shares_files:
+        finding = Finding(
+            "checkpoints of this format do not share files",
+            expected="the backend tensorstore or zarr",
+            found=f"{strategy.backend} {strategy.version}",
+            remedy="Save without a base, or with one of these backends.",
+        )
+        raise UnsupportedFormatError("the checkpoint cannot be incremental", [finding])
+    if writer.options.checksum is Checksum.NONE:
+        finding = Finding(
+            "parts are compared by their digests, and none are made",
+            remedy="Save with StorageOptions(checksum=Checksum.XXH3).",
+        )
+        raise UnsupportedFormatError("the checkpoint cannot be incremental", [finding])
+
+
+def usable_base(base: Path, folder: Path, config: CheckpointingConfig) -> bool:
+    """Whether the format of a base is that of the save; if not, the log says so.
+
+    Raises:
+        CheckpointNotFoundError: if the base is no checkpoint.
+        CheckpointingException: if it is the folder that is written.
+    """
+    if base.resolve() == folder.resolve():
+        finding = Finding(
+            "the base is the folder of the save itself",
+            path=str(folder),
+            remedy="Save into another folder.",
+        )
+        raise CheckpointingException("a checkpoint cannot be its own base", [finding])
+    found = read_config(base)
+    stored = (found.sharded_backend, found.sharded_backend_version)
+    saved = (config.sharded_backend, config.sharded_backend_version)
+    if stored != saved:
+        logger.warning("nothing is shared with %s: it is of format %s, not %s", base, stored, saved)
+    return stored == saved

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Unpack
 
@@ -32,6 +33,8 @@ from dist_checkpointing.serialization.save_checks import (
     check_data,
     check_leaves,
     refuse_clashes,
+    require_sharing,
+    usable_base,
 )
 from dist_checkpointing.serialization.save_options import JobOptions
 from dist_checkpointing.storage import driver
@@ -127,6 +130,8 @@ class SaveJob:
         self._durability = (
             Durability.FSYNC if self.writer is None else self.writer.options.durability
         )
+        if options.get("base") is not None:
+            require_sharing(self.strategy, self.writer)
         self._common_writer = common_writer
         self._config = CheckpointingConfig(
             self.strategy.backend,
@@ -177,6 +182,11 @@ class SaveJob:
         if agreed.dropped and comm.rank == 0:
             logger.info("left out by the planner: %s", ", ".join(agreed.dropped))
         self._plan, self._index, self._objects = agreed.plan, agreed.index, agreed.others
+        base = self._options.get("base")
+        if base is not None:
+            folder = local_folder(base).absolute()
+            work = partial(usable_base, folder, self.folder, self._config)
+            self.writer.base = folder if comm.from_rank0("looking at the base", work) else None
 
     def claim(self, comm: Comm, *, secured: bool = False) -> None:
         """Take possession of the folder. Collective.

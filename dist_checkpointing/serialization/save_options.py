@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import Any, Literal, TypedDict
 
 from dist_checkpointing.format.index import Index
@@ -23,6 +24,7 @@ class SaveOptions(TypedDict, total=False):
     content_metadata: dict[str, Any] | None
     overwrite: bool
     trusted: bool
+    base: str | PathLike[str] | None
 
 
 class JobOptions(SaveOptions, total=False):
@@ -44,6 +46,7 @@ class AsyncSaveOptions(SaveOptions, total=False):
         content_metadata: see ``save``.
         overwrite: see ``save``.
         trusted: see ``save``.
+        base: see ``save``.
         progress: see ``save``.
         step: what the save is for; all ranks must name the same.
         capture: ``"copy"``, the default, copies everything before it returns: the state may be

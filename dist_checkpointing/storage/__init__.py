@@ -1,7 +1,13 @@
 """Plans in, bytes out: what a backend implements, and what drives it."""
 
 from dist_checkpointing.storage.driver import read, write, write_plan
-from dist_checkpointing.storage.options import Checksum, Durability, ReadMode, StorageOptions
+from dist_checkpointing.storage.options import (
+    BaseCheck,
+    Checksum,
+    Durability,
+    ReadMode,
+    StorageOptions,
+)
 from dist_checkpointing.storage.progress import Progress, ProgressCallback
 from dist_checkpointing.storage.protocol import (
     ChunkPlace,
@@ -13,6 +19,7 @@ from dist_checkpointing.storage.protocol import (
 )
 
 __all__ = [
+    "BaseCheck",
     "Checksum",
     "ChunkPlace",
     "Durability",

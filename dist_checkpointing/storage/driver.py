@@ -21,6 +21,7 @@ from dist_checkpointing.format.claims import (
     claim_of,
     meets_many,
 )
+from dist_checkpointing.format.digests import upper_file
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
@@ -53,12 +54,14 @@ class Written:
         rows: table of the parts and objects that have a checksum, packed.
         digests: their checksums, 8 bytes each.
         files: files that the rank has made.
+        uppers: upper halves of the 128-bit digests, 8 bytes each; empty if they are not known.
     """
 
     noted: tuple[WriteResult, ...]
     rows: bytes
     digests: bytes
     files: tuple[SealedFile, ...]
+    uppers: bytes = b""
 
 
 PlanWriter = Callable[[SavePlan, Any, StorageWriter, int], Written]
@@ -135,8 +138,9 @@ def gather_written(written: Written, writer: StorageWriter, comm: Comm) -> list[
 
 def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:
     """Write what describes the whole, on rank 0. Durable when it returns."""
-    writer.finish(index, [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])])
-    files = [file for written in of_ranks for file in written.files]
+    parts = [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])]
+    files = [*(writer.finish(index, parts) or ())]
+    files += [file for written in of_ranks for file in written.files]
     tables = {}
     if any(written.rows for written in of_ranks):
         tables = _write_tables(of_ranks, writer, files)
@@ -156,6 +160,7 @@ def _write_tables(
             position += len(table)
     catalog = concatenate(rows)
     digests = np.frombuffer(b"".join(w.digests for w in of_ranks), dtype="<u8")
+    uppers = np.frombuffer(b"".join(w.uppers for w in of_ranks), dtype="<u8")
     folder, durability = writer.checkpoint_dir, writer.options.durability
     (folder / CHECKSUMS_NAME).mkdir(parents=True, exist_ok=True)
     tables = {}
@@ -170,10 +175,17 @@ def _write_tables(
         catalog.flat,
         digests[catalog.sources],
     )
+    begin = 0
     for table_file in make_tables(columns):
         write_atomic(folder / table_file.name, table_file.data, durability)
         files.append(SealedFile.of_bytes(table_file.name, table_file.data))
         tables[table_file.name] = (table_file.first_key, table_file.last_key)
+        if len(uppers) == len(digests):
+            end = begin + table_file.num_rows
+            file, data = upper_file(table_file, uppers[catalog.sources[begin:end]])
+            write_atomic(folder / file.name, data, durability)
+            files.append(file)
+            begin = end
     if durability is Durability.FSYNC:
         fsync_folder((folder / CHECKSUMS_NAME).parent)
     return tables
@@ -183,11 +195,13 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
     """Write what one rank has to write, durably. Not collective."""
     results = writer.write_data(plan, planner).result()
     rows, checksums = _checksums(results, len(plan.table))
-    packed, digests = b"", b""
+    packed, digests, uppers = b"", b"", b""
     if len(rows):
         kept = plan.table if len(rows) == len(plan.table) else plan.table.take(rows)
         packed = pack(replace(kept, ranks=np.full(len(kept), rank, dtype=np.int32)))
         digests = checksums.astype("<u8").tobytes()
+        if isinstance(results, WriteResults) and results.uppers is not None:
+            uppers = results.uppers[rows].astype("<u8").tobytes()
     own = [results.rest] if isinstance(results, WriteResults) else results
     noted = tuple(replace(result, files=()) for result in own if result.storage_data is not None)
     # Several items may share a file: the last size counts, which is the largest.
@@ -197,7 +211,7 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
             known = files.get(file.name)
             if known is None or known.num_bytes <= file.num_bytes:
                 files[file.name] = file
-    return Written(noted, packed, digests, tuple(files.values()))
+    return Written(noted, packed, digests, tuple(files.values()), uppers)
 
 
 def _checksums(results: Sequence[WriteResult], count: int) -> tuple[Int64s, npt.NDArray[np.uint64]]:

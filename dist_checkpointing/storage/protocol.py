@@ -92,6 +92,8 @@ class WriteResults(Sequence[WriteResult]):
         checked: ``[rows]``, which rows have a checksum; None if all have.
         files: Files that the writer made, with their final sizes.
         storage_data: For the writer's own ``finish``, about all rows together.
+        uppers: ``[rows]`` as uint64, the upper halves of the 128-bit digests whose lower halves are
+            the checksums; None if the writer does not know them.
     """
 
     table: ShardTable
@@ -100,6 +102,7 @@ class WriteResults(Sequence[WriteResult]):
     checked: Bools | None = None
     files: tuple[SealedFile, ...] = ()
     storage_data: object = None
+    uppers: npt.NDArray[np.uint64] | None = None
 
     @property
     def has_rest(self) -> bool:
@@ -160,17 +163,23 @@ class StorageWriter(ABC):
         layout: how this format wants tensors cut up.
         gathers_results: whether ``finish`` needs the results that have ``storage_data`` from all
             ranks; else it gets those of rank 0.
+        shares_files: whether it can share files of a base. Such a writer makes a checkpoint that
+            is whole without the base, and reports 128-bit digests.
         options: knobs of the I/O.
         report: to be called with the number of bytes that have been written since the last call.
+        base: folder of a checkpoint of the same format, whose files may be shared where they hold
+            what this save would write; None for none.
     """
 
     layout: Layout = RowBlockLayout()
     gathers_results: ClassVar[bool] = False
+    shares_files: ClassVar[bool] = False
 
     def __init__(self, checkpoint_dir: Path) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.options = StorageOptions()
         self.report: Callable[[int], None] = _ignore
+        self.base: Path | None = None
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         """Relative names of all files and folders that the writers of all ranks will create.
@@ -208,10 +217,17 @@ class StorageWriter(ABC):
         The first results are those of the plan's items, in their order; more may follow.
         """
 
-    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Write, on rank 0, what describes the checkpoint as a whole, durably."""
+    def finish(
+        self, metadata: Index, results: Sequence[Sequence[WriteResult]]
+    ) -> Sequence[SealedFile] | None:
+        """Write, on rank 0, what describes the checkpoint as a whole, durably.
+
+        Returns:
+            Data files that no rank has reported, if there are any.
+        """
         del results
         write_index(metadata, self.checkpoint_dir, self.options.durability)
+        return None
 
 
 class StorageReader(ABC):

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing.format.checksums import checksum_of_bytes
+from dist_checkpointing.format.digests import Digest, digest_of
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.tensorstore import data_files
 from dist_checkpointing.strategies.tensorstore.data_files import DataFiles
@@ -27,9 +26,9 @@ def filled(folder: Path, sizes: Sequence[int], most_pending: int, most_file: int
     values = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
     for number, value in enumerate(values):
         if number % 3 == 2:
-            digest = xxhash.xxh3_64() if number % 2 else None
+            digest = Digest() if number % 2 else None
             files.put_large(np.frombuffer(value, dtype=np.uint8), len(value), digest)
-            assert digest is None or digest.intdigest() == checksum_of_bytes(value)
+            assert digest is None or digest.digest() == digest_of(value, len(value))
         else:
             files.put(value, len(value), len(value))
     sealed = files.finish()

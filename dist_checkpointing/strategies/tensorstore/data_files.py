@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from dist_checkpointing.format.digests import Digest
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.storage.options import Durability, StorageOptions
 
@@ -84,7 +84,7 @@ class DataFiles:
         if self._pending_bytes >= self._most_pending or len(self._pending) >= _MOST_PARTS:
             self.flush()
 
-    def put_large(self, array: Array, reported: int, digest: xxhash.xxh3_64 | None) -> None:
+    def put_large(self, array: Array, reported: int, digest: Digest | None) -> None:
         """Add a contiguous array and write it at once; hash it on the way."""
         self.begin_large(array.nbytes)
         self.put_block(array, reported, digest)
@@ -94,7 +94,7 @@ class DataFiles:
         self.flush()
         self._place(num_bytes)
 
-    def put_block(self, array: Array, reported: int, digest: xxhash.xxh3_64 | None) -> None:
+    def put_block(self, array: Array, reported: int, digest: Digest | None) -> None:
         """Write a contiguous array at once, behind what was written last; hash it on the way."""
         assert self._descriptor is not None
         view = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]

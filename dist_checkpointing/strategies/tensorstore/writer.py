@@ -6,7 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, compress, groupby, islice
 from operator import eq, itemgetter
 from pathlib import Path
@@ -15,25 +15,28 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME
+from dist_checkpointing.format.digests import NO_DIGEST, Digest, columns_of, digest_of
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import INDEX_NAME, Index, write_index
 from dist_checkpointing.format.ocdbt.nodes import Extents
 from dist_checkpointing.format.ocdbt.tree_reader import INLINE
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan, SavePlanner
-from dist_checkpointing.planning.shard_table import Int64s, ShardTable
+from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, WriteResults, done
+from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.safe_pickle import serialize
 from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.tensorstore.data_files import LARGE_BYTES, Array, DataFiles
+from dist_checkpointing.strategies.tensorstore.shared_values import SharedValues, share_values
+from dist_checkpointing.strategies.tensorstore.sparse_files import Stored, settle
 from dist_checkpointing.strategies.tensorstore.tree_file import write_tree
 
 _MOST_THREADS = 2
@@ -49,12 +52,14 @@ class StoredValues:
         keys: keys in the database, joined.
         key_lengths: bytes of each.
         extents: of the values; ``file`` is a position in ``files``.
+        shared: those of the files that are shared with the base.
     """
 
     files: tuple[str, ...]
     keys: bytes
     key_lengths: npt.NDArray[np.uint16]
     extents: Extents
+    shared: tuple[SealedFile, ...] = ()
 
     def key_list(self) -> list[bytes]:
         """The keys one by one."""
@@ -67,25 +72,33 @@ class TensorStoreWriter(StorageWriter):
     """Writes zarr v3 arrays and objects as one OCDBT database."""
 
     gathers_results: ClassVar[bool] = True
+    shares_files: ClassVar[bool] = True
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del index, world_size
         return [INDEX_NAME, CHECKSUMS_NAME, *keys.CREATED_NAMES]
 
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
-        del world_size
-        self._rank = rank
+        self._rank, self._world_size = rank, world_size
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         table, index = plan.table, plan.index
         assert index is not None
         if not len(table):
             return done([])
+        known, reused = PlanDigests(plan, planner, self.options), SharedValues.none()
+        if self.base is not None:
+            is_alone = self._world_size == 1
+            reused = share_values(self, self.base, plan, known, is_alone=is_alone)
+            self.report(int(table.num_bytes[reused.rows].sum()))
         with paused_collector():
             row_keys = keys.keys_to_write(table, index)
-            shares = list(self._shares(table))
-        most_pending = max(1, self.options.buffer_bytes // len(shares))
-        rows = _Rows(plan, planner, index, has_checksums=self.options.checksum is Checksum.XXH3)
+            is_left = np.ones(len(table), dtype=np.bool_)
+            is_left[reused.rows] = False
+            shares = list(self._shares(table, is_left))
+        most_pending = max(1, self.options.buffer_bytes // max(1, len(shares)))
+        has_checksums = self.options.checksum is Checksum.XXH3
+        rows = _Rows(plan, planner, index, known, has_checksums=has_checksums)
 
         def write(share: _Share) -> tuple[DataFiles, list[SealedFile]]:
             folder = Path(keys.DATA_FOLDER, keys.DATA_GROUPS[share.group])
@@ -107,25 +120,30 @@ class TensorStoreWriter(StorageWriter):
             extents.file[share.rows] = np.array(files.file) + len(names)
             extents.offset[share.rows], extents.length[share.rows] = files.offset, files.length
             names += files.names
+        extents.file[reused.rows] = reused.extents.file + len(names)
+        extents.offset[reused.rows] = reused.extents.offset
+        extents.length[reused.rows] = reused.extents.length
+        names += [file.name for file in reused.files]
         lengths = np.fromiter(map(len, row_keys), dtype=np.uint16)
         results = WriteResults(
             table,
             extents.length,
-            rows.digests,
+            rows.digests[:, 1],
             None if rows.has_checksums else table.is_object,
             tuple(file for _, sealed in written for file in sealed),
-            StoredValues(tuple(names), b"".join(row_keys), lengths, extents),
+            StoredValues(tuple(names), b"".join(row_keys), lengths, extents, reused.files),
+            rows.digests[:, 0] if rows.has_checksums else None,
         )
         return done(results)  # type: ignore[arg-type]
 
-    def _shares(self, table: ShardTable) -> Iterator[_Share]:
+    def _shares(self, table: ShardTable, is_left: Bools) -> Iterator[_Share]:
         """The work, of each data group on one thread, or on several of about the same bytes."""
         groups = np.array([keys.group_of(name) for name in table.names])[table.keys]
         # A removal keeps objects: they must not hold on to the files of an optimizer's tensors.
         groups[table.is_object] = keys.DATA_GROUPS.index("model")
         sizes = table.num_bytes
-        for group in np.unique(groups).tolist():
-            own = groups == group
+        for group in np.unique(groups[is_left]).tolist():
+            own = is_left & (groups == group)
             small = np.flatnonzero(own & (sizes < LARGE_BYTES))
             large = np.flatnonzero(own & (sizes >= LARGE_BYTES))
             count = min(_MOST_THREADS, self.options.threads // 2)
@@ -141,16 +159,26 @@ class TensorStoreWriter(StorageWriter):
                 last = small.tolist() if number == 0 else []
                 yield _Share(group, number, np.array(rows + last, dtype=np.int64))
 
-    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> list[SealedFile]:
         stored = [result.storage_data for of_rank in results for result in of_rank]
         parts = [values for values in stored if isinstance(values, StoredValues)]
         durability, folder = self.options.durability, self.checkpoint_dir
+        shared = {file.name: file for values in parts for file in values.shared}
+        files_of_base: list[SealedFile] = []
+        if self.base is not None:
+            places = [Stored(values.files, values.extents) for values in parts]
+            places, files_of_base = settle(folder, places, shared, self.options)
+            parts = [
+                replace(values, files=place.files, extents=place.extents)
+                for values, place in zip(parts, places, strict=True)
+            ]
         if durability is Durability.FSYNC:
             files = [folder / name for values in parts for name in values.files]
             local.fsync_folders(files, folder)
         with paused_collector():
             write_tree(folder, *_joined(parts, metadata), durability)
         write_index(metadata, folder, durability)
+        return files_of_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +200,24 @@ class _Rows:
     """Writes the values of rows of a plan to data files.
 
     Attributes:
-        digests: checksums of the rows that were written.
+        digests: ``[rows, 2]``, upper halves and checksums of the rows that were written, and of
+            those that were known.
     """
 
     def __init__(
-        self, plan: SavePlan, planner: SavePlanner, index: Index, *, has_checksums: bool
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        index: Index,
+        known: PlanDigests,
+        *,
+        has_checksums: bool,
     ) -> None:
         table = plan.table
         self.has_checksums = has_checksums
-        self.digests = np.zeros(len(table), dtype=np.uint64)
+        self.digests = known.columns
+        # What a planner makes once more may be something else.
+        self._known = None if planner.makes_data or not known.known.any() else known
         self._table = table
         self._index = index
         self._data_of = planner.data_of(plan)
@@ -196,7 +233,7 @@ class _Rows:
             most_bytes: memory for copies of tensors on GPUs.
         """
         data_of, is_object, put = self._data_of, self._is_object, self._put
-        digests: list[int] = []
+        digests: list[bytes] = []
         left = iter(rows.tolist())
         for row in left:
             data = data_of(row)
@@ -209,21 +246,27 @@ class _Rows:
                 self._write_copies(row, data, left, files, digests, most_bytes)
                 break
             digests.append(put(row, array, files))
-        self.digests[rows] = np.array(digests, dtype=np.uint64)
+        self.digests[rows] = columns_of(digests)
 
-    def _put_object(self, row: int, data: object, files: DataFiles) -> int:
+    def _put_object(self, row: int, data: object, files: DataFiles) -> bytes:
         value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
         files.put(value, len(value), 0)
-        return checksum_of_bytes(value)
+        return digest_of(value, len(value))
 
-    def _put(self, row: int, array: Array, files: DataFiles) -> int:
-        """Add a chunk and give its checksum."""
+    def _put(self, row: int, array: Array, files: DataFiles) -> bytes:
+        """Add a chunk and give its digest."""
         size, is_edge = array.nbytes, self._is_edge[row]
+        known = NO_DIGEST if not self.has_checksums else None
+        if known is None and self._known is not None:
+            known = self._known.digest(row)
         if size >= LARGE_BYTES and not is_edge:
-            digest = xxhash.xxh3_64() if self.has_checksums else None
+            if known is not None:
+                files.put_large(array, size, None)
+                return known
+            digest = Digest()
             files.put_large(array, size, digest)
-            return 0 if digest is None else digest.intdigest()
-        checksum = xxhash.xxh3_64_intdigest(array) if self.has_checksums else 0  # type: ignore[arg-type]
+            return digest.digest()
+        checksum = known or digest_of(array, size)
         if is_edge:
             array = self._padded(row, array)
         if array.nbytes >= LARGE_BYTES:
@@ -238,7 +281,7 @@ class _Rows:
         data: torch.Tensor,
         left: Iterator[int],
         files: DataFiles,
-        digests: list[int],
+        digests: list[bytes],
         most_bytes: int,
     ) -> None:
         """Write the first of some rows that is not in place, and those that are left.
@@ -268,11 +311,11 @@ class _Rows:
                 array = _together(given, blocks)
                 digests.append(self._put(row, array, files))
                 continue
-            digest = xxhash.xxh3_64() if self.has_checksums else None
+            digest = Digest() if self.has_checksums else None
             files.begin_large(given.nbytes)
             for block in blocks:
                 files.put_block(_contiguous(block), block.nbytes, digest)
-            digests.append(0 if digest is None else digest.intdigest())
+            digests.append(NO_DIGEST if digest is None else digest.digest())
 
     def _padded(self, row: int, array: Array) -> Array:
         """A chunk at the edge of a tensor in its full size."""
@@ -328,12 +371,14 @@ def _joined(
     names = list(map(str.encode, described))
     number = np.array(numbers, dtype=np.int64)
     columns = [(np.full_like(number, INLINE), number, np.zeros_like(number))]
-    files: list[str] = []
+    number_of: dict[str, int] = {}
     for part in parts:
         names += part.key_list()
+        # Ranks may share the same file of a base.
+        numbers = [number_of.setdefault(name, len(number_of)) for name in part.files]
         extents = part.extents
-        columns.append((extents.file + len(files), extents.offset, extents.length))
-        files += part.files
+        file = np.array(numbers, dtype=np.int64)[extents.file]
+        columns.append((file, extents.offset, extents.length))
     order = sorted(range(len(names)), key=names.__getitem__)
     ordered = [names[row] for row in order]
     for twice in compress(ordered, map(eq, ordered, islice(ordered, 1, None))):
@@ -341,4 +386,4 @@ def _joined(
         raise InvalidShardingError("two values have one place", [finding])
     joined = Extents(*map(np.concatenate, zip(*columns, strict=True)))
     rows = np.array(order, dtype=np.int64)
-    return ordered, files, joined.rows(rows), [text.encode() for text in texts]
+    return ordered, list(number_of), joined.rows(rows), [text.encode() for text in texts]
