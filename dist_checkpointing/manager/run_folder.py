@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -85,6 +85,20 @@ class RunFolder:
         if pointer is not None and check_is_distributed_checkpoint(self.folder(pointer)):
             return pointer
         return max(self.committed_steps(), default=None)
+
+    def base_of(self, step: int, damaged: Mapping[int, int]) -> int | None:
+        """The newest committed step that a save of a step may share files with.
+
+        Args:
+            step: step that is about to be saved.
+            damaged: saves that were found damaged: their numbers by step.
+        """
+        for other in [self.latest(), *reversed(self.committed_steps())]:
+            if other is None or other == step:
+                continue
+            if damaged.get(other) != number_of_save(self.folder(other)):
+                return other
+        return None
 
     def begin(self, step: int, damaged: int | None) -> bool:
         """Record that this manager will write the folder of a step, before the folder exists.
