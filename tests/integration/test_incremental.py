@@ -214,6 +214,21 @@ def test_a_file_that_is_hardly_used_is_not_shared(least_shared: float, tmp_path:
         assert bool(shared_names(tmp_path / name)) == (1 - changes / 10 >= least_shared)
 
 
+def test_what_does_not_change_gets_files_of_its_own(tmp_path: Path) -> None:
+    """A frozen third is written with the rest, once more by itself, and then never again."""
+    tensors = model(count=9)
+    for name in "1234":
+        for i in range(3, 9):
+            tensors[f"layer{i}.w"] = tensors[f"layer{i}.w"] + 1
+        base = tmp_path / str(int(name) - 1) if name > "1" else None
+        save(wholes(tensors), tmp_path / name, base=base)
+    state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert not shared_names(tmp_path / "1")
+    assert shared_names(tmp_path / "2") == shared_names(tmp_path / "4")
+    assert own_bytes(tmp_path / "4") < state_bytes * 2 / 3 + 4000
+    assert_holds(tmp_path / "4", tensors)
+
+
 def test_a_file_that_all_ranks_together_hardly_use(tmp_path: Path) -> None:
     """A rank sees only its own part of a file: the last word is with the one who sees all."""
     tensors = model(count=10)

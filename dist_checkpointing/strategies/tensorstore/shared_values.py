@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -49,11 +49,13 @@ class SharedValues:
         rows: rows of the plan.
         extents: of their values; ``file`` is a position in ``files``.
         files: the shared files.
+        steady: further rows that have not changed, in files of which too little is used.
     """
 
     rows: Int64s
     extents: Extents
     files: tuple[SealedFile, ...] = ()
+    steady: Int64s = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @classmethod
     def none(cls) -> SharedValues:
@@ -291,4 +293,4 @@ def _shared(
     is_shared = numbers[same.extents.file] >= 0
     kept = same.take(is_shared)
     extents = replace(kept.extents, file=numbers[kept.extents.file])
-    return SharedValues(kept.rows, extents, tuple(files))
+    return SharedValues(kept.rows, extents, tuple(files), same.rows[~is_shared])

@@ -27,7 +27,7 @@ from dist_checkpointing.format.ocdbt.nodes import Extents
 from dist_checkpointing.format.ocdbt.tree_reader import INLINE
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import SavePlan, SavePlanner
-from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, WriteResults, done
@@ -93,9 +93,7 @@ class TensorStoreWriter(StorageWriter):
             self.report(int(table.num_bytes[reused.rows].sum()))
         with paused_collector():
             row_keys = keys.keys_to_write(table, index)
-            is_left = np.ones(len(table), dtype=np.bool_)
-            is_left[reused.rows] = False
-            shares = list(self._shares(table, is_left))
+            shares = list(self._shares(table, reused))
         most_pending = max(1, self.options.buffer_bytes // max(1, len(shares)))
         has_checksums = self.options.checksum is Checksum.XXH3
         rows = _Rows(plan, planner, index, known, has_checksums=has_checksums)
@@ -136,14 +134,18 @@ class TensorStoreWriter(StorageWriter):
         )
         return done(results)  # type: ignore[arg-type]
 
-    def _shares(self, table: ShardTable, is_left: Bools) -> Iterator[_Share]:
+    def _shares(self, table: ShardTable, reused: SharedValues) -> Iterator[_Share]:
         """The work, of each data group on one thread, or on several of about the same bytes."""
+        # What has not changed may stay so: in files of its own it can be shared the next time.
+        age = np.zeros(len(table), dtype=np.int64)
+        age[reused.steady], age[reused.rows] = 1, 2
         groups = np.array([keys.group_of(name) for name in table.names])[table.keys]
         # A removal keeps objects: they must not hold on to the files of an optimizer's tensors.
         groups[table.is_object] = keys.DATA_GROUPS.index("model")
         sizes = table.num_bytes
-        for group in np.unique(groups[is_left]).tolist():
-            own = is_left & (groups == group)
+        kinds = 3 * groups + age
+        for kind in np.unique(kinds[age < 2]).tolist():
+            group, own = kind // 3, kinds == kind
             small = np.flatnonzero(own & (sizes < LARGE_BYTES))
             large = np.flatnonzero(own & (sizes >= LARGE_BYTES))
             count = min(_MOST_THREADS, self.options.threads // 2)
