@@ -45,11 +45,18 @@ class ChangedPart:
         def ours(folder: Path, base: Path | None) -> None:
             save(state, folder, strategy, comm=SingleProcess(), base=base)
 
+        def full(folder: Path, _: Path | None) -> None:
+            ours(folder, None)
+
         def peer(write: Callable[[Path], object]) -> Callable[[Path, Path | None], None]:
-            return lambda folder, _: (folder.mkdir(), write(folder), None)[-1]
+            def save_all(folder: Path, _: Path | None) -> None:
+                folder.mkdir()
+                write(folder)
+
+            return save_all
 
         ways = {
-            FULL: ("ours", lambda folder, _: ours(folder, None)),
+            FULL: ("ours", full),
             INCREMENTAL: ("ours", ours),
             "DCP": ("dcp", peer(DCP_SETTINGS[1].open(work).save)),
             "safetensors": ("safetensors", peer(CONTESTANTS["safetensors"].open(work).save)),

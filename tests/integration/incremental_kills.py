@@ -163,7 +163,7 @@ def look(root: Path, strategy: Any, what: str) -> None:
     assert all(path.stat().st_nlink == 1 for path in shared), "something of the base is left"
 
 
-def in_fork(act: Callable[[], None]) -> int:
+def in_fork(act: Callable[[], object]) -> int:
     """Exit code of ``act`` in a process of its own; negative if that was killed."""
     pid = os.fork()
     if pid == 0:
@@ -190,7 +190,8 @@ def main() -> None:
     number = 0
     while time.monotonic() < deadline:
         strategy, what = STRATEGIES[number % 3], ("save", "delete", "both")[number // 3 % 3]
-        numbers = (moments.randrange(1, MOST_MOMENTS), *(moments.randrange(1, 30) for _ in "ab"))
+        first, second, third = (moments.randrange(1, most) for most in (MOST_MOMENTS, 30, 30))
+        numbers = (first, second, third)
         root = folder / "round"
         root.mkdir()
         shutil.copytree(folder / strategy.__name__, root / "1")
