@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, load, save
+from dist_checkpointing import (
+    Checkpoint,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    load_plain_tensors,
+    save,
+    verify_checkpoint,
+)
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.storage import host_blocks
 from dist_checkpointing.storage.host_blocks import DeviceBlocks, HostBlocks
@@ -210,3 +218,33 @@ def test_an_error_in_a_read_leaves_no_copy_under_way() -> None:
         blocks.fill([(target, read), (target, fail)], target.dtype)
     assert blocks._copied == [None, None]
     assert (target == 1).all()
+
+
+@pytest.mark.parametrize("backend", [("tensorstore", 1), ("zarr", 2), ("zarr", 1)])
+def test_what_did_not_change_on_a_device_is_shared(
+    backend: tuple[str, int], device: StandIn, tmp_path: Path
+) -> None:
+    """Digests are made of the same blocks; only what has changed is copied a second time."""
+    tensors = {f"w{i}": device.moved(torch.arange(BLOCK + i).float()) for i in range(8)}
+    tensors["few"] = device.moved(torch.ones(3))
+    options = StorageOptions(buffer_bytes=2**20)
+    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)
+    assert isinstance(strategy, PlannedSaveStrategy)
+    strategy.options = options
+    state = {key: shard(key, tensor) for key, tensor in tensors.items()}
+    save(state, tmp_path / "1", strategy)
+    full = device.done.count("copy")
+    tensors["w3"] += 1
+    device.done.clear()
+    save(state, tmp_path / "2", strategy, base=tmp_path / "1")
+    if backend[0] == "tensorstore":
+        assert full < device.done.count("copy") <= full + -(-full // 8)
+    written = [
+        path.stat().st_size
+        for path in (tmp_path / "2").rglob("*")
+        if path.is_file() and path.stat().st_nlink == 1 and path.stat().st_size > 10_000
+    ]
+    assert written == [tensors["w3"].nbytes]
+    verify_checkpoint(tmp_path / "2")
+    found = load_plain_tensors(tmp_path / "2")
+    assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
