@@ -224,7 +224,7 @@ def test_an_error_in_a_read_leaves_no_copy_under_way() -> None:
 def test_what_did_not_change_on_a_device_is_shared(
     backend: tuple[str, int], device: StandIn, tmp_path: Path
 ) -> None:
-    """Digests are made of the same blocks; only what has changed is copied a second time."""
+    """Digests are made of the same blocks; what begins otherwise is copied to be written only."""
     tensors = {f"w{i}": device.moved(torch.arange(BLOCK + i).float()) for i in range(8)}
     tensors["few"] = device.moved(torch.ones(3))
     options = StorageOptions(buffer_bytes=2**20)
@@ -238,7 +238,7 @@ def test_what_did_not_change_on_a_device_is_shared(
     device.done.clear()
     save(state, tmp_path / "2", strategy, base=tmp_path / "1")
     if backend[0] == "tensorstore":
-        assert full < device.done.count("copy") <= full + -(-full // 8)
+        assert 0 < device.done.count("copy") <= full
     written = [
         path.stat().st_size
         for path in (tmp_path / "2").rglob("*")

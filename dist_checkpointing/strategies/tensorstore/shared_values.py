@@ -35,8 +35,9 @@ from dist_checkpointing.strategies.zarr_v3_nodes import chunk_name
 
 logger = logging.getLogger(__name__)
 
+_LARGE_BYTES: Final = 2**20
 _HEAD_BYTES: Final = 2**12
-"""Of a part that may lie in a larger one of the base, so much is compared first."""
+"""Of a large part, and of one that may lie in a larger one, so much is compared first."""
 _READ_BYTES: Final = 2**22
 _ANY: Final = -1
 
@@ -220,8 +221,12 @@ class _Search:
         rows, is_nested = places.rows, places.is_nested
         is_same = np.ones(len(rows), dtype=np.bool_)
         threads = writer.options.threads
-        nested = np.flatnonzero(is_nested).tolist()
-        is_same[nested] = in_threads(lambda at: self._has_head(places, at), nested, threads)
+        # What begins otherwise need not be hashed before it is written; padding is left out.
+        is_large = (self._sizes[rows] >= _LARGE_BYTES) & (
+            places.extents.length == self._sizes[rows]
+        )
+        begun = np.flatnonzero(is_nested | is_large).tolist()
+        is_same[begun] = in_threads(lambda at: self._has_head(places, at), begun, threads)
         self._digests.add(rows[is_same])
         own = self._digests.columns[rows]
         is_same &= is_nested | (own == self._base.digests[rows]).all(axis=1)
