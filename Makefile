@@ -2,6 +2,7 @@
 #   make demo [BACKEND=zarr] [STEPS=40]   make lint   make clean
 #   make test [ARGS='-k tree']       each test function once, nothing is killed
 #   make test-all [ARGS='-k tree']   everything
+#   make test-megatron                Megatron's own models, with its checkpoints and with ours
 #   make chaos [ARGS='--kills 200']
 #   make bench [ARGS='--only small-tensors']   make bench-planning   make docs
 PYTHON ?= python3
@@ -14,8 +15,13 @@ WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 BIN := .venv/bin
 READY := .venv/ready
 DOCS_READY := .venv/docs-ready
+# Each in a folder of its own: what imports megatron.core elsewhere finds none.
+MEGATRON := .venv/megatron-core
+MEGATRON_VERSIONS := 0.15.3 0.16.1
+EMPTY :=
+SPACE := $(EMPTY) $(EMPTY)
 
-.PHONY: demo test test-all lint bench bench-planning chaos docs clean
+.PHONY: demo test test-all test-megatron lint bench bench-planning chaos docs clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -38,6 +44,16 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -q $(WORKERS) $(ARGS)
+
+# megatron-core names an older numpy than it needs, so what it depends on is .venv's.
+$(MEGATRON)/%: $(READY)
+	rm -rf $@
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --target $@ \
+	  megatron-core==$* $$(grep '^psutil==' constraints.txt)
+
+test-megatron: $(READY) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%)
+	MEGATRON_CORE=$(subst $(SPACE),:,$(MEGATRON_VERSIONS:%=$(MEGATRON)/%)) \
+	  $(BIN)/python -m pytest -q tests/megatron $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

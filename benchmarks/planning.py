@@ -194,7 +194,7 @@ class PlanWay(Way):
             values["save plan s"] = planned.seconds
             values["exchange s"] = planned.exchange_seconds
             values["sent / shard bytes"] = sum(map(len, self._messages)) / job.ranks / job.shards
-            values["index bytes"] = planned.index_bytes
+            values["index bytes"], values["read index s"] = planned.read_index()
             plan, seconds = load_plan(as_leaves(job.wanted()), planned.agreed.index)
             values["load plan s"] = seconds
             values["items read"] = len(plan.items)
@@ -216,6 +216,7 @@ class PlanWay(Way):
         values["save plan s"] = self._world.fastest(save, 3)
         values["exchange s"] = best[0].exchange_seconds
         index = best[0].agreed.index
+        values["read index s"] = min(best[0].read_index()[1] for _ in range(3))
         values["load plan s"] = min(load_plan(wanted, index)[1] for _ in range(3))
         return values
 
@@ -248,11 +249,11 @@ class DcpPlanWay(Way):
             messages = [message(job.kind_of(rank)) for rank in range(job.ranks)]
             planner = DefaultSavePlanner(flatten_state_dict=False)
             planner.set_up_planner({}, is_coordinator=True)
-            begin = time.perf_counter()
+            begin = time.process_time()
             plans = [pickle.loads(plan) for plan in messages]  # noqa: S301 - our own
-            arrived = time.perf_counter()
+            arrived = time.process_time()
             _, metadata = planner.create_global_plan(plans)
-            values["save plan s"] = time.perf_counter() - begin
+            values["save plan s"] = time.process_time() - begin
             values["exchange s"] = arrived - begin
             values["sent / shard bytes"] = sum(map(len, messages)) / job.ranks / job.shards
             values["index bytes"] = len(pickle.dumps(metadata))

@@ -1,7 +1,7 @@
 """Planning as one rank of many does it, without the others: all that knows how planning is called.
 
 Every rank's message is made in this process, and rank 0 plans with all of them, as each rank of a
-real job does. Nothing is written.
+real job does. Nothing is written. Seconds are those of the processor: planning waits for nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.mapping.nesting import DictKey, Path
 from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan
+from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import Brought, pack_tables
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.plan_save import (
@@ -65,7 +66,7 @@ def message_of(leaves: Leaves, ranks: int) -> Message:
     planner = DefaultSavePlanner()
     planner.configure_planner(leaves, is_coordinator=False, rank=0, layout=RowBlockLayout())
     table = planner.build_local_plan().table
-    parts = exchanged_parts(table, table.take(slice(0, 0)))
+    parts = exchanged_parts(table, describe((), rank=0))
     brought, data = pack_tables(parts, PlanFacts(None, ("", "")), ranks)
     return Message(pickle.dumps(brought), data)
 
@@ -79,12 +80,17 @@ class _OneOfMany(SingleProcess):
         self._messages = messages
         self._late: dict[int, list[bytes]] = {}
 
-    def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
-        del step
+    def exchange(
+        self,
+        step: str,
+        produce: Callable[[], T],
+        number_of: Callable[[T], int | None] | None = None,
+    ) -> list[T]:
+        del step, number_of
         produce()
-        begin = time.perf_counter()
+        begin = time.process_time()
         values = [pickle.loads(message.brought) for message in self._messages]  # noqa: S301 - our own
-        self.seconds = time.perf_counter() - begin
+        self.seconds = time.process_time() - begin
         seen: set[bytes] = set()
         for rank, brought in enumerate(values):
             for part in brought.parts:
@@ -120,28 +126,30 @@ class Planned:
     exchange_seconds: float
     seconds: float
 
-    @property
-    def index_bytes(self) -> int:
-        """What every later load reads first."""
-        return len(self.agreed.index.to_json())
+    def read_index(self) -> tuple[int, float]:
+        """Bytes of the index file, and the seconds that a load takes to read them."""
+        data = self.agreed.index.to_json()
+        begin = time.process_time()
+        Index.from_json(data)
+        return len(data), time.process_time() - begin
 
 
 def plan_of_rank0(leaves: Leaves, messages: Sequence[Message]) -> Planned:
     """Plan a save with the messages of all ranks, of which the first is made again."""
     comm = _OneOfMany(messages)
-    begin = time.perf_counter()
+    begin = time.process_time()
     agreed = plan_save(leaves, DefaultSavePlanner(), RowBlockLayout(), comm)
-    return Planned(agreed, comm.seconds, time.perf_counter() - begin)
+    return Planned(agreed, comm.seconds, time.process_time() - begin)
 
 
 def load_plan(wanted: Leaves, stored: Index) -> tuple[LoadPlan, float]:
     """What one rank reads, and the seconds to find that out."""
     index = replace(stored)  # knows nothing from an earlier round
     planner = DefaultLoadPlanner()
-    begin = time.perf_counter()
+    begin = time.process_time()
     planner.configure_planner(wanted, index, is_coordinator=True, rank=0)
     plan = planner.build_local_plan()
-    return plan, time.perf_counter() - begin
+    return plan, time.process_time() - begin
 
 
 class _Counting(SingleProcess):
@@ -169,6 +177,6 @@ class CachedPlan:
     def plan(self) -> tuple[float, int]:
         """Seconds, and bytes that a rank sends."""
         comm = _Counting()
-        begin = time.perf_counter()
+        begin = time.process_time()
         plan_save(self._leaves, DefaultSavePlanner(), RowBlockLayout(), comm, cache=self._cache)
-        return time.perf_counter() - begin, comm.sent
+        return time.process_time() - begin, comm.sent

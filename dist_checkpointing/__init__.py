@@ -28,8 +28,10 @@ if typing.TYPE_CHECKING:
         ShardedTensorFactory,
     )
     from dist_checkpointing.planning.plan_save import PlanCache
+    from dist_checkpointing.planning.replicas import ReplicaCheck
     from dist_checkpointing.serialization.async_save import async_save
     from dist_checkpointing.serialization.async_saver import AsyncSaver
+    from dist_checkpointing.serialization.fingerprint import fingerprint
     from dist_checkpointing.serialization.load import load
     from dist_checkpointing.serialization.readers import (
         load_common_state_dict,
@@ -58,6 +60,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "PlanCache",
     "RankFailedError",
+    "ReplicaCheck",
     "Retention",
     "SaveHandle",
     "ShardedObject",
@@ -70,6 +73,7 @@ __all__ = [
     "UnsupportedFormatError",
     "async_save",
     "check_is_distributed_checkpoint",
+    "fingerprint",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
@@ -106,8 +110,10 @@ _NAMES_BY_MODULE = {
         "ShardedTensorFactory",
     ),
     "planning.plan_save": ("PlanCache",),
+    "planning.replicas": ("ReplicaCheck",),
     "serialization.async_save": ("async_save",),
     "serialization.async_saver": ("AsyncSaver",),
+    "serialization.fingerprint": ("fingerprint",),
     "serialization.load": ("load",),
     "serialization.readers": (
         "load_common_state_dict",

@@ -28,13 +28,13 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        problem: the problem, as a clause.
-        key: key of the tensor or object.
-        expected: the expected value.
-        found: the value found instead.
-        ranks: the ranks that have the problem.
-        path: path of the file or folder.
-        remedy: what the user can do about it, as sentences.
+        problem: The problem, as a clause.
+        key: Key of the tensor or object.
+        expected: The expected value.
+        found: The value found instead.
+        ranks: The ranks that have the problem.
+        path: Path of the file or folder.
+        remedy: What the user can do about it, as sentences.
     """
 
     problem: str
@@ -68,7 +68,7 @@ class CheckpointingException(Exception):
         findings: everything that is wrong; printed below the message.
 
     Attributes:
-        names_global_ranks: whether the ranks in the findings are ranks in the world, and not in the
+        names_global_ranks: Whether the ranks in the findings are ranks in the world, and not in the
             group that raised the error.
 
     Example:

@@ -27,7 +27,7 @@ from dist_checkpointing.strategies.verification import (
     in_words,
 )
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class Examination:
     """What reading all of a checkpoint has shown.
 
     Attributes:
-        findings: everything that is damaged, with key, place and file.
-        refused: objects and common state that were not read, because they hold more than plain data
+        findings: Everything that is damaged, with key, place and file.
+        refused: Objects and common state that were not read, because they hold more than plain data
             types.
-        remarks: what is strange, and may be intended.
-        num_tensors: number of tensors that were looked at.
-        num_parts: number of chunks and pieces that were read.
-        num_bytes: size of the values that were read.
-        num_bytes_compared: size of those values whose checksum was compared.
-        num_objects: number of cells of sharded objects that were read.
-        is_sealed: whether a seal says which files there should be, and what they hold.
+        remarks: What is strange, and may be intended.
+        num_tensors: Number of tensors that were looked at.
+        num_parts: Number of chunks and pieces that were read.
+        num_bytes: Size of the values that were read.
+        num_bytes_compared: Size of those values whose checksum was compared.
+        num_objects: Number of cells of sharded objects that were read.
+        is_sealed: Whether a seal says which files there should be, and what they hold.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -94,9 +94,9 @@ class Notes:
         except UnsupportedFormatError as error:
             self.refused += _findings(error, key)
 
-    def found(self, look: Callable[[], Found]) -> Found | None:
+    def found(self, look: Callable[[], T]) -> T | None:
         """What there is; None, and a note, if that is damaged."""
-        found: list[Found] = []
+        found: list[T] = []
         with self.noting():
             found.append(look())
         return found[0] if found else None

@@ -7,7 +7,7 @@ needs a strategy or a value loads ``reads`` on first use.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -150,6 +150,52 @@ class Checkpoint(Mapping[str, TensorHandle]):
         """The ``content_metadata`` that was passed to ``save``; None if there was none."""
         return self.common.get(CONTENT_METADATA_KEY)
 
+    def fingerprint(self, key: str) -> str:
+        """The fingerprint of a tensor, see ``dist_checkpointing.fingerprint``: 32 hex digits.
+
+        As the save has kept it; if it kept none, the tensor is read.
+
+        Raises:
+            KeyError: if there is no such tensor.
+            CheckpointingException: if it cannot be read, or the checkpoint has been overwritten.
+
+        Example:
+            >>> import torch
+            >>> from dist_checkpointing import Checkpoint, ShardedTensor, fingerprint, save
+            >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
+            >>> save(state, "ckpt", fingerprints=True)
+            >>> Checkpoint.open("ckpt").fingerprint("w") == fingerprint(state)["w"]
+            True
+        """
+        return self.fingerprints([key])[key]
+
+    def fingerprints(
+        self,
+        keys: Iterable[str] | None = None,
+        *,
+        stored: bool = True,
+        report: Callable[[int], None] = lambda _: None,
+    ) -> dict[str, str]:
+        """The fingerprints of several tensors by key; see ``fingerprint``.
+
+        Args:
+            keys: Keys of the tensors; by default all.
+            stored: Take what the save has kept. Otherwise everything is read.
+            report: Called with the number of bytes that were read since the last call.
+        """
+        wanted = [*self.index] if keys is None else [self[key].key for key in keys]
+        known = self.index.fingerprints if stored else {}
+        missing = [key for key in wanted if key not in known]
+        found: dict[str, str] = {}
+        if missing:
+            # Not at the top: it imports torch.
+            from dist_checkpointing.planning.part_sums import (  # noqa: PLC0415
+                fingerprints_by_reading,
+            )
+
+            found = fingerprints_by_reading(self.index, missing, self.read, report)
+        return {key: found[key] if key in found else known[key] for key in wanted}
+
     def read(self, wanted: Iterable[tuple[str, Box]]) -> list[torch.Tensor]:
         """Read boxes of any tensors at once, which is faster than one after the other.
 
@@ -164,9 +210,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
             IndexError: if a box does not lie in its tensor.
             CheckpointingException: if one cannot be read, or the checkpoint has been overwritten.
         """
-        rows = list(wanted)
-        for key, box in rows:
-            _require_inside(self[key].shape, key, box)
+        rows = [(self[key].stored, box) for key, box in wanted]
+        for stored, box in rows:
+            _require_inside(stored.global_shape, stored.key, box)
         try:
             return self.reads.boxes(self.index, rows)
         finally:
@@ -187,9 +233,10 @@ class Checkpoint(Mapping[str, TensorHandle]):
             raise CorruptCheckpointError(message, [finding])
 
     def __getitem__(self, key: str) -> TensorHandle:
-        if key not in self.index:
-            raise KeyError(f"{self.path} holds no tensor {key!r}{hint(key, self.index)}")
-        return TensorHandle(self, self.index[key])
+        index = self.index
+        if key not in index:
+            raise KeyError(f"{self.path} holds no tensor {key!r}{hint(key, index)}")
+        return TensorHandle(self, index[key])
 
     def __contains__(self, key: object) -> bool:
         return key in self.index

@@ -29,8 +29,8 @@ class StoredChunk:
 
     Attributes:
         box: Box in elements of the global tensor.
-        flat_range: if given, only these elements of the flattened box.
-        num_bytes: size of the values, before compression.
+        flat_range: If given, only these elements of the flattened box.
+        num_bytes: Size of the values, before compression.
     """
 
     box: Box
@@ -124,9 +124,15 @@ class TensorHandle:
             IndexError: if they do not fit the shape.
             CheckpointingException: if it cannot be read.
         """
-        selected = select(self.shape, slices, self.key)
-        parts = self._checkpoint.read([(self.key, box) for box in selected.boxes])
-        return self._checkpoint.reads.joined(parts, selected)
+        checkpoint, stored = self._checkpoint, self._stored
+        selected = select(stored.global_shape, slices, stored.key)
+        reads = checkpoint.reads
+        try:
+            parts = reads.boxes(checkpoint.index, [(stored, box) for box in selected.boxes])
+        finally:
+            # Also if it failed: that it was deleted says more than that a file is gone.
+            checkpoint.require_unchanged()
+        return reads.joined(parts, selected)
 
     def location(self, number: int) -> str:
         """Where the chunk ``chunks[number]`` lies: its file, and the bytes of it if it says so.
@@ -149,8 +155,8 @@ class ObjectHandle(Mapping[Ints, Any]):
     """The cells of one sharded object: cell index -> value, unpickled when asked for.
 
     Attributes:
-        key: key of the object.
-        shape: shape of the grid of cells.
+        key: Key of the object.
+        shape: Shape of the grid of cells.
 
     Example:
         >>> rng = ShardedObject("rng", {"seed": 1}, (1,), (0,))

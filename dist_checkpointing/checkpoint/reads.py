@@ -23,6 +23,7 @@ from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
+from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
@@ -36,11 +37,6 @@ _FEW = 4
 
 class PartialReads:
     """What reads one checkpoint; strategies are looked for on first use.
-
-    Args:
-        folder: folder of the checkpoint.
-        config: content of its ``metadata.json``.
-        trusted: unpickle anything.
 
     Attributes:
         options: StorageOptions of the reads, if set before the first one.
@@ -98,20 +94,19 @@ class PartialReads:
             for key, tensor in sorted(stored.items())
         )
 
-    def boxes(self, index: Index, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
-        """One new tensor for each box; see ``Checkpoint.read``."""
+    def boxes(self, index: Index, wanted: Sequence[tuple[StoredTensor, Box]]) -> list[torch.Tensor]:
+        """One new tensor for each box, which must lie in its tensor; see ``Checkpoint.read``."""
         strategy = self.sharded
         if len(wanted) <= _FEW and isinstance(strategy, PlannedLoadStrategy):
-            found = [self._reader.read_box(index[key], box) for key, box in wanted]
+            found = [self._reader.read_box(stored, box) for stored, box in wanted]
             parts = [part for part in found if part is not None]
             if len(parts) == len(found):
                 return parts
-        keys = {key for key, _ in wanted} - self._seen
+        keys = {stored.key for stored, _ in wanted} - self._seen
         self.require_stored(large_tensors(index, keys), index)
         self._seen |= keys
         leaves = {
-            number: ShardedTensor.of_box(index[key], box)
-            for number, (key, box) in enumerate(wanted)
+            number: ShardedTensor.of_box(stored, box) for number, (stored, box) in enumerate(wanted)
         }
         for leaf in leaves.values():
             leaf.init_data("cpu")
@@ -147,13 +142,15 @@ class PartialReads:
         if not isinstance(strategy, PlannedLoadStrategy):
             return [None] * len(chunks)
         reader = self.make_reader()
-        reader.set_up_storage_reader(self.index_for(reader, index), rank=0, world_size=1)
+        set_up_reader(reader, self.index_for(reader, index), rank=0, world_size=1)
         return [None if place is None else place.file for place in reader.places(chunks)]
 
     @staticmethod
     def joined(parts: Sequence[torch.Tensor], selected: Selected) -> torch.Tensor:
         """What was selected, of the boxes that were read for it; in memory of its own."""
         whole = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=selected.axis)
+        if selected.is_whole:
+            return whole
         part = whole[selected.within]
         # A thin view would keep all that was read.
         return part if part.numel() == whole.numel() else part.clone()
@@ -165,7 +162,7 @@ class PartialReads:
             return str(self._folder)
         reader = self.make_reader()
         index = self.index_for(reader, index)
-        reader.set_up_storage_reader(index, rank=0, world_size=1)
+        set_up_reader(reader, index, rank=0, world_size=1)
         piece = None if index[key].pieces is None else number
         return reader.location(MetadataIndex(key, box.offset, piece))
 

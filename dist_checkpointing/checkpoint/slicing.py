@@ -8,6 +8,7 @@ from typing import Any
 
 from dist_checkpointing.format.geometry import Box, Ints
 
+_ALL = slice(None, None, 1)
 _MOST_BOXES = 4096
 _GAP_ELEMENTS = 4096
 """Rows further apart than this are read one by one, and what lies between them is not."""
@@ -18,14 +19,19 @@ class Selected:
     """A part of a tensor.
 
     Attributes:
-        boxes: boxes to read, in elements of the tensor; they follow each other along ``axis``.
-        axis: axis along which they are joined.
-        within: what to take of the array that they make up.
+        boxes: Boxes to read, in elements of the tensor; they follow each other along ``axis``.
+        axis: Axis along which they are joined.
+        within: What to take of the array that they make up.
     """
 
     boxes: tuple[Box, ...]
     axis: int
     within: tuple[int | slice, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the array that the boxes make up is what is selected."""
+        return all(part == _ALL for part in self.within)
 
     @property
     def shape(self) -> Ints:
@@ -105,6 +111,8 @@ def select(shape: Ints, slices: Any, key: str) -> Selected:
         tuple(r[-1] - r[0] + 1 if r else 0 for r in ranges),
     )
     within = tuple(0 if isinstance(p, int) else slice(None, None, p.step) for p in taken)
+    if all(r.step == 1 for r in ranges):
+        return Selected((box,), 0, within)
     return _rows_apart(box, within)
 
 

@@ -25,6 +25,7 @@ from dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from dist_checkpointing.planning.coverage import find_coverage_problems
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.shard_table import concatenate
+from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
@@ -207,8 +208,8 @@ def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredObject])
     if not isinstance(strategy, PlannedLoadStrategy) or not checkpoint.index.objects:
         return []
     reader = strategy.make_reader(checkpoint.path)
-    reader.set_up_storage_reader(
-        checkpoint.reads.index_for(reader, checkpoint.index), rank=0, world_size=1
+    set_up_reader(
+        reader, checkpoint.reads.index_for(reader, checkpoint.index), rank=0, world_size=1
     )
     cells = [(key, cell) for key, handle in checkpoint.objects.items() for cell in handle]
     return damage_of_objects(cells, known, reader)

@@ -1,8 +1,8 @@
 """How ranks talk to each other: a small protocol, and the three kinds of ranks that it runs on.
 
-An exception crosses ranks only in ``agree``: each rank passes its error or None, and all ranks
-raise the same error or none. ``exchange``, ``from_rank0`` and ``agreed`` are built on it, so
-searching for these four names finds every such point.
+An exception crosses ranks only in ``agree``, ``exchange``, ``to_rank0`` and ``from_rank0``: each
+rank passes its error or None, and all ranks raise the same error or none. ``agreed`` is ``agree``
+around a body, so searching for these five names finds every such point.
 """
 
 from __future__ import annotations

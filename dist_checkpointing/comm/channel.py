@@ -23,6 +23,11 @@ _LENGTH_BYTES: Final = 8
 _SMALL_BYTES: Final = 2**16
 _MODULUS: Final = 2**64
 
+HEAD_BYTES: Final = 1016
+"""So many bytes of a payload travel with its length; a longer one takes a second collective."""
+
+Row = np.ndarray[Any, np.dtype[np.uint8]]
+
 _channels: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
@@ -96,13 +101,52 @@ class Channel:
         self._gather_into(self._group, list(rows.unbind()), own, deadline)
         return [_without_length(row) for row in rows.numpy()]
 
-    def broadcast(self, payload: bytes, length: int, deadline: float) -> bytes:
-        """The payload of rank 0, which has ``length`` bytes."""
-        tensor = torch.empty(length, dtype=torch.uint8)
+    def gather_at_rank0(self, payload: bytes, deadline: float, *, has_rest: bool) -> list[bytes]:
+        """The payload of every rank on rank 0; nothing on the others.
+
+        Args:
+            payload: payload of this rank.
+            deadline: deadline on the monotonic clock.
+            has_rest: whether the payload of any rank has more than ``HEAD_BYTES`` bytes.
+        """
+        own = _head(payload)
+        rows = torch.empty(self._world_size if self._rank == 0 else 0, len(own), dtype=torch.uint8)
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        options.timeout = _left(deadline)
+        tensors = [list(rows.unbind())] if self._rank == 0 else []
+        self._end(
+            lambda: self._group.gather(tensors, [own], options), deadline, rows.nbytes + own.nbytes
+        )
+        heads = [_without_length(row) for row in rows.numpy()]
+        if not has_rest:
+            return heads
+        # Few ranks may have nearly all of it: each sends what it has, and no more.
+        rest = torch.frombuffer(bytearray(payload[HEAD_BYTES:]) or bytearray(1), dtype=torch.uint8)
+        sent, received = [0] * self._world_size, [0] * self._world_size
+        sent[0] = max(0, len(payload) - HEAD_BYTES)
         if self._rank == 0:
-            tensor.numpy()[:] = np.frombuffer(payload, np.uint8)
-        self._broadcast(self._group, tensor, 0, deadline)
-        return tensor.numpy().tobytes()
+            received = [max(0, _length(row) - HEAD_BYTES) for row in rows.numpy()]
+        rests = self._all_to_all(self._group, rest[: sent[0]], sent, received, deadline)
+        stops = np.cumsum(received).tolist()
+        return [
+            head + rests.numpy()[stop - size : stop].tobytes()
+            for head, size, stop in zip(heads, received, stops, strict=False)
+        ]
+
+    def broadcast(self, payload: bytes, deadline: float) -> bytes:
+        """The payload of rank 0."""
+        head = _head(payload)
+        self._broadcast(self._group, head, 0, deadline)
+        found = _without_length(head.numpy())
+        length = _length(head.numpy())
+        if length <= HEAD_BYTES:
+            return found
+        rest = torch.empty(length - HEAD_BYTES, dtype=torch.uint8)
+        if self._rank == 0:
+            rest.numpy()[:] = np.frombuffer(payload, np.uint8)[HEAD_BYTES:]
+        self._broadcast(self._group, rest, 0, deadline)
+        return found + rest.numpy().tobytes()
 
     def broadcast_tensor(self, tensor: torch.Tensor, source: int, deadline: float) -> None:
         """Fill ``tensor`` with that of rank ``source``."""
@@ -112,7 +156,16 @@ class Channel:
         self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], deadline: float
     ) -> torch.Tensor:
         """What all ranks send to this one, in rank order."""
-        group = self._tensor_group
+        return self._all_to_all(self._tensor_group, tensor, sent, received, deadline)
+
+    def _all_to_all(
+        self,
+        group: dist.ProcessGroup,
+        tensor: torch.Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        deadline: float,
+    ) -> torch.Tensor:
         result = tensor.new_empty(sum(received))
         options = dist.AllToAllOptions()
         options.timeout = _left(deadline)
@@ -180,6 +233,17 @@ def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
 
 
-def _without_length(row: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
-    length = int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little")
-    return row[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
+def _head(payload: bytes) -> torch.Tensor:
+    """The length of a payload and its first bytes: as many bytes for every payload."""
+    head = torch.zeros(_LENGTH_BYTES + HEAD_BYTES, dtype=torch.uint8)
+    data = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[:HEAD_BYTES]
+    head.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+    return head
+
+
+def _length(row: Row) -> int:
+    return int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little")
+
+
+def _without_length(row: Row) -> bytes:
+    return row[_LENGTH_BYTES : _LENGTH_BYTES + _length(row)].tobytes()

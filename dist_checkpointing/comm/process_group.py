@@ -14,8 +14,18 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.distributed as dist
 
-from dist_checkpointing.comm.protocol import Comm, Failure, absent_rank
-from dist_checkpointing.comm.records import BROADCAST, COMPARISON, GATHER, agreement
+from dist_checkpointing.comm.channel import HEAD_BYTES
+from dist_checkpointing.comm.failures import Failure, Outcome, absent_rank
+from dist_checkpointing.comm.protocol import Comm
+from dist_checkpointing.comm.records import (
+    BROADCAST,
+    COMPARISON,
+    GATHER,
+    Record,
+    Verdict,
+    agreement,
+    collection,
+)
 from dist_checkpointing.comm.steps import Steps
 
 logger = logging.getLogger(__name__)
@@ -26,7 +36,6 @@ DEFAULT_TIMEOUT_SECONDS: Final = 1800.0
 _LONGEST_SECONDS: Final = 1e9
 _TIMEOUT_VARIABLE: Final = "DIST_CHECKPOINTING_TIMEOUT_SECONDS"
 _NO_NUMBER: Final = 2**62
-_MOST_BYTES: Final = 2**40
 
 _kept: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], dict[str, Any]]] = (
     weakref.WeakKeyDictionary()
@@ -102,25 +111,35 @@ class TorchComm(Comm):
                     step, lambda: self._steps.channel.gather(payload, room, deadline)
                 )
             if payloads is None:
-                payloads = self._steps.settle(step, deadline, payload).payloads
+                sources = range(self.world_size)
+                payloads = self._steps.settle(step, deadline, payload, sources=sources).payloads
         return [pickle.loads(packed) for packed in payloads]  # noqa: S301 - by our own ranks
 
     def broadcast(self, value: T) -> T:
         payload = pickle.dumps(value) if self.rank == 0 else b""
         with self._steps.turn(BROADCAST) as (step, deadline):
-            length = self._steps.sum_of_extras(step, deadline, extra=len(payload))
-            if length is None or length > _MOST_BYTES:
-                highest = self._steps.meet(step, (len(payload), 0), deadline)
-                length = None if highest is None else highest[0]
-            packed = None
-            if length is not None:
-                packed = self._steps.transferred(
-                    step, lambda: self._steps.channel.broadcast(payload, length, deadline)
-                )
-            if packed is None:
-                packed = self._steps.settle(step, deadline, payload).payloads[0]
+            met: object = self._steps.sum_of_extras(step, deadline)
+            if met != 0:
+                met = self._steps.meet(step, (0, 0), deadline)
+            packed = self._broadcast(step, payload, deadline)
         result: T = pickle.loads(packed)  # noqa: S301 - by our own ranks
         return result
+
+    def _told(self, step: str, value: T) -> T:
+        # All ranks have just agreed: they are at the same call, and need not find that out again.
+        payload = pickle.dumps(value) if self.rank == 0 else b""
+        with self._steps.turn(step) as (record, deadline):
+            packed = self._broadcast(record, payload, deadline)
+        result: T = pickle.loads(packed)  # noqa: S301 - by our own ranks
+        return result
+
+    def _broadcast(self, step: Record, payload: bytes, deadline: float) -> bytes:
+        packed = None
+        if not self._steps.is_broken:
+            packed = self._steps.transferred(
+                step, lambda: self._steps.channel.broadcast(payload, deadline)
+            )
+        return self._steps.settle(step, deadline, payload).payloads[0] if packed is None else packed
 
     def all_same(self, number: int | None) -> bool:
         # If all numbers are equal, their maximum and their minimum (as -max(-x)) are equal too.
@@ -190,12 +209,50 @@ class TorchComm(Comm):
     def _unpack(self, packed: Any) -> Any:
         return pickle.loads(packed)  # noqa: S301 - written by our own ranks
 
+    def _all_outcomes(
+        self, own: Outcome[Any], number: int | None, *, everywhere: bool
+    ) -> tuple[Mapping[int, Failure], list[Any]]:
+        failure = own.failure
+        payload: bytes = b"" if failure is not None or own.result is None else own.result
+        size = _room_for(len(payload)) if everywhere else int(len(payload) > HEAD_BYTES)
+        steps, channel = self._steps, self._steps.channel
+        with steps.turn(collection(own.step), failure) as (step, deadline):
+            num_failed: int | None = 0
+            extra = int(failure is not None)
+            content = f"{size} {number}"
+            if steps.sum_of_extras(step, deadline, content=content, extra=extra) == 0:
+                if number is not None:
+                    return {}, [payload] * self.world_size
+            else:
+                highest = steps.meet(step, (size, extra), deadline)
+                size, num_failed = (size, None) if highest is None else highest
+            found = None
+            if num_failed == 0 and everywhere:
+                found = steps.transferred(step, lambda: channel.gather(payload, size, deadline))
+            elif num_failed == 0:
+                found = steps.transferred(
+                    step, lambda: channel.gather_at_rank0(payload, deadline, has_rest=size > 0)
+                )
+            if found is not None:
+                return {}, found
+            settled = steps.settle(
+                step,
+                deadline,
+                b"" if num_failed else payload,
+                sources=range(self.world_size),
+                everywhere=everywhere,
+            )
+        return self._failures_in(settled.verdict, own.step), settled.payloads
+
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
         with self._steps.turn(agreement(step), failure) as (record, deadline):
             if self._steps.sum_of_extras(record, deadline, extra=int(failure is not None)) == 0:
                 return {}
             self._steps.meet(record, (0, 0), deadline)
             verdict = self._steps.settle(record, deadline).verdict
+        return self._failures_in(verdict, step)
+
+    def _failures_in(self, verdict: Verdict, step: str) -> Mapping[int, Failure]:
         failures = {rank: absent_rank(rank, step, self.timeout_seconds) for rank in verdict.absent}
         return failures | {rank: f for rank, f in verdict.values.items() if f is not None}
 

@@ -2,185 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 
-from dist_checkpointing.errors import (
-    CheckpointingException,
-    Finding,
-    RankFailedError,
-    merge_findings,
-)
+from dist_checkpointing.comm.failures import Failure, Outcome, merge_failures
 
 T = TypeVar("T")
-
-_PACKAGE: Final = __name__.partition(".")[0]
-_SIMULATION: Final = f"{_PACKAGE}.testing"
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What a rank tells the others about its exception.
-
-    Attributes:
-        error: the exception itself, if it is a CheckpointingException that can be pickled.
-        summary: class and message of the exception.
-        traceback: the traceback as text.
-    """
-
-    error: CheckpointingException | None
-    summary: str
-    traceback: str
-
-    @classmethod
-    def of(cls, error: Exception) -> Failure:
-        try:
-            text = "".join(traceback.format_exception(error))
-            summary = f"{type(error).__name__}: {error}"
-        except Exception:  # noqa: BLE001 - an error whose __str__ fails must still be reported
-            text = "".join(traceback.format_tb(error.__traceback__))
-            summary = f"{type(error).__name__} (which cannot be printed)"
-        if isinstance(error, CheckpointingException):
-            try:
-                pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
-            except Exception:  # noqa: BLE001 - a subclass that cannot be pickled goes as text
-                return cls(None, summary, text)
-            return cls(error, summary, text)
-        return cls(None, summary, text)
-
-
-def merge_failures(
-    step: str,
-    failures: Mapping[int, Failure],
-    world_size: int,
-    global_ranks: Sequence[int] | None = None,
-) -> CheckpointingException:
-    """The one error that all ranks raise for these failures.
-
-    Args:
-        step: name of the step that failed.
-        failures: failure of each failed rank, by rank in the group.
-        world_size: number of ranks in the group.
-        global_ranks: see ``Comm.global_ranks``.
-    """
-    errors = {rank: failure.error for rank, failure in sorted(failures.items())}
-    classes = {type(error) for error in errors.values()}
-    first = next(iter(errors.values()))
-    if first is not None and len(classes) == 1 and not isinstance(first, RankFailedError):
-        if world_size == 1 and global_ranks is None:
-            return first
-        findings = []
-        for rank, error in errors.items():
-            assert error is not None
-            own = (_global(rank, global_ranks),)
-            if not error.findings or error.message != first.message:
-                findings.append(Finding(error.message, ranks=own))
-            findings += [
-                f if f.ranks else replace(f, ranks=own) for f in _findings(error, global_ranks)
-            ]
-        merged = type(first)(first.message, merge_findings(findings))
-        return _marked(merged, global_ranks)
-    findings = []
-    for rank, failure in sorted(failures.items()):
-        if isinstance(failure.error, RankFailedError):
-            findings += _findings(failure.error, global_ranks)
-        else:
-            findings.append(Finding(failure.summary, ranks=(_global(rank, global_ranks),)))
-    ranks = ", ".join(str(_global(rank, global_ranks)) for rank in sorted(failures))
-    whole = str(world_size)
-    if global_ranks is not None and [*global_ranks] != [*range(world_size)]:
-        whole = f"the {world_size} of its group"
-    merged = RankFailedError(
-        f"{step} failed on rank {ranks} of {whole}",
-        merge_findings(findings),
-        {
-            _global(rank, global_ranks): failure.traceback
-            for rank, failure in failures.items()
-            if failure.traceback
-        },
-    )
-    return _marked(merged, global_ranks)
-
-
-def absent_rank(rank: int, step: str, timeout_seconds: float) -> Failure:
-    problem = f"did not reach '{step}' within {timeout_seconds:g} s: dead, hung or far behind"
-    return Failure(RankFailedError("", [Finding(problem=problem, ranks=(rank,))]), problem, "")
-
-
-def different_calls(
-    calls: Mapping[int, str], global_ranks: Sequence[int] | None = None
-) -> CheckpointingException:
-    """The error that all ranks raise when they do not make the same call.
-
-    Args:
-        calls: what each rank calls, by rank in the group.
-        global_ranks: see ``Comm.global_ranks``.
-    """
-    remedy = "Every rank must make the same calls, in the same order."
-    findings = [
-        Finding(call, ranks=(_global(rank, global_ranks),), remedy=remedy)
-        for rank, call in sorted(calls.items())
-    ]
-    error = CheckpointingException("ranks call different functions", merge_findings(findings))
-    return _marked(error, global_ranks)
-
-
-def call_site() -> str | None:
-    """Which function of this library the user called, and in which line; None in other threads."""
-    called = None
-    for frame, line in traceback.walk_stack(None):
-        module = frame.f_globals.get("__name__", "")
-        if module == "contextlib":
-            continue
-        if module.partition(".")[0] == _PACKAGE and not module.startswith(_SIMULATION):
-            called = frame.f_code.co_qualname
-        elif called is not None:
-            is_user = module != "threading"
-            return f"{called} ({frame.f_code.co_filename}:{line})" if is_user else None
-    return None
-
-
-def described(label: str, failure: str | None = None) -> str:
-    """What this rank is doing, as text for an error.
-
-    Args:
-        label: label of the step.
-        failure: what failed in it on this rank.
-    """
-    site = call_site()
-    text = f"calls {site}, and is at {label}" if site is not None else f"is at {label}"
-    return f"{text}, which failed: {failure}" if failure is not None else text
-
-
-def _global(rank: int, global_ranks: Sequence[int] | None) -> int:
-    is_known = global_ranks is not None and 0 <= rank < len(global_ranks)
-    return global_ranks[rank] if is_known and global_ranks is not None else rank
-
-
-def _findings(
-    error: CheckpointingException, global_ranks: Sequence[int] | None
-) -> tuple[Finding, ...]:
-    """The findings of an error, with global ranks."""
-    if global_ranks is None or error.names_global_ranks:
-        return error.findings
-    return tuple(
-        replace(f, ranks=tuple(sorted(_global(rank, global_ranks) for rank in f.ranks)))
-        for f in error.findings
-    )
-
-
-def _marked(
-    error: CheckpointingException, global_ranks: Sequence[int] | None
-) -> CheckpointingException:
-    error.names_global_ranks = global_ranks is not None
-    return error
 
 
 class Comm(ABC):
@@ -268,10 +99,7 @@ class Comm(ABC):
         """
         failures = self._all_failures(step, None if error is None else Failure.of(error))
         if failures:
-            merged = merge_failures(step, failures, self.world_size, self.global_ranks)
-            if merged is error:
-                raise merged
-            raise merged from error
+            self._raise(step, failures, error)
 
     @contextmanager
     def agreed(self, step: str) -> Iterator[None]:
@@ -283,23 +111,106 @@ class Comm(ABC):
             error = raised
         self.agree(step, error)
 
-    def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
-        """``produce()`` of every rank, in rank order; if one fails, all raise the same error."""
-        with self.agreed(step):
-            packed = self._pack(produce())
-        return [self._unpack(value) for value in self.all_gather(packed)]
+    def exchange(
+        self,
+        step: str,
+        produce: Callable[[], T],
+        number_of: Callable[[T], int | None] | None = None,
+    ) -> list[T]:
+        """``produce()`` of every rank, in rank order; if one fails, all raise the same error.
 
-    def from_rank0(self, step: str, produce: Callable[[], T]) -> T:
-        """``produce()`` of rank 0 alone, on all ranks; if it fails, all raise the same error."""
-        packed: Any = None
-        with self.agreed(step):
-            if self.rank == 0:
-                packed = self._pack(produce())
-        packed = self.broadcast(packed)
+        Args:
+            step: name of the step, for the message.
+            produce: gives what this rank brings.
+            number_of: gives a number that stands for what a rank brings, from 0 to 2**62 - 1. If
+                all ranks have the same one, nothing travels, and each gets its own value for that
+                of every rank. None stands for nothing.
+        """
+        return self._collected(step, produce, number_of, everywhere=True)
+
+    def to_rank0(self, step: str, produce: Callable[[], T]) -> list[T]:
+        """Like ``exchange``, but only rank 0 gets the values; the other ranks get none."""
+        return self._collected(step, produce, None, everywhere=False)
+
+    def from_rank0(
+        self, step: str, produce: Callable[[], T], after: Outcome[Any] | None = None
+    ) -> T:
+        """``produce()`` of rank 0 alone, on all ranks; if it fails, all raise the same error.
+
+        Args:
+            step: name of the step, for the message.
+            produce: called on rank 0 when all ranks have come, and none with an error.
+            after: what this rank has done before, which may have failed. It is agreed on with this
+                step, so that ranks wait for each other once and not twice.
+        """
+        if after is None:
+            self.agree(step, None)
+        else:
+            self.agree(after.step, after.error)
+        own: Outcome[Any] | None = None
+        told: tuple[Failure | None, Any] = (None, None)
+        if self.rank == 0:
+            own = Outcome.of(step, lambda: self._pack(produce()))
+            told = own.failure, own.result
+        failure, packed = self._told(step, told)
+        if failure is not None:
+            self._raise(step, {0: failure}, None if own is None else own.error)
         result: T = self._unpack(packed)
         return result
 
-    # A value that cannot be pickled must fail inside the agreement. In the collective after it, the
+    def _collected(
+        self,
+        step: str,
+        produce: Callable[[], T],
+        number_of: Callable[[T], int | None] | None,
+        *,
+        everywhere: bool,
+    ) -> list[T]:
+        number: int | None = None
+
+        def packed() -> Any:
+            nonlocal number
+            value = produce()
+            number = None if number_of is None else number_of(value)
+            return self._pack(value)
+
+        own = Outcome.of(step, packed)
+        failures, values = self._all_outcomes(own, number, everywhere=everywhere)
+        if failures:
+            self._raise(step, failures, own.error)
+        if number is not None and all(value is own.result for value in values):
+            return [self._unpack(own.result)] * len(values)
+        return [self._unpack(value) for value in values]
+
+    def _raise(
+        self, step: str, failures: Mapping[int, Failure], error: Exception | None
+    ) -> NoReturn:
+        merged = merge_failures(step, failures, self.world_size, self.global_ranks)
+        if merged is error:
+            raise merged
+        raise merged from error
+
+    def _all_outcomes(
+        self, own: Outcome[Any], number: int | None, *, everywhere: bool
+    ) -> tuple[Mapping[int, Failure], list[Any]]:
+        """The failures of all ranks, see ``_all_failures``; without any, the results of all ranks.
+
+        Args:
+            own: the outcome of this rank.
+            number: see ``exchange``; those who do not look at it gather the results.
+            everywhere: whether every rank needs the results; else only rank 0 does.
+        """
+        del number
+        failures = self._all_failures(own.step, own.failure)
+        values = [] if failures else self.all_gather(own.result)
+        return failures, values if everywhere or self.rank == 0 else []
+
+    def _told(self, step: str, value: T) -> T:
+        """``value`` of rank 0, right after an agreement."""
+        del step
+        return self.broadcast(value)
+
+    # A value that cannot be pickled is an error of the rank that brings it. In the collective, the
     # other ranks would wait in vain.
 
     def _pack(self, value: Any) -> Any:

@@ -23,9 +23,19 @@ def agreement(step: str) -> str:
     return f"'{step}'"
 
 
+def collection(step: str) -> str:
+    """The label of an agreement about a step in which ranks also pass what came of it."""
+    return f"'{step}', passing values"
+
+
 def is_agreement(label: str) -> bool:
     """Whether this is the label of an agreement."""
     return label.startswith("'")
+
+
+def step_of(label: str) -> str:
+    """The name of the step that a label is about."""
+    return label[1:].rpartition("'")[0] if is_agreement(label) else label
 
 
 class State(Enum):

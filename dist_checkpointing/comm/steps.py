@@ -18,14 +18,21 @@ import xxhash
 
 from dist_checkpointing.comm.board import Board, StoreSilentError, asked
 from dist_checkpointing.comm.channel import Channel, ContactLostError
-from dist_checkpointing.comm.protocol import (
+from dist_checkpointing.comm.failures import (
     Failure,
     absent_rank,
     described,
     different_calls,
     merge_failures,
 )
-from dist_checkpointing.comm.records import GATHER, TENSORS, Record, State, Verdict, is_agreement
+from dist_checkpointing.comm.records import (
+    TENSORS,
+    Record,
+    State,
+    Verdict,
+    is_agreement,
+    step_of,
+)
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 
 logger = logging.getLogger(__name__)
@@ -233,13 +240,23 @@ class Steps:
         logger.debug("at %s: %s", label, error)
         self.is_broken = True
 
-    def settle(self, step: Record, deadline: float, payload: bytes | None = None) -> Settled:
+    def settle(
+        self,
+        step: Record,
+        deadline: float,
+        payload: bytes | None = None,
+        *,
+        sources: Sequence[int] = (0,),
+        everywhere: bool = True,
+    ) -> Settled:
         """End a step through the store.
 
         Args:
             step: record of the step.
             deadline: when the time of the other ranks to come ends.
             payload: what this rank passes; None for a step without payloads.
+            sources: ranks whose payloads are passed.
+            everywhere: whether all ranks get them; else only rank 0 does.
 
         Raises:
             CheckpointingException: the same on all ranks that are here.
@@ -247,7 +264,6 @@ class Steps:
         patience = _patience(self.timeout_seconds)
         failure = step.value.summary if isinstance(step.value, Failure) else None
         call = described(step.label, failure)
-        sources = range(self._world_size) if step.label == GATHER else range(1)
 
         def settled() -> Settled:
             if self.is_broken:
@@ -259,7 +275,8 @@ class Steps:
             number, verdict = self._board.verdict(step, deadline, patience, has_payload=has_payload)
             payloads = []
             is_whole = not (verdict.absent or verdict.is_lost or verdict.calls)
-            if has_payload and is_whole and number == step.number:
+            is_reader = has_payload and (everywhere or self._rank == 0)
+            if is_reader and is_whole and number == step.number:
                 payloads = [self._board.payload(number, rank) for rank in sources]
             # A frozen rank acknowledges nothing, and the others are already at the next step.
             hearing = patience / 2 if self.is_broken else _HEARING_SECONDS
@@ -302,7 +319,7 @@ class Steps:
         self._answered(record.label, lambda: self._board.note(record))
 
     def _absent_error(self, absent: list[int] | tuple[int, ...], label: str) -> Exception:
-        label = label.strip("'")
+        label = step_of(label)
         failures = {rank: absent_rank(rank, label, self.timeout_seconds) for rank in absent}
         return merge_failures(label, failures, self._world_size, self._global_ranks)
 

@@ -6,15 +6,23 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from dist_checkpointing.comm.protocol import (
-    Comm,
+from dist_checkpointing.comm.failures import (
     Failure,
+    Outcome,
     absent_rank,
     described,
     different_calls,
     merge_failures,
 )
-from dist_checkpointing.comm.records import BROADCAST, COMPARISON, GATHER, agreement
+from dist_checkpointing.comm.protocol import Comm
+from dist_checkpointing.comm.records import (
+    BROADCAST,
+    COMPARISON,
+    GATHER,
+    agreement,
+    collection,
+    step_of,
+)
 
 T = TypeVar("T")
 
@@ -127,21 +135,33 @@ class ThreadComm(Comm):
         return ThreadComm(rendezvous, self.rank, self.global_ranks)
 
     def _all_failures(self, step: str, failure: Failure | None) -> Mapping[int, Failure]:
-        outcomes: list[Failure | None] = self._meet(agreement(step), failure)
+        outcomes: list[Failure | None] = self._meet(agreement(step), failure, failure)
         return {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
 
-    def _meet(self, label: str, value: Any) -> list[Any]:
+    def _all_outcomes(
+        self, own: Outcome[Any], number: int | None, *, everywhere: bool
+    ) -> tuple[Mapping[int, Failure], list[Any]]:
+        del number  # values pass by reference, so there is nothing to save
+        failure = own.failure
+        met = self._meet(collection(own.step), (failure, own.result), failure)
+        failures = {rank: failed for rank, (failed, _) in enumerate(met) if failed is not None}
+        return failures, [value for _, value in met] if everywhere or self.rank == 0 else []
+
+    def _told(self, step: str, value: T) -> T:
+        told: T = self._meet(step, value)[0]
+        return told
+
+    def _meet(self, label: str, value: Any, failure: Failure | None = None) -> list[Any]:
         met = self._met(label, (label, value))
         if len({label for label, _ in met}) > 1:
-            failure = value.summary if isinstance(value, Failure) else None
-            calls = self._met(label, described(label, failure))
+            calls = self._met(label, described(label, None if failure is None else failure.summary))
             raise different_calls(dict(enumerate(calls)), self.global_ranks)
         return [value for _, value in met]
 
     def _met(self, label: str, value: Any) -> list[Any]:
         values, absent = self._rendezvous.meet(self.rank, value)
         if absent:
-            step, seconds = label.strip("'"), self._rendezvous.timeout_seconds
+            step, seconds = step_of(label), self._rendezvous.timeout_seconds
             failures = {rank: absent_rank(rank, step, seconds) for rank in sorted(absent)}
             raise merge_failures(step, failures, self.world_size, self.global_ranks)
         return values

@@ -10,7 +10,7 @@ import shutil
 import stat
 import struct
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -111,18 +111,14 @@ def _mode(path: Path, *, follows: bool) -> int | None:
         raise
 
 
-def parse_json(data: bytes, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+def parse_json(data: bytes) -> Any:
     """The value of a JSON text.
-
-    Args:
-        data: the text.
-        object_hook: gives what stands for each object, as soon as it is read.
 
     Raises:
         ValueError: if it is not JSON, or nested too deeply.
     """
     try:
-        return json.loads(data, object_hook=object_hook)
+        return json.loads(data)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -130,9 +126,6 @@ def parse_json(data: bytes, object_hook: Callable[[dict[str, Any]], Any] | None 
 def read_json(path: Path, max_bytes: int) -> Any:
     """What a JSON file says that must not be larger than ``max_bytes``; see ``parse_json``."""
     return parse_json(read_bytes(path, max_bytes))
-
-
-_NOT_PARSED = ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error
 
 
 @contextmanager

@@ -30,13 +30,13 @@ class Holder:
     """The content of a lock file: who holds the lock.
 
     Attributes:
-        token: random name of this one holding of the lock.
-        kind: kind of the lock.
-        host: name of the machine.
-        boot: id of the last start of the machine.
-        pid_space: namespace of ``pid``: each container numbers its own processes.
-        pid: id of the process.
-        started: when the process started, in ticks of the kernel; a later process may have its id.
+        token: Random name of this one holding of the lock.
+        kind: Kind of the lock.
+        host: Name of the machine.
+        boot: Id of the last start of the machine.
+        pid_space: Namespace of ``pid``: each container numbers its own processes.
+        pid: Id of the process.
+        started: When the process started, in ticks of the kernel; a later process may have its id.
     """
 
     token: str

@@ -7,10 +7,12 @@ tables of a limited size, so that a rank opens only the tables that speak of wha
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +33,8 @@ _DIGEST_BYTES: Final = 16
 _MAX_TABLE_BYTES: Final = 1 << 31
 _MAX_AXES: Final = 1 << 10
 _ROWS_A_TABLE: Final = 1 << 16
+_WIDE: Final = (4, 5, 6)
+"""Columns with several numbers a row."""
 
 
 def checksum(array: npt.NDArray[Any]) -> int:
@@ -52,6 +56,21 @@ def checksum_of_bytes(data: bytes) -> int:
     digest = xxhash.xxh3_64()
     digest.update(data)
     return digest.intdigest()
+
+
+def checksums_at(
+    addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint64]:
+    """xxh3_64 of small runs of memory, which must stay for as long as this takes.
+
+    Args:
+        addresses: Address of the first byte of each.
+        num_bytes: Bytes of each.
+    """
+    kinds = {size: (ctypes.c_ubyte * size).from_address for size in np.unique(num_bytes).tolist()}
+    runs = zip(num_bytes.tolist(), addresses.tolist(), strict=True)
+    found = [xxhash.xxh3_64_intdigest(kinds[size](address)) for size, address in runs]
+    return np.array(found, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +120,6 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True)
-class ChecksumTable:
-    """The rows of one or more tables."""
-
-    parts: tuple[StoredPart, ...] = ()
-    objects: tuple[StoredObject, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class TableFile:
     """A table as a file.
 
@@ -152,6 +163,70 @@ class ChecksumColumns:
     shapes: npt.NDArray[Any]
     flat: npt.NDArray[Any]
     digests: npt.NDArray[Any]
+
+    def renamed(
+        self, rows: npt.NDArray[Any], names: Sequence[str], keys: npt.NDArray[Any]
+    ) -> ChecksumColumns:
+        """Some rows, whose keys are positions in other names."""
+        columns = (self.ranks, self.ndim, self.is_object, self.offsets, self.shapes, self.flat)
+        taken = (column[rows] for column in (*columns, self.digests))
+        return ChecksumColumns(names, keys, *taken)
+
+    def parts(self, rows: npt.NDArray[Any]) -> list[StoredPart]:
+        """Rows of tensors, one by one."""
+        columns = (self.keys, self.ranks, self.ndim, self.offsets, self.shapes, self.flat)
+        taken = [column[rows].tolist() for column in (*columns, self.digests)]
+        return [
+            StoredPart(
+                self.names[key],
+                Box(tuple(offset[:ndim]), tuple(shape[:ndim])),
+                None if flat[0] < 0 else (flat[0], flat[1]),
+                digest,
+                rank,
+            )
+            for key, rank, ndim, offset, shape, flat, digest in zip(*taken, strict=True)
+        ]
+
+    def objects(self) -> list[StoredObject]:
+        """The rows of objects, one by one."""
+        parts = self.parts(np.flatnonzero(self.is_object))
+        return [
+            StoredObject(part.key, part.box.offset, part.digest or 0, part.rank or 0)
+            for part in parts
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class ChecksumTable:
+    """The rows of one or more tables.
+
+    Attributes:
+        columns: Columns of each table.
+    """
+
+    columns: Sequence[ChecksumColumns] = ()
+
+    @cached_property
+    def parts(self) -> tuple[StoredPart, ...]:
+        """The rows of tensors."""
+        rows = ((own, np.flatnonzero(own.is_object == 0)) for own in self.columns)
+        return tuple(part for own, chosen in rows for part in own.parts(chosen))
+
+    def parts_of(self, keys: Container[str]) -> Iterator[StoredPart]:
+        """The rows of some tensors."""
+        for own in self.columns:
+            is_asked = np.array([name in keys for name in own.names], dtype=np.bool_)
+            yield from own.parts(np.flatnonzero(is_asked[own.keys] & (own.is_object == 0)))
+
+    @cached_property
+    def objects(self) -> tuple[StoredObject, ...]:
+        """The rows of objects."""
+        return tuple(cell for own in self.columns for cell in own.objects())
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether there is a row of a tensor."""
+        return any(bool((own.is_object == 0).any()) for own in self.columns)
 
 
 def make_tables(columns: ChecksumColumns) -> list[TableFile]:
@@ -219,17 +294,7 @@ def parse_table(data: bytes, path: str) -> ChecksumTable:
     """
     remedy = "Use another checkpoint, or load without verify."
     with local.parsing("checksums cannot be read", path, remedy=remedy):
-        return _rows(_columns(data))
-
-
-def table_columns(data: bytes, path: str) -> ChecksumColumns:
-    """The same as columns, whose names are those of this table.
-
-    Raises:
-        CorruptCheckpointError: if it is not what it should be.
-    """
-    with local.parsing("checksums cannot be read", path):
-        return _columns(data)
+        return ChecksumTable([_columns(data)])
 
 
 def _columns(data: bytes) -> ChecksumColumns:
@@ -247,37 +312,20 @@ def _columns(data: bytes) -> ChecksumColumns:
     if xxhash.xxh3_128_digest(data[:size]) != data[size:]:
         raise ValueError("the checksum of the table itself differs")
     names = local.parse_json(data[_HEAD.size : _HEAD.size + names_size])
+    if not isinstance(names, list) or not {str}.issuperset(map(type, names)):
+        raise ValueError("expected a list of keys")
     position = _HEAD.size + names_size
     columns: list[npt.NDArray[Any]] = []
     for number, (count, dtype) in enumerate(zip(widths, dtypes, strict=True)):
         column = np.frombuffer(data, dtype, rows * count, position)
-        columns.append(column.reshape(rows, count) if 4 <= number <= 6 else column)
-        position += rows * count * np.dtype(dtype).itemsize
-    return ChecksumColumns(names, *columns)
-
-
-def _rows(columns: ChecksumColumns) -> ChecksumTable:
-    names = columns.names
-    lists = (
-        getattr(columns, name).tolist()
-        for name in ("keys", "ranks", "ndim", "is_object", "offsets", "shapes", "flat", "digests")
-    )
-    parts: list[StoredPart] = []
-    objects: list[StoredObject] = []
-    for key, rank, ndim, is_object, offset, shape, flat, digest in zip(*lists, strict=True):
-        if is_object:
-            objects.append(StoredObject(names[key], tuple(offset[:ndim]), digest, rank))
-        else:
-            box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
-            flat_range = None if flat[0] < 0 else (flat[0], flat[1])
-            parts.append(StoredPart(names[key], box, flat_range, digest, rank))
-    return ChecksumTable(tuple(parts), tuple(objects))
+        columns.append(column.reshape(rows, count) if number in _WIDE else column)
+        position += column.nbytes
+    keys, ranks, ndim, is_object, *rest = columns
+    if rows and (int(keys.max()) >= len(names) or int(ndim.max()) > width):
+        raise ValueError("a row names no key, or has more axes than there are")
+    return ChecksumColumns(names, keys, ranks, ndim, is_object, *rest)
 
 
 def joined(tables: Iterable[ChecksumTable]) -> ChecksumTable:
     """The rows of several tables."""
-    rows: Sequence[ChecksumTable] = list(tables)
-    return ChecksumTable(
-        tuple(part for table in rows for part in table.parts),
-        tuple(cell for table in rows for cell in table.objects),
-    )
+    return ChecksumTable([own for table in tables for own in table.columns])

@@ -32,9 +32,9 @@ class Claim:
     """What an index says of one tensor or sharded object.
 
     Attributes:
-        key: key of the tensor or object.
-        num_bytes: size of the values.
-        num_parts: number of chunks, pieces or cells.
+        key: Key of the tensor or object.
+        num_bytes: Size of the values.
+        num_parts: Number of chunks, pieces or cells.
     """
 
     key: str
@@ -52,9 +52,9 @@ class Backing:
     """The files that a claim is about.
 
     Attributes:
-        num_bytes: size of the files.
-        num_parts: number of parts that they can hold at most.
-        path: path of the file that makes the claim.
+        num_bytes: Size of the files.
+        num_parts: Number of parts that they can hold at most.
+        path: Path of the file that makes the claim.
     """
 
     num_bytes: int

@@ -37,6 +37,7 @@ from dist_checkpointing.format.leftovers import (
     attempt_of,
     clear,
     leftovers,
+    note_attempt,
     refuse_foreign,
 )
 
@@ -222,11 +223,7 @@ class Attempt:
         return self._creates
 
     def _record(self) -> None:
-        content = {"attempt": self.id, "creates": self._creates}
-        data = json.dumps(content, separators=(",", ":")).encode()
-        make_own_folder(self._folder)
-        # As a whole: names that are lost would be files that nobody deletes.
-        local.write_atomic(self._folder / ATTEMPT_NAME, data, local.Durability.PAGE_CACHE)
+        note_attempt(self._folder, self.id, self._creates)
 
     def secure(self) -> None:
         """Make the record of what is about to be created durable, before anything is."""

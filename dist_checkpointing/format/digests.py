@@ -7,7 +7,9 @@ xxh3_128 for more than 240 bytes. The upper half, that of xxh3_128, lies in a fi
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Sequence
+from ctypes import c_char
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from dist_checkpointing.filesystem import local
-from dist_checkpointing.format.checksums import ChecksumColumns, TableFile, table_columns
+from dist_checkpointing.format.checksums import ChecksumColumns, TableFile, parse_table
 from dist_checkpointing.format.seal import SealedFile
 
 Uint64s = npt.NDArray[np.uint64]
@@ -33,6 +35,8 @@ _HEAD: Final = struct.Struct("<8sI16s")
 """Magic, version, xxh3_128 of the table of checksums."""
 _VERSION: Final = 1
 _MOST_BYTES: Final = 1 << 31
+_MEMORY: Final = memoryview((c_char * sys.maxsize).from_address(0)).cast("B")
+"""All memory of this process, of which only what belongs to a tensor may be read."""
 
 
 class Digest:
@@ -79,6 +83,24 @@ def digest_of_array(array: npt.NDArray[Any]) -> bytes:
     return digest.digest()
 
 
+def digests_at(
+    addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint64]:
+    """``[runs, 2]``: the digests of small runs of memory, which must stay while this works.
+
+    Args:
+        addresses: address of the first byte of each.
+        num_bytes: bytes of each.
+    """
+    starts, stops = addresses.tolist(), (addresses + num_bytes).tolist()
+    spans = zip(starts, stops, strict=True)
+    columns = columns_of([xxhash.xxh3_128_digest(_MEMORY[start:stop]) for start, stop in spans])
+    short = np.flatnonzero(num_bytes <= _SHORT_BYTES)
+    lower = [xxhash.xxh3_64_intdigest(_MEMORY[starts[i] : stops[i]]) for i in short.tolist()]
+    columns[short, 1] = np.array(lower, dtype=np.uint64)
+    return columns
+
+
 def bytes_of(array: npt.NDArray[Any]) -> memoryview:
     """The memory of a C-contiguous array of any dtype."""
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
@@ -118,7 +140,7 @@ def read_digests(folder: Path, table: str) -> tuple[ChecksumColumns, Uint64s]:
     content = local.read_bytes(folder / table, _MOST_BYTES)
     path = folder / upper_name(table)
     data = local.read_bytes(path, _MOST_BYTES)
-    columns = table_columns(content, str(folder / table))
+    columns = parse_table(content, str(folder / table)).columns[0]
     with local.parsing("digests cannot be read", path):
         magic, version, of_table = _HEAD.unpack_from(data)
         size = _HEAD.size + 8 * len(columns.keys)

@@ -5,6 +5,8 @@ They get there through views: no value is converted on its way to or from a file
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +19,7 @@ from dist_checkpointing.format.element_types import ELEMENT_TYPES, DType, from_n
 __all__ = [
     "DTYPES",
     "DType",
+    "are_plain_memory",
     "as_numpy",
     "as_tensor",
     "fillable",
@@ -25,6 +28,7 @@ __all__ = [
     "from_zarr_v2",
     "is_lossless",
     "is_plain_memory",
+    "plain_addresses",
 ]
 
 # float8_e8m0fnu came with torch 2.7.
@@ -140,6 +144,36 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor.is_conj()
     )
+
+
+def are_plain_memory(tensors: Sequence[object]) -> bool:
+    """Whether all of them are tensors that are plain memory, see ``is_plain_memory``."""
+    # Column by column, because this is for very many.
+    return (
+        _PLAIN.issuperset(map(type, tensors))
+        and all(map(attrgetter("is_cpu"), tensors))
+        and {torch.strided}.issuperset(map(attrgetter("layout"), tensors))
+        and all(map(methodcaller("is_contiguous"), tensors))
+        and not any(map(methodcaller("is_neg"), tensors))
+        and not any(map(methodcaller("is_conj"), tensors))
+    )
+
+
+def plain_addresses(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Address of the first value of each tensor for which ``is_plain_memory`` holds; else -1."""
+    strided = torch.strided
+    return [
+        tensor.data_ptr()
+        if tensor is not None
+        and type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        else -1
+        for tensor in tensors
+    ]
 
 
 def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:

@@ -24,10 +24,10 @@ class DType:
     """One element type that can be stored.
 
     Attributes:
-        name: the name in zarr v3, in the index, and in torch.
-        numpy: the numpy dtype, of ml_dtypes where numpy has none.
-        zarr_v2: the name in zarr v2, as Megatron and TensorStore write it.
-        bits: a dtype of numpy itself with the same size, which it copies at full speed.
+        name: The name in zarr v3, in the index, and in torch.
+        numpy: The numpy dtype, of ml_dtypes where numpy has none.
+        zarr_v2: The name in zarr v2, as Megatron and TensorStore write it.
+        bits: A dtype of numpy itself with the same size, which it copies at full speed.
     """
 
     name: str

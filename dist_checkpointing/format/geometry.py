@@ -29,6 +29,16 @@ class Box:
         return cls((0,) * len(shape), shape)
 
     @property
+    def offsets(self) -> Ints:
+        """``offset``, under the name that torch DCP gives it."""
+        return self.offset
+
+    @property
+    def sizes(self) -> Ints:
+        """``shape``, under the name that torch DCP gives it."""
+        return self.shape
+
+    @property
     def stop(self) -> Ints:
         """First index after the box on every axis."""
         return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,14 @@ from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints
 from dist_checkpointing.format.index_columns import (
     extents,
+    fingerprints_of_json,
     json_text,
     optional_string,
     pieces_of_json,
-    pieces_or_dict,
     pieces_text,
     shapes,
     strings,
+    without_pieces,
 )
 from dist_checkpointing.format.pieces import (
     MAX_AXES,
@@ -58,6 +59,7 @@ INDEX_NAME = ".dckpt/index.json"
 FORMAT = "dist_checkpointing.index"
 FORMAT_MINOR = 0
 _MAX_INDEX_BYTES = 1 << 32
+T = TypeVar("T")
 _CHECKSUM_BYTES = len('{"checksum":"0123456789abcdef",')
 
 
@@ -116,6 +118,7 @@ class Index(Mapping[str, StoredTensor]):
         pieces: Pieces of the tensors that are stored as pieces.
         objects: Grids of the sharded objects that the backend holds itself.
         codec: Name of the compression of all chunks, if there is one.
+        fingerprints: Fingerprints of the tensors by key, if they were kept; see ``fingerprints``.
     """
 
     keys_column: Sequence[str]
@@ -125,6 +128,7 @@ class Index(Mapping[str, StoredTensor]):
     pieces: Mapping[str, Pieces] = field(default_factory=dict)
     objects: Mapping[str, Ints] = field(default_factory=dict)
     codec: str | None = None
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -170,9 +174,26 @@ class Index(Mapping[str, StoredTensor]):
         # What is only remembered does not travel.
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    def _remembered(self, what: str, keys: Iterable[str], find: Callable[[], T]) -> T:
+        """What was found for the same tuple of keys, for which the steps of a load all ask."""
+        if type(keys) is not tuple:
+            return find()
+        last, found = self.__dict__.get("_last", (None, {}))
+        if last is not keys:
+            found = {}
+            self.__dict__["_last"] = (keys, found)
+        if what not in found:
+            found[what] = find()
+        known: T = found[what]
+        return known
+
     def rows_of(self, keys: Iterable[str]) -> Int64s:
         """Position of each key in the columns; -1 for a key that is not there."""
-        return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), dtype=np.int64)
+
+        def find() -> Int64s:
+            return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), dtype=np.int64)
+
+        return self._remembered("rows", keys, find)
 
     @cached_property
     def has_grid(self) -> npt.NDArray[np.bool_]:
@@ -199,27 +220,38 @@ class Index(Mapping[str, StoredTensor]):
         """Dtype of a tensor that it holds."""
         return element_types.from_name(self.dtype_column[self._row[key]])
 
-    def dtypes_of(
-        self, keys: Iterable[str]
-    ) -> tuple[list[str | None], dict[str | None, element_types.DType]]:
-        """Name of the dtype of each key, None for a key that is not there; the dtypes by name."""
-        rows, column = self.rows_of(keys).tolist(), self.dtype_column
-        names = [column[row] if row >= 0 else None for row in rows]
-        return names, {n: element_types.from_name(n) for n in set(names) if n is not None}
+    def dtypes_of(self, keys: Iterable[str]) -> tuple[Int64s, list[element_types.DType | None]]:
+        """Dtype of each key as a position in the list; that of None for a key that is not there."""
+
+        def find() -> tuple[Int64s, list[element_types.DType | None]]:
+            rows, column = self.rows_of(keys).tolist(), self.dtype_column
+            names = [column[row] if row >= 0 else None for row in rows]
+            number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+            numbers = np.fromiter(map(number.__getitem__, names), dtype=np.int64, count=len(names))
+            types = [None if name is None else element_types.from_name(name) for name in number]
+            return numbers, types
+
+        return self._remembered("dtypes", keys, find)
 
     def itemsizes_of(self, keys: Iterable[str]) -> Int64s:
         """Bytes of an element of each tensor; 0 for a key that is not there."""
-        names, types = self.dtypes_of(keys)
-        sizes = {None: 0, **{name: dtype.itemsize for name, dtype in types.items()}}
-        return np.array([sizes[name] for name in names], dtype=np.int64)
+        numbers, types = self.dtypes_of(keys)
+        sizes = [0 if dtype is None else dtype.itemsize for dtype in types]
+        return np.array(sizes, dtype=np.int64)[numbers]
 
     def shapes_of(
         self, keys: Iterable[str]
     ) -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
         """Global shapes and chunk shapes (None where there are pieces) of tensors that it holds."""
-        rows = list(map(self._row.__getitem__, keys))
-        shapes, chunks = self.global_shape_column, self.chunk_shape_column
-        return [shapes[row] for row in rows], [chunks[row] for row in rows]
+
+        def find() -> tuple[list[Sequence[int]], list[Sequence[int] | None]]:
+            found = self.rows_of(keys)
+            assert not (found < 0).any(), "a tensor that it does not hold"
+            rows = found.tolist()
+            shapes, chunks = self.global_shape_column, self.chunk_shape_column
+            return [shapes[row] for row in rows], [chunks[row] for row in rows]
+
+        return self._remembered("shapes", keys, find)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys_column)
@@ -231,11 +263,11 @@ class Index(Mapping[str, StoredTensor]):
         """The index with some tensors left out."""
         gone = set(dropped)
         kept = Index.of((self[key] for key in self if key not in gone), self.objects)
-        return replace(kept, codec=self.codec)
+        fingerprints = {key: text for key, text in self.fingerprints.items() if key not in gone}
+        return replace(kept, codec=self.codec, fingerprints=fingerprints)
 
     def to_json(self) -> bytes:
         """The bytes of the index file."""
-        pieces = (f"{json_text(key)}:{pieces_text(table)}" for key, table in self.pieces.items())
         begin = {
             "format": FORMAT,
             "format_minor": FORMAT_MINOR,
@@ -244,8 +276,11 @@ class Index(Mapping[str, StoredTensor]):
             "global_shapes": [*self.global_shape_column],
             "chunk_shapes": [*self.chunk_shape_column],
         }
-        end = {"objects": dict(self.objects), "codec": self.codec}
-        text = f'{json_text(begin)[:-1]},"pieces":{{{",".join(pieces)}}},{json_text(end)[1:]}'
+        end: dict[str, Any] = {"objects": dict(self.objects), "codec": self.codec}
+        if self.fingerprints:
+            # Readers that do not know it pass over it.
+            end["fingerprints"] = [self.fingerprints.get(key) for key in self.keys_column]
+        text = f'{json_text(begin)[:-1]},"pieces":{pieces_text(self.pieces)},{json_text(end)[1:]}'
         body = text.encode()
         # Still one JSON object, and a flipped digit in a shape does not go unnoticed.
         return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
@@ -261,7 +296,8 @@ class Index(Mapping[str, StoredTensor]):
         """
         message = "the index of the checkpoint cannot be read"
         with local.parsing(message, path, remedy="Use another checkpoint, or restore this file."):
-            content = local.parse_json(data, pieces_or_dict)
+            text, tables = without_pieces(data)
+            content = local.parse_json(text)
             if not isinstance(content, dict) or content.get("format") != FORMAT:
                 raise ValueError("not an index of dist_checkpointing")
             body = b"{" + data[_CHECKSUM_BYTES:]
@@ -273,9 +309,10 @@ class Index(Mapping[str, StoredTensor]):
                 strings(content["dtypes"]),
                 shapes(keys, content["global_shapes"]),
                 shapes(keys, content["chunk_shapes"], optional=True),
-                pieces_of_json(content["pieces"]),
+                pieces_of_json(content["pieces"], tables),
                 {key: tuple(extents(key, shape)) for key, shape in content["objects"].items()},
                 optional_string(content["codec"]),
+                fingerprints_of_json(keys, content.get("fingerprints")),
             )
             index._check()
         return index

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
+
+from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.pieces import (
     MAX_AXES,
     MAX_EXTENT,
@@ -14,6 +19,7 @@ from dist_checkpointing.format.pieces import (
     PieceColumns,
     Pieces,
     ints_from_json,
+    rows_from_lists,
 )
 
 
@@ -22,10 +28,22 @@ def json_text(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def pieces_text(pieces: Pieces) -> str:
-    """The pieces of a tensor as JSON."""
-    columns = {"offsets": pieces.offsets, "shapes": pieces.shapes, "flat": pieces.flat}
-    return f"{{{','.join(f'{json_text(name)}:{_rows_text(c)}' for name, c in columns.items())}}}"
+def pieces_text(pieces: Mapping[str, Pieces]) -> str:
+    """The pieces of all tensors as JSON. Columns of tensors that are cut alike become text once."""
+    known: dict[tuple[bytes, tuple[int, ...]], str] = {}
+
+    def text(column: Int64s) -> str:
+        content = column.tobytes(), column.shape
+        if content not in known:
+            known[content] = _rows_text(column)
+        return known[content]
+
+    tables = (
+        f'{json_text(key)}:{{"offsets":{text(table.offsets)},'
+        f'"shapes":{text(table.shapes)},"flat":{text(table.flat)}}}'
+        for key, table in pieces.items()
+    )
+    return f"{{{','.join(tables)}}}"
 
 
 def _rows_text(rows: Int64s) -> str:
@@ -35,18 +53,54 @@ def _rows_text(rows: Int64s) -> str:
     return json_text(rows.tolist())
 
 
-def pieces_or_dict(content: dict[str, Any]) -> Any:
-    """An object of the JSON text; pieces at once, because their lists take much more memory."""
-    if content.keys() == {"offsets", "shapes", "flat"}:
-        return Pieces.from_lists(content["offsets"], content["shapes"], content["flat"])
-    return content
+def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
+    """The text of an index with a number for each table of pieces, and the tables by number.
+
+    Their lists are most of a large index. They become arrays without a Python object for each row,
+    and what is the same for many tensors does so once.
+
+    Raises:
+        ValueError: If a table is not one.
+    """
+    rows = cache(_parsed_rows)
+
+    @cache
+    def table(columns: bytes) -> Pieces:
+        offsets, rest = columns.split(b',"shapes":')
+        return Pieces.checked(rows(offsets), *map(rows, rest.split(b',"flat":')))
+
+    # A quotation mark in a string has a backslash before it, so that no key contains this.
+    first, *texts = data.split(b'{"offsets":')
+    parts, tables = [first], []
+    for number, text in enumerate(texts):
+        columns, _, rest = text.partition(b"}")
+        tables.append(table(columns))
+        parts += [b"%d" % number, rest]
+    return b"".join(parts), tables
 
 
-def pieces_of_json(content: Any) -> PieceColumns:
-    """The pieces of all tensors, of what ``pieces_or_dict`` has made."""
-    if not isinstance(content, dict) or not {Pieces}.issuperset(map(type, content.values())):
+def _parsed_rows(text: bytes) -> Int64s:
+    """Rows of ints of a JSON text: ``[rows, ints]``."""
+    inner = text[2:-2]
+    if inner.strip(b"[],") and b"[[%b]]" % inner == text:
+        num_rows = inner.count(b"],[") + 1
+        first = inner.partition(b"],[")[0]
+        if num_rows > 1 and inner == b"],[".join([first] * num_rows):
+            return _parsed_rows(b"[[%b]]" % first).repeat(num_rows, axis=0)
+        numbers = local.parse_json(b"[%b]" % inner.replace(b"],[", b","))
+        width = len(numbers) // num_rows
+        # All rows have so many numbers, and nothing is in them but digits.
+        bare = b"],[".join([b"," * (width - 1)] * num_rows)
+        if width <= MAX_AXES and inner.translate(None, b"-0123456789") == bare:
+            return np.array(numbers, dtype=np.int64).reshape(num_rows, width)
+    return rows_from_lists(local.parse_json(text))
+
+
+def pieces_of_json(content: Any, tables: Sequence[Pieces]) -> PieceColumns:
+    """The pieces of all tensors, of what ``without_pieces`` has left and found."""
+    if not isinstance(content, dict) or [*content.values()] != [*range(len(tables))]:
         raise ValueError("expected pieces by key")
-    return PieceColumns.of(content)
+    return PieceColumns.of(dict(zip(content, tables, strict=True)))
 
 
 def strings(values: Any) -> list[str]:
@@ -65,7 +119,10 @@ def shapes(keys: Sequence[str], column: Any, *, optional: bool = False) -> list[
         for key, shape in zip(keys, column, strict=True):
             if shape is not None or not optional:
                 extents(key, shape)
-    return column
+    rows = [None if shape is None else tuple(shape) for shape in column]
+    # Many tensors have few shapes: equal ones are one object.
+    known: dict[Any, Any] = {}
+    return list(map(known.setdefault, rows, rows))
 
 
 def _are_extents(shapes: list[Any]) -> bool:
@@ -94,3 +151,18 @@ def optional_string(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ValueError(f"expected a string, found {value!r}")
     return value
+
+
+_is_fingerprint = re.compile("[0-9a-f]{32}").fullmatch
+
+
+def fingerprints_of_json(keys: Sequence[str], content: Any) -> dict[str, str]:
+    """The fingerprints by key; older writers, and saves without them, have none."""
+    if content is None:
+        return {}
+    if not isinstance(content, list) or len(content) != len(keys):
+        raise ValueError("fingerprints are not a column of their own length")
+    known = {key: text for key, text in zip(keys, content, strict=True) if text is not None}
+    if not all(isinstance(text, str) and _is_fingerprint(text) for text in known.values()):
+        raise ValueError("a fingerprint is not 32 hex digits")
+    return known

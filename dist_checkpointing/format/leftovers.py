@@ -6,8 +6,9 @@ be cut off anywhere.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import xxhash
@@ -15,7 +16,7 @@ import xxhash
 from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME
-from dist_checkpointing.filesystem.own_files import read_own, read_own_start
+from dist_checkpointing.filesystem.own_files import make_own_folder, read_own, read_own_start
 from dist_checkpointing.format.removal import REMOVAL_NAME
 
 ATTEMPT_NAME = ".dckpt/attempt.json"
@@ -38,6 +39,15 @@ def _noted(folder: Path) -> tuple[str | None, frozenset[str]]:
         # Cut off while it was written, by an older version: it had not created anything yet.
         return None, frozenset()
     return attempt, frozenset(names)
+
+
+def note_attempt(folder: Path, attempt: str, names: Sequence[str]) -> None:
+    """Write down the name of an attempt, and what it is about to create."""
+    content = {"attempt": attempt, "creates": names}
+    data = json.dumps(content, separators=(",", ":")).encode()
+    make_own_folder(folder)
+    # As a whole: names that are lost would be files that nobody deletes.
+    local.write_atomic(folder / ATTEMPT_NAME, data, local.Durability.PAGE_CACHE)
 
 
 def leftovers(folder: Path) -> frozenset[str]:

@@ -10,13 +10,7 @@ _MOST_COMPARED = 500
 
 
 def near_names(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names that are most like ``name``, best first; none if none is like it.
-
-    Args:
-        name: name that was asked for.
-        known: names that there are; may be very many.
-        count: number of names to return at most.
-    """
+    """The known names that are most like ``name``, best first; none if none is like it."""
     names = list(known)
     if len(names) > _MOST_COMPARED:
         # difflib takes seconds for 100,000 names: first those that begin or end alike.

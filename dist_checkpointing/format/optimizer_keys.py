@@ -18,11 +18,7 @@ def is_of_optimizer(key: str) -> bool:
 
 
 def optimizer_prefixes(keys: Iterable[str]) -> list[str]:
-    """The prefixes of the keys of optimizers, with which no other key begins.
-
-    Args:
-        keys: the keys of all tensors.
-    """
+    """The prefixes of the keys of optimizers, with which no other key begins."""
     known = list(keys)
     found = {match.group() for match in map(_OPTIMIZER.match, known) if match is not None}
     # A key that is only the word is a prefix of other words too: "optim" of "optimal".

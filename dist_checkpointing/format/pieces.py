@@ -61,25 +61,35 @@ class Pieces:
         Raises:
             ValueError: if they do not fit together.
         """
-        ranges = _array_from_json(flat, least=-1)
-        table = cls(_array_from_json(offsets), _array_from_json(shapes), ranges)
-        if not len(table.offsets) == len(table.shapes) == len(ranges) or not len(ranges):
+        return cls.checked(*map(rows_from_lists, (offsets, shapes, flat)))
+
+    @classmethod
+    def checked(cls, offsets: Int64s, shapes: Int64s, flat: Int64s) -> Pieces:
+        """The table of columns that came out of a file.
+
+        Raises:
+            ValueError: If they do not fit together.
+        """
+        for column, least in ((offsets, 0), (shapes, 0), (flat, -1)):
+            if column.size and not least <= column.min() <= column.max() < MAX_EXTENT:
+                raise ValueError(f"expected ints from {least} to 2**62")
+        if not len(offsets) == len(shapes) == len(flat) or not len(flat):
             raise ValueError("pieces of different length, or none")
-        if table.offsets.shape != table.shapes.shape:
+        if offsets.shape != shapes.shape:
             raise ValueError("offsets and shapes with different axes")
-        if ranges.shape[1] != 2:
+        if flat.shape[1] != 2:
             raise ValueError("a flat range has a start and a stop")
-        is_flat = (ranges >= 0).any(axis=1)
-        start, stop = ranges.T
+        is_flat = (flat >= 0).any(axis=1)
+        start, stop = flat.T
         # An exact product may need more than 64 bits, and then no stop is too high.
-        sizes = table.shapes.astype(np.float64).prod(axis=1)
-        sizes = np.where(sizes < MAX_EXTENT, table.shapes.prod(axis=1), MAX_EXTENT)
+        sizes = shapes.astype(np.float64).prod(axis=1)
+        sizes = np.where(sizes < MAX_EXTENT, shapes.prod(axis=1), MAX_EXTENT)
         wrong = np.flatnonzero(is_flat & ((start < 0) | (start > stop) | (stop > sizes)))
         if len(wrong):
             row = wrong[0]
-            text = f"flat range {start[row]}:{stop[row]} of a box of shape {table.shapes[row]}"
+            text = f"flat range {start[row]}:{stop[row]} of a box of shape {shapes[row]}"
             raise ValueError(text)
-        return table
+        return cls(offsets, shapes, flat)
 
     def are_inside(self, shape: Sequence[int]) -> bool:
         """Whether all pieces lie in a tensor of this shape."""
@@ -215,8 +225,12 @@ def ints_from_json(values: Any) -> list[int]:
     return values
 
 
-def _array_from_json(rows: Any, least: int = 0) -> Int64s:
-    """Lists of ints, all of one length, as they came out of a JSON file: ``[rows, ints]``."""
+def rows_from_lists(rows: Any) -> Int64s:
+    """Lists of ints, all of one length, as they came out of a JSON file: ``[rows, ints]``.
+
+    Raises:
+        ValueError: If they are anything else.
+    """
     if not isinstance(rows, list) or not _ONLY_LIST.issuperset(map(type, rows)):
         raise ValueError("expected a list of lists")
     widths = set(map(len, rows)) or {0}
@@ -225,6 +239,4 @@ def _array_from_json(rows: Any, least: int = 0) -> Int64s:
     numbers = [*itertools.chain.from_iterable(rows)]
     if not _ONLY_INT.issuperset(map(type, numbers)):
         raise ValueError("expected lists of ints")
-    if numbers and (min(numbers) < least or max(numbers) >= MAX_EXTENT):
-        raise ValueError(f"expected ints from {least} to 2**62")
     return np.array(numbers, dtype=np.int64).reshape(len(rows), widths.pop())

@@ -23,11 +23,11 @@ class PlannedRemoval:
     """What a removal would do, found out without touching anything.
 
     Attributes:
-        keys: keys of the tensors that go.
-        files: paths relative to the checkpoint of the files that go with them.
-        shared: bytes of removed values that stay on the disk, by the file that they share with
+        keys: Keys of the tensors that go.
+        files: Paths relative to the checkpoint of the files that go with them.
+        shared: Bytes of removed values that stay on the disk, by the file that they share with
             values that are kept.
-        is_unfinished: whether a removal was cut off here, which another brings to its end.
+        is_unfinished: Whether a removal was cut off here, which another brings to its end.
     """
 
     keys: tuple[str, ...]

@@ -52,8 +52,8 @@ class SealedFile:
     """A file as it was written.
 
     Attributes:
-        name: path relative to the checkpoint, with ``/``.
-        num_bytes: size.
+        name: Path relative to the checkpoint, with ``/``.
+        num_bytes: Size.
         digest: xxh3_128 of the content in hex; None for tensor data, which the tables of checksums
             cover.
     """
@@ -73,11 +73,11 @@ class Seal:
     """What is known of a checkpoint's files.
 
     Attributes:
-        attempt: name of the save.
-        config: what ``metadata.json`` says.
-        files: every file, by name.
-        tables: name of each table of checksums -> first and last key in it.
-        is_open: whether tensors are being removed, or a removal was cut off. Nothing can be said
+        attempt: Name of the save.
+        config: What ``metadata.json`` says.
+        files: Every file, by name.
+        tables: Name of each table of checksums -> first and last key in it.
+        is_open: Whether tensors are being removed, or a removal was cut off. Nothing can be said
             about the files then.
     """
 

@@ -1,4 +1,4 @@
-"""Doors to torch: DTensor state dicts, and storage of distributed checkpoint (DCP), both ways."""
+"""Doors to torch (DTensor state dicts, and DCP storages both ways), and to Megatron's own code."""
 
 from dist_checkpointing.interop.dtensor import shard_state_dict, unshard_state_dict
 from dist_checkpointing.interop.torch_dcp import (

@@ -148,12 +148,12 @@ class _Held:
     """What this rank holds of one tensor.
 
     Attributes:
-        key: key of the tensor.
-        data: the local tensor.
-        global_shape: shape of the global tensor.
-        boxes: boxes of the global tensor that make up ``data``, in C order of ``local_boxes``.
-        local_boxes: the box of ``data`` that each of ``boxes`` fills.
-        grid: number of parts along each axis if they are even, else None.
+        key: Key of the tensor.
+        data: The local tensor.
+        global_shape: Shape of the global tensor.
+        boxes: Boxes of the global tensor that make up ``data``, in C order of ``local_boxes``.
+        local_boxes: The box of ``data`` that each of ``boxes`` fills.
+        grid: Number of parts along each axis if they are even, else None.
     """
 
     key: str
@@ -215,7 +215,7 @@ def _describe_dtensor(key: str, tensor: DTensor) -> _Held | None:
     if coordinates is None:
         return None
     shape = tuple(tensor.shape)
-    cuts: list[list[_Cut]] = [[] for _ in shape]
+    cuts: list[list[_MeshCut]] = [[] for _ in shape]
     for mesh_axis, placement in enumerate(tensor.placements):
         own = coordinates[mesh_axis]
         axis = getattr(placement, "dim", None)
@@ -224,7 +224,7 @@ def _describe_dtensor(key: str, tensor: DTensor) -> _Held | None:
         if axis is not None and not placement.is_partial():
             # Only strided shards (FSDP2) have a split factor.
             factor = int(getattr(placement, "split_factor", 1))
-            cuts[axis].append(_Cut(tensor.device_mesh.size(mesh_axis), own, factor))
+            cuts[axis].append(_MeshCut(tensor.device_mesh.size(mesh_axis), own, factor))
         else:
             finding = Finding(
                 "this placement cannot be stored",
@@ -255,7 +255,7 @@ def _describe_dtensor(key: str, tensor: DTensor) -> _Held | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _MeshCut:
     """One placement: this rank has part ``index`` of ``count``.
 
     A strided cut first cuts into ``factor`` parts, and then takes part ``index`` of each.
@@ -266,7 +266,7 @@ class _Cut:
     factor: int = 1
 
 
-def _runs_of_axis(extent: int, cuts: Sequence[_Cut], local_extent: int) -> list[range] | None:
+def _runs_of_axis(extent: int, cuts: Sequence[_MeshCut], local_extent: int) -> list[range] | None:
     """The indices of one axis that a rank holds, as ranges; None if there are not so many.
 
     FSDP2 cuts what tensor parallelism has already cut, but its mesh axis comes first: a strided cut
@@ -279,7 +279,7 @@ def _runs_of_axis(extent: int, cuts: Sequence[_Cut], local_extent: int) -> list[
     return None
 
 
-def _cut_as_fsdp(extent: int, cuts: Sequence[_Cut]) -> list[range] | None:
+def _cut_as_fsdp(extent: int, cuts: Sequence[_MeshCut]) -> list[range] | None:
     late = [i for i, cut in enumerate(cuts) if cut.factor > 1]
     if any(cuts[i].factor != math.prod(cut.count for cut in cuts[i + 1 :]) for i in late):
         return None
@@ -289,7 +289,7 @@ def _cut_as_fsdp(extent: int, cuts: Sequence[_Cut]) -> list[range] | None:
     return runs
 
 
-def _cut_from_left(extent: int, cuts: Sequence[_Cut]) -> list[range]:
+def _cut_from_left(extent: int, cuts: Sequence[_MeshCut]) -> list[range]:
     runs = [range(extent)]
     for cut in cuts:
         parts = [_part(runs, cut.factor, part) for part in range(cut.factor)]

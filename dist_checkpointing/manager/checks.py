@@ -8,7 +8,7 @@ from pathlib import Path
 from dist_checkpointing.checkpoint.examination import Notes
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.comm.protocol import Failure, merge_failures
+from dist_checkpointing.comm.failures import Failure, merge_failures
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -62,7 +62,7 @@ def check_structure(folder: Path) -> None:
     found.sharded.load_tensors_metadata(folder)
 
 
-def check_files(folder: Path, rank: int, world_size: int) -> None:
+def check_sealed_files(folder: Path, rank: int, world_size: int) -> None:
     """Compare the sizes of all files and the contents of small ones with the seal. Not collective.
 
     Damaged metadata may look like that of other tensors. So it is compared before a load can blame
@@ -82,12 +82,7 @@ def check_files(folder: Path, rank: int, world_size: int) -> None:
 
 
 def is_verifiable(folder: Path, strategy: Selection[LoadShardedStrategy]) -> bool:
-    """Whether ``load`` can verify the tensors of a checkpoint while it reads them.
-
-    Args:
-        folder: folder of the checkpoint.
-        strategy: that reads them, as the caller gave it.
-    """
+    """Whether ``load`` can verify the tensors of a checkpoint while it reads them."""
     if strategy is not None:
         try:
             sharded = open_checkpoint(folder, strategy).sharded

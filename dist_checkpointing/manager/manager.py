@@ -21,12 +21,10 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.local import check_room
 from dist_checkpointing.filesystem.paths import local_folder
-from dist_checkpointing.format.index import Index
 from dist_checkpointing.manager.checks import (
     asks_for_all,
-    check_files,
+    check_sealed_files,
     check_structure,
     is_verifiable,
     judge,
@@ -35,10 +33,11 @@ from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize, Worker
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save
-from dist_checkpointing.serialization.save_checks import require_sharing_strategy
+from dist_checkpointing.serialization.save_base import require_sharing_strategy
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_options import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -78,6 +77,9 @@ class CheckpointManager:
             and ``load``.
         incremental: whether each save shares what has not changed with the latest checkpoint, see
             ``base`` of ``save``. A strategy that cannot do that is refused.
+        fingerprints: see ``save``; for all saves that do not say otherwise.
+        replicas: likewise.
+        on_replica_mismatch: likewise.
 
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "epoch": 2}
@@ -101,6 +103,9 @@ class CheckpointManager:
         worker: Worker = "thread",
         trusted: bool = False,
         incremental: bool = False,
+        fingerprints: bool = False,
+        replicas: ReplicaCheck = ReplicaCheck.OFF,
+        on_replica_mismatch: OnReplicaMismatch = "raise",
     ) -> None:
         if on_error not in ("raise", "warn", "retry"):
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
@@ -113,6 +118,8 @@ class CheckpointManager:
         self._is_incremental = incremental
         if incremental:
             require_sharing_strategy(sharded_strategy)
+        self._save_options: dict[str, Any] = {"trusted": trusted, "fingerprints": fingerprints}
+        self._save_options |= {"replicas": replicas, "on_replica_mismatch": on_replica_mismatch}
         self._plan_cache = PlanCache()
         self._saver = AsyncSaver(
             comm=self._comm,
@@ -146,7 +153,7 @@ class CheckpointManager:
             self._strategy,
             comm=self._comm,
             plan_cache=self._plan_cache,
-            **self._hooks(step),
+            **self._files.hooks(step),
             **options,
         )
         with self._comm.agreed("moving the pointer"):
@@ -181,7 +188,7 @@ class CheckpointManager:
             step=step,
             capture=capture,
             on_committed=lambda: self._files.committed(step),
-            **self._hooks(step),
+            **self._files.hooks(step),
             **options,
         )
 
@@ -335,22 +342,10 @@ class CheckpointManager:
             find = partial(self._files.base_of, step, self._damaged)
             base = self._comm.from_rank0("choosing the base", find)
         return {
-            "trusted": self._trusted,
+            **self._save_options,
             "base": None if base is None else self.folder(base),
             **options,
             "overwrite": options.get("overwrite", False) | makes_room,
-        }
-
-    def _hooks(self, step: int) -> dict[str, Any]:
-        """What a save calls before and after it has claimed its folder."""
-
-        def check(index: Index | None) -> None:
-            stored = () if index is None else (index[key] for key in index)
-            check_room(self.folder(step), sum(tensor.num_bytes for tensor in stored))
-
-        return {
-            "before_claim": check,
-            "after_claim": lambda attempt: self._files.claimed(step, attempt),
         }
 
     def _load_newest(self, template: ShardedStateDict, options: Mapping[str, Any]) -> StateDict:
@@ -362,7 +357,7 @@ class CheckpointManager:
         for step, number in self._saves():
             folder = self.folder(step)
             try:
-                judge(comm, step, partial(check_files, folder, comm.rank, comm.world_size))
+                judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
                 looking = partial(is_verifiable, folder, given[0])
                 verify = comm.from_rank0(f"looking for checksums of step {step}", looking)
                 if not verify:
@@ -376,7 +371,7 @@ class CheckpointManager:
             except (CorruptCheckpointError, *unreadable) as error:
                 skipped.append(self._skip(step, number, error))
                 continue
-            if verify and chosen["verify"]:
+            if verify and chosen["verify"] is True:
                 self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
             return loaded
         raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)

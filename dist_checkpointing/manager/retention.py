@@ -14,8 +14,8 @@ class Due:
     """What is due by the rules of retention.
 
     Attributes:
-        delete: steps to delete, oldest first.
-        strip: steps whose optimizer state is to be deleted.
+        delete: Steps to delete, oldest first.
+        strip: Steps whose optimizer state is to be deleted.
     """
 
     delete: tuple[int, ...]
@@ -27,11 +27,11 @@ class Retention:
     """How many checkpoints are kept, and how complete.
 
     Attributes:
-        keep_last: number of the newest checkpoints that are kept; None for all.
-        keep_every: steps that are multiples of this are always kept.
-        drop_optimizer_after: number of the newest checkpoints that keep their optimizer state.
+        keep_last: Number of the newest checkpoints that are kept; None for all.
+        keep_every: Steps that are multiples of this are always kept.
+        drop_optimizer_after: Number of the newest checkpoints that keep their optimizer state.
             Older ones can still be evaluated, but training cannot go on from them.
-        optimizer_prefix: prefix of the keys of optimizer state; None for ``optim.``,
+        optimizer_prefix: Prefix of the keys of optimizer state; None for ``optim.``,
             ``optimizer.``, ``chained_0.optimizer.`` and others that ``dckpt stats`` counts so.
 
     Example:

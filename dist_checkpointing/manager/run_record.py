@@ -23,11 +23,11 @@ class StepRecord:
     """What is known about one step.
 
     Attributes:
-        attempt: name of the save that committed it; None if none has.
-        begun: name of the save that claimed its folder after that, and is not known to have
+        attempt: Name of the save that committed it; None if none has.
+        begun: Name of the save that claimed its folder after that, and is not known to have
             committed.
-        verified: whether all of it has been read back and compared.
-        stripped: whether its optimizer state has been deleted.
+        verified: Whether all of it has been read back and compared.
+        stripped: Whether its optimizer state has been deleted.
     """
 
     attempt: str | None = None
@@ -41,8 +41,8 @@ class RunRecord:
     """The pointer, and every step that the manager has begun to write.
 
     Attributes:
-        latest: the step that was last committed, durably, before this was written.
-        steps: what is known about each step.
+        latest: The step that was last committed, durably, before this was written.
+        steps: What is known about each step.
     """
 
     latest: int | None = None

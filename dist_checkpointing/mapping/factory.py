@@ -25,12 +25,12 @@ class ShardedTensorFactory(ShardedBase):
     """A value that is saved in another form than it has in training.
 
     Attributes:
-        key: key, which ``build_fn`` gets.
-        data: tensor, which ``build_fn`` gets.
+        key: Key, which ``build_fn`` gets.
+        data: Tensor, which ``build_fn`` gets.
         build_fn: ``(key, data, replica_id, flattened_range)`` -> a sharded leaf or a nest of them.
-        merge_fn: the loaded nest -> the value that ``load`` returns.
-        replica_id: replica id, which ``build_fn`` gets.
-        flattened_range: flattened range, which ``build_fn`` gets.
+        merge_fn: The loaded nest -> the value that ``load`` returns.
+        replica_id: Replica id, which ``build_fn`` gets.
+        flattened_range: Flattened range, which ``build_fn`` gets.
 
     Example:
         >>> def build(key, fused, replica_id, flattened_range):

@@ -8,11 +8,11 @@ differ), and the skeleton keeps container types, key order and empty containers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
-
-from dist_checkpointing.errors import Finding, StateMismatchError
+from functools import cached_property
+from itertools import islice
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 
 class DictKey(NamedTuple):
@@ -48,7 +48,8 @@ class _Missing:
 
 
 MISSING: Final = _Missing()
-_NO_LEAF: Final = object()
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,28 +58,47 @@ class Skeleton:
 
     Attributes:
         prototype: an empty container of its kind; for a tuple, which cannot be filled, its class.
-        entries: the skeleton under each key or position; None for a leaf.
+        keys: the keys of a dict, in order; the positions of a list or tuple.
+        below: number of each entry that is a container -> its skeleton. The others are leaves.
+        num_leaves: leaves at any depth.
     """
 
     prototype: Any
-    entries: tuple[tuple[Step, Skeleton | None], ...]
+    keys: Sequence[Any]
+    below: Mapping[int, Skeleton]
+    num_leaves: int
 
     @property
     def is_tuple(self) -> bool:
         """Whether the container is a tuple or named tuple."""
         return isinstance(self.prototype, type)
 
-    def fill(self, values: Sequence[tuple[Step, Any]]) -> Any:
-        """A new container of this kind holding ``values``."""
+    @property
+    def is_dict(self) -> bool:
+        """Whether the container is a dict."""
+        return isinstance(self.prototype, dict)
+
+    def step(self, number: int) -> Step:
+        """The step to an entry."""
+        return DictKey(self.keys[number]) if self.is_dict else Position(number)
+
+    def fill(self, values: Sequence[Any]) -> Any:
+        """A new container of this kind with a value for each entry."""
+        if self.is_dict:
+            return self.fill_dict(self.keys, values)
         if self.is_tuple:
-            make = getattr(self.prototype, "_make", tuple)
-            return make(value for _, value in values)
+            return getattr(self.prototype, "_make", tuple)(values)
         container = copy.copy(self.prototype)
-        if isinstance(container, dict):
-            for step, value in values:  # not update(): a Counter would add
-                container[step.key] = value  # type: ignore[union-attr]
-        else:
-            container.extend(value for _, value in values)
+        container.extend(values)
+        return container
+
+    def fill_dict(self, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+        """A new dict of this kind."""
+        if type(self.prototype) is dict:
+            return dict(zip(keys, values, strict=True))
+        container = copy.copy(self.prototype)
+        for key, value in zip(keys, values, strict=True):  # not update(): a Counter would add
+            container[key] = value
         return container
 
 
@@ -92,9 +112,19 @@ def is_container(value: object) -> bool:
 
     Other subclasses of tuple, such as ``torch.Size`` and struct sequences, are single values.
     """
-    if isinstance(value, (dict, list)):
+    return _holds_values(type(value))
+
+
+def _holds_values(kind: type) -> bool:
+    if issubclass(kind, (dict, list)):
         return True
-    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
+    return kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+
+
+def _children(container: Any) -> tuple[list[Any], set[type]]:
+    """The values in a container, and those of their types that are containers."""
+    children = list(container.values() if isinstance(container, dict) else container)
+    return children, set(filter(_holds_values, set(map(type, children))))
 
 
 def _empty_copy(container: Any) -> Any:
@@ -118,12 +148,65 @@ def containers_with(tree: object, wanted: Callable[[object], bool]) -> set[int]:
 def _mark(value: Any, wanted: Callable[[object], bool], found: set[int]) -> bool:
     if not is_container(value):
         return wanted(value)
-    hit = False
-    for child in value.values() if isinstance(value, dict) else value:
-        hit = (_mark(child, wanted, found) if is_container(child) else wanted(child)) or hit
+    children, kinds = _children(value)
+    if not kinds:
+        hit = any(map(wanted, children))
+    else:
+        hit = False
+        for child in children:
+            hit = (_mark(child, wanted, found) if type(child) in kinds else wanted(child)) or hit
     if hit:
         found.add(id(value))
     return hit
+
+
+def take_apart(
+    tree: object, *, only: Container[int] | None = None
+) -> tuple[list[Any], Skeleton | None]:
+    """All leaves, in order, and the skeleton (None if ``tree`` itself is a leaf).
+
+    Args:
+        tree: any nest; not changed.
+        only: the ``id`` of the containers to open, others count as leaves; None opens all.
+    """
+    leaves: list[Any] = []
+    return leaves, _take_apart(tree, only, leaves)
+
+
+def _take_apart(value: Any, only: Container[int] | None, leaves: list[Any]) -> Skeleton | None:
+    if not is_container(value) or (only is not None and id(value) not in only):
+        leaves.append(value)
+        return None
+    children, kinds = _children(value)
+    before = len(leaves)
+    below: dict[int, Skeleton] = {}
+    if not kinds:
+        leaves += children
+    else:
+        for number, child in enumerate(children):
+            skeleton = None
+            if type(child) in kinds:
+                skeleton = _take_apart(child, only, leaves)
+            else:
+                leaves.append(child)
+            if skeleton is not None:
+                below[number] = skeleton
+    keys = tuple(value) if isinstance(value, dict) else range(len(children))
+    return Skeleton(_empty_copy(value), keys, below, len(leaves) - before)
+
+
+def paths_of(skeleton: Skeleton | None, prefix: Path = ()) -> Iterator[Path]:
+    """The path of each leaf, in order."""
+    if skeleton is None:
+        yield prefix
+        return
+    kind = DictKey if skeleton.is_dict else Position
+    for number, key in enumerate(skeleton.keys):
+        path = (*prefix, kind(key))
+        if number in skeleton.below:
+            yield from paths_of(skeleton.below[number], path)
+        else:
+            yield path
 
 
 def flatten(
@@ -136,30 +219,69 @@ def flatten(
         prefix: path of the tree, with which every path begins.
         only: the ``id`` of the containers to open, others count as leaves; None opens all.
     """
-    leaves: dict[Path, Any] = {}
-    return leaves, _take_apart(tree, prefix, only, leaves)
+    leaves, skeleton = take_apart(tree, only=only)
+    return dict(zip(paths_of(skeleton, prefix), leaves, strict=True)), skeleton
 
 
-def _take_apart(
-    value: Any, path: Path, only: Container[int] | None, leaves: dict[Path, Any]
-) -> Skeleton | None:
-    if not is_container(value) or (only is not None and id(value) not in only):
-        leaves[path] = value
-        return None
-    steps: list[tuple[Step, Any]]
-    if isinstance(value, dict):
-        steps = [(DictKey(key), child) for key, child in value.items()]
-    else:
-        steps = [(Position(index), child) for index, child in enumerate(value)]
-    entries: list[tuple[Step, Skeleton | None]] = []
-    for step, child in steps:
-        below = (*path, step)
-        if only is not None and id(child) not in only:
-            leaves[below] = child
-            entries.append((step, None))
-        else:
-            entries.append((step, _take_apart(child, below, only, leaves)))
-    return Skeleton(_empty_copy(value), tuple(entries))
+class AtPaths(Mapping[Path, T], Generic[T]):
+    """Some leaves of a tree by path, in order; paths are made when one is first asked for.
+
+    Args:
+        leaves: The leaves.
+        skeleton: Skeleton of the tree.
+        places: Position of each among all leaves of the tree.
+    """
+
+    def __init__(
+        self, leaves: Sequence[T], skeleton: Skeleton | None, places: Sequence[int]
+    ) -> None:
+        self.leaves = leaves
+        self.skeleton = skeleton
+        self.places = places
+
+    @cached_property
+    def _by_path(self) -> dict[Path, T]:
+        paths = list(paths_of(self.skeleton))
+        return {paths[place]: leaf for place, leaf in zip(self.places, self.leaves, strict=True)}
+
+    def __getitem__(self, path: Path) -> T:
+        return self._by_path[path]
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._by_path)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    def values(self) -> ValuesView[T]:
+        return _Leaves(self)
+
+    def replaced(self, leaves: Sequence[Any]) -> AtPaths[Any]:
+        """Other leaves at the same paths."""
+        return AtPaths(leaves, self.skeleton, self.places)
+
+    def aligned(self, other: Mapping[Path, Any]) -> Sequence[Any]:
+        """The leaves that another mapping has at these paths; MISSING where it has none."""
+        if isinstance(other, AtPaths) and other.places is self.places:
+            return other.leaves
+        return [other.get(path, MISSING) for path in self] if other else [MISSING] * len(self)
+
+
+def joined(one: Mapping[Path, T], other: Mapping[Path, T]) -> Mapping[Path, T]:
+    """The leaves of one mapping, then those of another one."""
+    if not other:
+        return one
+    if isinstance(one, AtPaths) and isinstance(other, AtPaths):
+        places = [*one.places, *other.places]
+        return AtPaths([*one.leaves, *other.leaves], one.skeleton, places)
+    return {**one, **other}
+
+
+class _Leaves(ValuesView[T]):
+    _mapping: AtPaths[T]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._mapping.leaves)
 
 
 def value_at(tree: Any, path: Path) -> Any:
@@ -171,11 +293,22 @@ def value_at(tree: Any, path: Path) -> Any:
 
 def unflatten(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
     """The inverse of ``flatten``; ``leaves`` must have every leaf."""
-    if skeleton is None:
-        return leaves[prefix]
-    return skeleton.fill(
-        [(step, unflatten(child, leaves, (*prefix, step))) for step, child in skeleton.entries]
-    )
+    return _assembled(skeleton, map(leaves.__getitem__, paths_of(skeleton, prefix)))
+
+
+def _assembled(node: Skeleton | None, leaves: Iterator[Any]) -> Any:
+    if node is None:
+        return next(leaves)
+    return node.fill(_entries(node, leaves, _assembled))
+
+
+def _entries(
+    node: Skeleton, leaves: Iterator[Any], make: Callable[[Skeleton | None, Iterator[Any]], Any]
+) -> list[Any]:
+    """A value for each entry of a container, of the next leaves."""
+    if not node.below:
+        return list(islice(leaves, node.num_leaves))
+    return [make(node.below.get(number), leaves) for number in range(len(node.keys))]
 
 
 def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
@@ -184,136 +317,23 @@ def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix
     A dict loses the keys of absent leaves. In a list or tuple, None replaces an absent leaf, so
     that the others keep their positions. Containers that were empty from the start are kept.
     """
+    return part_of(skeleton, (leaves.get(path, MISSING) for path in paths_of(skeleton, prefix)))
+
+
+def part_of(skeleton: Skeleton | None, leaves: Iterator[Any]) -> Any:
+    """The same as ``unflatten_part``, of all leaves in order; absent ones are MISSING."""
     if skeleton is None:
-        return leaves.get(prefix, MISSING)
-    values = [
-        (
-            step,
-            leaves.get((*prefix, step), MISSING)
-            if child is None
-            else unflatten_part(child, leaves, (*prefix, step)),
-        )
-        for step, child in skeleton.entries
-    ]
-    if values and all(value is MISSING for _, value in values):
+        return next(leaves)
+    values = _entries(skeleton, leaves, part_of)
+    absent = [number for number, value in enumerate(values) if value is MISSING]
+    if values and len(absent) == len(values):
         return MISSING
-    if isinstance(skeleton.prototype, dict):
-        return skeleton.fill([(step, value) for step, value in values if value is not MISSING])
-    kept = [(step, None if value is MISSING else value) for step, value in values]
-    if skeleton.is_tuple and any(value is MISSING for _, value in values):
-        # Not a named tuple: its fields would have values of a wrong type.
-        return tuple(value for _, value in kept)
-    return skeleton.fill(kept)
-
-
-def overlay(
-    base: Any, skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()
-) -> Any:
-    """``base`` with ``leaves`` put in at their paths.
-
-    Args:
-        base: a tree that ``unflatten_part`` made, or an older writer, which left no None in lists.
-        skeleton: skeleton of the whole tree. Parts without any of ``leaves`` below are ignored.
-        leaves: leaves by path; MISSING for one that keeps its position, but has no value.
-        prefix: path of the tree.
-
-    Raises:
-        StateMismatchError: if ``base`` has a value at the path of a leaf.
-    """
-    above: set[Path] = set()
-    for path in leaves:
-        # Most leaves have neighbours.
-        if path[:-1] not in above:
-            above.update(path[:depth] for depth in range(len(path)))
-    return _overlay(base, skeleton, leaves, above, prefix)
-
-
-def _overlay(
-    base: Any, node: Skeleton | None, leaves: Mapping[Path, Any], above: Container[Path], path: Path
-) -> Any:
-    if node is None:
-        value = leaves.get(path, _NO_LEAF)
-        if value is _NO_LEAF:
-            return base
-        if base is MISSING or base is None:
-            return value
-        if value is MISSING:
-            return base
-        raise _conflict(path, "a wrapped leaf", base)
-    if path not in above:
-        return base
-    if isinstance(node.prototype, dict):
-        return _overlay_dict(base, node, leaves, above, path)
-    return _overlay_sequence(base, node, leaves, above, path)
-
-
-def _overlay_dict(
-    base: Any, node: Skeleton, leaves: Mapping[Path, Any], above: Container[Path], path: Path
-) -> Any:
-    if base is MISSING or base is None:
-        base = {}
-    if not isinstance(base, dict):
-        raise _conflict(path, "a dict", base)
-    values: list[tuple[Step, Any]] = []
-    for step, child in node.entries:
-        below = base.get(step.key, MISSING) if base else MISSING  # type: ignore[union-attr]
-        if child is None and below is MISSING:
-            value = leaves.get((*path, step), MISSING)
-        else:
-            value = _overlay(below, child, leaves, above, (*path, step))
-        if value is not MISSING:
-            values.append((step, value))
-    if base:
-        known = {step for step, _ in node.entries}
-        steps = ((DictKey(key), value) for key, value in base.items())
-        values += [(step, value) for step, value in steps if step not in known]
-    return node.fill(values)
-
-
-def _overlay_sequence(
-    base: Any, node: Skeleton, leaves: Mapping[Path, Any], above: Container[Path], path: Path
-) -> Any:
-    if base is MISSING or base is None:
-        base = ()
-    if not isinstance(base, list | tuple):
-        raise _conflict(path, "a list", base)
-    paths = [(*path, step) for step, _ in node.entries]
-    plain = [
-        index
-        for index, (_, child) in enumerate(node.entries)
-        if _leaves_something(child, leaves, paths[index])
-    ]
-    below_at: dict[int, Any] = {}
-    if len(base) == len(paths):
-        below_at = dict(enumerate(base))
-    elif len(base) == len(plain):  # the writer left no None for sharded leaves
-        below_at = dict(zip(plain, base, strict=True))
-    else:
-        expected = f"{len(plain)} plain values among {len(paths)} entries"
-        raise _conflict(path, expected, f"{len(base)} entries")
-    values = [
-        (step, _overlay(below_at.get(i, MISSING), child, leaves, above, paths[i]))
-        for i, (step, child) in enumerate(node.entries)
-    ]
-    # A leaf without a value must keep its position, or the others would move up.
-    return node.fill([(step, None if value is MISSING else value) for step, value in values])
-
-
-def _leaves_something(node: Skeleton | None, leaves: Mapping[Path, Any], path: Path) -> bool:
-    """Whether anything is left of this part of the tree without ``leaves``."""
-    if node is None:
-        return path not in leaves
-    if not node.entries:
-        return True
-    return any(_leaves_something(child, leaves, (*path, step)) for step, child in node.entries)
-
-
-def _conflict(path: Path, expected: str, found: object) -> StateMismatchError:
-    text = repr(found) if isinstance(found, str) else type(found).__name__
-    finding = Finding(
-        problem=f"{path_text(path)} does not fit the checkpoint's common state",
-        expected=f"{expected} (template)",
-        found=f"{text} (checkpoint)",
-        remedy="Nest the template as the saved state dict was nested.",
-    )
-    return StateMismatchError("template and checkpoint are nested differently", [finding])
+    if not absent:
+        return skeleton.fill(values)
+    if skeleton.is_dict:
+        kept = [n for n, value in enumerate(values) if value is not MISSING]
+        return skeleton.fill_dict([skeleton.keys[n] for n in kept], [values[n] for n in kept])
+    for number in absent:
+        values[number] = None
+    # Not a named tuple: its fields would have values of a wrong type.
+    return tuple(values) if skeleton.is_tuple else skeleton.fill(values)

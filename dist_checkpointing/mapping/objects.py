@@ -19,11 +19,11 @@ class ShardedObject(ShardedBase):
     """A Python object that is one cell of a grid of such objects.
 
     Attributes:
-        key: name of the global object.
-        data: any object that ``torch.load(weights_only=True)`` can read back.
-        global_shape: number of cells along each axis.
-        global_offset: index of this cell.
-        replica_id: all zeros on exactly one of the ranks that hold the same cell.
+        key: Name of the global object.
+        data: Any object that ``torch.load(weights_only=True)`` can read back.
+        global_shape: Number of cells along each axis.
+        global_offset: Index of this cell.
+        replica_id: All zeros on exactly one of the ranks that hold the same cell.
 
     Integers of other types, such as numpy's, become plain ints.
 

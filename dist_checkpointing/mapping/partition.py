@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
@@ -16,17 +17,18 @@ from dist_checkpointing.mapping import (
 )
 from dist_checkpointing.mapping.nesting import (
     MISSING,
-    DictKey,
+    AtPaths,
     Path,
-    Position,
     Skeleton,
     containers_with,
     flatten,
-    overlay,
+    part_of,
     path_text,
+    paths_of,
+    take_apart,
     unflatten,
-    unflatten_part,
 )
+from dist_checkpointing.mapping.overlay import NO_LEAF, overlay, overlay_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,24 +51,37 @@ class Partition:
     factories: Mapping[Path, tuple[ShardedTensorFactory, Skeleton | None]]
     skeleton: Skeleton | None
 
-    def rebuild(self, common: dict[Any, Any], loaded: Mapping[Path, Any]) -> Any:
+    def rebuild(
+        self, common: dict[Any, Any], tensors: Mapping[Path, Any], objects: Mapping[Path, Any]
+    ) -> Any:
         """The state dict with loaded values: nested like the template, with all of ``common``.
 
         Args:
             common: the common state of a checkpoint.
-            loaded: values for the paths in ``tensors`` and ``objects``. A leaf without a value is
-                left out of a dict, and is None in a list.
+            tensors: values for the paths in ``tensors``. A leaf without a value is left out of a
+                dict, and is None in a list.
+            objects: values for the paths in ``objects``, likewise.
 
         Raises:
             StateMismatchError: if template and checkpoint are nested differently.
         """
+        if self.factories:
+            return self._rebuild_factories(common, {**tensors, **objects})
+        count = 1 if self.skeleton is None else self.skeleton.num_leaves
+        values = [NO_LEAF] * count
+        pairs = ((self.tensors, tensors), (self.objects, objects), (self.local, self.local))
+        for own, loaded in pairs:
+            assert isinstance(own, AtPaths)
+            for place, value in zip(own.places, own.aligned(loaded), strict=True):
+                values[place] = value
+        return overlay_all(common, self.skeleton, values)
+
+    def _rebuild_factories(self, common: dict[Any, Any], loaded: Mapping[Path, Any]) -> Any:
         values: dict[Path, Any] = {}
         of_factory: dict[Path, dict[Path, Any]] = {path: {} for path in self.factories}
         for path in (*self.tensors, *self.objects):
-            target = values
-            if of_factory:
-                owners = (path[:depth] for depth in range(len(path) + 1))
-                target = next((of_factory[o] for o in owners if o in of_factory), values)
+            owners = (path[:depth] for depth in range(len(path) + 1))
+            target = next((of_factory[o] for o in owners if o in of_factory), values)
             target[path] = loaded.get(path, MISSING)
         for path, parts in of_factory.items():
             if any(part is not MISSING for part in parts.values()):
@@ -108,15 +123,18 @@ class Partition:
             node = self.factories[path][1]
         if node is None:
             return leaves.get(path, MISSING)
-        values = [(step, self._nest(child, (*path, step), leaves)) for step, child in node.entries]
-        kept = [(step, value) for step, value in values if value is not MISSING]
+        values = [
+            self._nest(node.below.get(number), (*path, node.step(number)), leaves)
+            for number in range(len(node.keys))
+        ]
+        pairs = zip(node.keys, values, strict=True)
+        kept = {key: value for key, value in pairs if value is not MISSING}
         if not kept:
             return MISSING
-        if len(kept) == len(values) and isinstance(kept[0][0], Position):
-            return [value for _, value in kept]
-        return {
-            step.key if isinstance(step, DictKey) else step.index: value for step, value in kept
-        }
+        return values if len(kept) == len(values) and not node.is_dict else kept
+
+
+_KINDS = (ShardedTensor, ShardedObject, LocalNonpersistentObject, ShardedTensorFactory)
 
 
 def _is_special(value: object) -> bool:
@@ -133,40 +151,57 @@ def partition(state_dict: Mapping[Any, Any]) -> Partition:
     if not isinstance(state_dict, dict):
         finding = Finding("not a dict", expected="dict", found=type(state_dict).__name__)
         raise InvalidShardingError("a state dict must be a dict", [finding])
-    special = containers_with(state_dict, _is_special)
-    leaves, skeleton = flatten(state_dict, only=special)
+    leaves, skeleton = take_apart(state_dict, only=containers_with(state_dict, _is_special))
+    common, places = _sorted(leaves, skeleton)
+    tensors, objects, local, factories = (
+        AtPaths([leaves[place] for place in own], skeleton, own) for own in places
+    )
+    values = local.replaced([wrapped.unwrap() for wrapped in local.leaves])
+    parts = Partition(tensors, objects, common, values, {}, skeleton)
+    return _with_factories(parts, leaves, factories) if factories else parts
+
+
+def _sorted(leaves: Sequence[Any], skeleton: Skeleton | None) -> tuple[Any, list[Sequence[int]]]:
+    """The common state; positions of tensors, objects, local values and factories."""
+    if {ShardedTensor}.issuperset(map(type, leaves)):
+        common = part_of(skeleton, itertools.repeat(MISSING))
+        return {} if common is MISSING else common, [range(len(leaves)), (), (), ()]
+    places: list[list[int]] = [[] for _ in _KINDS]
+    plain = list(leaves)
+    for place, leaf in enumerate(leaves):
+        for kind, own in zip(_KINDS, places, strict=True):
+            if isinstance(leaf, kind):
+                own.append(place)
+                plain[place] = MISSING
+                break
+        else:
+            if isinstance(leaf, ShardedBase):
+                raise _unknown_leaf(list(paths_of(skeleton))[place], leaf, None)
+    common = part_of(skeleton, iter(plain))
+    return {} if common is MISSING else common, [*places]
+
+
+def _with_factories(
+    parts: Partition, leaves: Sequence[Any], factories: Mapping[Path, ShardedTensorFactory]
+) -> Partition:
+    """The same with what factories build, in the order of the leaves."""
     tensors: dict[Path, ShardedTensor] = {}
     objects: dict[Path, ShardedObject] = {}
-    local: dict[Path, Any] = {}
-    plain: dict[Path, Any] = {}
-    factories: dict[Path, tuple[ShardedTensorFactory, Skeleton | None]] = {}
-
-    def sort_in(path: Path, leaf: Any, owner: ShardedTensorFactory | None) -> None:
-        if isinstance(leaf, ShardedTensor):
-            tensors[path] = leaf
-        elif isinstance(leaf, ShardedObject):
-            objects[path] = leaf
-        elif isinstance(leaf, ShardedTensorFactory) and owner is None:
-            built, built_skeleton = flatten(leaf.build(), path)
-            factories[path] = (leaf, built_skeleton)
-            for below, part in built.items():
-                sort_in(below, part, leaf)
-        elif owner is not None or isinstance(leaf, ShardedBase):
-            raise _unknown_leaf(path, leaf, owner)
-        elif isinstance(leaf, LocalNonpersistentObject):
-            local[path] = leaf.unwrap()
-        else:
-            plain[path] = leaf
-
-    for path, leaf in leaves.items():
-        if type(leaf) is ShardedTensor:
-            tensors[path] = leaf
-        else:
-            sort_in(path, leaf, None)
-    common = unflatten_part(skeleton, plain)
-    return Partition(
-        tensors, objects, {} if common is MISSING else common, local, factories, skeleton
-    )
+    built: dict[Path, tuple[ShardedTensorFactory, Skeleton | None]] = {}
+    for path, leaf in zip(paths_of(parts.skeleton), leaves, strict=True):
+        found, owner = {path: leaf}, None
+        if path in factories:
+            owner = factories[path]
+            found, skeleton = flatten(owner.build(), path)
+            built[path] = (owner, skeleton)
+        for below, part in found.items():
+            if isinstance(part, ShardedTensor):
+                tensors[below] = part
+            elif isinstance(part, ShardedObject):
+                objects[below] = part
+            elif owner is not None:
+                raise _unknown_leaf(below, part, owner)
+    return replace(parts, tensors=tensors, objects=objects, factories=built)
 
 
 def _unknown_leaf(

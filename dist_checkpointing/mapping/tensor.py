@@ -224,7 +224,14 @@ class ShardedTensor(ShardedBase):
             flat = None
         else:
             if dim != 0:
-                raise _invalid(self.key, "a flattened shard can only be narrowed along axis 0")
+                raise _invalid(
+                    self.key,
+                    "a flattened shard can only be narrowed along axis 0, because what is left of "
+                    "it along another axis is not one range of the narrowed shard's elements",
+                    expected="axis 0",
+                    found=f"axis {dim}",
+                    remedy="Narrow the tensor before it is flattened.",
+                )
             row = math.prod(self.local_shape[1:])
             own = self.flattened_range
             first = max(own.start, start * row)

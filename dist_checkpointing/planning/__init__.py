@@ -7,13 +7,15 @@ from dist_checkpointing.planning.items import (
     LocalPlans,
     MetadataIndex,
     SavePlan,
-    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
+from dist_checkpointing.planning.metadata import Metadata
 from dist_checkpointing.planning.planners import Destinations, LoadPlanner, SavePlanner
-from dist_checkpointing.planning.read_table import LoadItemType, LoadPlan, ReadItem, ReadTable
+from dist_checkpointing.planning.read_items import LoadItemType, ReadItem
+from dist_checkpointing.planning.read_table import LoadPlan, ReadTable
 from dist_checkpointing.planning.reads import plan_load
+from dist_checkpointing.planning.tensor_data import TensorWriteData
 
 __all__ = [
     "BalancedSavePlanner",
@@ -24,6 +26,7 @@ __all__ = [
     "LoadPlan",
     "LoadPlanner",
     "LocalPlans",
+    "Metadata",
     "MetadataIndex",
     "ReadItem",
     "ReadTable",

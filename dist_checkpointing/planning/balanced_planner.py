@@ -23,6 +23,7 @@ from dist_checkpointing.planning.balance import (
 from dist_checkpointing.planning.default import DefaultSavePlanner
 from dist_checkpointing.planning.items import SavePlan
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
+from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 
 _WELL_BALANCED = 1.05
@@ -40,7 +41,9 @@ class BalancedSavePlanner(DefaultSavePlanner):
 
     Args:
         remove_redundancy: False leaves every shard to its main replica, as DefaultSavePlanner.
-        save_to_minimum_rank: True gives every shard to the lowest rank that holds it.
+            It may also be given to ``configure_planner``.
+        save_to_minimum_rank: True gives every shard to the lowest rank that holds it. It may also
+            be given to ``configure_planner``.
         groups: number of the group of every rank; a shard stays in the group of its main replica.
             By default all ranks are one group.
 
@@ -73,6 +76,22 @@ class BalancedSavePlanner(DefaultSavePlanner):
         planner = copy.copy(self)
         planner.groups = tuple(groups)
         return planner
+
+    def configure_planner(
+        self,
+        state_dict: Leaves,
+        is_coordinator: bool = True,
+        rank: int = 0,
+        remove_redundancy: bool | None = None,
+        save_to_minimum_rank: bool | None = None,
+        *,
+        layout: Layout | None = None,
+    ) -> None:
+        super().configure_planner(state_dict, is_coordinator, rank, layout=layout)
+        if remove_redundancy is not None:
+            self.remove_redundancy = remove_redundancy
+        if save_to_minimum_rank is not None:
+            self.save_to_minimum_rank = save_to_minimum_rank
 
     def build_local_plan(self) -> SavePlan:
         if self.remove_redundancy:
@@ -128,9 +147,9 @@ class BalancedSavePlanner(DefaultSavePlanner):
             )
             return _Assignment(index, own.followed_by(fixed), loads)
 
-        first = assigned(self._layout)
+        first = assigned(self.layout)
         mean = first.loads.sum() / num_ranks
-        finer = _finer(self._layout, mean)
+        finer = _finer(self.layout, mean)
         if finer is None or first.loads.max() <= _WELL_BALANCED * mean:
             return first
         if not (np.diff(sets.starts) > 1).any():

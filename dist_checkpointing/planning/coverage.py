@@ -80,9 +80,11 @@ def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Fin
         else:
             own = writers.rows(group)
             findings += _find_gaps_and_overlaps(key, merged.take(own[writers.counted[own]]))
-    has_elements = groups.global_shapes.all(axis=1)
-    known = {*names[firsts.keys].tolist(), *broken}
-    for group in np.flatnonzero(has_elements).tolist():
+    is_missing = groups.global_shapes.all(axis=1)
+    if written.names is catalog.names:
+        is_missing &= ~np.isin(catalog.keys[groups.starts], firsts.keys, assume_unique=True)
+    known = {*names[firsts.keys].tolist(), *broken} if is_missing.any() else broken
+    for group in np.flatnonzero(is_missing).tolist():
         key = catalog.key(int(groups.starts[group]))
         if key not in known:
             findings.append(

@@ -6,10 +6,12 @@ parts of a row follow each other in C order.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 
+from dist_checkpointing.format.geometry import split_flat_range
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 
 Cut = tuple[ShardTable, Int64s]
@@ -49,6 +51,28 @@ def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
     begins = start[origins] + place * most[origins]
     ends = np.minimum(begins + most[origins], stop[origins])
     return replace(table.take(origins), flat=np.stack([begins, ends], axis=1)), origins
+
+
+def cut_into_boxes(table: ShardTable) -> Cut:
+    """Flattened ranges as the boxes that they consist of, behind the rows that are boxes already.
+
+    Args:
+        table: any.
+    """
+    is_flat = table.flat[:, 0] >= 0
+    rows = np.flatnonzero(is_flat)
+    cut = [
+        split_flat_range(table.box(row).shape, *table.flat[row].tolist()) for row in rows.tolist()
+    ]
+    origins = np.repeat(rows, np.array([len(boxes) for boxes in cut], dtype=np.int64))
+    parts = table.take(origins)
+    offsets, shapes = parts.offsets.copy(), parts.shapes.copy()
+    for part, box in enumerate(itertools.chain.from_iterable(cut)):
+        ndim = len(box.shape)
+        offsets[part, :ndim] += np.array(box.offset, dtype=np.int64)
+        shapes[part, :ndim] = box.shape
+    boxes = replace(parts, offsets=offsets, shapes=shapes, flat=np.full_like(parts.flat, -1))
+    return joined([(table.take(~is_flat), np.flatnonzero(~is_flat)), (boxes, origins)])
 
 
 def cut_rows(table: ShardTable, most: Int64s) -> Cut:

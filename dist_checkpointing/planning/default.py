@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    InvalidShardingError,
+    StateMismatchError,
+)
+from dist_checkpointing.format.geometry import Ints, ravel_offset
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.planning.coverage import main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.items import LocalPlans, SavePlan, WriteItem
-from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
+from dist_checkpointing.planning.layout import Layout, index_of
 from dist_checkpointing.planning.planners import Destinations, Leaves, LoadPlanner, SavePlanner
-from dist_checkpointing.planning.read_table import LoadPlan, ReadItem, object_rows
-from dist_checkpointing.planning.reads import WantedShards, plan_load
-from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.planning.read_items import ReadItem
+from dist_checkpointing.planning.read_table import LoadPlan, contiguous_ranges, object_rows
+from dist_checkpointing.planning.reads import plan_load
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable
+from dist_checkpointing.planning.tensor_data import TensorWriteData
+from dist_checkpointing.planning.wanted import WantedLeaves
 
 
 class DefaultSavePlanner(SavePlanner):
@@ -37,21 +46,41 @@ class DefaultSavePlanner(SavePlanner):
 
     def __init__(self) -> None:
         self._leaves: list[ShardedBase] = []
+        self._by_key: dict[str, list[ShardedBase]] | None = None
         self._rank = 0
-        self._layout: Layout = RowBlockLayout()
 
     @property
     def settings(self) -> Hashable | None:
         # A subclass may do anything, and says itself when its plans can be used again.
         return () if type(self) is DefaultSavePlanner else None
 
-    def configure_planner(
-        self, state_dict: Leaves, *, is_coordinator: bool, rank: int, layout: Layout
+    def configure_planner(self, state_dict: Leaves, *args: Any, **kwargs: Any) -> None:
+        self._configure(state_dict, *args, **kwargs)
+
+    def _configure(
+        self,
+        state_dict: Leaves,
+        is_coordinator: bool = True,
+        rank: int = 0,
+        remove_redundancy: bool = True,
+        save_to_minimum_rank: bool = False,
+        *,
+        layout: Layout | None = None,
     ) -> None:
-        del is_coordinator
+        # A shard has one main replica, so there is nothing to remove.
+        del is_coordinator, remove_redundancy
+        if save_to_minimum_rank:
+            finding = Finding(
+                "every shard is written by the holder of its main replica",
+                found="save_to_minimum_rank=True",
+                remedy="Use BalancedSavePlanner, which chooses among the holders.",
+            )
+            raise CheckpointingException("the planner cannot choose who writes", [finding])
         self._leaves = list(state_dict.values())
+        self._by_key = None
         self._rank = rank
-        self._layout = layout
+        if layout is not None:
+            self.layout = layout
 
     def build_local_plan(self) -> SavePlan:
         return SavePlan(describe(self._leaves, self._rank))
@@ -75,25 +104,30 @@ class DefaultSavePlanner(SavePlanner):
         """
         del num_ranks
         written = main_rows(catalog)
-        return written, index_of(self._layout, catalog, written)
+        return written, index_of(self.layout, catalog, written)
 
     def finalize_plan(self, plan: SavePlan) -> SavePlan:
         assert plan.index is not None
-        table, _ = self._layout.cut(plan.table, plan.index)
+        table, _ = self.layout.cut(plan.table, plan.index)
         return replace(plan, table=table)
 
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
-        if not _is(self.get_data, DefaultSavePlanner.get_data):
-            return super().data_of(plan)
         table, leaves = plan.table, self._leaves
+        is_own = _is(self.get_data, DefaultSavePlanner.get_data)
+        if not is_own or (table.sources < 0).any():
+            return super().data_of(plan)
         sources, sizes = table.sources.tolist(), table.num_elements.tolist()
+        is_flat = (table.flat[:, 0] >= 0).tolist()
 
         def data(row: int) -> torch.Tensor | object:
             leaf = leaves[sources[row]]
             own: object = leaf.data
             # What has as many elements as the whole is the whole.
             if isinstance(leaf, ShardedTensor) and (
-                leaf.prepend_axis_num or leaf.data is None or leaf.data.numel() != sizes[row]
+                leaf.prepend_axis_num
+                or leaf.data is None
+                or leaf.data.numel() != sizes[row]
+                or (leaf.flattened_range is not None and not is_flat[row])
             ):
                 return self.get_data(plan.item(row))
             return own
@@ -101,21 +135,64 @@ class DefaultSavePlanner(SavePlanner):
         return data
 
     def get_data(self, item: WriteItem) -> torch.Tensor | object:
-        assert item.index.index is not None
-        leaf = self._leaves[item.index.index]
+        leaf = self._leaf_of(item)
         if not isinstance(leaf, ShardedTensor) or item.tensor_data is None:
             data: object = leaf.data
             return data
         assert leaf.data is not None
         part = item.tensor_data
-        if part.flat_range is not None:
-            assert leaf.flattened_range is not None
-            origin = leaf.flattened_range.start
-            return leaf.data[part.flat_range[0] - origin : part.flat_range[1] - origin]
+        if leaf.flattened_range is not None:
+            origin, (start, stop) = leaf.flattened_range.start, _range_of(part, leaf)
+            values = leaf.data[start - origin : stop - origin]
+            return values if part.flat_range is not None else values.view(part.chunk.shape)
         whole = leaf.data[(None,) * leaf.prepend_axis_num] if leaf.prepend_axis_num else leaf.data
         if part.chunk.shape == whole.shape:
             return whole
         return whole[part.chunk.relative_to(leaf.box.offset).slices()]
+
+    def _leaf_of(self, item: WriteItem) -> ShardedBase:
+        """The leaf that an item is a part of.
+
+        Raises:
+            InvalidShardingError: if the item does not say which, and no leaf holds it.
+        """
+        if item.index.index is not None:
+            return self._leaves[item.index.index]
+        if self._by_key is None:
+            self._by_key = {}
+            for leaf in self._leaves:
+                self._by_key.setdefault(leaf.key, []).append(leaf)
+        part, cell = item.tensor_data, item.index.offset
+        for leaf in self._by_key.get(item.index.fqn, ()):
+            if isinstance(leaf, ShardedTensor) and part is not None:
+                if leaf.box.contains(part.chunk) and _holds_range(leaf, part):
+                    return leaf
+            elif isinstance(leaf, ShardedObject) and part is None and cell == leaf.global_offset:
+                return leaf
+        finding = Finding(
+            "no leaf of this rank holds this item",
+            item.index.fqn,
+            found=f"{item.type.value} at {cell}",
+            remedy="Name the leaf in index.index, or override get_data.",
+        )
+        raise InvalidShardingError("the planner has no data for an item", [finding])
+
+
+def _range_of(part: TensorWriteData, leaf: ShardedTensor) -> tuple[int, int]:
+    """Which elements of a flattened leaf's box an item is: a range, or a box that is one."""
+    if part.flat_range is not None:
+        return part.flat_range
+    box = part.chunk.relative_to(leaf.box.offset)
+    start = ravel_offset(box.offset, leaf.box.shape)
+    return start, start + box.num_elements
+
+
+def _holds_range(leaf: ShardedTensor, part: TensorWriteData) -> bool:
+    own = leaf.flat_range
+    if own is None:
+        return part.flat_range is None
+    start, stop = _range_of(part, leaf)
+    return own[0] <= start and stop <= own[1]
 
 
 def misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
@@ -168,48 +245,40 @@ class DefaultLoadPlanner(LoadPlanner):
     """
 
     def __init__(self) -> None:
-        self._leaves: list[ShardedBase] = []
+        self._wanted = WantedLeaves({})
         self._index = Index.of([])
 
     def configure_planner(
-        self, state_dict: Leaves, metadata: Index, *, is_coordinator: bool, rank: int
+        self, state_dict: Leaves, metadata: Index, *args: Any, **kwargs: Any
     ) -> None:
-        del is_coordinator, rank
-        self._leaves = list(state_dict.values())
+        del args, kwargs
+        self._wanted = WantedLeaves.of(state_dict)
         self._index = metadata
 
     def build_local_plan(self) -> LoadPlan:
-        tensors: list[ShardedTensor] = []
-        sources: list[int] = []
+        wanted, shards = self._wanted, self._wanted.shards
         findings: list[Finding] = []
+        is_stored = self._index.rows_of(shards.keys) >= 0
+        if not is_stored.all():
+            absent = np.flatnonzero(~is_stored).tolist()
+            findings += [Finding("not in the checkpoint", shards.keys[row]) for row in absent]
+            shards = shards.take(np.flatnonzero(is_stored))
         cells: list[tuple[str, Ints, int]] = []
-        is_stored = (self._index.rows_of([leaf.key for leaf in self._leaves]) >= 0).tolist()
-        for source, leaf in enumerate(self._leaves):
-            if isinstance(leaf, ShardedTensor):
-                if is_stored[source]:
-                    tensors.append(leaf)
-                    sources.append(source)
-                else:
-                    findings.append(Finding("not in the checkpoint", leaf.key))
-            elif isinstance(leaf, ShardedObject):
-                findings += misfits(leaf, self._index)
-                cells.append((leaf.key, tuple(leaf.global_offset), source))
-        table, uncovered = plan_load(self._index, _wanted(tensors, sources))
+        if len(wanted.sources) < len(wanted):
+            for source, leaf in enumerate(wanted.rows):
+                if isinstance(leaf, ShardedObject):
+                    findings += misfits(leaf, self._index)
+                    cells.append((leaf.key, tuple(leaf.global_offset), source))
+        table, uncovered = plan_load(self._index, shards)
         findings += uncovered
         if findings:
             raise StateMismatchError("the checkpoint does not hold what is wanted", findings)
         return LoadPlan(table.followed_by(object_rows(cells)) if cells else table)
 
     def destinations(self, plan: LoadPlan) -> Destinations:
-        own = DefaultLoadPlanner
-        is_own = (
-            _is(self.acquire_tensor, own.acquire_tensor)
-            and _is(self.apply_tensor, own.apply_tensor)
-            and _is(self.apply_bytes, own.apply_bytes)
-        )
-        if not is_own:
+        if not all(_is(getattr(self, name), getattr(DefaultLoadPlanner, name)) for name in _HOOKS):
             return super().destinations(plan)
-        return _OwnMemory(self, plan, self._leaves)
+        return _OwnMemory(self, plan, self._wanted)
 
     def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
         leaf = self._leaf(item)
@@ -231,17 +300,27 @@ class DefaultLoadPlanner(LoadPlanner):
         if not in_place:
             self.acquire_tensor(item).copy_(tensor)
 
-    def apply_bytes(self, item: ReadItem, value: object) -> None:
+    def apply_bytes(self, item: ReadItem, value: Any) -> None:
         assert item.dest_index.index is not None
-        leaf = self._leaves[item.dest_index.index]
+        leaf = self._wanted.rows[item.dest_index.index]
         assert isinstance(leaf, ShardedObject)
         leaf.data = value
 
     def _leaf(self, item: ReadItem) -> ShardedTensor:
         assert item.dest_index.index is not None
-        leaf = self._leaves[item.dest_index.index]
+        leaf = self._wanted.rows[item.dest_index.index]
         assert isinstance(leaf, ShardedTensor)
         return leaf
+
+
+_HOOKS = (
+    "acquire_tensor",
+    "apply_tensor",
+    "apply_bytes",
+    "resolve_tensor",
+    "commit_tensor",
+    "load_bytes",
+)
 
 
 def _is(method: Callable[..., object], function: Callable[..., object]) -> bool:
@@ -254,16 +333,15 @@ class _OwnMemory(Destinations):
 
     is_own_memory = True
 
-    def __init__(
-        self, planner: DefaultLoadPlanner, plan: LoadPlan, leaves: Sequence[ShardedBase]
-    ) -> None:
+    def __init__(self, planner: DefaultLoadPlanner, plan: LoadPlan, wanted: WantedLeaves) -> None:
         super().__init__(planner, plan)
-        self._leaves = leaves
-        self._sources = plan.table.sources.tolist()
-        self._sizes = plan.table.num_elements.tolist()
+        self._wanted = wanted
+        self._leaves = wanted.rows
+        self._sources = plan.table.sources
+        self._sizes = plan.table.num_elements
 
     def acquire(self, row: int) -> torch.Tensor:
-        leaf = self._leaves[self._sources[row]]
+        leaf = self._leaves[int(self._sources[row])]
         assert isinstance(leaf, ShardedTensor)
         data = leaf.data
         assert data is not None
@@ -276,16 +354,29 @@ class _OwnMemory(Destinations):
     def filled(self, row: int, destination: torch.Tensor) -> None:
         """Nothing is left to do: the destination is the leaf's own memory."""
 
+    def addresses(self, dtypes: Sequence[torch.dtype | None], numbers: Int64s) -> Int64s | None:
+        table, own = self.plan.table, self._wanted.tensors
+        if table.given is not None or not len(own):
+            return None  # a planner of a user may have changed what the rows mean
+        number = {dtype: i for i, dtype in enumerate(dtypes)}
+        own_numbers = np.array([number.get(dtype, -1) for dtype in own.data_dtypes])
+        itemsizes = np.array([0 if dtype is None else dtype.itemsize for dtype in dtypes])
+        # The position of a leaf among the tensors; no row of a tensor has that of an object.
+        position = np.zeros(len(self._leaves), dtype=np.int64)
+        position[self._wanted.sources] = np.arange(len(own))
+        rows = position[table.sources]
+        starts, is_run = contiguous_ranges(
+            table.dest_starts, table.dest_shapes, table.dest_boxes, table.lengths
+        )
+        items = itemsizes[numbers]
+        is_flat = self._wanted.shards.flat[rows, 0] >= 0
+        ends = table.dest_starts + table.dest_shapes.prod(axis=1)
+        fits = np.where(
+            is_flat, ends * items <= own.num_bytes[rows], ends * items == own.num_bytes[rows]
+        )
+        fits &= is_run & ~table.is_object & (own_numbers[rows] == numbers)
+        fits &= own.addresses[rows] >= 0
+        return np.where(fits, own.addresses[rows] + starts * items, -1)
+
     def apply_bytes(self, row: int, value: object) -> None:
-        self._leaves[self._sources[row]].data = value
-
-
-def _wanted(tensors: Sequence[ShardedTensor], sources: Sequence[int]) -> WantedShards:
-    """Tensors as the columns of what is wanted."""
-    return WantedShards.of_columns(
-        [leaf.key for leaf in tensors],
-        [leaf.global_offset for leaf in tensors],
-        [(1,) * leaf.prepend_axis_num + tuple(leaf.local_shape) for leaf in tensors],
-        [leaf.flat_range for leaf in tensors],
-        sources,
-    )
+        self._leaves[int(self._sources[row])].data = value

@@ -57,6 +57,7 @@ def _columns(leaves: Sequence[ShardedBase], rank: int) -> ShardTable | None:
     keys, types, local, whole, offsets, grids, replicas, prepended, padding, ranges, data = zip(
         *rows, strict=True
     )
+    del rows
     try:
         if not (
             {str}.issuperset(map(type, keys))
@@ -82,7 +83,7 @@ def _columns(leaves: Sequence[ShardedBase], rank: int) -> ShardTable | None:
         flat = [None if r is None else (r.start, r.stop) for r in ranges]
         is_main = {replica: is_main_replica(replica) for replica in set(replicas)}
         main = [is_main[replica] for replica in replicas]
-        columns = (keys, dtype_names, whole, offsets, boxes, flat, main, range(len(rows)))
+        columns = (keys, dtype_names, whole, offsets, boxes, flat, main, range(len(leaves)))
         table = table_of(rank, *columns)
         is_flat = np.array([r is not None for r in ranges])
         is_padded = np.array([bool(may) for may in padding])

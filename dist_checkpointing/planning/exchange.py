@@ -22,6 +22,7 @@ from dist_checkpointing.planning.packing import PackedTable, pack, unpack
 from dist_checkpointing.planning.shard_table import Int32s, ShardTable, concatenate
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _INLINE_BYTES = 1 << 24
 """What all ranks together may send with their digests, so that few ranks need one step only."""
@@ -86,6 +87,13 @@ class Exchanged(Generic[T]):
         """What each rank has brought besides its table."""
         return [own.facts for own in self.brought]
 
+    def with_facts(self, facts: Sequence[U]) -> Exchanged[U]:
+        """The same tables with other facts of each rank."""
+        brought = [
+            Brought(own.parts, of_rank) for own, of_rank in zip(self.brought, facts, strict=True)
+        ]
+        return Exchanged(brought, self.data, self.holders)
+
     def catalog(self, *kinds: str) -> ShardTable:
         """The distinct rows of all ranks, sorted by key, with the ranks that hold each."""
         chosen = dict.fromkeys(
@@ -122,7 +130,10 @@ def pack_tables(
 
 
 def exchange_tables(
-    comm: Comm, step: str, produce: Callable[[], tuple[Mapping[str, ShardTable], T]]
+    comm: Comm,
+    step: str,
+    produce: Callable[[], tuple[Mapping[str, ShardTable], T]],
+    number_of: Callable[[T], int | None] | None = None,
 ) -> Exchanged[T]:
     """The tables of all ranks. Collective; every rank raises alike if it fails on any.
 
@@ -130,6 +141,8 @@ def exchange_tables(
         comm: The ranks.
         step: What is being done, for messages.
         produce: Gives tables of this rank, by kind, and facts.
+        number_of: Gives the number that stands for facts of a rank without tables, see
+            ``Comm.exchange``.
     """
     own: dict[bytes, bytes] = {}
 
@@ -138,7 +151,10 @@ def exchange_tables(
         own.update(data)
         return brought
 
-    brought = comm.exchange(step, bring)
+    def number(own: Brought[T]) -> int | None:
+        return None if number_of is None or own.parts else number_of(own.facts)
+
+    brought = comm.exchange(step, bring, number)
     found: dict[bytes, PackedPart] = {}
     ranks: dict[bytes, list[int]] = {}
     for rank, theirs in enumerate(brought):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.shard_table import OBJECT, ShardTable, TableRows, concatenate
+from dist_checkpointing.planning.tensor_data import TensorWriteData, unusable_tensor_data
 
 
 class WriteItemType(Enum):
@@ -37,32 +38,21 @@ class MetadataIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorWriteData:
-    """The tensor part of a WriteItem.
-
-    Attributes:
-        chunk: the box to write, in elements of the global tensor.
-        dtype: name of the stored dtype.
-        size: global shape.
-        flat_range: if given, only these elements of the flattened box, as a 1-D tensor.
-    """
-
-    chunk: Box
-    dtype: str
-    size: Ints
-    flat_range: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class WriteItem:
     """A part of one of this rank's leaves, to be stored as one chunk (or one part of a chunk).
 
     Attributes:
         index: key, offset of the part, and which leaf of this rank it comes from.
         type: tensor or bytes.
-        tensor_data: what and where, for tensors.
+        tensor_data: what and where, for tensors. A dict or an object with ``chunk``, ``properties``
+            and ``size`` becomes a TensorWriteData.
         object_cell: grid shape of a sharded object, for objects; the cell is ``index.offset``.
+            None for an object of one cell.
         is_main_replica: whether the user made this the copy to write.
+        bytes_io_data: anything, for an object; it is not kept.
+
+    Raises:
+        InvalidShardingError: if a tensor comes without usable ``tensor_data``, or bytes with any.
     """
 
     index: MetadataIndex
@@ -70,6 +60,19 @@ class WriteItem:
     tensor_data: TensorWriteData | None = None
     object_cell: Ints | None = None
     is_main_replica: bool = True
+    bytes_io_data: object = field(default=None, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        data = self.tensor_data
+        if (data is None) == (self.type is WriteItemType.TENSOR):
+            raise unusable_tensor_data(
+                "a tensor needs it, and bytes have none",
+                self.index.fqn,
+                expected="tensor_data" if data is None else "no tensor_data",
+                found=data,
+            )
+        if data is not None and type(data) is not TensorWriteData:
+            object.__setattr__(self, "tensor_data", TensorWriteData.of(data, self.index.fqn))
 
     def tensor_storage_size(self) -> int | None:
         """Bytes to store; None for an object."""
@@ -82,12 +85,19 @@ class WriteItem:
         return count * dtypes.from_name(data.dtype).itemsize
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class SavePlan:
     """What one rank brings to a save (local plan), or writes (final plan).
 
     The rows are columns of ``table``; ``items`` shows them one by one, and ``with_items`` takes
     changed ones back, so that a planner may work on either.
+
+    Args:
+        items: the shards, as a table or as items.
+        storage_data: see below.
+        planner_data: see below.
+        table: the same as ``items``.
+        index: see below.
 
     Attributes:
         table: the shards.
@@ -97,9 +107,25 @@ class SavePlan:
     """
 
     table: ShardTable
-    index: Index | None = None
-    storage_data: object = None
-    planner_data: object = None
+    index: Index | None
+    storage_data: object
+    planner_data: object
+
+    def __init__(
+        self,
+        items: ShardTable | Iterable[WriteItem] = (),
+        storage_data: object = None,
+        planner_data: object = None,
+        *,
+        table: ShardTable | None = None,
+        index: Index | None = None,
+    ) -> None:
+        rows = items if table is None else table
+        rows = rows if isinstance(rows, ShardTable) else _table(rows, 0)
+        object.__setattr__(self, "table", rows)
+        object.__setattr__(self, "index", index)
+        object.__setattr__(self, "storage_data", storage_data)
+        object.__setattr__(self, "planner_data", planner_data)
 
     @cached_property
     def items(self) -> tuple[WriteItem, ...]:
@@ -141,13 +167,21 @@ class SavePlan:
         """Bytes of all tensors in the plan."""
         return int(self.table.num_bytes.sum())
 
+    def for_index(self, index: Index | None) -> SavePlan:
+        """This plan with an index, unless it has one."""
+        return replace(self, index=index) if self.index is None else self
+
     def with_items(self, items: Iterable[WriteItem]) -> SavePlan:
         """This plan with other items in place of its own."""
         rank = int(self.table.ranks[0]) if len(self.table) else 0
-        rows = TableRows()
-        for item in items:
-            _add(rows, item)
-        return replace(self, table=rows.table(rank))
+        return replace(self, table=_table(items, rank))
+
+
+def _table(items: Iterable[WriteItem], rank: int) -> ShardTable:
+    rows = TableRows()
+    for item in items:
+        _add(rows, item)
+    return rows.table(rank)
 
 
 def _item(
@@ -162,7 +196,7 @@ def _item(
     source: int,
 ) -> WriteItem:
     box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
-    index = MetadataIndex(key, box.offset, source)
+    index = MetadataIndex(key, box.offset, None if source < 0 else source)
     whole = tuple(global_shape[:ndim])
     if dtype == OBJECT:
         return WriteItem(index, WriteItemType.BYTE_IO, None, whole, main)
@@ -172,12 +206,12 @@ def _item(
 
 
 def _add(rows: TableRows, item: WriteItem) -> None:
-    data, shape = item.tensor_data, item.object_cell
-    assert item.index.index is not None
+    data = item.tensor_data
     if data is None:
-        assert shape is not None
-        assert item.index.offset is not None
-        box, dtype, flat = Box(item.index.offset, (1,) * len(shape)), OBJECT, None
+        cell, shape = item.index.offset, item.object_cell
+        if shape is None:
+            shape = (1,) * len(cell or (0,))
+        box, dtype, flat = Box(tuple(cell or (0,) * len(shape)), (1,) * len(shape)), OBJECT, None
     else:
         shape, box, dtype, flat = data.size, data.chunk, data.dtype, data.flat_range
     rows.add(
@@ -188,7 +222,7 @@ def _add(rows: TableRows, item: WriteItem) -> None:
         shape=box.shape,
         flat=flat,
         main=item.is_main_replica,
-        source=item.index.index,
+        source=-1 if item.index.index is None else item.index.index,
     )
 
 

@@ -85,7 +85,8 @@ class KeyGroups:
             chunk = chunk * counts[self.of_row, axis] + index[:, axis]
         first_chunk = np.cumsum(self.num_chunks) - self.num_chunks
         place = (chunk + first_chunk[self.of_row])[self.counted & self.is_grid[self.of_row]]
-        unique = np.unique(place)
+        is_ascending = bool((place[1:] > place[:-1]).all())
+        unique = place if is_ascending else np.unique(place)
         owner = np.searchsorted(first_chunk + self.num_chunks, unique, side="right")
         distinct = np.bincount(owner, minlength=len(self))[: len(self)]
         result: Bools = self.is_grid & (held == self.num_chunks) & (distinct == self.num_chunks)

@@ -10,7 +10,14 @@ import numpy as np
 from dist_checkpointing.format.geometry import Ints, largest_divisor_block
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.pieces import PieceColumns, sorted_rows
-from dist_checkpointing.planning.cutting import Cut, cut_along_grid, cut_ranges, cut_rows, joined
+from dist_checkpointing.planning.cutting import (
+    Cut,
+    cut_along_grid,
+    cut_into_boxes,
+    cut_ranges,
+    cut_rows,
+    joined,
+)
 from dist_checkpointing.planning.key_groups import KeyGroups
 from dist_checkpointing.planning.shard_table import (
     OBJECT,
@@ -34,9 +41,12 @@ class RowBlockLayout:
 
     Attributes:
         max_chunk_bytes: Upper limit for a chunk or piece, in bytes.
+        keeps_ranges: Whether a range of a flattened shard is stored as a 1-D piece; else as the
+            boxes that it consists of.
     """
 
     max_chunk_bytes: int = MAX_CHUNK_BYTES
+    keeps_ranges: bool = True
 
     def index(self, written: ShardTable) -> Index:
         """The layout of every tensor in a sorted table of the shards that will be written."""
@@ -107,6 +117,10 @@ class RowBlockLayout:
 
     def _cut(self, table: ShardTable, has_grid: Bools, chunks: Int64s) -> Cut:
         """Parts of a table; what is one chunk or piece just as it is comes first."""
+        if not self.keeps_ranges and (table.flat[:, 0] >= 0).any():
+            table, own = cut_into_boxes(table)
+            parts, origins = self._cut(table, has_grid[own], chunks[own])
+            return parts, own[origins]
         # A small shard at the edge may still span chunks, if larger neighbours had to be divided.
         uncut = (table.num_bytes <= self.max_chunk_bytes) & ~(
             has_grid & (table.shapes > chunks).any(axis=1)
@@ -118,14 +132,14 @@ class RowBlockLayout:
         is_flat = table.flat[:, 0] >= 0
         in_grid = ~uncut & has_grid
         ranges, boxes = ~uncut & ~has_grid & is_flat, ~uncut & ~has_grid & ~is_flat
-        parts = [(table.take(uncut), rows[uncut])]
+        cuts = [(table.take(uncut), rows[uncut])]
         for mask, (cut, origins) in (
             (in_grid, cut_along_grid(table.take(in_grid), chunks[in_grid])),
             (ranges, cut_ranges(table.take(ranges), most[ranges])),
             (boxes, cut_rows(table.take(boxes), most[boxes])),
         ):
-            parts.append((cut, rows[mask][origins]))
-        return joined(parts)
+            cuts.append((cut, rows[mask][origins]))
+        return joined(cuts)
 
 
 @dataclass(frozen=True, slots=True)

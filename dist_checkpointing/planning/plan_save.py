@@ -6,13 +6,14 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
 import xxhash
 
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
@@ -23,10 +24,14 @@ from dist_checkpointing.planning.agreed_cache import AgreedCache
 from dist_checkpointing.planning.coverage import check_agreement, check_coverage, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import Exchanged, exchange_tables
+from dist_checkpointing.planning.hook_calls import call_hook
 from dist_checkpointing.planning.layout import Layout
+from dist_checkpointing.planning.metadata import Metadata, whole_items
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concatenate
 
+PLANNING: Final = "planning the save"
+LATER: Final = -1
 _TENSORS, _FLATTENED, _OBJECTS, _OTHERS = "tensors", "flattened", "objects", "others"
 
 
@@ -66,18 +71,36 @@ class PlanCache(AgreedCache[AgreedPlan]):
     """
 
 
-def plan_save(
-    leaves: Leaves,
-    planner: SavePlanner,
-    layout: Layout,
-    comm: Comm,
-    *,
-    cache: PlanCache | None = None,
-    others: Iterable[ShardedBase] = (),
-    folder: Path | None = None,
-    saved_as: str = "",
-) -> AgreedPlan:
-    """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
+@dataclass(frozen=True, slots=True)
+class PlanFacts:
+    """What a rank brings besides its table.
+
+    Attributes:
+        rest: Its plan without rows, if there is anything else in it.
+        place: Folder and format, which must be the same on all ranks.
+        number: Number of the plan that it would use again, or ``LATER``. It has brought no table
+            then.
+    """
+
+    rest: SavePlan | None
+    place: tuple[str, str]
+    number: int | None = None
+
+    @property
+    def identity(self) -> int | None:
+        """Number that stands for all of it, see ``Comm.exchange``; None if there is a table."""
+        return None if self.number is None else number_of((*self.place, self.number))
+
+
+def number_of(values: object) -> int:
+    """A number below 2**62 that stands for values whose ``repr`` does."""
+    return xxhash.xxh3_64_intdigest(repr(values).encode()) >> 2
+
+
+class SavePlanning:
+    """How one rank takes part in planning one save.
+
+    In order: what ``bring`` gives is exchanged, then ``complete`` and ``conclude``.
 
     Args:
         leaves: of this rank, for the storage.
@@ -89,88 +112,154 @@ def plan_save(
         folder: of the checkpoint, which all ranks must name alike.
         saved_as: the format in words, which must be the same on all ranks.
 
-    Raises:
-        CheckpointingException: on every rank, if they name different folders or formats.
-        InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
-            tensor exactly once.
+    Attributes:
+        planner: answers for the data of the plan's items.
+        is_coordinator: whether this is rank 0.
     """
-    others = list(others)
-    description, number = None, None
-    if cache is not None and planner.settings is not None:
-        description = (type(planner), planner.settings, layout, comm.rank, comm.world_size)
-        with paused_collector():
-            rows = _described(itertools.chain(leaves.values(), others))
-            description = (*description, len(leaves), *rows)
-        number = cache.number_of(description)
-    place = ("" if folder is None else str(folder.absolute()), saved_as)
-    # Ranks that name different folders bring different numbers, and then exchange the names.
-    named = None
-    if number is not None:
-        named = number ^ (xxhash.xxh3_64_intdigest("\0".join(place).encode()) >> 2)
-    if comm.all_same(named):
-        assert cache is not None
-        assert cache.value is not None
-        with comm.agreed("planning the save"), paused_collector():
-            planner.configure_planner(
-                leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
-            )
-        return cache.value
 
-    own: list[SavePlan] = []
+    def __init__(
+        self,
+        leaves: Leaves,
+        planner: SavePlanner,
+        layout: Layout,
+        comm: Comm,
+        *,
+        cache: PlanCache | None = None,
+        others: Iterable[ShardedBase] = (),
+        folder: Path | None = None,
+        saved_as: str = "",
+    ) -> None:
+        self.planner = planner
+        self._leaves, self._layout, self._others = leaves, layout, list(others)
+        self._rank, self._world_size = comm.rank, comm.world_size
+        self.is_coordinator = comm.rank == 0
+        self._place = ("" if folder is None else str(folder.absolute()), saved_as)
+        self._cache = cache
+        self._description: tuple[Any, ...] | None = None
+        self._own: SavePlan | None = None
 
-    @paused_collector()
-    def local_plan() -> tuple[Mapping[str, ShardTable], PlanFacts]:
-        planner.configure_planner(
-            leaves, is_coordinator=comm.rank == 0, rank=comm.rank, layout=layout
-        )
-        plan = planner.build_local_plan()
-        own.append(plan)
+    def bring(self) -> tuple[Mapping[str, ShardTable], PlanFacts]:
+        """What this rank says of itself: its tables, or which plan it would use again."""
+        number = None
+        if self._cache is not None and self.planner.settings is not None:
+            rows = described(itertools.chain(self._leaves.values(), self._others))
+            settings = (type(self.planner), self.planner.settings, self._layout)
+            ranks = (self._rank, self._world_size)
+            self._description = (*settings, *ranks, len(self._leaves), *rows)
+            number = self._cache.number_of(self._description)
+        return self._tables() if number is None else ({}, PlanFacts(None, self._place, number))
+
+    def _tables(self) -> tuple[Mapping[str, ShardTable], PlanFacts]:
+        self._configure()
+        plan = self._own = self.planner.build_local_plan()
         # Most planners bring nothing but the table, and thousands of ranks do so.
         own_data = (plan.storage_data, plan.planner_data)
         bare = type(plan) is SavePlan and own_data == (None, None)
         rest = None if bare else replace(plan, table=plan.table.take(slice(0, 0)))
-        other_rows = describe(others, comm.rank)
-        if _assigns(planner):
-            return exchanged_parts(plan.table, other_rows), PlanFacts(rest, place)
-        return {_TENSORS: plan.table, _OTHERS: other_rows}, PlanFacts(rest, place)
+        other_rows = describe(self._others, self._rank)
+        if _assigns(self.planner):
+            return exchanged_parts(plan.table, other_rows), PlanFacts(rest, self._place)
+        return {_TENSORS: plan.table, _OTHERS: other_rows}, PlanFacts(rest, self._place)
 
-    exchanged = exchange_tables(comm, "planning the save", local_plan)
-    with comm.agreed("planning the save"), paused_collector():
+    def _configure(self) -> None:
+        configure(self.planner, self._leaves, self._layout, self._rank)
+
+    def exchange(self, comm: Comm) -> Exchanged[PlanFacts]:
+        """What ``conclude`` needs to know of all ranks. Collective."""
+        bring = paused_collector()(self.bring)
+        exchanged = exchange_tables(comm, PLANNING, bring, lambda facts: facts.identity)
+        return self.complete(comm, exchanged)
+
+    def agree(self, comm: Comm) -> AgreedPlan:
+        """All of it. Collective; every rank raises alike."""
+        exchanged = self.exchange(comm)
+        with comm.agreed(PLANNING), paused_collector():
+            return self.conclude(exchanged)
+
+    def complete(self, comm: Comm, exchanged: Exchanged[PlanFacts]) -> Exchanged[PlanFacts]:
+        """The tables of all ranks, if some were not brought and the last plan is no use.
+
+        Collective.
+        """
+        numbers = {facts.number for facts in exchanged.facts}
+        if len(numbers) == 1:
+            return exchanged
+        return exchange_tables(comm, PLANNING, paused_collector()(self._tables))
+
+    def conclude(self, exchanged: Exchanged[PlanFacts]) -> AgreedPlan:
+        """The plan that follows from what all ranks have brought. Not collective."""
         check_one_destination([facts.place for facts in exchanged.facts])
+        own, planner = self._own, self.planner
+        if own is None:
+            assert self._cache is not None
+            assert self._cache.value is not None
+            self._configure()
+            return self._cache.value
         other_rows = exchanged.catalog(_OTHERS)
-        check_coverage(other_rows, main_rows(other_rows))
+        if len(other_rows):
+            check_coverage(other_rows, main_rows(other_rows))
         catalog = exchanged.catalog(_TENSORS, _FLATTENED, _OBJECTS)
         if _assigns(planner):
             check_agreement(catalog)
-            written, index = planner.assign(catalog, comm.world_size)
+            written, index = planner.assign(catalog, self._world_size)
             check_coverage(catalog, written)
-            table = written.take(np.flatnonzero(written.ranks == comm.rank))
-            plan = replace(own[0], table=_with_sources(table, own[0].table), index=index)
+            table = written.take(written.ranks == self._rank)
+            plan = replace(own, table=_with_sources(table, own.table), index=index)
         else:
             # Who brought a plan is who holds its shards, whatever a user's planner put there.
             plans, index = checked_plans(_local_plans(exchanged), planner)
-            plan = plans[comm.rank]
-        plan = planner.finalize_plan(plan)
-        asked = {leaf.key for leaf in leaves.values()}
-        dropped = tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
-        agreed = AgreedPlan(plan, index, dropped, other_rows)
-        if cache is not None and description is not None:
+            plan = plans[self._rank]
+        plan = planner.finalize_plan(plan).for_index(index)
+        agreed = AgreedPlan(plan, index, self._dropped(catalog), other_rows)
+        if self._cache is not None and self._description is not None:
             digest = xxhash.xxh3_64_intdigest(b"".join(exchanged.digests))
-            cache.keep(description, agreed, digest >> 2)
-    return agreed
+            self._cache.keep(self._description, agreed, digest >> 2)
+        return agreed
+
+    def _dropped(self, catalog: ShardTable) -> tuple[str, ...]:
+        build = getattr(self.planner.build_local_plan, "__func__", None)
+        if build is DefaultSavePlanner.build_local_plan:
+            return ()
+        asked = {leaf.key for leaf in self._leaves.values()}
+        return tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
 
 
-@dataclass(frozen=True, slots=True)
-class PlanFacts:
-    """What a rank brings besides its table.
+def configure(planner: SavePlanner, leaves: Leaves, layout: Layout, rank: int) -> None:
+    """Call ``configure_planner``, whatever of the protocol it takes."""
+    planner.layout = layout
+    call_hook(
+        planner.configure_planner,
+        leaves,
+        is_coordinator=rank == 0,
+        rank=rank,
+        layout=layout,
+        remove_redundancy=getattr(planner, "remove_redundancy", True),
+        save_to_minimum_rank=getattr(planner, "save_to_minimum_rank", False),
+    )
 
-    Attributes:
-        rest: Its plan without rows, if there is anything else in it.
-        place: Folder and format, which must be the same on all ranks.
+
+def plan_save(
+    leaves: Leaves,
+    planner: SavePlanner,
+    layout: Layout,
+    comm: Comm,
+    *,
+    cache: PlanCache | None = None,
+) -> AgreedPlan:
+    """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
+
+    Args:
+        leaves: see ``SavePlanning``.
+        planner: see ``SavePlanning``.
+        layout: see ``SavePlanning``.
+        comm: the ranks that save together.
+        cache: see ``SavePlanning``.
+
+    Raises:
+        InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
+            tensor exactly once.
     """
-
-    rest: SavePlan | None
-    place: tuple[str, str]
+    return SavePlanning(leaves, planner, layout, comm, cache=cache).agree(comm)
 
 
 def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
@@ -193,7 +282,9 @@ def exchanged_parts(table: ShardTable, others: ShardTable) -> dict[str, ShardTab
     for kind, rows in _rows_of_kinds(table).items():
         part = table.take(rows)
         # Only the names that occur, so that those of the other parts make no difference.
-        used = np.unique(np.concatenate([part.keys, part.dtypes]))
+        is_used = np.zeros(len(table.names), dtype=np.bool_)
+        is_used[part.keys] = is_used[part.dtypes] = True
+        used = np.flatnonzero(is_used)
         number = np.zeros(len(table.names), dtype=np.int32)
         number[used] = np.arange(len(used), dtype=np.int32)
         parts[kind] = replace(
@@ -246,11 +337,27 @@ def checked_plans(
     announced = local_plans.catalog
     check_agreement(announced)
     plans, index = planner.build_global_plan(local_plans)
-    check_coverage(announced, concatenate([plan.table for plan in plans]))
-    return plans, index
+    if len(plans) != len(local_plans):
+        finding = Finding(
+            "build_global_plan must return a plan for every rank",
+            expected=len(local_plans),
+            found=len(plans),
+        )
+        raise CheckpointingException("the plan of a planner cannot be used", [finding])
+    # Items of the user's own do not say whose they are.
+    tables = [
+        replace(plan.table, ranks=np.full(len(plan.table), rank, dtype=np.int32))
+        for rank, plan in enumerate(plans)
+    ]
+    written = concatenate(tables)
+    check_coverage(announced, written)
+    if isinstance(index, Metadata) or not isinstance(index, Index):
+        planner.layout = whole_items(planner.layout)
+        index = Metadata.laid_out(index, planner.layout, announced, written)
+    return [plan.for_index(index) for plan in plans], index
 
 
-def _described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
+def described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
     """Everything about the leaves that a plan depends on, as values that cannot change."""
     for leaf in leaves:
         data = leaf.data

@@ -2,68 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
 from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
 
-from dist_checkpointing.format.geometry import Box, Ints, Window, split_rows
+from dist_checkpointing.errors import StateMismatchError
+from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning.items import MetadataIndex
+from dist_checkpointing.planning.read_items import (
+    NOWHERE,
+    LoadItemType,
+    ReadItem,
+    placed_items,
+)
 from dist_checkpointing.planning.segments import padded
 from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
-
-
-class LoadItemType(Enum):
-    """What a ReadItem carries."""
-
-    TENSOR = "tensor"
-    BYTE_IO = "byte_io"
-
-
-@dataclass(frozen=True, slots=True)
-class ReadItem:
-    """A box to copy from a stored chunk into one of this rank's leaves.
-
-    Attributes:
-        type: tensor or bytes.
-        dest_index: key, offset of the destination shard, and which leaf of this rank it is.
-        dest: where the box lies in the destination's memory.
-        storage_index: key, offset of the stored chunk, and which piece it is.
-        storage: where the box lies in the stored chunk, whose elements are in C order.
-    """
-
-    type: LoadItemType
-    dest_index: MetadataIndex
-    dest: Window
-    storage_index: MetadataIndex
-    storage: Window
-
-    @property
-    def dest_offsets(self) -> Ints:
-        """Offset of the box in the destination."""
-        return self.dest.box.offset
-
-    @property
-    def storage_offsets(self) -> Ints:
-        """Offset of the box in the stored chunk."""
-        return self.storage.box.offset
-
-    @property
-    def lengths(self) -> Ints:
-        """Shape of the box."""
-        return self.dest.box.shape
-
-    def parts(self, max_elements: int) -> Iterator[ReadItem]:
-        """The same in blocks of rows with at most so many elements each; itself if it is small."""
-        if self.dest.box.num_elements <= max_elements:
-            yield self
-            return
-        for block in split_rows(Box.whole(self.lengths), max_elements):
-            yield replace(self, dest=self.dest.part(block), storage=self.storage.part(block))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,6 +204,28 @@ _COLUMNS = tuple(f.name for f in fields(ReadTable) if f.name not in ("names", "g
 _SHAPES = ("dest_shapes", "storage_shapes", "lengths")
 
 
+def contiguous_ranges(
+    starts: Int64s, shapes: Int64s, boxes: Int64s, lengths: Int64s
+) -> tuple[Int64s, Bools]:
+    """First element of boxes in arrays in memory, and whether each box is one run there.
+
+    Args:
+        starts: First element of each array.
+        shapes: ``[rows, axes]``, shape of the array.
+        boxes: ``[rows, axes]``, offset of the box in it.
+        lengths: ``[rows, axes]``, shape of the box.
+    """
+    position = np.zeros(len(starts), dtype=np.int64)
+    is_run = np.ones(len(starts), dtype=np.bool_)
+    is_partial = np.zeros(len(starts), dtype=np.bool_)
+    for axis in range(shapes.shape[1]):
+        position = position * shapes[:, axis] + boxes[:, axis]
+    for axis in reversed(range(shapes.shape[1])):
+        is_run &= ~is_partial | (lengths[:, axis] == 1)
+        is_partial |= lengths[:, axis] != shapes[:, axis]
+    return starts + position, is_run
+
+
 def stored_ranges(table: ReadTable, index: Index) -> Int64s:
     """Flattened range of the stored piece of each row, ``[rows, 2]``; -1 where there is none."""
     ranges = np.full((len(table), 2), -1, dtype=np.int64)
@@ -291,14 +271,13 @@ def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:
     Args:
         cells: key, cell and leaf of each.
     """
-    nothing = Window(0, (), Box((), ()))
     items = [
         ReadItem(
             LoadItemType.BYTE_IO,
             MetadataIndex(key, cell, source),
-            nothing,
+            NOWHERE,
             MetadataIndex(key, cell),
-            nothing,
+            NOWHERE,
         )
         for key, cell, source in cells
     ]
@@ -330,14 +309,13 @@ class LoadPlan:
 
     def __init__(
         self,
-        items: ReadTable | Iterable[ReadItem] | None = None,
+        items: ReadTable | Iterable[ReadItem] = (),
         storage_data: object = None,
         planner_data: object = None,
         *,
         table: ReadTable | None = None,
     ) -> None:
-        rows = table if items is None else items
-        assert rows is not None
+        rows = items if table is None else table
         rows = rows if isinstance(rows, ReadTable) else ReadTable.of(rows)
         object.__setattr__(self, "table", rows)
         object.__setattr__(self, "storage_data", storage_data)
@@ -356,3 +334,21 @@ class LoadPlan:
     def with_items(self, items: Iterable[ReadItem]) -> LoadPlan:
         """This plan with other items in place of its own."""
         return replace(self, table=ReadTable.of(items))
+
+    def placed(self, index: Index, leaves: Sequence[ShardedBase]) -> LoadPlan:
+        """This plan, with all that a planner of the user's own has left open about its items.
+
+        Args:
+            index: what the checkpoint holds.
+            leaves: of this rank.
+
+        Raises:
+            StateMismatchError: with every item that reads or fills what is not there.
+        """
+        given = self.table.given
+        if given is None or all(item.is_placed for item in given):
+            return self
+        items, findings = placed_items(given, index, leaves)
+        if findings:
+            raise StateMismatchError("the checkpoint does not hold what is planned", findings)
+        return self.with_items(items)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -63,6 +63,13 @@ class WantedShards:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def take(self, rows: Int64s) -> WantedShards:
+        """Some of them."""
+        return WantedShards(
+            [self.keys[row] for row in rows.tolist()],
+            *(getattr(self, f.name)[rows] for f in fields(self) if f.name != "keys"),
+        )
+
     @classmethod
     def of(cls, shards: Iterable[WantedShard]) -> WantedShards:
         """The columns of some shards."""
@@ -82,7 +89,7 @@ class WantedShards:
         offsets: Sequence[Ints],
         shapes: Sequence[Ints],
         flat: Sequence[tuple[int, int] | None],
-        sources: Sequence[int],
+        sources: Sequence[int] | Int32s,
     ) -> WantedShards:
         """The same from lists, one value a shard."""
         ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
@@ -96,7 +103,7 @@ class WantedShards:
             padded_rows(offsets, ndim, 0),
             padded_rows(shapes, ndim, 1),
             ranges,
-            np.array(sources, dtype=np.int32),
+            np.asarray(sources, dtype=np.int32),
         )
 
 
@@ -141,8 +148,7 @@ def plan_load(
     on_grid = np.array([shape is not None for shape in chunk_shapes], dtype=np.bool_)
     shapes = [shape or full for shape, full in zip(chunk_shapes, global_shapes, strict=True)]
     chunks = np.maximum(padded_rows(shapes, shards.ndim, 1), 1)
-    names = {key: number for number, key in enumerate(dict.fromkeys(shards.keys))}
-    numbers = np.fromiter(map(names.__getitem__, shards.keys), dtype=np.int32, count=len(shards))
+    names, numbers = _numbered(shards.keys)
     cut = segments_of(shards.offsets, shards.shapes, shards.flat)
     # A wanted shard may stick out of a smaller stored tensor (allow_shape_mismatch).
     highs = np.minimum(cut.offsets + cut.shapes, whole[cut.parts])
@@ -158,7 +164,17 @@ def plan_load(
         in_pieces, findings = _in_pieces(index, shards, cut.take(~on), highs[~on])
         overlaps = joined([in_grid(grid, highs[on], chunks[grid.parts]), in_pieces])
         overlaps = overlaps.take(np.argsort(overlaps.wanted.parts, kind="stable"))
-    return _of_overlaps(shards, tuple(names), numbers, overlaps), findings
+    return _of_overlaps(shards, names, numbers, overlaps), findings
+
+
+def _numbered(keys: Sequence[str]) -> tuple[tuple[str, ...], Int32s]:
+    """The distinct keys, and the position of each key among them."""
+    known = dict.fromkeys(keys)
+    if len(known) == len(keys):
+        return tuple(keys), np.arange(len(keys), dtype=np.int32)
+    position = {key: number for number, key in enumerate(known)}
+    numbers = np.fromiter(map(position.__getitem__, keys), dtype=np.int32, count=len(keys))
+    return tuple(known), numbers
 
 
 def _of_overlaps(

@@ -240,7 +240,8 @@ def table_of(
     sources: Sequence[int],
 ) -> ShardTable:
     """The table of a rank from lists, one value a shard; see the attributes of ShardTable."""
-    names = {name: position for position, name in enumerate(dict.fromkeys((*keys, *dtypes)))}
+    distinct = dict.fromkeys(itertools.chain(keys, dict.fromkeys(dtypes)))
+    names = dict(zip(distinct, range(len(distinct)), strict=True))
     ndim = np.fromiter(map(len, global_shapes), dtype=np.int32, count=len(keys))
     count = len(keys)
     ranges = np.full((count, 2), -1, dtype=np.int64)
@@ -307,9 +308,8 @@ def concatenate(tables: Sequence[SomeRows], holders: Sequence[Int32s] | None = N
         holders: of the result; see ShardTable.
     """
     tables = [table for table in tables if len(table)] or tables[:1]
-    names = sorted(
-        {name for table in {id(t.names): t for t in tables}.values() for name in table.names}
-    )
+    given = list({id(table.names): table.names for table in tables}.values())
+    names = sorted(given[0] if len(given) == 1 else set(itertools.chain(*given)))
     position = {name: i for i, name in enumerate(names)}
     width = max((table.max_ndim for table in tables), default=0)
     translation: dict[int, Int32s] = {}

@@ -15,12 +15,13 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.save_handle import SaveHandle
-from dist_checkpointing.serialization.save_job import prepare
+from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_options import (
     AsyncSaveOptions,
     SaveOptions,
     require_known,
 )
+from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
 from dist_checkpointing.storage.background import Ownership
 from dist_checkpointing.storage.driver import write_plan
@@ -166,12 +167,18 @@ class AsyncSaver:
             # First of all, so that it gets ready while this one plans and copies.
             with comm.agreed("starting the worker process"):
                 self._process.start()
+
+        def require_sendable(job: SaveJob) -> None:
+            if self._process is not None:
+                self._process.require_sendable(job.strategy, job.writer)
+
         shared: SaveOptions = options  # the rest of them
         job = prepare(
             sharded_state_dict,
             checkpoint_dir,
             comm,
             Meter("asynchronous save", comm.rank, report),
+            require_sendable,
             sharded_strategy=sharded_strategy,
             common_strategy=common_strategy,
             plan_cache=self._plan_cache,
@@ -179,19 +186,17 @@ class AsyncSaver:
             after_claim=after_claim,
             **shared,
         )
-        if self._process is not None:
-            with comm.agreed("preparing the save"):
-                self._process.require_sendable(job.strategy, job.writer)
         try:
-            job.claim(comm)
-            if self._own_comm is None:
-                job.secure(comm)
+            # What is made durable in the background need not be waited for here.
+            job.claim(comm, secured=self._own_comm is None)
             write = write_plan if self._process is None else self._process.write_plan
             staged = StagedSave(job, self._buffers, step, write)
             try:
                 detector = None
                 with comm.agreed("copying the state"):
                     staged.get_ready(comm)
+                    if self._own_comm is None:
+                        job.check_claim()
                     if capture == "copy":
                         staged.capture()
                     else:

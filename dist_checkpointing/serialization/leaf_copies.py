@@ -25,10 +25,10 @@ class Values:
     """What this rank gives to those that write: the caller's own values, or copies.
 
     Attributes:
-        common: the common state, written on rank 0.
-        objects: nest of the ShardedObjects that the common strategy writes; None if it has none.
-        leaves: nest of what a strategy without a StorageWriter writes.
-        planner: answers for the data of the plan's items.
+        common: The common state, written on rank 0.
+        objects: Nest of the ShardedObjects that the common strategy writes; None if it has none.
+        leaves: Nest of what a strategy without a StorageWriter writes.
+        planner: Planner that answers for the data of the plan's items.
     """
 
     common: CommonStateDict

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
 from dist_checkpointing.format.gc_pause import paused_collector
@@ -27,12 +25,16 @@ from dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
+from dist_checkpointing.mapping.nesting import AtPaths, joined, value_at
 from dist_checkpointing.mapping.nesting import Path as TreePath
-from dist_checkpointing.mapping.nesting import value_at
 from dist_checkpointing.mapping.partition import Partition, partition
-from dist_checkpointing.planning.coverage import check_coverage, main_rows
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import exchange_tables
+from dist_checkpointing.mapping.tensor_columns import TensorColumns
+from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.serialization.load_checks import (
+    check_access,
+    noting_filled,
+    require_one_save,
+)
 from dist_checkpointing.serialization.load_verification import Verification
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
@@ -48,12 +50,17 @@ from dist_checkpointing.strategies.selection import (
 from dist_checkpointing.validation.compare import (
     Cast,
     StoredTensors,
+    clear_partly_stored,
     compare,
     handle_strictly,
     with_memory,
 )
 from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
 from dist_checkpointing.validation.unwrapped import check_filled, refuse_distributed
+
+T = TypeVar("T", bound=ShardedBase)
+
+Verify = bool | Literal["restored"]
 
 _ReturningFlag = Literal[
     StrictHandling.RETURN_UNEXPECTED,
@@ -75,7 +82,7 @@ def load(  # type: ignore[overload-overlap]  # any other flag returns one value
     comm: Comm | None = ...,
     cast: Cast = ...,
     trusted: bool = ...,
-    verify: bool = ...,
+    verify: Verify = ...,
     progress: ProgressCallback | None = ...,
 ) -> tuple[StateDict, set[str], set[str]]: ...
 
@@ -92,7 +99,7 @@ def load(
     comm: Comm | None = ...,
     cast: Cast = ...,
     trusted: bool = ...,
-    verify: bool = ...,
+    verify: Verify = ...,
     progress: ProgressCallback | None = ...,
 ) -> StateDict: ...
 
@@ -108,7 +115,7 @@ def load(
     comm: Comm | None = None,
     cast: Cast = "error",
     trusted: bool = False,
-    verify: bool = False,
+    verify: Verify = False,
     progress: ProgressCallback | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load what a template asks for, however it was sharded when it was saved. Collective.
@@ -137,7 +144,11 @@ def load(
             wanted in part or converted are read twice, the first time whole; so is everything if
             the strategy has a planner of its own. What seal and checksums do not speak of is an
             error. A checkpoint without a seal is verified as far as its checksums go, with a
-            warning.
+            warning. ``"restored"`` compares what lies in memory after the load with the
+            fingerprints of the save, see ``fingerprint``, whatever the sharding. Fingerprints that
+            the save did not keep are computed from what is stored, which is read once more. Where
+            the ranks do not hold all of a tensor in its stored dtype and shape there is nothing to
+            compare, and a warning names it.
         progress: called with a Progress, from any thread, whenever there is something to report.
 
     Returns:
@@ -154,7 +165,7 @@ def load(
         UnsupportedFormatError: a format or a pickled class that is not read; a URL for a path.
         StrategyNotFoundError: the backend is unknown here.
         RankFailedError: anything else that failed, on the ranks it names.
-        ValueError: for a ``strict`` or ``cast`` that does not exist.
+        ValueError: for a ``strict``, ``cast`` or ``verify`` that does not exist.
 
     Example:
         >>> whole = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
@@ -166,8 +177,7 @@ def load(
     comm = default_comm() if comm is None else comm
     meter = Meter("load", comm.rank, progress)
     flag = parse_strict_flag(strict)
-    if cast not in ("error", "widen", "any"):
-        raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
+    _require_known(cast, verify)
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
         folder = local_folder(checkpoint_dir)
         save_number = number_of_save(folder)
@@ -176,11 +186,13 @@ def load(
             found = replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
         parts = _take_apart(sharded_state_dict)
         common = found.common.load_common(folder)
-    _require_one_save(comm.all_same(save_number), folder)
+    require_one_save(comm.all_same(save_number), folder)
     if validate_access_integrity:
-        _check_access(parts, comm)
+        check_access(parts, comm)
 
-    reader, index, stored, stored_keys = _read_index(found, folder, parts, comm, is_kept=verify)
+    reader, index, stored, stored_keys = _read_index(
+        found, folder, parts, comm, is_kept=bool(verify)
+    )
     missing, unexpected = set[str](), set[str]()
     if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
         objects = comm.from_rank0(
@@ -189,54 +201,59 @@ def load(
         )
         missing, unexpected = handle_strictly(parts, {*stored_keys()} | objects, flag, comm)
     with comm.agreed("comparing template and checkpoint"), paused_collector():
-        wanted = {p: t for p, t in parts.tensors.items() if t.key not in unexpected}
-        stored = _stored_of(wanted, stored)
+        tensors = _asked(parts.tensors, unexpected)
+        wanted_objects = _asked(parts.objects, unexpected)
+        wanted = TensorColumns.of(tensors.values())
         own_planner = getattr(found.sharded, "planner", None) is not None
-        compare(wanted, stored, cast, planner_knows_keys=own_planner)
+        alike = compare(tensors, wanted, stored, cast, planner_knows_keys=own_planner)
         check_filled(parts, common, flag)
-        wanted_objects = {p: o for p, o in parts.objects.items() if o.key not in unexpected}
-    # Only now that all ranks agree may a tensor be touched.
-    with comm.agreed("allocating memory"), paused_collector():
-        leaves = _with_memory(wanted, stored, reader, index)
+        filled = wanted
+        # Copies of the leaves are for others than our own planner, who may change them.
+        if own_planner or reader is None or not (alike and wanted.are_ready):
+            filled = TensorColumns.of(_with_memory(wanted, stored, reader, index))
+        to_fill = WantedLeaves(_replaced(tensors, filled.leaves), filled)
+    # Only now that all ranks agree may a tensor of the caller be touched.
+    if filled is not wanted:
+        clear_partly_stored(wanted.leaves, stored)
     verification = Verification(
-        [*leaves.values()], [*wanted_objects.values()], found, folder, index, reader, meter, comm
+        to_fill, [*wanted_objects.values()], found, folder, index, reader, meter, comm
     )
-    filled = verification.begin() if verify else None
-    loaded: dict[TreePath, Any] = {}
-    to_read: dict[TreePath, ShardedBase] = {**leaves}
+    to_verify = verification.begin() if verify is True else None
+    cells: Mapping[TreePath, ShardedObject] = {}
+    of_common: Mapping[TreePath, Any] = {}
     if handles_objects(found.sharded):
-        to_read |= {path: leaf.without_data() for path, leaf in wanted_objects.items()}
+        cells = _replaced(wanted_objects, [leaf.without_data() for leaf in wanted_objects.values()])
     else:
-        with comm.agreed("reading the sharded objects"):
-            values = found.common.load_sharded_objects(parts.nested(wanted_objects), folder)
-            loaded = {path: value_at(values, path) for path in wanted_objects}
-    with _noting_filled(wanted), verification.finding_damage(filled), meter.phase("reading"):
-        loaded |= _read(to_read, found.sharded, reader, index, parts, folder, comm, meter)
+        of_common = _read_objects(wanted_objects, found.common, parts, folder, comm)
+    with (
+        noting_filled(wanted),
+        verification.of_restored(is_wanted=verify == "restored"),
+        verification.finding_damage(to_verify),
+        meter.phase("reading"),
+    ):
+        loaded, of_strategy = _read(
+            to_fill, cells, found.sharded, reader, index, parts, folder, comm, meter
+        )
     with comm.agreed("rebuilding the state dict"), paused_collector():
-        _require_one_save(number_of_save(folder) == save_number, folder)
-        state_dict: StateDict = parts.rebuild(common, loaded)
+        require_one_save(number_of_save(folder) == save_number, folder)
+        state_dict: StateDict = parts.rebuild(common, loaded, of_strategy or of_common)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected
     return state_dict
 
 
+def _require_known(cast: str, verify: object) -> None:
+    if cast not in ("error", "widen", "any"):
+        raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
+    if verify not in (True, False, "restored"):
+        raise ValueError(f"verify must be True, False or 'restored', not {verify!r}")
+
+
 def _take_apart(template: ShardedStateDict) -> Partition:
     parts = partition(template)
     refuse_distributed(parts, {})
     return parts
-
-
-def _require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) -> None:
-    if is_one_save:
-        return
-    finding = Finding(
-        "another save into this folder began after the load",
-        path=str(checkpoint_dir),
-        remedy="What was read may be of both: load again, and save each step into its own folder.",
-    )
-    message = "the checkpoint was overwritten while it was read"
-    raise CorruptCheckpointError(message, [finding])
 
 
 def _read_index(
@@ -261,8 +278,10 @@ def _read_index(
         reader = found.sharded.make_reader(Path(checkpoint_dir))
         reader.is_kept = is_kept
         shared = share_index(reader, comm)
-        asked = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
-        index = shared.index(found.sharded.needed_keys(asked))
+        index = shared.whole
+        if index is None:
+            asked = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
+            index = shared.index(found.sharded.needed_keys(asked))
         stored: Mapping[str, tuple[Ints, torch.dtype]] = StoredTensors(index)
         return reader, index, stored, shared.keys
     metadata = comm.from_rank0(
@@ -272,35 +291,38 @@ def _read_index(
     return None, None, stored, stored.keys
 
 
-def _stored_of(
-    wanted: Mapping[TreePath, ShardedTensor], stored: Mapping[str, tuple[Ints, torch.dtype]]
-) -> Mapping[str, tuple[Ints, torch.dtype]]:
-    """What is stored of the wanted tensors, looked up once."""
-    if isinstance(stored, StoredTensors):
-        return stored.of(leaf.key for leaf in wanted.values())
-    return stored
+def _asked(leaves: Mapping[TreePath, T], unexpected: set[str]) -> Mapping[TreePath, T]:
+    """The leaves without those whose keys are not in the checkpoint."""
+    if not unexpected:
+        return leaves
+    return {path: leaf for path, leaf in leaves.items() if leaf.key not in unexpected}
+
+
+def _replaced(leaves: Mapping[TreePath, Any], others: Sequence[Any]) -> Mapping[TreePath, Any]:
+    """Other values at the same paths."""
+    if isinstance(leaves, AtPaths):
+        return leaves.replaced(others)
+    return dict(zip(leaves, others, strict=True))
 
 
 def _with_memory(
-    wanted: Mapping[TreePath, ShardedTensor],
+    wanted: TensorColumns,
     stored: Mapping[str, tuple[Ints, torch.dtype]],
     reader: StorageReader | None,
     index: Index | None,
-) -> dict[TreePath, ShardedTensor]:
-    """The leaves, all with memory to fill."""
+) -> list[ShardedTensor]:
+    """Copies of the leaves, all with memory to fill."""
     if reader is not None and index is not None:
         # Shapes of a template may be those that the checkpoint says it has.
-        large = {leaf.key for leaf in wanted.values() if leaf.data is None and _is_large(leaf)}
+        large = {leaf.key for leaf in wanted.leaves if leaf.data is None and _is_large(leaf)}
         reader.require_stored(large_tensors(index, large.intersection(index)), index)
-    return {path: with_memory(leaf, stored) for path, leaf in wanted.items()}
+    if isinstance(stored, StoredTensors):
+        stored = stored.of(wanted.keys)
+    return [with_memory(leaf, stored) for leaf in wanted.leaves]
 
 
 def _is_large(leaf: ShardedTensor) -> bool:
     return math.prod(leaf.local_shape) * leaf.dtype.itemsize > LARGE_BYTES
-
-
-def _num_bytes(leaf: ShardedBase) -> int:
-    return leaf.data.nbytes if isinstance(leaf.data, torch.Tensor) else 0
 
 
 def _stored_objects(
@@ -311,18 +333,21 @@ def _stored_objects(
     return [leaf for leaf in metadata.values() if isinstance(leaf, ShardedObject)]
 
 
-def _check_access(parts: Partition, comm: Comm) -> None:
-    leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
-    exchanged = exchange_tables(
-        comm, "describing the template", lambda: ({"shards": describe(leaves, comm.rank)}, None)
-    )
-    with comm.agreed("checking the template"):
-        catalog = exchanged.catalog("shards")
-        check_coverage(catalog, main_rows(catalog))
+def _read_objects(
+    objects: Mapping[TreePath, ShardedObject],
+    common: LoadCommonStrategy,
+    parts: Partition,
+    checkpoint_dir: Path,
+    comm: Comm,
+) -> Mapping[TreePath, Any]:
+    with comm.agreed("reading the sharded objects"):
+        values = common.load_sharded_objects(parts.nested(objects), checkpoint_dir)
+        return {path: value_at(values, path) for path in objects}
 
 
 def _read(
-    leaves: dict[TreePath, ShardedBase],
+    tensors: WantedLeaves,
+    cells: Mapping[TreePath, ShardedObject],
     strategy: LoadShardedStrategy,
     reader: StorageReader | None,
     index: Index | None,
@@ -330,28 +355,22 @@ def _read(
     checkpoint_dir: Path,
     comm: Comm,
     meter: Meter,
-) -> dict[TreePath, Any]:
+) -> tuple[Mapping[TreePath, Any], Mapping[TreePath, Any]]:
+    """Read tensors, and the objects that lie among them; the values of both."""
     if reader is not None and index is not None:
         reader.report = meter.add
-        meter.expect(sum(map(_num_bytes, leaves.values())))
+        meter.expect(int(tensors.tensors.num_bytes.sum()))
         assert isinstance(strategy, PlannedLoadStrategy)
+        leaves = WantedLeaves(joined(tensors.by_path, cells), tensors.tensors)
         read(leaves, index, strategy.planner, reader, comm, strategy.plan_reader)
-        return {path: leaf.data for path, leaf in leaves.items()}
+        own, others = tensors.tensors.leaves, cells.values()
+        return (
+            _replaced(tensors.by_path, [leaf.data for leaf in own]),
+            _replaced(cells, [leaf.data for leaf in others]),
+        )
     with comm.agreed("reading"):
-        result = strategy.load(parts.nested(leaves), checkpoint_dir)
-        return {path: value_at(result, path) for path in leaves}
-
-
-@contextmanager
-def _noting_filled(wanted: Mapping[TreePath, ShardedTensor]) -> Iterator[None]:
-    """Note on an error of the body which given tensors it may have filled."""
-    try:
-        yield
-    except CheckpointingException as error:
-        given = sorted({leaf.key for leaf in wanted.values() if leaf.data is not None})
-        if given:
-            error.add_note(
-                f"The given tensors of {len(given)} keys may be partly filled: "
-                f"{', '.join(given[:20])}{', ...' if len(given) > 20 else ''}"
-            )
-        raise
+        result = strategy.load(parts.nested({**tensors, **cells}), checkpoint_dir)
+        of_tensors, of_cells = (
+            {path: value_at(result, path) for path in own} for own in (tensors, cells)
+        )
+        return of_tensors, of_cells

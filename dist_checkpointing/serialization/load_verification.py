@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dist_checkpointing.comm import Comm
@@ -16,11 +17,14 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, read_seal
-from dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from dist_checkpointing.mapping import ShardedObject
+from dist_checkpointing.mapping.nesting import Position
 from dist_checkpointing.planning import DefaultLoadPlanner
+from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.serialization.fingerprint import verify_restored
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.filled_parts import FilledPart, verify_filled
+from dist_checkpointing.strategies.filled_parts import Filled, verify_filled
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import LoadStrategies
 from dist_checkpointing.strategies.verification import Wanted, verify_wanted
@@ -41,7 +45,7 @@ class Verification:
         comm: Ranks that load together.
     """
 
-    tensors: Sequence[ShardedTensor]
+    tensors: WantedLeaves
     objects: Sequence[ShardedObject]
     found: LoadStrategies
     folder: Path
@@ -50,7 +54,7 @@ class Verification:
     meter: Meter
     comm: Comm
 
-    def begin(self) -> list[FilledPart]:
+    def begin(self) -> Filled:
         """Verify what the load does not read whole, before anything is filled. Collective.
 
         Returns:
@@ -64,7 +68,7 @@ class Verification:
             return self._verify_all()
 
     @contextmanager
-    def finding_damage(self, filled: Sequence[FilledPart] | None) -> Iterator[None]:
+    def finding_damage(self, filled: Filled | None) -> Iterator[None]:
         """Verify what the body has read; if either fails, say all that is damaged. Collective.
 
         Args:
@@ -87,6 +91,23 @@ class Verification:
             raise
 
     @contextmanager
+    def of_restored(self, *, is_wanted: bool) -> Iterator[None]:
+        """Compare what the body has put into memory with the fingerprints of the save. Collective.
+
+        Args:
+            is_wanted: Whether to compare anything.
+        """
+        yield
+        if is_wanted:
+            make_reader = None
+            if isinstance(self.found.sharded, PlannedLoadStrategy):
+                make_reader = partial(self.found.sharded.make_reader, self.folder)
+            with self.meter.phase("verifying"):
+                verify_restored(
+                    self.tensors.tensors.leaves, self.folder, self.index, make_reader, self.comm
+                )
+
+    @contextmanager
     def _all_findings(self) -> Iterator[None]:
         """Where one rank meets damage first, let all ranks look for all damage, and raise that."""
         try:
@@ -95,10 +116,13 @@ class Verification:
             self._verify_all()
             raise
 
-    def _verify_all(self) -> list[FilledPart]:
-        return self._verify([leaf.without_data() for leaf in self.tensors])
+    def _verify_all(self) -> Filled:
+        leaves = enumerate(self.tensors.tensors.leaves)
+        return self._verify(
+            WantedLeaves({(Position(number),): leaf.without_data() for number, leaf in leaves})
+        )
 
-    def _verify(self, tensors: Sequence[ShardedTensor]) -> list[FilledPart]:
+    def _verify(self, tensors: WantedLeaves) -> Filled:
         found = self.found
         with self.meter.phase("verifying"):
             # One rank reads it, as thousands of ranks would wait for each other at one file.

@@ -11,7 +11,9 @@ from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
-from dist_checkpointing.serialization.save_job import SaveJob, prepare
+from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
+from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.staging import StagingBuffers
@@ -45,6 +47,9 @@ def save(
     trusted: bool = False,
     after_claim: Callable[[str], None] | None = None,
     base: str | PathLike[str] | None = None,
+    fingerprints: bool = False,
+    replicas: ReplicaCheck = ReplicaCheck.OFF,
+    on_replica_mismatch: OnReplicaMismatch = "raise",
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -85,6 +90,12 @@ def save(
             hard link, or a copy by the kernel). Both checkpoints are whole, and either may be
             deleted. For the backends ``tensorstore`` and ``zarr``, with checksums. What is in
             another format, without digests, or damaged is written; the log says so.
+        fingerprints: keep the fingerprint of every tensor, see ``fingerprint``, in the index of the
+            checkpoint. For strategies of this library that have an index: tensorstore and zarr 2.
+        replicas: compare the copies that several ranks hold of the same part of a tensor, before
+            anything is written: all of them, or another sixteenth at each save of these ranks.
+        on_replica_mismatch: if such copies differ, raise an error (``"raise"``), or log it and save
+            what the writers hold (``"warn"``).
 
     Returns:
         None, or the request to schedule.
@@ -92,9 +103,9 @@ def save(
     Raises:
         InvalidShardingError: shards that contradict each other, overlap or leave gaps; keys, dtypes
             or leaves that cannot be stored; sharded tensors of torch that are not wrapped; tensors
-            in the common state that differ between ranks.
+            in the common state, or replicas, that differ between ranks.
         UnsupportedFormatError: values that ``load`` would refuse; a URL for a path; a base for a
-            strategy that cannot share files.
+            strategy that cannot share files; fingerprints for a format that does not keep them.
         CheckpointNotFoundError: ``base`` is no checkpoint.
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         StrategyNotFoundError: no such backend.
@@ -113,6 +124,7 @@ def save(
         checkpoint_dir,
         comm,
         meter,
+        _require_async if async_sharded_save else None,
         sharded_strategy=sharded_strategy,
         common_strategy=common_strategy,
         validate_access_integrity=validate_access_integrity,
@@ -124,14 +136,13 @@ def save(
         trusted=trusted,
         after_claim=after_claim,
         base=base,
+        fingerprints=fingerprints,
+        replicas=replicas,
+        on_replica_mismatch=on_replica_mismatch,
     )
-    if async_sharded_save:
-        with comm.agreed("preparing the save"):
-            _require_async(job.strategy)
     try:
         job.claim(comm, secured=True)
         if async_sharded_save:
-            job.secure(comm)
             return _write_later(job, comm)
         job.write(comm)
         job.commit(comm)
@@ -141,9 +152,11 @@ def save(
     return None
 
 
-def _require_async(strategy: SaveShardedStrategy) -> None:
-    if not isinstance(strategy, AsyncSaveShardedStrategy | PlannedSaveStrategy):
-        raise CheckpointingException(f"Cannot apply async_save to non-async strategy {strategy}")
+def _require_async(job: SaveJob) -> None:
+    if not isinstance(job.strategy, AsyncSaveShardedStrategy | PlannedSaveStrategy):
+        raise CheckpointingException(
+            f"Cannot apply async_save to non-async strategy {job.strategy}"
+        )
 
 
 def _write_later(job: SaveJob, comm: Comm) -> AsyncRequest:
@@ -152,6 +165,7 @@ def _write_later(job: SaveJob, comm: Comm) -> AsyncRequest:
         staged = StagedSave(job, StagingBuffers())
         with comm.agreed("copying the state"):
             staged.get_ready(comm)
+            job.check_claim()
             staged.capture()
         return AsyncRequest(staged.write_own, (), [lambda: staged.complete(comm)])
 

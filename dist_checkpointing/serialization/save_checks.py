@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointingException,
     Finding,
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format import seal
-from dist_checkpointing.format.commit import (
-    CheckpointingConfig,
-    check_distinct,
-    read_config,
-)
-from dist_checkpointing.format.gc_pause import paused_collector
+from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
 from dist_checkpointing.mapping import is_main_replica
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
-from dist_checkpointing.planning.coverage import check_coverage, main_rows
-from dist_checkpointing.planning.describe import describe
-from dist_checkpointing.planning.exchange import exchange_tables
-from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import ShardTable
-from dist_checkpointing.storage.options import Checksum
 from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.base import SaveShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedSaveStrategy
-from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import Selection, select_strategy
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decided:
+    """What the ranks have decided.
+
+    Attributes:
+        objects: The ShardedObjects of all ranks that the common strategy writes.
+        plan: What this rank writes; None for a third party's strategy.
+        index: What the checkpoint will hold; None for a third party's strategy.
+        planner: Answers for the data of the plan.
+    """
+
+    objects: ShardTable
+    plan: SavePlan | None = None
+    index: Index | None = None
+    planner: SavePlanner | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,22 @@ class Claimed:
             pause = min(1.0, 2 * pause)
 
 
+def take_fingerprints(strategy: SaveShardedStrategy, writer: StorageWriter | None) -> None:
+    """Let a writer take fingerprints, if the format has a place for them.
+
+    Raises:
+        UnsupportedFormatError: naming the format.
+    """
+    if writer is None or not writer.keeps_fingerprints:
+        finding = Finding(
+            "the format has no place for fingerprints",
+            found=f"{strategy.backend} {strategy.version}",
+            remedy="Save with tensorstore or zarr 2, or compute them from what is stored.",
+        )
+        raise UnsupportedFormatError("fingerprints cannot be kept", [finding])
+    writer.takes_fingerprints = True
+
+
 def check_data(parts: Partition) -> None:
     """Refuse main replicas without data."""
     findings = [
@@ -107,19 +124,23 @@ def check_data(parts: Partition) -> None:
         raise InvalidShardingError("there is nothing to save for some shards", findings)
 
 
-def check_leaves(leaves: Leaves, folder: Path, saved_as: str, comm: Comm) -> ShardTable:
-    """Check the coverage of leaves that our planner does not see; the catalog. Collective."""
+def require_one_save(saves: Iterable[int], folder: Path) -> None:
+    """Refuse to end a save together with ranks that end another one.
 
-    @paused_collector()
-    def describe_own() -> tuple[dict[str, ShardTable], tuple[str, str]]:
-        return {"shards": describe(list(leaves.values()), comm.rank)}, (str(folder), saved_as)
+    Args:
+        saves: number of the save of each rank.
+        folder: of the checkpoint.
 
-    exchanged = exchange_tables(comm, "describing the shards", describe_own)
-    with comm.agreed("checking the shards"), paused_collector():
-        check_one_destination(exchanged.facts)
-        catalog = exchanged.catalog("shards")
-        check_coverage(catalog, main_rows(catalog))
-    return catalog
+    Raises:
+        CheckpointingException: if they differ.
+    """
+    if len(set(saves)) > 1:
+        finding = Finding(
+            "ranks finalize different saves, or named different steps",
+            path=str(folder),
+            remedy="Every rank makes the same calls in the same order.",
+        )
+        raise CheckpointingException("the staged data is not of one save", [finding])
 
 
 def _ranks_with(table: ShardTable, key: str) -> tuple[int, ...]:
@@ -143,59 +164,3 @@ def refuse_clashes(names: list[str], objects: ShardTable, index: Index | None) -
     if findings:
         raise InvalidShardingError("keys of the state dict clash", findings)
     check_distinct(names)
-
-
-def require_sharing_strategy(selection: Selection[SaveShardedStrategy]) -> None:
-    """Refuse a strategy whose checkpoints cannot share files.
-
-    Raises:
-        UnsupportedFormatError: naming the strategy.
-        StrategyNotFoundError: if there is no such strategy.
-    """
-    strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
-    writer = strategy.make_writer(Path()) if isinstance(strategy, PlannedSaveStrategy) else None
-    require_sharing(strategy, writer)
-
-
-def require_sharing(strategy: SaveShardedStrategy, writer: StorageWriter | None) -> None:
-    """Refuse a base for a strategy that cannot share files with it.
-
-    Raises:
-        UnsupportedFormatError: naming the strategy.
-    """
-    if writer is None or not writer.shares_files:
-        finding = Finding(
-            "checkpoints of this format do not share files",
-            expected="the backend tensorstore or zarr",
-            found=f"{strategy.backend} {strategy.version}",
-            remedy="Save without a base, or with one of these backends.",
-        )
-        raise UnsupportedFormatError("the checkpoint cannot be incremental", [finding])
-    if writer.options.checksum is Checksum.NONE:
-        finding = Finding(
-            "parts are compared by their digests, and none are made",
-            remedy="Save with StorageOptions(checksum=Checksum.XXH3).",
-        )
-        raise UnsupportedFormatError("the checkpoint cannot be incremental", [finding])
-
-
-def usable_base(base: Path, folder: Path, config: CheckpointingConfig) -> bool:
-    """Whether the format of a base is that of the save; if not, the log says so.
-
-    Raises:
-        CheckpointNotFoundError: if the base is no checkpoint.
-        CheckpointingException: if it is the folder that is written.
-    """
-    if base.resolve() == folder.resolve():
-        finding = Finding(
-            "the base is the folder of the save itself",
-            path=str(folder),
-            remedy="Save into another folder.",
-        )
-        raise CheckpointingException("a checkpoint cannot be its own base", [finding])
-    found = read_config(base)
-    stored = (found.sharded_backend, found.sharded_backend_version)
-    saved = (config.sharded_backend, config.sharded_backend_version)
-    if stored != saved:
-        logger.warning("nothing is shared with %s: it is of format %s, not %s", base, stored, saved)
-    return stored == saved

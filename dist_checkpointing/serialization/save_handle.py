@@ -38,9 +38,9 @@ class SaveHandle:
     rank.
 
     Attributes:
-        checkpoint_dir: folder of the checkpoint.
-        step: step that the caller named.
-        captured: set once the state has been copied (or could not be, which ``result`` raises):
+        checkpoint_dir: Folder of the checkpoint.
+        step: Step that the caller named.
+        captured: Set once the state has been copied (or could not be, which ``result`` raises):
             ``captured.wait()`` before anything may change it.
 
     Example:

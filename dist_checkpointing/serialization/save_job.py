@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import Unpack
 
 import torch
 
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.failures import Outcome
 from dist_checkpointing.errors import CheckpointingException, RankFailedError
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, Attempt, CheckpointingConfig
-from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, is_main_replica
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.planners import Leaves
+from dist_checkpointing.planning.replicas import ReplicaCheck, compare_replicas
 from dist_checkpointing.serialization.leaf_copies import (
     Values,
     copied_leaves,
@@ -30,11 +30,11 @@ from dist_checkpointing.serialization.leaf_copies import (
 )
 from dist_checkpointing.serialization.save_checks import (
     Claimed,
+    Decided,
     check_data,
-    check_leaves,
     refuse_clashes,
-    require_sharing,
-    usable_base,
+    require_one_save,
+    take_fingerprints,
 )
 from dist_checkpointing.serialization.save_options import JobOptions
 from dist_checkpointing.storage import driver
@@ -53,7 +53,6 @@ from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import handles_objects, select_strategy
-from dist_checkpointing.validation.common_state import compare_common_state
 from dist_checkpointing.validation.unwrapped import (
     check_storable,
     refuse_distributed,
@@ -66,8 +65,9 @@ logger = logging.getLogger(__name__)
 class SaveJob:
     """What is saved, and how. One object a rank; ``prepare`` makes one that is planned.
 
-    In order: ``plan``, ``claim``, then ``write``, or in its place ``secure``, ``get_ready``,
-    ``capture``, ``write_own`` and ``finish``; at last ``commit``. After an error ``give_up``.
+    In order: ``take``, ``claim``, then ``write``, or in its place ``secure`` (or ``check_claim``),
+    ``get_ready``, ``capture``, ``write_own`` and ``finish``; at last ``commit``. After an error
+    ``give_up``.
 
     Args:
         state_dict: of this rank.
@@ -82,6 +82,9 @@ class SaveJob:
         strategy: writes the sharded state.
         writer: of a strategy that is made of one, else None.
         meter: counts what is done.
+        by_strategy: leaves of this rank that the strategy writes.
+        by_common: leaves of this rank that the common strategy writes.
+        common: common state of this rank.
         attempt_id: name of the attempt, the same on every rank, once the folder is claimed.
     """
 
@@ -127,11 +130,11 @@ class SaveJob:
             self.writer = self.strategy.make_writer(self.folder)
             self.writer.report = meter.add
             common_writer = common_writer.lasting(self.writer.options.durability)
+        if options.get("fingerprints", False):
+            take_fingerprints(self.strategy, self.writer)
         self._durability = (
             Durability.FSYNC if self.writer is None else self.writer.options.durability
         )
-        if options.get("base") is not None:
-            require_sharing(self.strategy, self.writer)
         self._common_writer = common_writer
         self._config = CheckpointingConfig(
             self.strategy.backend,
@@ -139,8 +142,8 @@ class SaveJob:
             common_writer.backend,
             common_writer.version,
         )
-        self._parts, self._common = parts, common
-        self._by_strategy, self._by_common = by_strategy, by_common
+        self._parts, self.common = parts, common
+        self.by_strategy, self.by_common = by_strategy, by_common
         self._options = options
         self._index: Index | None = None
         self._plan: SavePlan | None = None
@@ -149,7 +152,7 @@ class SaveJob:
         self._copies: Values | None = None
         self._attempt: Attempt | None = None
         self.attempt_id = ""
-        self._written = driver.Written((), b"", b"", ())
+        self._written = driver.Written()
         self._of_ranks: Sequence[driver.Written] = ()
         self._finalize_fns: Sequence[Callable[[], None]] = ()
 
@@ -159,44 +162,34 @@ class SaveJob:
         plan = self._plan if self._own_plan is None else self._own_plan
         return 0 if plan is None else plan.num_bytes
 
-    def plan(self, comm: Comm) -> None:
-        """Compare what the ranks bring, and decide who writes what. Collective, touches no file."""
-        validate = self._options.get("validate_access_integrity", True)
-        if validate:
-            preprocess = self._options.get("preprocess_common_before_consistancy_check")
-            compare_common_state(self._common, preprocess, comm)
-        if self.writer is None:
-            saved_as = f"{self.strategy.backend} {self.strategy.version}"
-            if validate:
-                check_leaves(self._by_strategy, self.folder, saved_as, comm)
-            self._objects = check_leaves(self._by_common, self.folder, saved_as, comm)
-            return
-        assert isinstance(self.strategy, PlannedSaveStrategy)
-        agreed, self._planner = self.strategy.plan(
-            self._by_strategy,
-            self.writer,
+    def take(self, planned: Outcome[Decided]) -> None:
+        """Take what the ranks have decided, or the error of this rank for ``claim`` to tell."""
+        self._planned, decided = planned, planned.result
+        if decided is not None:
+            self._plan, self._index, self._planner = decided.plan, decided.index, decided.planner
+            self._objects = decided.objects
+
+    def compare_replicas(self, comm: Comm) -> None:
+        """Compare the values of replicas, if that is wanted. Collective, touches no file."""
+        compare_replicas(
+            [*self._parts.tensors.values()],
+            self._options.get("replicas", ReplicaCheck.OFF),
+            self._options.get("on_replica_mismatch", "raise"),
             comm,
-            cache=self._options.get("plan_cache"),
-            others=self._by_common.values(),
         )
-        if agreed.dropped and comm.rank == 0:
-            logger.info("left out by the planner: %s", ", ".join(agreed.dropped))
-        self._plan, self._index, self._objects = agreed.plan, agreed.index, agreed.others
-        base = self._options.get("base")
-        if base is not None:
-            folder = local_folder(base).absolute()
-            work = partial(usable_base, folder, self.folder, self._config)
-            self.writer.base = folder if comm.from_rank0("looking at the base", work) else None
 
     def claim(self, comm: Comm, *, secured: bool = False) -> None:
-        """Take possession of the folder. Collective.
+        """Take possession of the folder, if all ranks have planned. Collective.
 
         Args:
             comm: the ranks that save together.
-            secured: wait for the disk too. Otherwise ``secure`` must follow.
+            secured: wait for the disk too, so that ``check_claim`` is enough before writing.
+                Otherwise ``secure`` must follow.
         """
         self._claimed = comm.from_rank0(
-            "claiming the folder", lambda: self._begin_attempt(comm.world_size, secured=secured)
+            "claiming the folder",
+            lambda: self._begin_attempt(comm.world_size, secured=secured),
+            after=self._planned,
         )
         self.attempt_id = self._claimed.attempt
 
@@ -229,12 +222,20 @@ class SaveJob:
         with comm.agreed("claiming the folder"):
             if self._attempt is not None:
                 self._attempt.secure()
-            self._claimed.check(self.folder, self._config, self.rank)
+            self.check_claim()
+
+    def check_claim(self) -> None:
+        """Make sure that this rank sees what rank 0 has claimed.
+
+        Raises:
+            CheckpointingException: see ``Claimed``.
+        """
+        self._claimed.check(self.folder, self._config, self.rank)
 
     def _values(self) -> Values:
         if self._copies is not None:
             return self._copies
-        return self._nested(self._common, self._by_common, self._by_strategy, self._planner)
+        return self._nested(self.common, self.by_common, self.by_strategy, self._planner)
 
     def _nested(
         self,
@@ -267,11 +268,17 @@ class SaveJob:
                 with comm.agreed("writing"):
                     self.strategy.save(values.leaves, self.folder)
             return
-        with comm.agreed("writing"):
+
+        def write_own() -> driver.Written:
             self.get_ready(comm)
-            self._claimed.check(self.folder, self._config, self.rank)
+            self.check_claim()
             self.write_own()
-        self.finish(comm)
+            return self._written
+
+        self._of_ranks = driver.gather_written(write_own, self.writer, comm)
+        # What describes the whole takes memory, and needs none of this.
+        self._let_go()
+        self._plan = self._own_plan = None
 
     def put_off(self, comm: Comm) -> AsyncRequest:
         """Write the common state, and let an asynchronous strategy prepare the rest. Collective."""
@@ -283,7 +290,7 @@ class SaveJob:
     def _save_common(self, comm: Comm) -> Values:
         """By itself: a strategy that talks to other ranks must find all of them there."""
         with comm.agreed("writing the common state"):
-            self._claimed.check(self.folder, self._config, self.rank)
+            self.check_claim()
             values = self._values()
             self._write_common(values)
         return values
@@ -295,22 +302,26 @@ class SaveJob:
 
     def watched_tensors(self) -> dict[str, list[torch.Tensor]]:
         """The caller's tensors that ``capture`` may copy, by key or path."""
-        return tensors_by_name(self._by_strategy, self._common if self.rank == 0 else {})
+        return tensors_by_name(self.by_strategy, self.common if self.rank == 0 else {})
 
     def capture(self, buffers: StagingBuffers) -> None:
         """Copy what this rank will write, and let go of the caller's state. Not collective."""
-        common = detached_copy(self._common) if self.rank == 0 else {}
-        objects = copied_objects(self._by_common)
+        common = detached_copy(self.common) if self.rank == 0 else {}
+        objects = copied_objects(self.by_common)
         leaves: Leaves = {}
         planner: SavePlanner | None = None
         if self._own_plan is not None:
             assert self._planner is not None
             planner = stage_plan(self._own_plan, self._planner, buffers)
         else:
-            leaves = copied_leaves(self._by_strategy, buffers)
+            leaves = copied_leaves(self.by_strategy, buffers)
         self._copies = self._nested(common, objects, leaves, planner)
-        self._parts, self._common = partition({}), {}
-        self._by_strategy, self._by_common, self._planner = {}, {}, None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep nothing of the caller's state."""
+        self._parts, self.common = partition({}), {}
+        self.by_strategy, self.by_common, self._planner = {}, {}, None
 
     def write_own(self, write_plan: driver.PlanWriter = driver.write_plan) -> None:
         """Write what this rank has to write. Not collective.
@@ -332,10 +343,20 @@ class SaveJob:
             else:
                 self.strategy.save(values.leaves, self.folder)
 
-    def finish(self, comm: Comm) -> None:
-        """Learn what all ranks have written. Collective, after ``write_own``."""
+    def finish(self, comm: Comm, save_number: Callable[[], int]) -> None:
+        """Learn what all ranks have written. Collective, after ``write_own``.
+
+        Args:
+            comm: the ranks that save together.
+            save_number: gives a number that only this save has, the same on all ranks; or raises
+                what has failed on this rank.
+        """
         if self.writer is not None:
-            self._of_ranks = driver.gather_written(self._written, self.writer, comm)
+            self._of_ranks = driver.gather_written(
+                lambda: replace(self._written, save=save_number()), self.writer, comm
+            )
+            return
+        require_one_save(comm.exchange("writing", save_number, lambda number: number), self.folder)
         for finalize in self._finalize_fns:
             with comm.agreed("finishing the write"):
                 finalize()
@@ -343,6 +364,7 @@ class SaveJob:
     def commit(self, comm: Comm) -> None:
         """Write what describes the whole, and turn it into a checkpoint. Collective."""
         with self.meter.phase("committing"), comm.agreed("committing"):
+            require_one_save([written.save for written in self._of_ranks], self.folder)
             if self._attempt is not None:
                 # What a third party's strategy creates is not known: all that is there is sealed.
                 finished, created = driver.Finished(), None
@@ -376,22 +398,3 @@ class SaveJob:
         else:
             self._attempt.release()
         self._attempt = None
-
-
-def prepare(
-    state_dict: ShardedStateDict,
-    folder: str | PathLike[str],
-    comm: Comm,
-    meter: Meter,
-    **options: Unpack[JobOptions],
-) -> SaveJob:
-    """Prepare, plan and check. Collective; touches no file.
-
-    Raises:
-        CheckpointingException: see ``save``.
-    """
-    with meter.phase("planning"):
-        with comm.agreed("preparing the save"), paused_collector():
-            job = SaveJob(state_dict, folder, comm.rank, meter, **options)
-        job.plan(comm)
-    return job

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.storage.progress import ProgressCallback
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
@@ -25,6 +26,9 @@ class SaveOptions(TypedDict, total=False):
     overwrite: bool
     trusted: bool
     base: str | PathLike[str] | None
+    fingerprints: bool
+    replicas: ReplicaCheck
+    on_replica_mismatch: OnReplicaMismatch
 
 
 class JobOptions(SaveOptions, total=False):
@@ -47,6 +51,9 @@ class AsyncSaveOptions(SaveOptions, total=False):
         overwrite: see ``save``.
         trusted: see ``save``.
         base: see ``save``.
+        fingerprints: see ``save``.
+        replicas: see ``save``.
+        on_replica_mismatch: see ``save``.
         progress: see ``save``.
         step: what the save is for; all ranks must name the same.
         capture: ``"copy"``, the default, copies everything before it returns: the state may be

@@ -11,7 +11,7 @@ import logging
 import xxhash
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
+from dist_checkpointing.errors import CheckpointingException, RankFailedError
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.storage.driver import PlanWriter, write_plan
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
@@ -89,21 +89,16 @@ class StagedSave:
         """Finish and commit, or raise what failed on any rank. Collective."""
         job = self._job
         try:
-            with comm.agreed("writing"):
-                if self._error is not None:
-                    raise self._error
-            if not comm.all_same(self._stamp):
-                finding = Finding(
-                    "ranks finalize different saves, or named different steps",
-                    path=str(job.folder),
-                    remedy="Every rank makes the same calls in the same order.",
-                )
-                raise CheckpointingException("the staged data is not of one save", [finding])
-            job.finish(comm)
+            job.finish(comm, self._own_number)
             job.commit(comm)
         except BaseException as error:
             job.give_up(error)
             raise
+
+    def _own_number(self) -> int:
+        if self._error is not None:
+            raise self._error
+        return self._stamp
 
     def write_and_complete(self, comm: Comm, retries: int) -> None:
         """Secure, write, finish and commit; all of it once more for every retry. Collective."""

@@ -1,5 +1,6 @@
 """Plans in, bytes out: what a backend implements, and what drives it."""
 
+from dist_checkpointing.planning import Metadata
 from dist_checkpointing.storage.driver import read, write, write_plan
 from dist_checkpointing.storage.options import (
     BaseCheck,
@@ -23,6 +24,7 @@ __all__ = [
     "Checksum",
     "ChunkPlace",
     "Durability",
+    "Metadata",
     "Progress",
     "ProgressCallback",
     "ReadMode",

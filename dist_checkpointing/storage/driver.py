@@ -25,17 +25,22 @@ from dist_checkpointing.format.digests import upper_file
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping import ShardedTensor
+from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
     LoadPlan,
     LoadPlanner,
+    Metadata,
     SavePlan,
     SavePlanner,
 )
+from dist_checkpointing.planning.hook_calls import call_hook
 from dist_checkpointing.planning.packing import pack, unpack
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import Int64s, concatenate
+from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.storage.calls import result_of, set_up_reader, set_up_writer
+from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.protocol import (
     StorageReader,
@@ -43,6 +48,7 @@ from dist_checkpointing.storage.protocol import (
     WriteResult,
     WriteResults,
 )
+from dist_checkpointing.storage.results import results_for_finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +56,21 @@ class Written:
     """What one rank has written.
 
     Attributes:
-        noted: results with something for the writer's ``finish``.
+        noted: results for the writer's ``finish``.
         rows: table of the parts and objects that have a checksum, packed.
         digests: their checksums, 8 bytes each.
         files: files that the rank has made.
+        save: number of the save, if ranks may mistake one for another.
+        sums: of each of its tensors, packed, if fingerprints are taken.
         uppers: upper halves of the 128-bit digests, 8 bytes each; empty if they are not known.
     """
 
-    noted: tuple[WriteResult, ...]
-    rows: bytes
-    digests: bytes
-    files: tuple[SealedFile, ...]
+    noted: tuple[WriteResult, ...] = ()
+    rows: bytes = b""
+    digests: bytes = b""
+    files: tuple[SealedFile, ...] = ()
+    save: int = 0
+    sums: bytes = b""
     uppers: bytes = b""
 
 
@@ -102,10 +112,11 @@ def write(
         writer: of this rank.
         comm: the ranks that save together.
     """
-    with comm.agreed("writing"):
-        plan = prepare_write(plan, writer, comm)
-        written = write_plan(plan, planner, writer, comm.rank)
-    of_ranks = gather_written(written, writer, comm)
+
+    def write_own() -> Written:
+        return write_plan(prepare_write(plan, writer, comm), planner, writer, comm.rank)
+
+    of_ranks = gather_written(write_own, writer, comm)
     with comm.agreed("finishing the write"):
         return finish_all(index, of_ranks, writer) if comm.rank == 0 else Finished()
 
@@ -114,32 +125,47 @@ def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan
     """Let the writer change this rank's plan, and return that.
 
     Collective if the writer changes the plans of all ranks together; otherwise each rank may fail
-    alone. So it is the first thing in the body of an agreement.
+    alone. So it is the first thing that a rank does in a step that ends in an agreement.
     """
 
     def own() -> SavePlan:
-        writer.set_up_storage_writer(rank=comm.rank, world_size=comm.world_size)
-        return writer.prepare_local_plan(plan)
+        set_up_writer(writer, rank=comm.rank, world_size=comm.world_size)
+        return writer.prepare_local_plan(plan).for_index(plan.index)
 
     if type(writer).prepare_global_plan is StorageWriter.prepare_global_plan:
         return own()
     plans = comm.exchange("preparing to write", own)
-    return comm.from_rank0("preparing to write", lambda: writer.prepare_global_plan(plans))[
-        comm.rank
-    ]
+    prepared = comm.from_rank0("preparing to write", lambda: writer.prepare_global_plan(plans))
+    return prepared[comm.rank].for_index(plan.index)
 
 
-def gather_written(written: Written, writer: StorageWriter, comm: Comm) -> list[Written]:
-    """What every rank has written, as far as ``finish_all`` needs it. Collective."""
-    if not writer.gathers_results and comm.rank != 0:
-        written = replace(written, noted=())
-    return comm.all_gather(written)
+def gather_written(
+    write_own: Callable[[], Written], writer: StorageWriter, comm: Comm
+) -> list[Written]:
+    """What every rank has written, on rank 0, as far as ``finish_all`` needs it. Collective.
+
+    Args:
+        write_own: writes what this rank has to write, or fails. Every rank raises alike.
+        writer: of this rank.
+        comm: the ranks that save together.
+    """
+
+    def told() -> Written:
+        written = write_own()
+        if not writer.gathers_results and comm.rank != 0:
+            written = replace(written, noted=())
+        return written
+
+    return comm.to_rank0("writing", told)
 
 
 def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:
     """Write what describes the whole, on rank 0. Durable when it returns."""
-    parts = [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])]
-    files = [*(writer.finish(index, parts) or ())]
+    if writer.takes_fingerprints:
+        index = with_fingerprints(index, [written.sums for written in of_ranks])
+    noted = [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])]
+    unreported = writer.finish(Metadata.from_index(index), noted)
+    files = [*unreported] if writer.shares_files and unreported else []
     files += [file for written in of_ranks for file in written.files]
     tables = {}
     if any(written.rows for written in of_ranks):
@@ -193,7 +219,8 @@ def _write_tables(
 
 def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank: int) -> Written:
     """Write what one rank has to write, durably. Not collective."""
-    results = writer.write_data(plan, planner).result()
+    summing = SummingPlanner(planner, plan) if writer.takes_fingerprints else None
+    results = result_of(writer.write_data(plan, summing or planner))
     rows, checksums = _checksums(results, len(plan.table))
     packed, digests, uppers = b"", b"", b""
     if len(rows):
@@ -202,8 +229,8 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
         digests = checksums.astype("<u8").tobytes()
         if isinstance(results, WriteResults) and results.uppers is not None:
             uppers = results.uppers[rows].astype("<u8").tobytes()
+    noted = results_for_finish(results, plan)
     own = [results.rest] if isinstance(results, WriteResults) else results
-    noted = tuple(replace(result, files=()) for result in own if result.storage_data is not None)
     # Several items may share a file: the last size counts, which is the largest.
     files: dict[str, SealedFile] = {}
     for result in own:
@@ -211,7 +238,8 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
             known = files.get(file.name)
             if known is None or known.num_bytes <= file.num_bytes:
                 files[file.name] = file
-    return Written(noted, packed, digests, tuple(files.values()), uppers)
+    sums = b"" if summing is None else summing.packed()
+    return Written(noted, packed, digests, tuple(files.values()), sums=sums, uppers=uppers)
 
 
 def _checksums(results: Sequence[WriteResult], count: int) -> tuple[Int64s, npt.NDArray[np.uint64]]:
@@ -244,33 +272,41 @@ def read_plan(
         comm: the ranks that load together.
     """
     with comm.agreed("preparing to read"):
-        reader.set_up_storage_reader(index, rank=comm.rank, world_size=comm.world_size)
-        plan = reader.prepare_local_plan(plan)
+        plan = _prepare_read(plan, reader, index, comm)
+    _read_prepared(plan, planner, reader, comm)
+
+
+def _prepare_read(plan: LoadPlan, reader: StorageReader, index: Index, comm: Comm) -> LoadPlan:
+    set_up_reader(reader, index, rank=comm.rank, world_size=comm.world_size)
+    return reader.prepare_local_plan(plan)
+
+
+def _read_prepared(plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, comm: Comm) -> None:
     if type(reader).prepare_global_plan is not StorageReader.prepare_global_plan:
         plans = comm.all_gather(plan)
         plan = comm.from_rank0("preparing to read", lambda: reader.prepare_global_plan(plans))[
             comm.rank
         ]
     with comm.agreed("reading"):
-        reader.read_data(plan, planner).result()
+        result_of(reader.read_data(plan, planner))
 
 
-def _crowded(leaves: Leaves, index: Index) -> list[Claim]:
+def _crowded(wanted: TensorColumns, index: Index) -> list[Claim]:
     """Claims of the tensors with very many chunks in one leaf."""
-    tensors = [leaf for leaf in leaves.values() if isinstance(leaf, ShardedTensor)]
-    rows = index.rows_of([leaf.key for leaf in tensors]).tolist()
-    chunks = [index.chunk_shape_column[row] if row >= 0 else None for row in rows]
-    return [
-        claim_of(index[key])
-        for key in {
-            leaf.key
-            for leaf, chunk in zip(tensors, chunks, strict=True)
-            # Most are wanted as they are stored.
-            if chunk is not None
-            and tuple(chunk) != leaf.local_shape
-            and meets_many(index[leaf.key], leaf.box)
-        }
-    ]
+    keys, shapes = wanted.keys, wanted.local_shapes
+    if (index.rows_of(keys) >= 0).all():
+        _, chunks = index.shapes_of(keys)
+    else:
+        chunks = list(map(index.chunk_shape, keys))
+    # Most are wanted as they are stored.
+    crowded = {
+        wanted.leaves[row].key
+        for row, (chunk, shape) in enumerate(zip(chunks, shapes, strict=True))
+        if chunk is not None
+        and tuple(chunk) != shape
+        and meets_many(index[keys[row]], wanted.leaves[row].box)
+    }
+    return [claim_of(index[key]) for key in crowded]
 
 
 def read(
@@ -293,16 +329,33 @@ def read(
         comm: the ranks that load together.
         plan_reader: reads what is planned.
     """
+    wanted = WantedLeaves.of(leaves)
+    # A planner of a user may do with them what one does with a dict.
+    leaves = wanted if planner is None else dict(leaves)
     planner = DefaultLoadPlanner() if planner is None else planner
     with comm.agreed("planning the load"), paused_collector():
-        reader.require_stored(_crowded(leaves, index), index)
-        planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
+        reader.require_stored(_crowded(wanted.tensors, index), index)
+        call_hook(
+            planner.configure_planner,
+            leaves,
+            Metadata.from_index(index),
+            is_coordinator=comm.rank == 0,
+            rank=comm.rank,
+        )
         plan = planner.build_local_plan()
         is_global = type(planner).build_global_plan is not LoadPlanner.build_global_plan
         if not is_global:
-            plan = planner.finalize_plan(plan)
+            plan = planner.finalize_plan(plan).placed(index, [*leaves.values()])
+        # So that ranks wait for each other once and not twice.
+        is_prepared = plan_reader is read_plan and not is_global
+        if is_prepared:
+            plan = _prepare_read(plan, reader, index, comm)
+    if is_prepared:
+        _read_prepared(plan, planner, reader, comm)
+        return
     if is_global:
         plans = comm.all_gather(plan)
         with comm.agreed("planning the load"):
             plan = planner.finalize_plan(planner.build_global_plan(plans)[comm.rank])
+            plan = plan.placed(index, [*leaves.values()])
     plan_reader(plan, planner, reader, index, comm)

@@ -18,9 +18,9 @@ class Progress:
 
     Attributes:
         phase: "planning", "writing", "reading", "verifying" or "committing".
-        bytes_done: of this rank, in this phase.
-        bytes_total: of this rank, in this phase; 0 for a phase that moves no data.
-        rank: whose report it is.
+        bytes_done: Bytes of this rank that are done in this phase.
+        bytes_total: Bytes of this rank in this phase; 0 for a phase that moves no data.
+        rank: Whose report it is.
     """
 
     phase: str

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
+    Metadata,
     MetadataIndex,
     SavePlan,
     SavePlanner,
@@ -45,6 +46,9 @@ from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.options import StorageOptions
 
 T = TypeVar("T")
+
+_UNKNOWN = Path()
+"""The folder of a writer or a reader that its strategy has not told yet."""
 
 
 def _ignore(num_bytes: int) -> None:
@@ -63,7 +67,7 @@ class WriteResult:
     """What a writer did with one item.
 
     Attributes:
-        index: of the item.
+        index: of the item. ``finish`` gets the index by which a reader asks for the stored chunk.
         size_in_bytes: bytes stored.
         storage_data: for the writer's own ``finish``.
         checksum: of the item's values, see ``checksums``; None for none.
@@ -155,31 +159,39 @@ class ChunkPlace:
 class StorageWriter(ABC):
     """Writes one checkpoint; one object a rank.
 
-    Call order: ``set_up_storage_writer``, ``prepare_local_plan``, ``prepare_global_plan`` (rank 0,
-    and only if overridden), ``write_data``, ``finish`` (rank 0). Nothing is called before the
-    folder is claimed, and ``finish`` only after every rank has written.
+    Call order: ``reset``, ``set_up_storage_writer``, ``prepare_local_plan``,
+    ``prepare_global_plan`` (rank 0, and only if overridden), ``write_data``, ``finish`` (rank 0).
+    What follows ``reset`` is called when the folder is claimed, and ``finish`` only after every
+    rank has written.
 
     Attributes:
-        layout: how this format wants tensors cut up.
-        gathers_results: whether ``finish`` needs the results that have ``storage_data`` from all
-            ranks; else it gets those of rank 0.
+        layout: how this format wants tensors cut up. By default every stored part is a box.
+        gathers_results: whether ``finish`` needs the results of all ranks, as a list for each rank
+            in rank order; else it gets those of rank 0 only. Of WriteResults it gets ``rest``.
+        keeps_fingerprints: whether the index that ``finish`` gets is kept with all that it says.
         shares_files: whether it can share files of a base. Such a writer makes a checkpoint that
             is whole without the base, and reports 128-bit digests.
+        takes_fingerprints: whether the values are summed as they are written.
         options: knobs of the I/O.
         report: to be called with the number of bytes that have been written since the last call.
         base: folder of a checkpoint of the same format, whose files may be shared where they hold
             what this save would write; None for none.
     """
 
-    layout: Layout = RowBlockLayout()
-    gathers_results: ClassVar[bool] = False
+    layout: Layout = RowBlockLayout(keeps_ranges=False)
+    gathers_results: ClassVar[bool] = True
+    keeps_fingerprints: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
 
-    def __init__(self, checkpoint_dir: Path) -> None:
+    def __init__(self, checkpoint_dir: Path = _UNKNOWN) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.options = StorageOptions()
+        self.takes_fingerprints = False
         self.report: Callable[[int], None] = _ignore
         self.base: Path | None = None
+
+    def reset(self, checkpoint_id: Path) -> None:  # noqa: B027 - a hook
+        """Learn the folder of the checkpoint, before anything else is called."""
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         """Relative names of all files and folders that the writers of all ranks will create.
@@ -194,8 +206,14 @@ class StorageWriter(ABC):
         del world_size
         return [INDEX_NAME, CHECKSUMS_NAME, *(disk_name(key) for key in index)]
 
-    def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:  # noqa: B027 - a hook
-        """Get ready on every rank; rank 0 is the coordinator."""
+    def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - a hook
+        """Get ready on every rank.
+
+        Args:
+            args: nothing.
+            kwargs: those that the method has names for, or all if it takes any keyword, of
+                ``is_coordinator`` (whether this is rank 0), ``rank`` and ``world_size``.
+        """
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Change this rank's plan."""
@@ -208,22 +226,26 @@ class StorageWriter(ABC):
     @abstractmethod
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
-    ) -> Future[list[WriteResult]] | Future[WriteResults]:
+    ) -> Future[list[WriteResult]] | Future[WriteResults] | torch.futures.Future[Any]:
         """Write every item of the plan, durably; ask for the data of each when it is needed.
 
-        A writer may work on ``plan.items`` with ``planner.get_data``, or, for many small tensors,
-        on the rows of ``plan.table`` with ``planner.data_of(plan)``.
+        A writer may work on ``plan.items`` with ``planner.get_data`` or ``resolve_data``, or, for
+        many small tensors, on the rows of ``plan.table`` with ``planner.data_of(plan)``.
 
         The first results are those of the plan's items, in their order; more may follow.
         """
 
     def finish(
-        self, metadata: Index, results: Sequence[Sequence[WriteResult]]
+        self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
     ) -> Sequence[SealedFile] | None:
         """Write, on rank 0, what describes the checkpoint as a whole, durably.
 
+        Args:
+            metadata: what the checkpoint will hold; it is an Index too.
+            results: of each rank, see ``gathers_results``.
+
         Returns:
-            Data files that no rank has reported, if there are any.
+            Of a writer that shares files, data files that no rank has reported.
         """
         del results
         write_index(metadata, self.checkpoint_dir, self.options.durability)
@@ -233,8 +255,8 @@ class StorageWriter(ABC):
 class StorageReader(ABC):
     """Reads one checkpoint; one object a rank.
 
-    Call order: ``read_metadata`` (rank 0), ``set_up_storage_reader``, ``prepare_local_plan``,
-    ``prepare_global_plan`` (rank 0, and only if overridden), ``read_data``.
+    Call order: ``reset``, ``read_metadata`` (rank 0), ``set_up_storage_reader``,
+    ``prepare_local_plan``, ``prepare_global_plan`` (rank 0, and only if overridden), ``read_data``.
 
     Attributes:
         options: knobs of the I/O.
@@ -244,12 +266,15 @@ class StorageReader(ABC):
         report: to be called with the number of bytes that have been read since the last call.
     """
 
-    def __init__(self, checkpoint_dir: Path) -> None:
+    def __init__(self, checkpoint_dir: Path = _UNKNOWN) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.options = StorageOptions()
         self.trusted = False
         self.is_kept = False
         self.report: Callable[[int], None] = _ignore
+
+    def reset(self, checkpoint_id: Path) -> None:  # noqa: B027 - a hook
+        """Learn the folder of the checkpoint, before anything else is called."""
 
     @cached_property
     def maps_files(self) -> bool:
@@ -265,7 +290,7 @@ class StorageReader(ABC):
         return [None] * len(chunks)
 
     def read_metadata(self) -> Index:
-        """What the checkpoint holds.
+        """What the checkpoint holds: an Index, or a Metadata that all ranks get as it is.
 
         Raises:
             CorruptCheckpointError: if that cannot be found out.
@@ -334,9 +359,15 @@ class StorageReader(ABC):
         return str(self.checkpoint_dir / INDEX_NAME)
 
     def set_up_storage_reader(  # noqa: B027 - a hook
-        self, metadata: Index, *, rank: int, world_size: int
+        self, metadata: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Get ready on every rank; rank 0 is the coordinator."""
+        """Get ready on every rank.
+
+        Args:
+            metadata: what ``read_metadata`` gave on rank 0, an Index or a Metadata.
+            args: nothing.
+            kwargs: as for ``set_up_storage_writer``.
+        """
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Change this rank's plan."""
@@ -347,12 +378,15 @@ class StorageReader(ABC):
         return list(plans)
 
     @abstractmethod
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(
+        self, plan: LoadPlan, planner: LoadPlanner
+    ) -> Future[None] | torch.futures.Future[None]:
         """Fill every item of the plan.
 
         For each item either write into ``planner.acquire_tensor(item)`` or hand a tensor to
-        ``planner.apply_tensor``. For many small tensors a reader may work on the rows of
-        ``plan.table`` with ``planner.destinations(plan)`` instead.
+        ``planner.apply_tensor``; for an object call ``planner.apply_bytes`` with the object, or
+        ``planner.load_bytes`` with a stream of ``torch.save``. For many small tensors a reader may
+        work on the rows of ``plan.table`` with ``planner.destinations(plan)`` instead.
         """
 
 

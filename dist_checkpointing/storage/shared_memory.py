@@ -23,8 +23,8 @@ class SharedMemory:
         pinned: lock the pages, where CUDA can do that.
 
     Attributes:
-        descriptor: file descriptor of the pages; another process that gets it can map them.
-        tensor: the bytes, as a 1-D uint8 tensor.
+        descriptor: File descriptor of the pages; another process that gets it can map them.
+        tensor: The bytes, as a 1-D uint8 tensor.
 
     Raises:
         OSError: if there is not so much memory.

@@ -32,8 +32,8 @@ class StagingBuffers:
         shared: for a worker process to read.
 
     Attributes:
-        is_shared: whether a worker process can read it.
-        shared_memory: where the copies are then; None as long as there were none.
+        is_shared: Whether a worker process can read it.
+        shared_memory: Where the copies are then; None as long as there were none.
 
     Example:
         >>> buffers = StagingBuffers()
@@ -132,7 +132,7 @@ class StagedPlanner(SavePlanner):
     """Answers with copies for the items of a plan that is already made.
 
     Attributes:
-        data: the copies, in the order of the plan.
+        data: The copies, in the order of the plan.
     """
 
     def __init__(self, plan: SavePlan, data: Sequence[Any]) -> None:

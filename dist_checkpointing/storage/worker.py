@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from dist_checkpointing.comm.protocol import Failure
+from dist_checkpointing.comm.failures import Failure
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.storage.driver import Written, write_plan

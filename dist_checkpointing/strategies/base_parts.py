@@ -147,7 +147,8 @@ def _places(
 
 
 def _has_same_dtype(table: ShardTable, index: Index) -> Bools:
-    stored = index.dtypes_of(table.names)[0]
+    numbers, types = index.dtypes_of(table.names)
+    stored = [None if (dtype := types[at]) is None else dtype.name for at in numbers.tolist()]
     cells = [name if name in index.objects else None for name in table.names]
     own = [table.names[number] for number in table.dtypes.tolist()]
     return np.array(
@@ -173,7 +174,6 @@ class PlanDigests:
         self.known = np.zeros(len(plan.table), dtype=np.bool_)
         self.columns = np.zeros((len(plan.table), 2), dtype=np.uint64)
         self._table, self._options = plan.table, options
-        self._is_object = plan.table.is_object.tolist()
         self._plan, self._planner = plan, planner
 
     @cached_property
@@ -214,7 +214,7 @@ class PlanDigests:
     def _digest(self, row: int) -> bytes | None:
         """The digest of a row; None if its values must be copied from elsewhere first."""
         data = self._data_of(row)
-        if self._is_object[row]:
+        if self._table.is_object[row]:
             value = serialize(data, f"the ShardedObject {self._table.key(row)!r}")
             return digest_of(value, len(value))
         assert isinstance(data, torch.Tensor)

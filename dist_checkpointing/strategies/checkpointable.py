@@ -112,8 +112,9 @@ class CheckpointableShardedTensor(_WithoutMemory):
         return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
 
     def __create_write_items__(
-        self, fqn: str, _: object = None, index: int | None = None
+        self, fqn: str, sh_ten: object = None, index: int | None = None
     ) -> list[WriteItem]:
+        del sh_ten  # it is this object
         chunk = self._chunk()
         if self._is_empty_part:
             return []
@@ -186,7 +187,8 @@ class LocalShardsContainer(_WithoutMemory):
         """
         return cls([part for sh_ten in sh_tens for part in _parts(sh_ten)])
 
-    def __create_write_items__(self, fqn: str, _: object = None) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, sh_ten: object = None) -> list[WriteItem]:
+        del sh_ten  # it is this object
         return [
             item
             for position, shard in enumerate(self._local_shards)

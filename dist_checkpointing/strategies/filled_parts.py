@@ -19,6 +19,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import Meter
+from dist_checkpointing.strategies.filled_rows import FilledRows
 from dist_checkpointing.strategies.raw_chunks import SMALL_BYTES, in_threads
 
 _BLOCK_BYTES: Final = 2**22
@@ -36,6 +37,19 @@ class FilledPart:
 
     part: StoredPart
     values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """What a load puts into memory as it is, to be compared afterwards.
+
+    Attributes:
+        parts: Parts, one by one.
+        rows: Small parts in runs of CPU memory, as rows of tables.
+    """
+
+    parts: Sequence[FilledPart] = ()
+    rows: Sequence[FilledRows] = ()
 
 
 def split_filled(
@@ -92,7 +106,7 @@ def values_of(leaf: ShardedTensor, part: StoredPart, dtype: torch.dtype) -> torc
     return data.view(-1)[start:stop] if data.is_contiguous() else None
 
 
-def verify_filled(filled: Sequence[FilledPart], options: StorageOptions, meter: Meter) -> None:
+def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None:
     """Compare the memory of filled parts with their checksums. Not collective.
 
     Args:
@@ -104,30 +118,32 @@ def verify_filled(filled: Sequence[FilledPart], options: StorageOptions, meter: 
         CheckpointingException: with key and box of every part that differs. The stored data may
             be good nevertheless: another read tells.
     """
-    meter.expect(sum(own.values.nbytes for own in filled))
-    small = [own for own in filled if own.values.nbytes <= SMALL_BYTES]
-    large = [own for own in filled if own.values.nbytes > SMALL_BYTES]
+    of_parts = sum(own.values.nbytes for own in filled.parts)
+    meter.expect(of_parts + sum(int(own.num_bytes.sum()) for own in filled.rows))
+    small = [own for own in filled.parts if own.values.nbytes <= SMALL_BYTES]
+    large = [own for own in filled.parts if own.values.nbytes > SMALL_BYTES]
 
-    def compare(own: FilledPart) -> tuple[FilledPart, int]:
+    def compare(own: FilledPart) -> tuple[StoredPart, int]:
         found = checksum_of(_blocks(own.values))
         meter.add(own.values.nbytes)
-        return own, found
+        return own.part, found
 
     # Many small parts are work for the interpreter: threads would only take turns.
     with paused_collector():
-        digests = [compare(own) for own in small]
+        digests = [found for own in filled.rows for found in own.differing(meter.add)]
+        digests += [compare(own) for own in small]
     digests += in_threads(compare, large, options.threads)
     findings = [
         Finding(
             "memory does not hold what was saved, though another read of it does",
-            own.part.key,
-            expected=f"{own.part.digest or 0:016x}",
-            found=f"{found:016x} in {own.part.box.offset} .. {own.part.box.stop}",
+            part.key,
+            expected=f"{part.digest or 0:016x}",
+            found=f"{found:016x} in {part.box.offset} .. {part.box.stop}",
             remedy="Give each leaf memory of its own. If it has, memory or the file system of this"
             " machine changes what is read.",
         )
-        for own, found in digests
-        if found != own.part.digest
+        for part, found in digests
+        if found != part.digest
     ]
     if findings:
         raise CheckpointingException("what was loaded is not what is stored", findings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,8 +18,10 @@ from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTable
-from dist_checkpointing.planning.shard_table import Bools, Int64s
+from dist_checkpointing.planning.read_table import contiguous_ranges
+from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.host_blocks import DeviceBlocks, is_on_gpu
+from dist_checkpointing.strategies.scattered import read_scattered
 from dist_checkpointing.strategies.windows import copy_window, pread, read_window
 
 Array = npt.NDArray[Any]
@@ -57,20 +59,23 @@ class Filler:
         self._most_bytes = most_bytes
         self._maps_files = maps_files
         self._of_thread = threading.local()
-        of_key, types = index.dtypes_of(table.names)
-        as_torch = {name: dtype.torch for name, dtype in types.items()}
-        names = [of_key[key] for key in table.keys.tolist()]
-        self._dtypes = [types.get(name) for name in names]
-        self._torch_dtypes = [as_torch.get(name) for name in names]
+        numbers, self._types = index.dtypes_of(table.names)
+        self._torch_types = [None if dtype is None else dtype.torch for dtype in self._types]
+        self._type_of: Int64s = numbers[table.keys]
         items = index.itemsizes_of(table.names)[table.keys]
-        starts, is_run = contiguous_ranges(table)
-        self._starts = np.where(is_run, starts * items, -1).tolist()
-        self.wanted_bytes = table.num_elements * items
-        self.num_bytes: list[int] = self.wanted_bytes.tolist()
+        starts, is_run = contiguous_ranges(
+            table.storage_starts, table.storage_shapes, table.storage_boxes, table.lengths
+        )
+        self._starts = np.where(is_run, starts * items, -1)
+        self.num_bytes = table.num_elements * items
+        addresses = self._destinations.addresses(self._torch_types, self._type_of)
+        if addresses is not None:
+            addresses[~is_run] = -1
+        self._addresses = addresses
 
     def dtype(self, row: int) -> DType:
         """Dtype of a row, as stored."""
-        dtype = self._dtypes[row]
+        dtype = self._types[int(self._type_of[row])]
         assert dtype is not None
         return dtype
 
@@ -84,11 +89,10 @@ class Filler:
         Returns:
             How many bytes that were.
         """
-        return self.fill_run([row], [0], [chunk.nbytes], chunk)
+        self._fill(row, chunk, 0, chunk.nbytes)
+        return int(self.num_bytes[row])
 
-    def fill_run(
-        self, rows: Sequence[int], starts: Sequence[int], sizes: Sequence[int], block: Array
-    ) -> int:
+    def fill_run(self, rows: Int64s, starts: Int64s, sizes: Int64s, block: Array) -> int:
         """Fill rows whose chunks lie in a block of memory.
 
         Args:
@@ -100,24 +104,46 @@ class Filler:
         Returns:
             How many bytes of the rows that were.
         """
-        address, total = block.ctypes.data, 0
-        acquire, begins, all_bytes = self._destinations.acquire, self._starts, self.num_bytes
-        for row, start, size in zip(rows, starts, sizes, strict=True):
-            destination = acquire(row)
-            begin, num_bytes = begins[row], all_bytes[row]
-            total += num_bytes
-            if (
-                begin >= 0
-                and begin + num_bytes <= size
-                and destination.dtype is self._torch_dtypes[row]
-                and dtypes.is_plain_memory(destination)
-                and destination.nbytes == num_bytes
-            ):
-                ctypes.memmove(destination.data_ptr(), address + start + begin, num_bytes)
-                self._destinations.filled(row, destination)
-            else:
-                self._copy(row, block[start : start + size], destination)
-        return total
+        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=True):
+            self._fill(row, block, start, size)
+        return int(self.num_bytes[rows].sum())
+
+    def _fill(self, row: int, block: Array, start: int, size: int) -> None:
+        destination, num_bytes = self._destinations.acquire(row), int(self.num_bytes[row])
+        begin = int(self._starts[row])
+        if (
+            begin >= 0
+            and begin + num_bytes <= size
+            and destination.dtype is self._torch_types[int(self._type_of[row])]
+            and dtypes.is_plain_memory(destination)
+            and destination.nbytes == num_bytes
+        ):
+            source = block.ctypes.data + start + begin
+            ctypes.memmove(destination.data_ptr(), source, num_bytes)
+            self._destinations.filled(row, destination)
+        else:
+            self._copy(row, block[start : start + size], destination)
+
+    def read_run(self, rows: Int64s, descriptor: int, starts: Int64s, sizes: Int64s) -> bool:
+        """Fill rows from chunks that lie in a row in a file, straight from there, if that pays.
+
+        Args:
+            rows: to fill.
+            descriptor: of the file, which must be long enough.
+            starts: first byte of each chunk in the file.
+            sizes: bytes of each chunk.
+
+        Returns:
+            Whether it was done.
+        """
+        if self._addresses is None:
+            return False
+        addresses, begins, counts = (
+            c[rows] for c in (self._addresses, self._starts, self.num_bytes)
+        )
+        if (addresses < 0).any() or (begins + counts > sizes).any():
+            return False
+        return read_scattered(descriptor, starts + begins, counts, addresses)
 
     def _copy(self, row: int, chunk: Array, destination: torch.Tensor) -> None:
         dtype = self.dtype(row)
@@ -152,12 +178,12 @@ class Filler:
         if target is None:
             self._staged(row, destination, most_bytes, read_part)
         elif self._starts[row] >= 0 and target.flags.c_contiguous:
-            pread(descriptor, target, start + self._starts[row])
+            pread(descriptor, target, start + int(self._starts[row]))
             self._destinations.filled(row, destination)
         else:
             read_part(self.table.storage(row), target)
             self._destinations.filled(row, destination)
-        return self.num_bytes[row]
+        return int(self.num_bytes[row])
 
     def _staged(
         self,
@@ -181,20 +207,6 @@ class Filler:
 
         work = [(self._planner.acquire_tensor(part), partial(read_into, part)) for part in parts]
         blocks.fill(work, dtype.torch)
-
-
-def contiguous_ranges(table: ReadTable) -> tuple[Int64s, Bools]:
-    """First element of each row's box in its chunk, and whether the box is one run there."""
-    position = np.zeros(len(table), dtype=np.int64)
-    is_run = np.ones(len(table), dtype=np.bool_)
-    is_partial = np.zeros(len(table), dtype=np.bool_)
-    shapes, boxes, lengths = table.storage_shapes, table.storage_boxes, table.lengths
-    for axis in range(shapes.shape[1]):
-        position = position * shapes[:, axis] + boxes[:, axis]
-    for axis in reversed(range(shapes.shape[1])):
-        is_run &= ~is_partial | (lengths[:, axis] == 1)
-        is_partial |= lengths[:, axis] != shapes[:, axis]
-    return table.storage_starts + position, is_run
 
 
 def apply_staged(

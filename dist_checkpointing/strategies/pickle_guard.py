@@ -44,11 +44,11 @@ class Stub:
 
     Attributes:
         kind: "list", "dict", "set", "tuple", "text", "call", "global" or "storage".
-        name: name of the class or function of a "call" or "global".
-        items: items of a "tuple", or arguments of a "call"; None if they are not kept.
-        size: number of values in it, itself included; a shared value counts each time.
-        depth: levels of containers in it.
-        is_used: whether it is a part of another value, and so must not change any more.
+        name: Name of the class or function of a "call" or "global".
+        items: Items of a "tuple", or arguments of a "call"; None if they are not kept.
+        size: Number of values in it, itself included; a shared value counts each time.
+        depth: Levels of containers in it.
+        is_used: Whether it is a part of another value, and so must not change any more.
     """
 
     __slots__ = ("depth", "is_used", "items", "kind", "name", "size")
@@ -88,9 +88,9 @@ class Checks:
     """Checks of a pickle other than that of its size.
 
     Attributes:
-        call: check of every call.
-        state: check of every state that is set on an object.
-        storage: check of every reference to memory outside of the pickle.
+        call: Check of every call.
+        state: Check of every state that is set on an object.
+        storage: Check of every reference to memory outside of the pickle.
     """
 
     call: CallCheck = _accept
@@ -103,8 +103,8 @@ class Pickle:
     """A pickle that has been checked.
 
     Attributes:
-        end: position after its last byte.
-        value: its value if that is a short literal; otherwise a Stub.
+        end: Position after its last byte.
+        value: Its value if that is a short literal; otherwise a Stub.
     """
 
     end: int
@@ -115,11 +115,6 @@ def check_pickle(data: Any, start: int = 0, checks: Checks | None = None) -> Pic
     """Check the pickle that begins at ``data[start]``, without building its value.
 
     This takes about 0.2 microseconds for each opcode, and about as much memory as the pickle.
-
-    Args:
-        data: bytes, or a mapped file.
-        start: position of the first opcode.
-        checks: checks of calls, states and storages.
 
     Raises:
         BadPickle: if it is damaged, or would build more than its size allows.

@@ -77,10 +77,10 @@ class _Odd:
     """A value that must be pickled and read back to find out whether it is plain.
 
     Attributes:
-        value: the value.
-        found: the value of the state dict that it belongs to.
-        object_key: key of the ShardedObject that it is in.
-        detail: which part of ``found`` it is; "" for all of it.
+        value: The value.
+        found: The value of the state dict that it belongs to.
+        object_key: Key of the ShardedObject that it is in.
+        detail: Which part of ``found`` it is; "" for all of it.
     """
 
     value: object

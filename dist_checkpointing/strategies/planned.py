@@ -31,15 +31,23 @@ from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning import (
     DefaultSavePlanner,
     LoadPlanner,
+    SavePlan,
     SavePlanner,
 )
-from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, plan_save
+from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, SavePlanning
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.storage.driver import PlanReader, read, read_plan, write
+from dist_checkpointing.storage import driver
+from dist_checkpointing.storage.driver import PlanReader, read, read_plan
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
-from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr, SaveShardedStrategy
-from dist_checkpointing.validation.compare import StoredTensors, with_memory
+from dist_checkpointing.storage.staging import StagedPlanner, StagingBuffers, stage_plan
+from dist_checkpointing.strategies.async_calls import AsyncRequest
+from dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadShardedStrategy,
+    PathOrStr,
+)
+from dist_checkpointing.validation.compare import StoredTensors, clear_partly_stored, with_memory
 
 ReplicaSharing = Callable[[SavePlanner | None, Leaves, Comm], tuple[SavePlanner, Leaves]]
 
@@ -77,7 +85,7 @@ class KnownFormats:
         return UnsupportedFormatError(f"wrong strategy for this checkpoint's {what}", [finding])
 
 
-class PlannedSaveStrategy(SaveShardedStrategy):
+class PlannedSaveStrategy(AsyncSaveShardedStrategy):
     """A save strategy made of a planner and a StorageWriter.
 
     Everything between the state dict and the bytes is here; a backend adds its writer.
@@ -130,7 +138,8 @@ class PlannedSaveStrategy(SaveShardedStrategy):
     def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
         """A writer for one checkpoint."""
         writer = self.writer_type(checkpoint_dir)
-        writer.options = self.options
+        writer.checkpoint_dir, writer.options = checkpoint_dir, self.options
+        writer.reset(checkpoint_dir)
         return writer
 
     def plan(
@@ -142,16 +151,29 @@ class PlannedSaveStrategy(SaveShardedStrategy):
         cache: PlanCache | None = None,
         others: Iterable[ShardedBase] = (),
     ) -> tuple[AgreedPlan, SavePlanner]:
-        """Decide who writes what, see ``plan_save``. Collective, touches no file.
+        """Decide who writes what, see ``SavePlanning``. Collective, touches no file.
 
         Returns:
             The plan, and the planner that answers for its data.
         """
+        planning = self.planning(leaves, writer, comm, cache=cache, others=others)
+        return planning.agree(comm), planning.planner
+
+    def planning(
+        self,
+        leaves: Leaves,
+        writer: StorageWriter,
+        comm: Comm,
+        *,
+        cache: PlanCache | None = None,
+        others: Iterable[ShardedBase] = (),
+    ) -> SavePlanning:
+        """The planning of a save on this rank. Collective only if the strategy shares replicas."""
         if self.share_replicas is not None:
             planner, leaves = self.share_replicas(self.planner, leaves, comm)
         else:
             planner = DefaultSavePlanner() if self.planner is None else self.planner
-        agreed = plan_save(
+        return SavePlanning(
             leaves,
             planner,
             writer.layout,
@@ -161,16 +183,77 @@ class PlannedSaveStrategy(SaveShardedStrategy):
             folder=writer.checkpoint_dir,
             saved_as=f"{self.backend} {self.version}",
         )
-        return agreed, planner
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> None:
         comm = default_comm() if self.comm is None else self.comm
+        writer, agreed, planner = self._planned(sharded_state_dict, checkpoint_dir, comm)
+        driver.write(agreed.plan, agreed.index, planner, writer, comm)
+
+    def async_save(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr
+    ) -> AsyncRequest:
+        """Plan a save, and copy what this rank will write. Collective.
+
+        Returns:
+            A request that writes the copies. They are freed when the request is.
+        """
+        comm = default_comm() if self.comm is None else self.comm
+        writer, agreed, planner = self._planned(sharded_state_dict, checkpoint_dir, comm)
+        with comm.agreed("copying the state"):
+            plan = driver.prepare_write(agreed.plan, writer, comm)
+            buffers = StagingBuffers()
+            buffers.take()
+            copies = stage_plan(plan, planner, buffers)
+        later = _LaterWrite(plan, agreed.index, copies, writer, comm)
+        return AsyncRequest(later.write_own, (), [later.finish])
+
+    def _planned(
+        self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr, comm: Comm
+    ) -> tuple[StorageWriter, AgreedPlan, SavePlanner]:
         leaves, _ = _sharded_leaves(sharded_state_dict)
         writer = self.make_writer(local_folder(checkpoint_dir))
         with comm.agreed("making the folder"):
             writer.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        agreed, planner = self.plan(leaves, writer, comm)
-        write(agreed.plan, agreed.index, planner, writer, comm)
+        return writer, *self.plan(leaves, writer, comm)
+
+
+class _LaterWrite:
+    """What an ``async_save`` leaves to do."""
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        index: Index,
+        copies: StagedPlanner,
+        writer: StorageWriter,
+        comm: Comm,
+    ) -> None:
+        self._plan, self._index, self._copies = plan, index, copies
+        self._writer, self._comm = writer, comm
+        self._outcome: driver.Written | Exception | None = None
+
+    def write_own(self) -> None:
+        """Write what this rank has to write. An error is kept for ``finish``."""
+        try:
+            self._outcome = driver.write_plan(
+                self._plan, self._copies, self._writer, self._comm.rank
+            )
+        except Exception as error:  # noqa: BLE001 - all ranks must hear of it
+            self._outcome = error
+
+    def finish(self) -> None:
+        """Write what describes the whole, or raise what failed on any rank. Collective."""
+        comm = self._comm
+        of_ranks = driver.gather_written(self._written, self._writer, comm)
+        with comm.agreed("finishing the write"):
+            if comm.rank == 0:
+                driver.finish_all(self._index, of_ranks, self._writer)
+
+    def _written(self) -> driver.Written:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
 
 
 class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
@@ -221,7 +304,9 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
     def make_reader(self, checkpoint_dir: Path) -> StorageReader:
         """A reader for one checkpoint."""
         reader = self.reader_type(checkpoint_dir)
+        reader.checkpoint_dir = checkpoint_dir
         reader.options, reader.trusted = self.options, self.trusted
+        reader.reset(checkpoint_dir)
         return reader
 
     def needed_keys(self, asked: AbstractSet[str]) -> AbstractSet[str] | None:
@@ -237,6 +322,8 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
             self.needed_keys({leaf.key for leaf in leaves.values()})
         )
         stored = StoredTensors(index)
+        tensors = [leaf for leaf in leaves.values() if isinstance(leaf, ShardedTensor)]
+        clear_partly_stored(tensors, stored)
         leaves = {
             path: with_memory(leaf, stored) if isinstance(leaf, ShardedTensor) else leaf
             for path, leaf in leaves.items()

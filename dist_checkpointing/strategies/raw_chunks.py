@@ -7,10 +7,11 @@ ones are read by several threads, and a strided part is taken out of a mapped fi
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,25 +28,42 @@ from dist_checkpointing.strategies.windows import pread, read_window
 T = TypeVar("T")
 R = TypeVar("R")
 
-_BATCHES_PER_THREAD = 8
-
 
 def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list[R]:
     """``work`` done for all tasks, a few at a time; the first error ends it.
 
-    Tasks go to the threads in batches: handing over one costs as much as writing a small file.
+    This thread works too, and each takes the next task when it is done with one: an executor
+    takes longer to hand over a task than a small file takes to write.
     """
-    if len(tasks) < 2:
-        return [work(task) for task in tasks]
-    size = max(1, len(tasks) // (threads * _BATCHES_PER_THREAD))
-    batches = [tasks[start : start + size] for start in range(0, len(tasks), size)]
-    with ThreadPoolExecutor(threads, thread_name_prefix="chunk-io") as pool:
-        futures = [pool.submit(lambda b: [work(task) for task in b], batch) for batch in batches]
-        try:
-            return [result for future in futures for result in future.result()]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    results: dict[int, R] = {}
+    errors: dict[int, BaseException] = {}
+    left = deque(range(len(tasks)))
+
+    def run() -> None:
+        while left and not errors:
+            try:
+                number = left.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                results[number] = work(tasks[number])
+            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+                errors[number] = error
+
+    others = [Thread(target=run, name="chunk-io") for _ in range(min(threads, len(tasks)) - 1)]
+    try:
+        for thread in others:
+            thread.start()
+        run()
+    finally:
+        left.clear()
+        for thread in others:
+            if thread.ident is not None:
+                thread.join()
+    if errors:
+        # Tasks begin in order, so this is the same one each time.
+        raise errors[min(errors)]
+    return [results[number] for number in range(len(tasks))]
 
 
 Array = npt.NDArray[Any]
@@ -136,7 +154,7 @@ def read_chunks(
         CorruptCheckpointError: if a file is missing or too short.
     """
     reads = reads.take(np.lexsort((reads.offsets, reads.files)))
-    firsts = _run_starts(reads, filler.wanted_bytes[reads.rows])
+    firsts = _run_starts(reads, filler.num_bytes[reads.rows])
     counts = np.diff(np.r_[firsts, len(reads)])
     bounds = np.stack([firsts, firsts + counts], axis=1)
     # Many small copies are work for the interpreter: threads would only take turns.
@@ -185,10 +203,12 @@ def _read_run(reads: ChunkReads, first: int, end: int, filler: Filler, scratch: 
     begin = int(starts[0])
     last = int((starts + sizes).argmax())
     block: Array = scratch[: int(starts[last] + sizes[last]) - begin]
-    rows = reads.rows[first:end].tolist()
-    with _opened(reads.extent(first + last), filler.table.key(rows[last])) as descriptor:
+    rows = reads.rows[first:end]
+    with _opened(reads.extent(first + last), filler.table.key(int(rows[last]))) as descriptor:
+        if filler.read_run(rows, descriptor, starts, sizes):
+            return int(filler.num_bytes[rows].sum())
         pread(descriptor, block, begin)
-    return filler.fill_run(rows, (starts - begin).tolist(), sizes.tolist(), block)
+    return filler.fill_run(rows, starts - begin, sizes, block)
 
 
 def read_extent(extent: Extent, key: str) -> bytes:

@@ -8,6 +8,7 @@ the same records in code, so that they work from an uninstalled checkout too.
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from collections.abc import Iterator
 from enum import Enum
@@ -45,10 +46,48 @@ _BUILT_IN = {
     "load_sharded.dcp.1": "dist_checkpointing.interop.torch_dcp.storage:reader_must_be_named",
 }
 
-default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
+_KINDS = {
+    StrategyAction.LOAD_COMMON: "LoadCommonStrategy",
+    StrategyAction.LOAD_SHARDED: "LoadShardedStrategy",
+    StrategyAction.SAVE_COMMON: "SaveCommonStrategy",
+    StrategyAction.SAVE_SHARDED: "SaveShardedStrategy",
+}
+
+
+def kind_of(action: StrategyAction) -> type[Any]:
+    """The class that all strategies for an action derive from."""
+    # At the time of the call: that module imports this one.
+    kind: type[Any] = getattr(importlib.import_module(f"{_PACKAGE}.base"), _KINDS[action])
+    return kind
+
+
+class _OfAction(dict[tuple[str, int], Any]):
+    """The registered strategies for one action. A lookup by key finds the available ones too."""
+
+    def __init__(self, action: StrategyAction) -> None:
+        super().__init__()
+        self._action = action
+
+    def __missing__(self, key: tuple[str, int]) -> Any:
+        try:
+            return get_default_strategy(self._action, *key)
+        except StrategyNotFoundError as error:
+            raise KeyError(key) from error
+
+
+class _OfActions(defaultdict[str, dict[tuple[str, int], Any]]):
+    def __missing__(self, name: str) -> dict[tuple[str, int], Any]:
+        if name not in {action.value for action in StrategyAction}:
+            raise KeyError(name)
+        self[name] = _OfAction(StrategyAction(name))
+        return self[name]
+
+
+default_strategies: defaultdict[str, dict[tuple[str, int], Any]] = _OfActions()
 """``{action.value: {(backend, version): strategy}}`` of strategies registered by a program.
 
-They come before all others.
+They come before all others. ``default_strategies["save_sharded"]["zarr", 1]`` also finds a strategy
+that is available without being registered; it is made for each lookup.
 """
 
 
@@ -56,6 +95,9 @@ def register_default_strategy(
     action: StrategyAction, backend: str, version: int, strategy: Any
 ) -> None:
     """Use ``strategy`` for this action, backend and version from now on, in this process.
+
+    Raises:
+        CheckpointingException: if the strategy is not of the kind that the action needs.
 
     Example:
         >>> from dist_checkpointing.storage import StorageOptions
@@ -69,6 +111,17 @@ def register_default_strategy(
         >>> register_default_strategy(StrategyAction.SAVE_SHARDED, "my_zarr", 2, strategy)
         >>> del default_strategies["save_sharded"]["my_zarr", 2]  # no longer used
     """
+    kind = kind_of(action)
+    if not isinstance(strategy, kind):
+        is_class = isinstance(strategy, type)
+        finding = Finding(
+            "not a strategy for this",
+            expected=f"an object of a class derived from {kind.__name__}",
+            found=f"the class {strategy.__name__}" if is_class else type(strategy).__name__,
+            remedy="Make an object of the class." if is_class else f"Derive from {kind.__name__}.",
+        )
+        where = (action.value, backend, version)
+        raise CheckpointingException(f"cannot register a strategy for {where}", [finding])
     default_strategies[action.value][backend, version] = strategy
 
 

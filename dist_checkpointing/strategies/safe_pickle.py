@@ -127,10 +127,6 @@ def pickle_module(pickler: type[pickle.Pickler]) -> Any:
 def serialize(value: object, what: str) -> bytes:
     """``value`` as ``torch.save`` writes it.
 
-    Args:
-        value: anything that can be pickled.
-        what: name of the value in messages.
-
     Raises:
         InvalidShardingError: if a sharded leaf is inside an object, where it would be lost.
     """

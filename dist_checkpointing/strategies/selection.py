@@ -11,8 +11,6 @@ from dist_checkpointing.format.commit import CheckpointingConfig, read_config
 from dist_checkpointing.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
-    SaveCommonStrategy,
-    SaveShardedStrategy,
     SaveStrategyBase,
     lacks,
 )
@@ -20,6 +18,7 @@ from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSa
 from dist_checkpointing.strategies.registry import (
     StrategyAction,
     get_default_strategy,
+    kind_of,
     newest_version,
 )
 
@@ -29,12 +28,6 @@ Selection: TypeAlias = Union[S, str, tuple[str, int], None]  # noqa: UP007 - S |
 DEFAULT_SHARDED = ("tensorstore", 1)
 DEFAULT_COMMON = ("torch", 1)
 
-_KINDS: dict[StrategyAction, type[Any]] = {
-    StrategyAction.SAVE_SHARDED: SaveShardedStrategy,
-    StrategyAction.LOAD_SHARDED: LoadShardedStrategy,
-    StrategyAction.SAVE_COMMON: SaveCommonStrategy,
-    StrategyAction.LOAD_COMMON: LoadCommonStrategy,
-}
 _DEFAULTS = {
     StrategyAction.SAVE_SHARDED: DEFAULT_SHARDED,
     StrategyAction.LOAD_SHARDED: DEFAULT_SHARDED,
@@ -67,7 +60,7 @@ def select_strategy(
         selection = default or _DEFAULTS[action]
     if isinstance(selection, tuple) and list(map(type, selection)) == [str, int]:
         selection = get_default_strategy(action, *selection)
-    kind = _KINDS[action]
+    kind = kind_of(action)
     if not isinstance(selection, kind):
         finding = Finding(
             "not a strategy for this",

@@ -36,10 +36,6 @@ class BadRecord(ValueError):
 def entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
     """``(start, size)`` of each entry, by its name below the folder of the archive.
 
-    Args:
-        read: function that reads parts of the archive.
-        length: number of bytes of the archive.
-
     Raises:
         BadRecord: if it is not an archive, or damaged.
     """

@@ -41,9 +41,6 @@ _ITEMSIZES = _itemsizes()
 def check_torch_file(source: bytes | Path) -> None:
     """Check what ``torch.load(weights_only=True)`` is about to read.
 
-    Args:
-        source: content of a file, or its path.
-
     Raises:
         ValueError: if it is damaged, or would build what no state dict holds.
         OSError: if it cannot be read.

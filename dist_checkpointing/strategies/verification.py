@@ -24,6 +24,7 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
+    ChecksumTable,
     StoredObject,
     StoredPart,
     checksum,
@@ -41,11 +42,14 @@ from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.planning.default import misfits
+from dist_checkpointing.planning.wanted import WantedLeaves
+from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from dist_checkpointing.strategies.filled_parts import FilledPart, split_filled
+from dist_checkpointing.strategies.filled_parts import Filled, split_filled
+from dist_checkpointing.strategies.filled_rows import FilledRows, filled_rows
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
@@ -63,7 +67,7 @@ class Wanted:
         objects: cells of sharded objects that are wanted.
     """
 
-    tensors: Sequence[ShardedTensor]
+    tensors: WantedLeaves
     objects: Sequence[ShardedObject]
 
 
@@ -76,7 +80,7 @@ def verify_wanted(
     seal: Seal | None,
     meter: Meter,
     reader: StorageReader | None,
-) -> list[FilledPart]:
+) -> Filled:
     """Verify what a load reads, before it is read. Not collective.
 
     Stored parts that fill memory of the wanted tensors are only looked up: the load reads them, and
@@ -103,10 +107,11 @@ def verify_wanted(
         StateMismatchError: if objects are wanted that are not stored, or in another grid.
         OSError: if the file system, and not the checkpoint, fails.
     """
-    keys = {leaf.key for leaf in wanted.tensors}
+    tensors = wanted.tensors.tensors
+    keys = dict.fromkeys(tensors.keys)
     planned = strategy if isinstance(strategy, PlannedLoadStrategy) else None
     findings: list[Finding] = []
-    filled: list[FilledPart] = []
+    filled = Filled()
     has_objects = handles_objects(strategy)
     by_common = [] if has_objects else wanted.objects
     if seal is None or seal.is_open:
@@ -122,32 +127,29 @@ def verify_wanted(
         files = (f"{leaf.unique_key}.pt" for leaf in by_common)
         names += [name for name in files if name in seal.files and name not in names]
         if reader is not None and (keys or (has_objects and wanted.objects)):
-            names += reader.describing_names(sorted(keys))
-        tables = seal.tables_with(keys | {leaf.key for leaf in wanted.objects})
+            names += reader.describing_names(keys)
+        tables = seal.tables_with([*keys, *(leaf.key for leaf in wanted.objects)])
         findings += check_config(seal, checkpoint_dir)
         findings += check_files(seal, checkpoint_dir, [*names, *tables])
         if findings:
             raise CorruptCheckpointError("stored data is not what was saved", findings)
         table = joined(read_table(checkpoint_dir / name) for name in tables)
     has_values = index is None or any(0 not in index[k].global_shape for k in keys if k in index)
-    if keys and (planned is None or index is None or (has_values and not table.parts)):
+    if keys and (planned is None or index is None or (has_values and not table.has_parts)):
         finding = Finding(
             "no checksums were kept when it was saved", path=str(checkpoint_dir / CHECKSUMS_NAME)
         )
         raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
     if planned is not None and index is not None and reader is not None:
-        parts = _parts_of(table.parts, [leaf.key for leaf in wanted.tensors if leaf.key in index])
-        findings += [f for key, known in parts.items() for f in not_covered(index[key], known)]
-        if not findings:
-            with paused_collector():
-                filled, others = split_filled(parts, wanted.tensors, index)
-            findings += damage_of(others, planned, reader, index, meter)
+        filled, others, uncovered = _looked_up(table, wanted.tensors, index)
+        findings += uncovered
+        findings += damage_of(others, planned, reader, index, meter)
         if seal is not None and has_objects and wanted.objects:
             misfitting = [finding for leaf in wanted.objects for finding in misfits(leaf, index)]
             if misfitting and not findings:
                 message = "the checkpoint does not hold what is wanted"
                 raise StateMismatchError(message, misfitting)
-            reader.set_up_storage_reader(index, rank=0, world_size=1)
+            set_up_reader(reader, index, rank=0, world_size=1)
             cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in wanted.objects]
             findings += damage_of_objects(cells, table.objects, reader)
     if findings:
@@ -155,12 +157,28 @@ def verify_wanted(
     return filled
 
 
-def _parts_of(checked: Iterable[StoredPart], keys: Iterable[str]) -> dict[str, list[StoredPart]]:
-    parts: dict[str, list[StoredPart]] = {key: [] for key in keys}
-    for part in checked:
-        if part.key in parts:
+def _looked_up(
+    table: ChecksumTable, wanted: WantedLeaves, index: Index
+) -> tuple[Filled, list[StoredPart], list[Finding]]:
+    """The parts that fill memory, the others that are wanted, and what no checksum speaks of."""
+    own = wanted.tensors
+    rows: list[FilledRows] = []
+    with paused_collector():
+        is_apart = index.rows_of(own.keys) >= 0
+        if is_apart.all():
+            rows, is_whole = filled_rows(table.columns, wanted, index)
+            is_apart = ~is_whole
+        leaves = [own.leaves[number] for number in np.flatnonzero(is_apart).tolist()]
+        if not leaves:
+            return Filled((), rows), [], []
+        parts: dict[str, list[StoredPart]] = {leaf.key: [] for leaf in leaves}
+        for part in table.parts_of(parts):
             parts[part.key].append(part)
-    return parts
+        findings = [f for key, known in parts.items() for f in not_covered(index[key], known)]
+        if findings:
+            return Filled(), [], findings
+        filled, others = split_filled(parts, leaves, index)
+    return Filled(filled, rows), others, []
 
 
 def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Finding]:

@@ -21,8 +21,11 @@ _MOST_GAP_BYTES = 2**14
 the page cache). On a network file system a request takes far longer, but ``WILLNEED`` lets many be
 under way at a time."""
 _MOST_MAPPED_GAP_BYTES = 2**16
-"""Linux maps so much at a page fault: a run that lies further from the last one takes a fault of
-its own, which costs as much as a ``preadv`` or several times that."""
+"""A page fault reads about so much around the page: between runs that lie further apart, a mapped
+file would be read from the disk in vain."""
+_MOST_CACHED_GAP_BYTES = 2**19
+"""Of a file in the page cache so much is mapped in less time than a ``preadv`` takes."""
+_HUGE_PAGE_BYTES = 2**21
 _RUNS_AHEAD = 256
 
 
@@ -54,9 +57,7 @@ def read_window(
     axes, are_runs = axes_apart(window, target.itemsize, maps_files=most_copied is None)
     parts = target[..., np.newaxis]  # so that a part is an array even if it is one element
     if axes and are_runs and parts[(0,) * axes].flags.c_contiguous:
-        _read_runs(descriptor, start, window, parts, axes)
-    elif most_copied is None:
-        _copy_mapped(descriptor, start, window, target)
+        _read_runs(descriptor, start, window, target, axes, maps_files=most_copied is None)
     else:
         box = window.box
         for index in itertools.product(*map(range, box.shape[:axes])):
@@ -64,7 +65,10 @@ def read_window(
             part = Box(offset, (1,) * axes + box.shape[axes:])
             own = target[tuple(slice(i, i + 1) for i in index)]
             inner = Window(window.start, window.shape, part)
-            _copy_blocks(descriptor, start, inner, own, most_copied)
+            if most_copied is None:
+                _copy_mapped(descriptor, start, inner, own)
+            else:
+                _copy_blocks(descriptor, start, inner, own, most_copied)
 
 
 def axes_apart(window: Window, itemsize: int, *, maps_files: bool) -> tuple[int, bool]:
@@ -95,15 +99,27 @@ def axes_apart(window: Window, itemsize: int, *, maps_files: bool) -> tuple[int,
     return run, True
 
 
-def _read_runs(descriptor: int, start: int, window: Window, parts: Array, axes: int) -> None:
+def _read_runs(
+    descriptor: int, start: int, window: Window, target: Array, axes: int, *, maps_files: bool
+) -> None:
     """Read the parts along the leading axes, each of them one run, to where they belong."""
-    itemsize, box = parts.itemsize, window.box
+    parts, itemsize, box = target[..., np.newaxis], target.itemsize, window.box
     first = window.start + ravel_offset(box.offset, window.shape)
     positions = np.array([start + first * itemsize])
     for axis in range(axes):
         step = math.prod(window.shape[axis + 1 :]) * itemsize
         positions = (positions[:, np.newaxis] + np.arange(box.shape[axis]) * step).reshape(-1)
     num_bytes = math.prod(box.shape[axes:]) * itemsize
+    last = (-1,) * axes
+    gap_bytes = span_bytes(window, 0, itemsize) // len(positions) - num_bytes
+    if (
+        maps_files
+        and gap_bytes <= _MOST_CACHED_GAP_BYTES
+        and _is_cached(descriptor, parts[last], int(positions[-1]))
+        and _is_cached(descriptor, parts[(0,) * axes], int(positions[0]))
+    ):
+        _copy_mapped(descriptor, start, window, target, reads_around=False)
+        return
     runs = zip(itertools.product(*map(range, box.shape[:axes])), positions.tolist(), strict=True)
     while batch := list(itertools.islice(runs, _RUNS_AHEAD)):
         index, position = batch[0]
@@ -123,12 +139,29 @@ def _is_cached(descriptor: int, target: Array, position: int) -> bool:
     return count == target.nbytes
 
 
-def _copy_mapped(descriptor: int, start: int, window: Window, target: Array) -> None:
+def _copy_mapped(
+    descriptor: int, start: int, window: Window, target: Array, *, reads_around: bool = True
+) -> None:
+    """Copy a window out of a mapped file.
+
+    Args:
+        descriptor: of the file.
+        start: of the values, in bytes.
+        window: to copy.
+        target: an array of the window's box shape.
+        reads_around: whether the pages around those that are wanted may be read from the disk.
+    """
     first, num_bytes = _span(window, target.itemsize)
     first += start
-    aligned = first - first % mmap.ALLOCATIONGRANULARITY
-    length = first - aligned + num_bytes
+    # Linux maps a huge page of its cache at once, but only if all of it may be seen.
+    aligned = first - first % _HUGE_PAGE_BYTES
+    stop = -(-(first + num_bytes) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    length = min(stop, os.fstat(descriptor).st_size) - aligned
+    if length < first + num_bytes - aligned:
+        raise EOFError("the file ended early")
     mapped = mmap.mmap(descriptor, length, access=mmap.ACCESS_READ, offset=aligned)
+    if not reads_around:
+        mapped.madvise(mmap.MADV_RANDOM)
     target[...] = _strided(mapped, first - aligned, window, target)
     # The array that looked into it is gone, so this cannot pull memory from under anybody.
     mapped.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
@@ -59,9 +59,9 @@ def chunk_keys(
         flat_starts: start of the flattened range of a piece, -1 where there is none.
     """
     place, width = keys.tolist(), offsets.shape[1]
-    used = list(set(place))
-    used_names = [names[position] for position in used]
-    folders = dict(zip(used, disk_names(used_names), strict=True))
+    used = np.flatnonzero(np.bincount(keys, minlength=len(names)))
+    is_all = len(used) == len(names)
+    used_names = names if is_all else [names[position] for position in used.tolist()]
     _, chunk_shapes = index.shapes_of(used_names)
     shapes = [shape or () for shape in chunk_shapes]
     own_ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
@@ -69,14 +69,20 @@ def chunk_keys(
     chunks[used] = padded(padded_rows(shapes, own_ndim, 1), width, 1)[:, :width]
     has_grid = np.zeros(len(names), dtype=np.bool_)
     has_grid[used] = [shape is not None for shape in chunk_shapes]
+    own_names = disk_names(used_names)
+    folders = own_names if is_all else dict(zip(used.tolist(), own_names, strict=True))
     on_grid = has_grid[keys]
     numbers = offsets // chunks[keys]
     is_first = on_grid & ~numbers.any(axis=1)
     first_names = ["/" + chunk_name((0,) * axes) for axes in range(int(ndim.max(initial=0)) + 1)]
-    found = [
-        folders[tensor] + first_names[axes]
-        for tensor, axes in zip(place, ndim.tolist(), strict=True)
-    ]
+    if len(set(ndim.tolist())) == 1:
+        end = first_names[-1]
+        found = [folders[tensor] + end for tensor in place]
+    else:
+        found = [
+            folders[tensor] + first_names[axes]
+            for tensor, axes in zip(place, ndim.tolist(), strict=True)
+        ]
     for row in np.flatnonzero(~is_first).tolist():
         folder, axes = folders[place[row]], int(ndim[row])
         if on_grid[row]:
@@ -107,15 +113,7 @@ def array_json(
     codecs: Sequence[Node] = (),
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Node:
-    """``zarr.json`` of an array.
-
-    Args:
-        shape: of the array.
-        chunk: of its chunks.
-        dtype: of its elements.
-        codecs: what compresses the bytes of a chunk.
-        attributes: of the node.
-    """
+    """``zarr.json`` of an array."""
     to_bytes: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         to_bytes["configuration"] = {"endian": "little"}
@@ -145,11 +143,17 @@ def describe(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Nod
     """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
     name = disk_name(tensor.key)
     nodes = {name: top_node(tensor, codecs)}
-    for box, flat in tensor.pieces or ():
-        start, shape = (-1, box.shape) if flat is None else (flat[0], (flat[1] - flat[0],))
-        node = array_json(shape, shape, tensor.dtype, codecs)
-        nodes[f"{name}/{piece_name(box.offset, start)}"] = node
+    for own_name, shape in piece_arrays(tensor):
+        nodes[f"{name}/{own_name}"] = array_json(shape, shape, tensor.dtype, codecs)
     return nodes
+
+
+def piece_arrays(tensor: StoredTensor) -> Iterator[tuple[str, Ints]]:
+    """Name and shape of the array of each piece of a tensor."""
+    if tensor.pieces is not None:
+        columns = (tensor.pieces.offsets, tensor.pieces.shapes, tensor.pieces.flat)
+        for offset, shape, (start, stop) in zip(*(c.tolist() for c in columns), strict=True):
+            yield piece_name(offset, start), tuple(shape) if start < 0 else (stop - start,)
 
 
 def top_node(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> Node:

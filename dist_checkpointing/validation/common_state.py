@@ -37,36 +37,55 @@ class _Leaf:
     text: str
 
 
-def compare_common_state(
-    common: CommonStateDict,
-    preprocess: Callable[[CommonStateDict], CommonStateDict] | None,
-    comm: Comm,
-) -> None:
+class CommonDigests:
+    """What the values of a rank's common state are, by path, without the values.
+
+    Args:
+        common: common state of this rank.
+        preprocess: gives what is compared between ranks.
+    """
+
+    def __init__(
+        self,
+        common: CommonStateDict,
+        preprocess: Callable[[CommonStateDict], CommonStateDict] | None,
+    ) -> None:
+        leaves, _ = flatten(common if preprocess is None else preprocess(dict(common)))
+        self.leaves = {path_text(path): _described(leaf) for path, leaf in leaves.items()}
+
+    @property
+    def number(self) -> int:
+        """A number of 62 bits, the same on ranks with the same values."""
+        text = repr(sorted((path, leaf.digest) for path, leaf in self.leaves.items())).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 2
+
+
+def compare_common_state(digests: Callable[[], CommonDigests], comm: Comm) -> None:
     """Compare the common state of all ranks with that of rank 0, which is saved. Collective.
 
     Rank 0 logs one warning about all values that differ.
+
+    Args:
+        digests: gives those of this rank.
+        comm: the ranks, which do not all have the same number.
 
     Raises:
         InvalidShardingError: on every rank, if a tensor of any rank is not the same on rank 0, and
             so would be lost. A tensor without axes counts as a number.
     """
-    if comm.world_size == 1:
-        return
-    with comm.agreed("comparing the common state"), paused_collector():
-        seen = common if preprocess is None else preprocess(dict(common))
-        leaves, _ = flatten(seen)
-        own = {path_text(path): _described(leaf) for path, leaf in leaves.items()}
-        text = repr(sorted((path, leaf.digest) for path, leaf in own.items())).encode()
-        summary = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
-    if comm.all_same(summary >> 2):
-        return
-    reference = comm.broadcast(own)
-    with comm.agreed("comparing the common state"):
+    step = "comparing the common state"
+    reference = comm.from_rank0(step, lambda: digests().leaves)
+
+    @paused_collector()
+    def differences() -> dict[str, str]:
+        own = digests().leaves
         findings = _lost_tensors(reference, own)
         if findings:
             message = "the ranks hold different tensors in the common state"
             raise InvalidShardingError(message, findings)
-    different = comm.all_gather(_differences(reference, own))
+        return _differences(reference, own)
+
+    different = comm.to_rank0(step, differences)
     if comm.rank == 0:
         logger.warning("%s", _warning(different))
 

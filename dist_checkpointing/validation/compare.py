@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Literal
 
+import numpy as np
 import torch
 
 from dist_checkpointing.comm import Comm
@@ -18,6 +20,7 @@ from dist_checkpointing.mapping.base import shallow_copy
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
+from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.validation.strictness import StrictHandling
 
 logger = logging.getLogger(__name__)
@@ -37,15 +40,32 @@ class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
     def of(self, keys: Iterable[str]) -> dict[str, tuple[Ints, torch.dtype]]:
         """The same for those of the tensors that are stored, all looked up at once."""
         index = self._index
-        asked = list(dict.fromkeys(keys))
-        names, types = index.dtypes_of(asked)
-        as_torch = {name: dtype.torch for name, dtype in types.items()}
+        asked = tuple(dict.fromkeys(keys))
+        numbers, types = index.dtypes_of(asked)
+        as_torch = [None if dtype is None else dtype.torch for dtype in types]
         shapes, rows = index.global_shape_column, index.rows_of(asked).tolist()
         return {
-            key: (tuple(shapes[row]), as_torch[name])
-            for key, name, row in zip(asked, names, rows, strict=True)
-            if name is not None
+            key: (tuple(shapes[row]), dtype)
+            for key, number, row in zip(asked, numbers.tolist(), rows, strict=True)
+            if (dtype := as_torch[number]) is not None
         }
+
+    def are_alike(self, wanted: TensorColumns) -> bool:
+        """Whether all tensors are stored, with just their global shapes and dtypes."""
+        index = self._index
+        rows = index.rows_of(wanted.keys)
+        if (rows < 0).any():
+            return False
+        shapes, _ = index.shapes_of(wanted.keys)
+        numbers, types = index.dtypes_of(wanted.keys)
+        as_torch = [None if dtype is None else dtype.torch for dtype in types]
+        number = {dtype: i for i, dtype in enumerate(as_torch)}
+        own = [number.get(dtype, -1) for dtype in wanted.data_dtypes]
+        return (
+            list(map(len, shapes)) == list(map(len, wanted.global_shapes))
+            and [*chain.from_iterable(shapes)] == [*chain.from_iterable(wanted.global_shapes)]
+            and own == numbers.tolist()
+        )
 
     def __contains__(self, key: object) -> bool:
         return key in self._index
@@ -76,15 +96,15 @@ def handle_strictly(
                     Finding("in the checkpoint, but asked for by no rank", k)
                     for k in sorted(missing)
                 ]
-                raise StateMismatchError(_mismatch_text(missing, unexpected), findings)
+                raise StateMismatchError(mismatch_text(missing, unexpected), findings)
     if flag in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL) and (missing or unexpected):
-        logger.warning("%s", _mismatch_text(missing, unexpected))
+        logger.warning("%s", mismatch_text(missing, unexpected))
     if flag == StrictHandling.IGNORE_ALL:
         missing = set()
     return missing, unexpected
 
 
-def _mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+def mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
     text = ""
     if missing:
         text += (
@@ -101,22 +121,35 @@ def _mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
 
 def compare(
     wanted: Mapping[TreePath, ShardedTensor],
+    columns: TensorColumns,
     stored: Mapping[str, tuple[Ints, torch.dtype]],
     cast: Cast,
     *,
     planner_knows_keys: bool,
-) -> None:
+) -> bool:
     """Check every wanted tensor against what is stored.
 
     Args:
         wanted: the tensors.
+        columns: the same as columns.
         stored: key -> global shape and dtype.
         cast: what to do about dtypes that differ.
         planner_knows_keys: a user's planner may find a key under another name, and says so if not.
 
+    Returns:
+        Whether all are stored with just their global shapes and dtypes.
+
     Raises:
         StateMismatchError: with all keys, shapes and dtypes that differ.
     """
+    if isinstance(stored, StoredTensors):
+        # What has an address is not on the meta device.
+        without = np.flatnonzero(columns.addresses < 0).tolist()
+        others = [data for row in without if (data := columns.data[row]) is not None]
+        is_somewhere = not any(data.is_meta for data in others)
+        if is_somewhere and stored.are_alike(columns):
+            return True
+        stored = stored.of(columns.keys)
     findings: list[Finding] = []
     for path, leaf in wanted.items():
         found, data = stored.get(leaf.key), leaf.data
@@ -146,6 +179,7 @@ def compare(
             )
     if findings:
         raise StateMismatchError("the template does not fit the checkpoint", findings)
+    return False
 
 
 def _other_shape(leaf: ShardedTensor, shape: Ints) -> list[Finding]:
@@ -173,14 +207,25 @@ def _other_dtype(key: str, dtype: torch.dtype, own: torch.dtype, cast: Cast) -> 
 def with_memory(
     leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]
 ) -> ShardedTensor:
-    """A copy of the leaf that has memory to fill; what is not stored of it is zero."""
+    """A copy of the leaf that has memory to fill; new memory is zero where nothing is stored."""
+    copied = shallow_copy(leaf)
+    if leaf.data is None:
+        is_partly = _is_partly_stored(leaf, stored)
+        copied.init_data("cpu", torch.zeros if is_partly else torch.empty)
+    return copied
+
+
+def clear_partly_stored(
+    leaves: Iterable[ShardedTensor], stored: Mapping[str, tuple[Ints, torch.dtype]]
+) -> None:
+    """Set the caller's tensors to zero of which not every element is stored."""
+    for leaf in leaves:
+        if leaf.data is not None and _is_partly_stored(leaf, stored):
+            leaf.data.detach().zero_()
+
+
+def _is_partly_stored(leaf: ShardedTensor, stored: Mapping[str, tuple[Ints, torch.dtype]]) -> bool:
     shape = tuple(leaf.global_shape)
     is_whole = shape == tuple(leaf.local_shape) and not any(leaf.global_offset)
     found = stored.get(leaf.key)
-    partly = (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)
-    copied = shallow_copy(leaf)
-    if leaf.data is None:
-        copied.init_data("cpu", torch.zeros if partly else torch.empty)
-    elif partly:
-        leaf.data.detach().zero_()
-    return copied
+    return (found is not None and shape != found[0]) or (not is_whole and leaf.sticks_out)

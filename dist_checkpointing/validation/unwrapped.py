@@ -8,6 +8,7 @@ import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ from dist_checkpointing.mapping.nesting import (
     Path,
     Position,
     is_container,
-    overlay,
     path_text,
 )
+from dist_checkpointing.mapping.overlay import overlay
 from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.validation.strictness import StrictHandling
 
@@ -157,11 +158,15 @@ def refuse_distributed(parts: Partition, objects: Mapping[Path, ShardedObject]) 
             for found in walk(leaf.data, path)
             if is_distributed_tensor(found.value)
         ]
-    findings += [
-        _unwrapped(leaf.data, leaf.key, f" but is the data of the ShardedTensor {path_text(path)}")
-        for path, leaf in parts.tensors.items()
-        if is_distributed_tensor(leaf.data)
-    ]
+    if not {*_PLAIN_TENSORS, type(None)}.issuperset(
+        map(type, map(attrgetter("data"), parts.tensors.values()))
+    ):
+        what = " but is the data of the ShardedTensor "
+        findings += [
+            _unwrapped(leaf.data, leaf.key, f"{what}{path_text(path)}")
+            for path, leaf in parts.tensors.items()
+            if is_distributed_tensor(leaf.data)
+        ]
     if findings:
         message = "the state dict holds sharded tensors that are not wrapped"
         raise InvalidShardingError(message, findings)

@@ -130,7 +130,7 @@ def test_a_forked_child_is_refused_the_queue_of_its_parent() -> None:
     assert queue.maybe_finalize_async_calls(blocking=True) == [0]
 
 
-def test_a_forked_child_is_told_that_tensorstore_cannot_go_on_there(tmp_path: Path) -> None:
+def test_a_forked_child_loads_and_saves(tmp_path: Path) -> None:
     save(at_step(1), tmp_path / "1", "tensorstore")
     save(at_step(2), tmp_path / "2", ("zarr", 2))
     load(at_step(0), tmp_path / "2", "tensorstore")
@@ -142,12 +142,7 @@ def test_a_forked_child_is_told_that_tensorstore_cannot_go_on_there(tmp_path: Pa
             lambda: load(at_step(0), tmp_path / "2"),
         ]
     )
-    refused = told.pop(1)
-    assert refused is not None
-    assert refused.startswith("CheckpointingException: TensorStore cannot be used in a forked")
-    assert "spawn" in refused
-    # Its databases are read and written without it.
-    assert told == [None] * 3
+    assert told == [None] * 4
     for step in (1, 3):
         assert torch.equal(load(at_step(0), tmp_path / str(step))["w"], at_step(step)["w"].data)
 

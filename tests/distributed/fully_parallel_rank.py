@@ -25,7 +25,7 @@ from dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from dist_checkpointing.testing.conformance.hooks import observed_load
+from dist_checkpointing.testing.conformance.hooks import observed
 
 ALGORITHMS: Any = ("broadcast", "gather_object", "gather_rounds")
 CASES: dict[str, tuple[tuple[str, int], Any]] = {
@@ -92,7 +92,7 @@ def load_counting(
 
     base = copy.copy(get_default_strategy(StrategyAction.LOAD_SHARDED, *backend))
     strategy = FullyParallelLoadStrategyWrapper(
-        observed_load(base, observe), group, exchange_algo=algorithm, min_shared_bytes=0
+        observed(base, observe), group, exchange_algo=algorithm, min_shared_bytes=0
     )
     load(wanted, folder, strategy)
     return num_bytes

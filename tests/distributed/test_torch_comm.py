@@ -61,9 +61,14 @@ def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
         assert report["uneven"] == [100, 1001, 10002]
         assert report["broadcast"] == 7
         assert report["exchange"] == [0, 1, 4]
+        assert report["to_rank0"] == ([] if rank else [0, 1, 4])
+        long = [[100, ["0"]], [1001, ["1"]], [10002, ["2"]]]
+        assert report["long_to_rank0"] == ([] if rank else long)
         assert report["from_rank0"] == "from 0"
+        assert report["long_from_rank0"] == 100_000
         assert report["all_same"] == [True, False, False, False, True, True]
         assert report["calls"] == ([0] if rank == 0 else [])
+        assert report["waits"] == [5, 5, 5]
         assert report["after"] == [0, 1, 2]
         assert report["keys_left"] < 20
 
@@ -78,12 +83,13 @@ def test_healthy_ranks(kind: str, place: str, tmp_path: Path) -> None:
     assert "template" in mixed["text"]
     assert "shards" in mixed["text"]
 
-    foreign = same_error(reports, "foreign")
-    assert foreign["class"] == "RankFailedError"
-    assert foreign["ranks"] == [2]
-    assert "No space left on device é" in foreign["text"]
-    assert "in produce" in foreign["text"]
-    assert [report["foreign"]["cause"] for report in reports] == ["NoneType", "NoneType", "OSError"]
+    for name in ("foreign", "told", "work"):
+        foreign = same_error(reports, name)
+        assert foreign["class"] == "RankFailedError"
+        assert foreign["ranks"] == [2]
+        assert "No space left on device é" in foreign["text"]
+        assert "in produce" in foreign["text"]
+        assert [report[name]["cause"] for report in reports] == ["NoneType", "NoneType", "OSError"]
 
     assert same_error(reports, "rank0")["class"] == "StateMismatchError"
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +30,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public, but not
     TCPStore,
 )
 
-from dist_checkpointing import load, save
+from dist_checkpointing import PlanCache, ShardedTensor, load, save
 from dist_checkpointing.comm import (
     SingleProcess,
     TorchComm,
@@ -37,6 +39,7 @@ from dist_checkpointing.comm import (
     steps,
 )
 from dist_checkpointing.comm import defaults as comm_defaults
+from dist_checkpointing.comm.failures import Outcome
 from dist_checkpointing.errors import (
     CheckpointingException,
     CorruptCheckpointError,
@@ -98,6 +101,10 @@ def healthy(rank: int) -> Report:
     report["uneven"] = [len(v) for v in comm.all_gather("x" * (10**rank * 100 + rank))]
     report["broadcast"] = comm.broadcast(rank + 7)
     report["exchange"] = comm.exchange("describe", lambda: rank**2)
+    report["to_rank0"] = comm.to_rank0("tell", lambda: rank**2)
+    long = comm.to_rank0("tell", lambda: str(rank) * (10**rank * 100 + rank))
+    report["long_to_rank0"] = [(len(text), sorted(set(text))) for text in long]
+    report["long_from_rank0"] = len(comm.from_rank0("read", lambda: "x" * 100_000))
     numbers = [7, rank, None, None if rank else 7, 0, 2**62 - 1]
     report["all_same"] = [comm.all_same(number) for number in numbers]
     calls: list[int] = []
@@ -108,6 +115,16 @@ def healthy(rank: int) -> Report:
 
     report["from_rank0"] = comm.from_rank0("read", produce)
     report["calls"] = calls
+    folder, cache = Path(comm.from_rank0("making a folder", tempfile.mkdtemp)), PlanCache()
+    report["waits"] = []
+    for number in range(3):
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3), (0, rank, 3)), "n": 1}
+        begin_number = comm._steps._number
+        save(state, folder / str(number), comm=comm, plan_cache=cache if number else None)
+        report["waits"].append(comm._steps._number - begin_number)
+    comm.agree("saved", None)
+    if rank == 0:
+        shutil.rmtree(folder)
     begin, keys = time.monotonic(), num_keys()
     for _ in range(100):
         comm.agree("nothing", None)
@@ -121,7 +138,10 @@ def healthy(rank: int) -> Report:
     report["mixed"] = caught(lambda: comm.exchange("check", raising(mixed)))
     foreign = OSError(28, "No space left on device é") if rank == 2 else None
     report["foreign"] = caught(lambda: comm.exchange("write", raising(foreign)))
+    report["told"] = caught(lambda: comm.to_rank0("tell", raising(foreign)))
     report["rank0"] = caught(lambda: comm.from_rank0("plan", raising(StateMismatchError("plan"))))
+    before = Outcome.of("work", raising(foreign))
+    report["work"] = caught(lambda: comm.from_rank0("use", lambda: calls.append(9), after=before))
     report["after"] = comm.all_gather(rank)
     return report
 
@@ -290,6 +310,8 @@ FROZEN_IN: dict[str, tuple[str, Callable[[TorchComm], object]]] = {
     "start": ("total", lambda comm: comm.agree("start", None)),
     "number": ("total", lambda comm: comm.all_same(7)),
     "gather": ("gather", lambda comm: comm.all_gather("x" * 100_000)),
+    "to rank 0": ("gather_at_rank0", lambda comm: comm.to_rank0("tell", lambda: "x" * 100_000)),
+    "from rank 0": ("broadcast", lambda comm: comm.from_rank0("say", lambda: "x" * 100_000)),
     "broadcast": ("broadcast", lambda comm: comm.broadcast("x" * 100_000)),
     "tensor": ("broadcast_tensor", lambda comm: comm.broadcast_tensor(torch.ones(9), 0)),
 }

@@ -24,7 +24,9 @@ from torch.distributed import checkpoint as dcp
 import dist_checkpointing
 from dist_checkpointing import CheckpointManager, ShardedTensor, interop
 from dist_checkpointing.planning import DefaultSavePlanner
+from dist_checkpointing.storage import StorageReader, StorageWriter
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue
+from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
@@ -125,6 +127,12 @@ def concepts(number: int, names: Names) -> None:
     names |= {"part": torch.ones(4, 768), "a": 700, "b": 800, "flat": torch.ones(100)}
 
 
+def planning(number: int, names: Names) -> None:
+    del number
+    names |= {"PlannedSaveStrategy": PlannedSaveStrategy, "BinsWriter": StorageWriter}
+    names |= {"PlannedLoadStrategy": PlannedLoadStrategy, "BinsReader": StorageReader}
+
+
 def formats(number: int, names: Names) -> None:
     del number
     weight = torch.arange(96.0).reshape(8, 12)
@@ -188,5 +196,6 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/migrating/megatron.md": from_megatron,
     "docs/migrating/torch_dcp.md": from_torch_dcp,
     "docs/migrating/torch_save.md": from_torch_save,
+    "docs/reference/planning.md": planning,
     "docs/torch_dcp.md": torch_dcp,
 }

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dist_checkpointing.format import element_types
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, Pieces, StoredTensor
-from dist_checkpointing.tools.inspect.values import batches, blocks
+from dist_checkpointing.format.read_blocks import batches, blocks
 
 FLOAT = element_types.from_name("float32")
 

@@ -91,6 +91,7 @@ def test_what_one_shard_says_of_itself() -> None:
     assert (tuple(tensor.size()), tensor.dtype) == ((4, 6), torch.float32)
     assert tensor._sh_ten is shard
     (item,) = tensor.__create_write_items__("name", tensor)
+    assert tensor.__create_write_items__(fqn="name", sh_ten=tensor) == [item]
     assert item.type is WriteItemType.SHARD
     assert item.index == MetadataIndex("name", [2, 3])
     assert item.tensor_data is not None
@@ -106,6 +107,7 @@ def test_what_one_shard_says_of_itself() -> None:
 def test_a_container_finds_its_shards_by_hint_and_by_offset() -> None:
     group = LocalShardsContainer.from_sh_tens([row(0), row(3)])
     items = group.__create_write_items__("w", group)
+    assert group.__create_write_items__(fqn="w", sh_ten=group) == items
     assert [(tuple(i.index.offset or ()), i.index.index) for i in items] == [
         ((0, 3), 0),
         ((3, 3), 1),

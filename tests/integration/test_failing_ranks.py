@@ -22,13 +22,16 @@ from dist_checkpointing import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    PlanCache,
     RankFailedError,
     ShardedObject,
     ShardedTensorFactory,
+    async_save,
     load,
     save,
 )
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.threads import ThreadComm
 from dist_checkpointing.format.commit import Attempt
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import (
@@ -42,6 +45,7 @@ from dist_checkpointing.planning import (
     WriteItem,
 )
 from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult
+from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from dist_checkpointing.strategies.zarr import (
     Zarr3LoadShardedStrategy,
@@ -635,26 +639,84 @@ def test_after_a_failed_read_the_error_names_the_tensors_that_may_be_partly_fill
         assert "w.uneven" not in notes[0]
 
 
-def test_a_save_agrees_no_more_often_than_it_must(
+BROUGHT = "'planning the save', passing values"
+PLANNED, CLAIMED = "'planning the save'", "claiming the folder"
+WRITTEN, COMMITTED = "'writing', passing values", "'committing'"
+
+
+def noted_waits(monkeypatch: pytest.MonkeyPatch, body: Callable[[Comm], object]) -> list[str]:
+    """Where rank 0 waits for the other ranks in ``body``."""
+    waits: list[str] = []
+    met = ThreadComm._met
+
+    def noting(self: ThreadComm, label: str, value: Any) -> list[Any]:
+        if self.rank == 0:
+            waits.append(label)
+        return met(self, label, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ThreadComm, "_met", noting)
+        run_ranks(RANKS, body)
+    return waits
+
+
+def test_a_save_waits_for_other_ranks_no_more_often_than_it_must(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each agreement is a wait for the slowest of thousands of ranks."""
-    steps: list[str] = []
-    agree = Comm.agree
+    """Each of these is a wait for the slowest of thousands of ranks.
 
-    def noting(self: Comm, step: str, error: Exception | None) -> None:
-        if self.rank == 0:
-            steps.append(step)
-        agree(self, step, error)
+    Planned and claimed are one round trip: what ranks say of their plans goes to rank 0, which
+    claims the folder and answers.
+    """
+    caches = [PlanCache() for _ in range(RANKS)]
 
-    monkeypatch.setattr(Comm, "agree", noting)
-    run_ranks(RANKS, lambda comm: save(state(comm.rank), tmp_path / "c", comm=comm))
-    assert steps == [
-        "preparing the save",
-        "comparing the common state",
-        "planning the save",  # what each rank brings
-        "planning the save",  # what comes of it
-        "claiming the folder",
-        "writing",
-        "committing",
+    def plain(comm: Comm) -> None:
+        save(state(comm.rank), tmp_path / "plain", comm=comm)
+
+    def cached(comm: Comm) -> None:
+        folder = tmp_path / "cached"
+        save(state(comm.rank), folder, comm=comm, plan_cache=caches[comm.rank], overwrite=True)
+
+    waits = [BROUGHT, PLANNED, CLAIMED, WRITTEN, COMMITTED]
+    assert noted_waits(monkeypatch, plain) == waits
+    assert noted_waits(monkeypatch, cached) == waits
+    assert noted_waits(monkeypatch, cached) == waits
+    # One rank has forgotten the plan that the others would use again.
+    caches[1] = PlanCache()
+    assert noted_waits(monkeypatch, cached) == [BROUGHT, *waits]
+
+
+def test_other_saves_wait_no_more_often_than_they_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def behind(comm: Comm) -> None:
+        async_save(state(comm.rank), tmp_path / "behind", comm=comm).result()
+
+    def with_zarr1(comm: Comm) -> None:
+        save(state(comm.rank), tmp_path / "zarr1", ("zarr", 1), comm=comm)
+
+    def by_others(comm: Comm) -> None:
+        class Foreign(SaveShardedStrategy):
+            def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+                del sharded_state_dict, checkpoint_dir
+
+        save(state(comm.rank), tmp_path / "others", Foreign("foreign", 1), comm=comm)
+
+    def different(comm: Comm) -> None:
+        save(state(comm.rank) | {"seed": comm.rank}, tmp_path / "different", comm=comm)
+
+    copied, secured = "'copying the state'", "'claiming the folder'"
+    waits = noted_waits(monkeypatch, behind)
+    assert waits[:4] == ["broadcasting a value", BROUGHT, PLANNED, CLAIMED]
+    # From here on there is a thread beside the caller's.
+    assert sorted(waits[4:]) == sorted([copied, secured, WRITTEN, COMMITTED])
+    waits = [BROUGHT, PLANNED, CLAIMED, WRITTEN, COMMITTED]
+    assert noted_waits(monkeypatch, with_zarr1) == waits
+    common = "'writing the common state'"
+    assert noted_waits(monkeypatch, by_others) == [*waits[:3], common, "'writing'", COMMITTED]
+    compared = "comparing the common state"
+    assert noted_waits(monkeypatch, different) == [
+        BROUGHT,
+        *(f"'{compared}'", compared, f"'{compared}', passing values"),
+        *waits[1:],
     ]

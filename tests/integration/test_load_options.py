@@ -579,3 +579,32 @@ def test_another_number_of_axes_is_no_mismatch_that_is_allowed(tmp_path: Path) -
             load({"w": leaf}, tmp_path)
         assert leaf.data is not None
         assert not leaf.data.any()
+
+
+def test_a_load_agrees_no_more_often_than_it_must(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each agreement is a wait for the slowest of thousands of ranks."""
+    steps: list[str] = []
+    agree = Comm.agree
+
+    def noting(self: Comm, step: str, error: Exception | None) -> None:
+        if self.rank == 0:
+            steps.append(step)
+        agree(self, step, error)
+
+    def state(comm: Comm) -> dict[str, ShardedTensor]:
+        own = torch.full((3,), float(comm.rank))
+        return {"w": ShardedTensor.from_rank_offsets("w", own, (0, comm.rank, comm.world_size))}
+
+    run_ranks(2, lambda comm: save(state(comm), tmp_path / "c", comm=comm))
+    monkeypatch.setattr(Comm, "agree", noting)
+    run_ranks(2, lambda comm: load(state(comm), tmp_path / "c", comm=comm))
+    assert steps == [
+        "opening the checkpoint",
+        "reading the index",
+        "comparing template and checkpoint",
+        "planning the load",
+        "reading",
+        "rebuilding the state dict",
+    ]

@@ -35,6 +35,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.serialization import preview_removal
 from dist_checkpointing.storage.options import ReadMode, StorageOptions
 from dist_checkpointing.strategies.checkpointable import LocalShardsContainer
 from dist_checkpointing.strategies.torch_dist import (
@@ -459,6 +460,38 @@ def test_removed_tensors_are_gone_and_the_others_stay_what_they_were(tmp_path: P
     assert_same_bits(loaded["w"], full, "a flattened one")
     assert loaded["rng"] == 7
     assert read_dcp_metadata(tmp_path).tensors["kept"].flattened_from == CUT_SHAPE
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tensors_below_a_separation_hint_have_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(writer, "_MIN_FILE_BYTES", 64)
+    options = StorageOptions(threads=threads)
+    strategy = TorchDistSaveShardedStrategy(separation_hint="opt/", options=options)
+
+    def state_of(rank: int) -> dict[str, Any]:
+        cut: dict[str, Any] = {
+            key: ShardedTensor.from_rank_offsets(key, torch.arange(64.0) + 64 * rank, (0, rank, 2))
+            for key in ("opt/m", "opt/v", "other", "w")
+        }
+        return cut | {"o": ShardedObject("opt/o", "kept", (1,), (0,), replica_id=rank)}
+
+    run_ranks(2, lambda comm: save(state_of(comm.rank), tmp_path, strategy, comm=comm))
+    apart = sorted(path.name for path in tmp_path.glob("opt*"))
+    numbers = range(min(threads, 2))
+    assert apart == [f"opt%2F__{rank}_{number}.distcp" for rank in (0, 1) for number in numbers]
+    before = {path.name for path in tmp_path.iterdir()}
+    assert set(preview_removal(tmp_path, "opt/").files) == set(apart)
+    dc.remove_sharded_tensors(tmp_path, "opt/")
+    assert before - {path.name for path in tmp_path.iterdir()} == set(apart)
+    loaded = load(
+        {"w": whole("w", torch.zeros(128)), "o": ShardedObject("opt/o", None, (1,), (0,))},
+        tmp_path,
+        verify=True,
+    )
+    assert loaded == {"w": loaded["w"], "o": "kept"}
+    assert loaded["w"].tolist() == list(range(128))
 
 
 @contextmanager

@@ -47,9 +47,9 @@ class Reads:
         monkeypatch.setattr(Path, "read_bytes", self._counting(Path.read_bytes))
         mapped = windows._copy_mapped
 
-        def copy_mapped(descriptor: int, start: int, window: Any, target: Any) -> None:
+        def copy_mapped(descriptor: int, start: int, window: Any, target: Any, **how: Any) -> None:
             self.num_bytes += window.box.num_elements * target.itemsize
-            mapped(descriptor, start, window, target)
+            mapped(descriptor, start, window, target, **how)
 
         monkeypatch.setattr(windows, "_copy_mapped", copy_mapped)
 

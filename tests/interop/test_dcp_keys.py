@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dist_checkpointing import CorruptCheckpointError
-from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, names_in
+from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, dcp_names_in
 from dist_checkpointing.storage.options import Durability
 
 scalars = st.none() | st.integers() | st.text(max_size=3) | st.tuples(st.integers())
@@ -61,7 +61,7 @@ def test_names_are_those_that_dcp_gives(state: dict[str, Any]) -> None:
     flat, mappings = flatten_state_dict(state)
     expected = {name: v for name, v in flat.items() if not isinstance(v, torch.Tensor)}
     common = without_tensors(state)
-    found = names_in({} if common is ... else common, flat.keys() - expected.keys())
+    found = dcp_names_in({} if common is ... else common, flat.keys() - expected.keys())
     assert {name: value for name, (_, value) in found.items()} == expected
     assert {name: path for name, (path, _) in found.items()} == {n: mappings[n] for n in expected}
 

@@ -21,9 +21,9 @@ from dist_checkpointing.format.ocdbt import manifest, records, tree_writer
 from dist_checkpointing.format.ocdbt.columns import encoded, shared_lengths
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME, Root
 from dist_checkpointing.format.ocdbt.nodes import (
-    DataFile,
     Extents,
-    Statistics,
+    FileRef,
+    TreeStatistics,
     encode_interior,
     encode_leaf,
     files_table,
@@ -124,8 +124,8 @@ def test_a_wrong_body_below_a_right_checksum(small: Path, data: st.DataObject) -
     else:
         leaf = len(nodes)
         (folder / NODES).write_bytes(nodes + forged)
-        below = Statistics(len(VALUES), 1, 1)
-        forged_root = Root(int(name == "root"), DataFile(NODES, ""), leaf, len(forged), below)
+        below = TreeStatistics(len(VALUES), 1, 1)
+        forged_root = Root(int(name == "root"), FileRef(NODES, ""), leaf, len(forged), below)
         (folder / MANIFEST_NAME).write_bytes(manifest.encode(forged_root))
     for ask in WAYS:
         with suppress(CorruptCheckpointError):
@@ -146,7 +146,7 @@ def put_nodes(
 ) -> None:
     (folder / "n").write_bytes(b"".join(nodes))
     place = (sum(map(len, nodes[:-1])), len(nodes[-1]))
-    root = Root(height, DataFile(path, ""), *place, Statistics(num_keys, 1, 1))
+    root = Root(height, FileRef(path, ""), *place, TreeStatistics(num_keys, 1, 1))
     (folder / MANIFEST_NAME).write_bytes(manifest.encode(root))
 
 
@@ -238,7 +238,7 @@ def interior(
     height: int, keys: list[bytes], prefixes: list[int], at: list[tuple[int, int]], held: list[int]
 ) -> bytes:
     offsets, lengths = np.array(at, dtype=np.int64).T
-    below = [Statistics(count, 1, 1) for count in held]
+    below = [TreeStatistics(count, 1, 1) for count in held]
     extents = Extents(np.zeros(len(keys), dtype=np.int64), offsets, lengths)
     return encode_interior(height, keys, 0, np.array(prefixes), "n", extents, below)
 

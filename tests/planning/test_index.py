@@ -207,6 +207,55 @@ SPOILT: dict[str, Spoil] = {
     "a codec that is a list": lambda c: c.update(codec=["zstd"]),
 }
 
+
+def test_keys_that_look_like_tables_of_pieces() -> None:
+    pieces = Pieces.of(1, [(Box((0,), (6,)), None)])
+    keys = ['{"offsets":[[0]],"shapes":[[6]]}', '{"offsets":', '\\{"offsets":', "}", ""]
+    index = Index.of([StoredTensor(key, INT64, (6,), None, pieces) for key in keys])
+    found = Index.from_json(index.to_json())
+    assert [*found.pieces] == keys
+    assert [[*found.pieces[key]] for key in keys] == [[*pieces]] * len(keys)
+
+
+@pytest.mark.parametrize("ndim", [0, 1, 3])
+def test_pieces_of_any_number_of_axes(ndim: int) -> None:
+    box = Box((0,) * ndim, (1,) * ndim)
+    pieces = Pieces.of(ndim, [(box, (0, 1)), (box, (1, 1))])
+    index = Index.of([StoredTensor("w", INT64, box.shape, None, pieces)])
+    assert [*Index.from_json(index.to_json()).pieces["w"]] == [*pieces]
+
+
+@pytest.mark.parametrize(
+    "flat",
+    [
+        b"[[0,1]2,[3,4]]",
+        b"[[0,1],[3,4],]",
+        b"[[0,1],[3]]",
+        b"[[0,1],[,4]]",
+        b"[[0,1],[3,4",
+        b"[[0,1],[03,4]]",
+        b"[[0,1],[3,1e0]]",
+        b"[[0,1],[3,9223372036854775808]]",
+        b"[0,1,3,4]",
+        b"[[[0,1],[3,4]]]",
+    ],
+)
+def test_pieces_whose_text_is_spoilt_are_refused(flat: bytes) -> None:
+    box = Box((0,), (4,))
+    pieces = Pieces.of(1, [(box, (0, 1)), (box, (3, 4))])
+    text = Index.of([StoredTensor("w", INT64, (4,), None, pieces)]).to_json()
+    body = b"{" + text[text.index(b",") + 1 :].replace(b"[[0,1],[3,4]]", flat)
+    with pytest.raises(CorruptCheckpointError):
+        Index.from_json(b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:])
+
+
+def test_a_table_of_pieces_for_a_shape_is_refused() -> None:
+    content = good()
+    content["more"] = content["pieces"]["cut"]
+    with pytest.raises(CorruptCheckpointError, match="pieces by key"):
+        Index.from_json(sealed(content))
+
+
 RAW: dict[str, bytes] = {
     "nothing": b"",
     "a list": b"[]",

@@ -145,7 +145,14 @@ def test_every_item_of_a_final_plan_has_data_of_its_shape() -> None:
         ),
         *(shard("layers", row, (0, i, 8), prepend_axis_num=1) for i, row in enumerate(full)),
     ]
-    for layout in (RowBlockLayout(max_chunk_bytes=40), RowBlockLayout(), WholeShardLayout()):
+    layouts = (
+        RowBlockLayout(max_chunk_bytes=40),
+        RowBlockLayout(),
+        RowBlockLayout(max_chunk_bytes=40, keeps_ranges=False),
+        RowBlockLayout(keeps_ranges=False),
+        WholeShardLayout(),
+    )
+    for layout in layouts:
         planner = DefaultSavePlanner()
         state = {(i,): leaf for i, leaf in enumerate(leaves)}
         planner.configure_planner(
@@ -163,6 +170,7 @@ def test_every_item_of_a_final_plan_has_data_of_its_shape() -> None:
             assert part is not None
             assert data.nbytes == item.tensor_storage_size()
             target = seen[item.index.fqn][part.chunk.slices()]
+            assert part.flat_range is None or getattr(layout, "keeps_ranges", True)
             if part.flat_range is None:
                 assert tuple(data.shape) == part.chunk.shape
                 target += data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from dist_checkpointing.strategies.base import (
     register_default_strategy,
 )
 from dist_checkpointing.strategies.registry import available_strategies
-from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 from states import shard
 
 Install = Callable[..., None]
@@ -53,7 +54,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 @pytest.fixture
 def clean_registry() -> Iterator[None]:
-    before = {action: dict(known) for action, known in default_strategies.items()}
+    before = {action: copy.copy(known) for action, known in default_strategies.items()}
     yield
     default_strategies.clear()
     default_strategies.update(before)
@@ -220,3 +221,45 @@ def test_another_backends_reader_is_refused(tmp_path: Path) -> None:
     save(state(), tmp_path / "c", "npy")
     with pytest.raises(CheckpointingException, match="backend"):
         load(state(), tmp_path / "c", ("zarr", 2))
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_lookup_finds_what_is_built_in_or_installed() -> None:
+    found = default_strategies["save_sharded"]["zarr", 1]
+    assert str(found) == "ZarrSaveShardedStrategy(zarr, 1)"
+    assert str(default_strategies["save_sharded"]["npy", 1]) == "NpySaveStrategy(npy, 1)"
+    assert ("zarr", 1) not in default_strategies["save_sharded"]  # what is registered comes first
+    own = Zarr3SaveShardedStrategy()
+    register_default_strategy(StrategyAction.SAVE_SHARDED, "npy", 1, own)
+    assert default_strategies["save_sharded"]["npy", 1] is own
+    with pytest.raises(KeyError, match="nothing"):
+        _ = default_strategies["load_sharded"]["nothing", 1]
+    with pytest.raises(KeyError, match="no_action"):
+        _ = default_strategies["no_action"]
+
+
+@pytest.mark.parametrize(
+    ("action", "strategy", "said"),
+    [
+        (
+            StrategyAction.SAVE_SHARDED,
+            Zarr3LoadShardedStrategy(),
+            "Derive from SaveShardedStrategy",
+        ),
+        (StrategyAction.SAVE_SHARDED, Zarr3SaveShardedStrategy, "Make an object of the class"),
+        (
+            StrategyAction.LOAD_SHARDED,
+            Zarr3SaveShardedStrategy(),
+            "derived from LoadShardedStrategy",
+        ),
+        (StrategyAction.SAVE_COMMON, Zarr3SaveShardedStrategy(), "derived from SaveCommonStrategy"),
+        (StrategyAction.LOAD_COMMON, None, "found NoneType"),
+    ],
+)
+def test_the_wrong_kind_is_refused_at_once(
+    action: StrategyAction, strategy: object, said: str
+) -> None:
+    with pytest.raises(CheckpointingException, match="cannot register a strategy") as raised:
+        register_default_strategy(action, "mine", 1, strategy)
+    assert said in str(raised.value)
+    assert ("mine", 1) not in available_strategies(action)

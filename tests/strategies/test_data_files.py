@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -63,10 +66,125 @@ def test_more_values_than_one_call_takes(tmp_path: Path) -> None:
     assert len(files.names) == 1
 
 
+def in_memory(folder: Path, sizes: Sequence[int], most_file: int) -> None:
+    reported: list[int] = []
+    options = StorageOptions(durability=Durability.PAGE_CACHE, data_file_bytes=most_file)
+    files = DataFiles(folder, "part", options, 2**20, reported.append)
+    values = [
+        np.random.default_rng(i).integers(0, 256, size, np.uint8) for i, size in enumerate(sizes)
+    ]
+    files.put(b"before", 6, 0)
+    files.put_memory(
+        np.array([value.ctypes.data for value in values], dtype=np.int64),
+        np.array(sizes, dtype=np.int64),
+    )
+    files.put(b"behind", 6, 0)
+    files.finish()
+    assert sum(reported) == sum(sizes)
+    contents = [(folder / name).read_bytes() for name in files.names]
+    columns = (files.file, files.offset, files.length)
+    expected = [b"before", *(value.tobytes() for value in values), b"behind"]
+    for value, (file, offset, length) in zip(expected, zip(*columns, strict=True), strict=True):
+        assert contents[file][offset : offset + length] == value
+    assert b"".join(contents) == b"".join(expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=40),
+    st.sampled_from([1, 700, 2**30]),
+    st.sampled_from([1, 7, 400, 2**30]),
+    st.sampled_from([1, 3, 1024]),
+)
+def test_values_in_memory_lie_where_it_is_said(
+    sizes: list[int], most_file: int, most_written: int, most_parts: int
+) -> None:
+    """Also if the system writes less than it is given, or is interrupted."""
+    real, calls = data_files._writev, iter(range(10**9))
+
+    def writev(descriptor: int, parts: int, count: int) -> int:
+        if next(calls) % 5 == 4:
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        own = np.ctypeslib.as_array(ctypes.cast(parts, ctypes.POINTER(ctypes.c_size_t)), (count, 2))
+        held = [ctypes.string_at(int(start), int(size)) for start, size in own]
+        return os.write(descriptor, b"".join(held)[:most_written])
+
+    with (
+        tempfile.TemporaryDirectory() as name,
+        mock.patch.object(data_files, "_writev", writev),
+        mock.patch.object(data_files, "MOST_PARTS", most_parts),
+    ):
+        in_memory(Path(name), sizes, most_file)
+    with tempfile.TemporaryDirectory() as name:
+        assert data_files._writev is real
+        in_memory(Path(name), sizes, most_file)
+
+
+def test_memory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    files = DataFiles(tmp_path, "part", StorageOptions(), 2**20, lambda _: None)
+    with pytest.raises(OSError, match="Bad address"):
+        files.put_memory(np.array([4096]), np.array([10]))
+    files.give_up()
+
+
 def test_values_larger_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_files, "_HASHED_BYTES", 100)
     monkeypatch.setattr(data_files, "_WRITTEN_BYTES", 150)
     filled(tmp_path, [1000, 999, 777, 100, 101, 99, 0, 1, 150], 2**30, 2**30)
+
+
+def test_hashed_values_are_written_up_to_the_ends_of_blocks_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_files, "_HASHED_BYTES", 100)
+    ends: list[int] = []
+    own = os.writev
+
+    def noting(descriptor: int, parts: Sequence[Any]) -> int:
+        written = own(descriptor, parts)
+        ends.append(os.lseek(descriptor, 0, os.SEEK_CUR))
+        return written
+
+    monkeypatch.setattr(os, "writev", noting)
+    files = DataFiles(tmp_path, "part", StorageOptions(), 2**20, lambda _: None)
+    contents = [bytes(range(200)), bytes(range(30)), bytes(range(170))]
+    digests = [Digest() for _ in contents]
+    for content, digest in zip(contents, digests, strict=True):
+        files.put_large(np.frombuffer(content, np.uint8), len(content), digest)
+    files.finish()
+    assert ends == [100, 200, 230, 300, 400]
+    assert (tmp_path / "part.0").read_bytes() == b"".join(contents)
+    for content, digest in zip(contents, digests, strict=True):
+        assert digest.digest() == digest_of(content, len(content))
+
+
+@pytest.mark.parametrize(
+    ("kind", "durability", "expected"),
+    [
+        ("ext4", Durability.PAGE_CACHE, [(0, 200), (230, 170)]),
+        ("nfs", Durability.PAGE_CACHE, []),
+        ("ext4", Durability.FSYNC, []),
+    ],
+)
+def test_room_is_made_for_large_values_where_that_saves_time(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    durability: Durability,
+    expected: list[tuple[int, int]],
+) -> None:
+    rooms: list[tuple[int, int]] = []
+    monkeypatch.setattr(data_files, "file_system_type", lambda _: kind)
+    monkeypatch.setattr(os, "posix_fallocate", lambda _, *room: rooms.append(room))
+    options = StorageOptions(durability=durability)
+    files = DataFiles(tmp_path, "part", options, 2**20, lambda _: None)
+    files.put_large(np.zeros(200, np.uint8), 200, None)
+    files.put(bytes(30), 30, 30)
+    files.put_large(np.ones(170, np.uint8), 170, None)
+    (sealed,) = files.finish()
+    assert rooms == expected
+    assert sealed.num_bytes == (tmp_path / "part.0").stat().st_size == 400
 
 
 def test_the_system_may_write_less_than_it_is_given(

@@ -43,7 +43,7 @@ from dist_checkpointing.strategies.tensorstore import (
 )
 from dist_checkpointing.strategies.zarr import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.testing.conformance.hooks import observed_load
+from dist_checkpointing.testing.conformance.hooks import observed
 from dist_checkpointing.testing.conformance.shards import (
     assert_same_bits,
     poisoned,
@@ -74,7 +74,7 @@ class Counting:
                 self.num_bytes[rank] = sum(tensor.nbytes for tensor in wanted)
                 self.chunks[rank] = {item.storage_index for item in plan.items}
 
-        return observed_load(copy.copy(self._strategy), observe)
+        return observed(copy.copy(self._strategy), observe)
 
     @property
     def total(self) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,13 @@ from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies import filling, raw_chunks
 from dist_checkpointing.strategies import windows as reading
 from dist_checkpointing.strategies.filling import Filler
-from dist_checkpointing.strategies.raw_chunks import ChunkReads, Extent, read_chunks, read_extent
+from dist_checkpointing.strategies.raw_chunks import (
+    ChunkReads,
+    Extent,
+    in_threads,
+    read_chunks,
+    read_extent,
+)
 from dist_checkpointing.strategies.windows import axes_apart, read_window
 
 
@@ -177,14 +186,71 @@ def test_a_file_that_is_one_chunk_must_be_as_long(tmp_path: Path, num_bytes: int
         read_extent(Extent(str(path), 0, 64, file_bytes=64), "w")
 
 
+@pytest.mark.parametrize("most_copied", [64, None], ids=["read", "mapped"])
 @pytest.mark.parametrize("columns", [16, 5], ids=["contiguous", "strided"])
-def test_a_file_that_becomes_shorter_is_noticed(tmp_path: Path, columns: int) -> None:
+def test_a_file_that_becomes_shorter_is_noticed(
+    tmp_path: Path, columns: int, most_copied: int | None
+) -> None:
     """After its size was looked at: never is a part of the memory left as it was."""
     path = tmp_path / "data"
     path.write_bytes(bytes(4 * 200))
     window = Window(0, (16, 16), Box((0, 0), (16, columns)))
     with path.open("rb") as file, pytest.raises(EOFError):
-        read_window(file.fileno(), 0, window, np.ones((16, columns), dtype=np.float32), 64)
+        read_window(file.fileno(), 0, window, np.ones((16, columns), np.float32), most_copied)
+
+
+def test_huge_pages_of_the_cache_are_seen_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, values = tmp_path / "data", np.random.default_rng(3).random((3, 512, 1024), np.float32)
+    path.write_bytes(values.tobytes() + bytes(100))
+    mapped: list[tuple[int, int]] = []
+    own = mmap.mmap
+
+    def noting(descriptor: int, length: int, *, offset: int, **how: Any) -> Any:
+        mapped.append((offset, length))
+        return own(descriptor, length, offset=offset, **how)
+
+    monkeypatch.setattr(mmap, "mmap", noting)
+    window = Window(0, values[1].shape, Box((1, 5), (510, 1000)))
+    target = np.zeros(window.box.shape, np.float32)
+    with path.open("rb") as file:
+        for number, start in enumerate((0, 2**21, 2**22)):
+            read_window(file.fileno(), start, window, target, None)
+            assert np.array_equal(target, values[number][window.box.slices()])
+    assert mapped == [(0, 2**21), (2**21, 2**21), (2**22, 2**21)]
+
+
+@pytest.mark.parametrize("threads", [1, 3, 50])
+def test_tasks_are_done_once_each_and_their_results_in_order(threads: int) -> None:
+    begun: list[int] = []
+    meeting = threading.Barrier(min(threads, 20))
+
+    def work(task: int) -> int:
+        begun.append(task)
+        if task < meeting.parties:
+            meeting.wait(60)  # as many threads as may work do so at a time
+        return 2 * task
+
+    assert in_threads(work, range(20), threads) == [2 * task for task in range(20)]
+    assert sorted(begun) == [*range(20)]
+    assert in_threads(work, [], threads) == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_first_error_ends_all_tasks(threads: int) -> None:
+    begun: list[int] = []
+
+    def work(task: int) -> None:
+        begun.append(task)
+        if task == 0:
+            time.sleep(0.05)  # others fail before
+        raise IndexError(task)
+
+    with pytest.raises(IndexError) as raised:
+        in_threads(work, range(1000), threads)
+    assert raised.value.args == (0,)
+    assert len(begun) <= threads
 
 
 def test_a_lost_file_is_named(tmp_path: Path) -> None:
@@ -246,18 +312,23 @@ def test_columns_are_read_without_what_lies_between(
     assert sum(bytes_read) <= most_bytes
 
 
-def test_runs_far_apart_are_not_mapped(tmp_path: Path, bytes_read: list[int]) -> None:
-    path, values = tmp_path / "data", np.random.default_rng(3).random((64, 2**15), np.float32)
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_runs_far_apart_are_mapped_only_if_they_are_cached(
+    tmp_path: Path, bytes_read: list[int], monkeypatch: pytest.MonkeyPatch, *, is_cached: bool
+) -> None:
+    path, values = tmp_path / "data", np.random.default_rng(3).random((8, 2**18), np.float32)
     path.write_bytes(values.tobytes())
+    own = reading._is_cached
+    monkeypatch.setattr(reading, "_is_cached", lambda *where: is_cached and own(*where))
     kind = dtypes.from_torch(torch.float32)
-    for columns, expected in ((2**14 + 2**13, 0), (2**10, 64 * 4096)):
+    for columns, is_mapped in ((2**18 - 2**13, True), (2**17 + 2**16, is_cached), (2**10, False)):
         bytes_read.clear()
-        tensor = torch.zeros(64, columns)
+        tensor = torch.zeros(8, columns)
         window = Window(0, values.shape, Box((0, 0), tuple(tensor.shape)))
         extents = [(0, values.nbytes)]
         read_all([item(0, window)], extents, path, kind, [tensor], maps_files=True)
         assert torch.equal(tensor, torch.from_numpy(values[:, :columns]))
-        assert sum(bytes_read) == expected
+        assert sum(bytes_read) == (0 if is_mapped else tensor.nbytes)
 
 
 def test_small_chunks_of_which_little_is_wanted_are_not_read_whole(

@@ -442,7 +442,7 @@ def test_ranks_that_make_different_calls_are_told_so(tmp_path: Path) -> None:
     assert [finding.ranks for finding in error.findings] == [(0, 2), (1,)]
     saving, loading = (finding.problem for finding in error.findings)
     assert "calls save (" in saving
-    assert "'preparing the save'" in saving
+    assert "'planning the save'" in saving
     assert "calls load (" in loading
     assert f"{__file__}:" in loading
 

@@ -458,10 +458,10 @@ class TestNarrow:
         assert flat_shard().narrow(0, 0, 1) == []
 
     def test_a_flattened_shard_has_only_rows(self) -> None:
-        with pytest.raises(CheckpointingException):
-            flat_shard().narrow(1, 0, 1)
-        with pytest.raises(CheckpointingException):
-            flat_shard().narrow(-1, 0, 1)
+        for dim in (1, -1):
+            with pytest.raises(CheckpointingException, match="is not one range") as raised:
+                flat_shard().narrow(dim, 0, 1)
+            assert "expected axis 0; found axis 1. Narrow" in str(raised.value)
 
     def test_an_uneven_axis_cannot_be_narrowed(self) -> None:
         with pytest.raises(CheckpointingException):

@@ -20,12 +20,12 @@ from dist_checkpointing.mapping.nesting import (
     containers_with,
     flatten,
     is_container,
-    overlay,
     path_text,
     unflatten,
     unflatten_part,
     value_at,
 )
+from dist_checkpointing.mapping.overlay import overlay
 from tiers import examples
 
 

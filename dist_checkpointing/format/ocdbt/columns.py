@@ -25,11 +25,7 @@ class Malformed(ValueError):
 
 
 class Body:
-    """The body of a record, read column by column.
-
-    Args:
-        data: all of it.
-    """
+    """The body of a record, read column by column."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -105,8 +101,9 @@ def _joined_digits(data: npt.NDArray[np.uint8], stops: I64) -> U64:
         raise Malformed("an integer has more than 64 bits")
     starts = stops - sizes + 1
     values = np.zeros(len(stops), dtype=np.uint64)
+    shortest = int(sizes.min())
     for place in range(longest):
-        has = np.flatnonzero(sizes > place)
+        has = slice(None) if place < shortest else np.flatnonzero(sizes > place)
         digits = (data[starts[has] + place] & 0x7F).astype(np.uint64)
         values[has] |= digits << np.uint64(7 * place)
     return values

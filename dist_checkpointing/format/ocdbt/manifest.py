@@ -20,8 +20,8 @@ from dist_checkpointing.format.ocdbt.columns import (
 )
 from dist_checkpointing.format.ocdbt.nodes import (
     MOST_HEIGHT,
-    DataFile,
-    Statistics,
+    FileRef,
+    TreeStatistics,
     files_table,
     read_files,
 )
@@ -44,17 +44,17 @@ class Root:
 
     Attributes:
         height: 0 for a leaf.
-        file: that holds it.
-        offset: of its first byte.
-        length: in bytes.
-        statistics: of the whole tree.
+        file: File that holds it.
+        offset: Offset of its first byte.
+        length: Number of its bytes.
+        statistics: Statistics of the whole tree.
     """
 
     height: int
-    file: DataFile
+    file: FileRef
     offset: int
     length: int
-    statistics: Statistics
+    statistics: TreeStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class Manifest:
     """What a manifest says.
 
     Attributes:
-        config: the settings, encoded, without the kind of the manifest.
-        is_numbered: whether other manifests, with numbers, say where trees begin.
-        generation: of the newest version; 0 if there is none.
-        root: of the newest version; None if nothing is in it.
+        config: The settings, encoded, without the kind of the manifest.
+        is_numbered: Whether other manifests, with numbers, say where trees begin.
+        generation: Generation of the newest version; 0 if there is none.
+        root: Root of the newest version; None if nothing is in it.
     """
 
     config: bytes
@@ -129,7 +129,7 @@ def decode(record: bytes) -> Manifest:
     return Manifest(config, is_numbered=False, generation=generation, root=root)
 
 
-def _newest(body: Body, files: list[DataFile], arity: int) -> tuple[int, Root | None]:
+def _newest(body: Body, files: list[FileRef], arity: int) -> tuple[int, Root | None]:
     """The last of the versions that stand in the manifest itself."""
     count = body.varint(1 << arity)
     if count == 0:
@@ -146,10 +146,10 @@ def _newest(body: Body, files: list[DataFile], arity: int) -> tuple[int, Root | 
         raise Malformed(f"file {file.max()} of {len(files)}")
     newest = files[int(file[-1])]
     place = (int(offset[-1]), int(length[-1]))
-    below = Statistics(int(num_keys[-1]), int(tree_bytes[-1]), int(value_bytes[-1]))
+    below = TreeStatistics(int(num_keys[-1]), int(tree_bytes[-1]), int(value_bytes[-1]))
     height = int(heights[-1])
     if place == (MOST_U64, MOST_U64):
-        if newest.path or height or below != Statistics(0, 0, 0):
+        if newest.path or height or below != TreeStatistics(0, 0, 0):
             raise Malformed("its empty tree is not empty")
         return int(generations[-1]), None
     if not newest.path or place[1] > MOST_BODY_BYTES or sum(place) > MOST_I64:

@@ -32,12 +32,12 @@ _OBJECT_BYTES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class DataFile:
+class FileRef:
     """A file that a record refers to.
 
     Attributes:
-        path: relative to the database, with ``/``.
-        folder: what paths in a node that lies in the file are relative to; "" or ends in ``/``.
+        path: Path relative to the database, with ``/``.
+        folder: Folder that paths in a node in the file are relative to; "" or ends in ``/``.
     """
 
     path: str
@@ -49,9 +49,9 @@ class Extents:
     """Where some values or nodes lie, as columns.
 
     Attributes:
-        file: position in a list of files.
-        offset: of the first byte.
-        length: in bytes.
+        file: Position in a list of files.
+        offset: Offsets of the first bytes.
+        length: Numbers of bytes.
     """
 
     file: I64
@@ -69,13 +69,13 @@ class Extents:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
+class TreeStatistics:
     """What lies below a node, and in it.
 
     Attributes:
-        num_keys: keys in the leaves.
-        num_tree_bytes: encoded sizes of all nodes.
-        num_value_bytes: sizes of all values outside the tree.
+        num_keys: Keys in the leaves.
+        num_tree_bytes: Encoded sizes of all nodes.
+        num_value_bytes: Sizes of all values outside the tree.
     """
 
     num_keys: int
@@ -88,16 +88,16 @@ class Leaf:
     """A node at the bottom.
 
     Attributes:
-        keys: whole, sorted.
-        files: that hold values.
-        extents: of the values; ``file`` is -1 for a value in the node itself, whose ``offset``
-            counts from the first byte of ``inline``.
-        inline: values in the node.
-        num_bytes: about what it takes in memory.
+        keys: Whole keys, sorted.
+        files: Files that hold values.
+        extents: Extents of the values; ``file`` is -1 for a value in the node itself, whose
+            ``offset`` counts from the first byte of ``inline``.
+        inline: Values in the node.
+        num_bytes: About the memory that it takes.
     """
 
     keys: Sequence[bytes]
-    files: Sequence[DataFile]
+    files: Sequence[FileRef]
     extents: Extents
     inline: bytes
     num_bytes: int
@@ -108,23 +108,23 @@ class Interior:
     """A node above others.
 
     Attributes:
-        keys: lower bounds of the keys below each child, whole, sorted.
-        prefixes: how many bytes of its lower bound all keys below a child begin with.
-        files: that hold children.
-        extents: of the children.
-        num_keys: below each child.
-        num_bytes: about what it takes in memory.
+        keys: Lower bounds of the keys below each child, whole, sorted.
+        prefixes: Number of bytes of its lower bound with which all keys below a child begin.
+        files: Files that hold children.
+        extents: Extents of the children.
+        num_keys: Number of keys below each child.
+        num_bytes: About the memory that it takes.
     """
 
     keys: Sequence[bytes]
     prefixes: I64
-    files: Sequence[DataFile]
+    files: Sequence[FileRef]
     extents: Extents
     num_keys: I64
     num_bytes: int
 
 
-def data_file(base: str, relative: str, folder: str) -> DataFile:
+def data_file(base: str, relative: str, folder: str) -> FileRef:
     """A file of a table that stands in a record below ``folder``.
 
     Raises:
@@ -136,10 +136,10 @@ def data_file(base: str, relative: str, folder: str) -> DataFile:
         raise Malformed(f"the path {path!r} leads out of the database")
     if "\0" in path or path.endswith(".__lock"):
         raise Malformed(f"the path {path!r} cannot be that of a file")
-    return DataFile(path, folder + base)
+    return FileRef(path, folder + base)
 
 
-def read_files(body: Body, folder: str) -> list[DataFile]:
+def read_files(body: Body, folder: str) -> list[FileRef]:
     """The data file table of a record whose paths are relative to ``folder``."""
     count = body.varint(MOST_ENTRIES)
     shared = np.concatenate([[0], body.varints(count - 1, MOST_U16)]) if count else np.zeros(0, int)
@@ -251,7 +251,7 @@ def decode(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Int
 
 
 def _extents(
-    body: Body, count: int, files: Sequence[DataFile], lengths: I64 | None = None
+    body: Body, count: int, files: Sequence[FileRef], lengths: I64 | None = None
 ) -> Extents:
     file = body.varints(count)
     if count and int(file.max()) >= len(files):
@@ -297,7 +297,7 @@ def encode_interior(
     prefixes: I64,
     path: str,
     extents: Extents,
-    below: Sequence[Statistics],
+    below: Sequence[TreeStatistics],
 ) -> bytes:
     """The record of a node whose children all lie in one file.
 
@@ -305,9 +305,9 @@ def encode_interior(
         height: above 0.
         keys: lower bounds, whole, sorted.
         cut: bytes at the beginning of all keys that the node above knows.
-        prefixes: how many bytes of its lower bound all keys below a child begin with.
+        prefixes: Number of bytes of its lower bound with which all keys below a child begin.
         path: of the file.
-        extents: of the children.
+        extents: Extents of the children.
         below: statistics of the children.
     """
     statistics: Columns = [

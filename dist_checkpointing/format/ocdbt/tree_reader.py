@@ -8,8 +8,9 @@ import re
 import stat
 import threading
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +21,7 @@ from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.columns import Malformed
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME, Manifest, Root
-from dist_checkpointing.format.ocdbt.nodes import DataFile, Extents, Interior, Leaf, decode
+from dist_checkpointing.format.ocdbt.nodes import Extents, FileRef, Interior, Leaf, decode
 from dist_checkpointing.format.ocdbt.records import MOST_BODY_BYTES
 
 ABSENT: Final = -2
@@ -41,10 +42,10 @@ class Values:
     """Where values are, as columns.
 
     Attributes:
-        files: paths relative to the database.
-        extents: of the values; ``file`` is a position in ``files``, ``INLINE`` for a value in the
-            tree itself and ``ABSENT`` for a key that the database does not have.
-        inline: row -> value in the tree.
+        files: Paths relative to the database.
+        extents: Extents of the values; ``file`` is a position in ``files``, ``INLINE`` for a value
+            in the tree itself and ``ABSENT`` for a key that the database does not have.
+        inline: Row -> value in the tree.
     """
 
     files: Sequence[str]
@@ -57,10 +58,10 @@ class _Place:
     """Where a node is, and what the node above says of it.
 
     Attributes:
-        node: the node, and ``below`` the places of its children, where they are remembered.
+        node: The node, and ``below`` the places of its children, where they are remembered.
     """
 
-    file: DataFile
+    file: FileRef
     offset: int
     length: int
     height: int
@@ -79,7 +80,7 @@ class _Found:
     files: dict[str, int] = field(default_factory=dict)
     inline: dict[int, bytes] = field(default_factory=dict)
 
-    def number(self, file: DataFile) -> int:
+    def number(self, file: FileRef) -> int:
         """Position of a file."""
         return self.files.setdefault(file.path, len(self.files))
 
@@ -94,8 +95,8 @@ class Tree:
         keeps_nodes: whether a node that was read is remembered.
 
     Attributes:
-        num_keys: how many it has.
-        files: relative paths of the files whose nodes were read.
+        num_keys: Number of its keys.
+        files: Relative paths of the files whose nodes were read.
 
     Raises:
         CorruptCheckpointError: from all methods, if the database is damaged.
@@ -117,10 +118,8 @@ class Tree:
         keys: list[bytes] = []
         found = _Found()
         columns: list[Extents] = []
-        for leaf in self._leaves():
+        for leaf in self._ordered_leaves():
             start = len(keys)
-            if start and keys[-1] >= leaf.keys[0]:
-                raise _corrupt("the keys of its nodes overlap", self._folder / MANIFEST_NAME)
             keys += leaf.keys
             numbers = np.array([*map(found.number, leaf.files), INLINE])
             extents = leaf.extents
@@ -141,17 +140,48 @@ class Tree:
         return Values(list(found.files), Extents(file, offset, length), found.inline)
 
     def _find_among_all(self, wanted: Sequence[bytes]) -> Values:
-        keys, values = self.all()
-        row_of = dict(zip(keys, range(len(keys)), strict=True))
-        rows = [row_of.get(key, -1) for key in wanted]
-        at = np.array(rows, dtype=np.int64)
-        inline = {}
-        if values.inline:
-            inline = {n: values.inline[row] for n, row in enumerate(rows) if row in values.inline}
-        taken = _joined([values.extents, _NOTHING]).rows(at)
-        return Values(values.files, taken, inline)
+        """The same for many keys: every leaf is looked through."""
+        number = dict(zip(wanted, range(len(wanted)), strict=True))
+        file = np.full(len(wanted), ABSENT, dtype=np.int64)
+        offset, length = np.zeros_like(file), np.zeros_like(file)
+        found = _Found()
+        for leaf in self._ordered_leaves():
+            own = np.fromiter(map(number.get, leaf.keys, repeat(-1)), np.int64, len(leaf.keys))
+            taken = np.flatnonzero(own >= 0)
+            rows, extents = own[taken], leaf.extents.rows(taken)
+            # The last of the numbers is that of -1.
+            numbers = np.array([*map(found.number, leaf.files), INLINE])
+            file[rows], length[rows] = numbers[extents.file], extents.length
+            offset[rows] = np.where(extents.file == INLINE, 0, extents.offset)
+            for place in np.flatnonzero(extents.file == INLINE).tolist():
+                begin = int(extents.offset[place])
+                value = leaf.inline[begin : begin + int(extents.length[place])]
+                found.inline[int(rows[place])] = value
+        inline = found.inline
+        if len(number) < len(wanted):
+            # Some keys are asked for several times.
+            source = np.fromiter(map(number.__getitem__, wanted), np.int64, len(wanted))
+            file, offset, length = file[source], offset[source], length[source]
+            pairs = enumerate(source.tolist())
+            inline = {row: inline[first] for row, first in pairs if first in inline}
+        return Values(list(found.files), Extents(file, offset, length), inline)
+
+    def find_outside(self, key: bytes) -> tuple[str, int, int] | None:
+        """File, first byte and length of a value; None if it is absent or in the tree itself."""
+        leaf, file, offset, length = self._entry(key)
+        return None if leaf is None or file == INLINE else (leaf.files[file].path, offset, length)
 
     def _find_one(self, key: bytes, row: int, found: _Found) -> tuple[int, int, int]:
+        leaf, file, offset, length = self._entry(key)
+        if leaf is None:
+            return ABSENT, 0, 0
+        if file == INLINE:
+            found.inline[row] = leaf.inline[offset : offset + length]
+            return INLINE, 0, length
+        return found.number(leaf.files[file]), offset, length
+
+    def _entry(self, key: bytes) -> tuple[Leaf | None, int, int, int]:
+        """The leaf that has a key, and what it says of its value; None if no leaf has it."""
         place = self._root
         while place is not None:
             node = place.node or self._node(place)
@@ -163,29 +193,28 @@ class Tree:
                 continue
             if node.keys[position] != key:
                 break
-            extents = node.extents
-            file, length = int(extents.file[position]), int(extents.length[position])
-            offset = int(extents.offset[position])
-            if file == INLINE:
-                found.inline[row] = node.inline[offset : offset + length]
-                return INLINE, 0, length
-            return found.number(node.files[file]), offset, length
-        return ABSENT, 0, 0
+            at = node.extents
+            return node, int(at.file[position]), int(at.offset[position]), int(at.length[position])
+        return None, 0, 0, 0
 
-    def _leaves(self) -> list[Leaf]:
-        """All leaves, in the order of their keys."""
-        places = [] if self._root is None else [self._root]
-        leaves: list[Leaf] = []
-        while places:
-            below: list[_Place] = []
-            for place in places:
-                node = place.node or self._node(place)
-                if isinstance(node, Leaf):
-                    leaves.append(node)
-                else:
-                    below += place.below or _children(place, node)
-            places = below
-        return leaves
+    def _ordered_leaves(self) -> Iterator[Leaf]:
+        """All leaves, in the order of their keys, one after the other."""
+        last = b""
+        for leaf in self._leaves():
+            if last and last >= leaf.keys[0]:
+                raise _corrupt("the keys of its nodes overlap", self._folder / MANIFEST_NAME)
+            last = leaf.keys[-1]
+            yield leaf
+
+    def _leaves(self) -> Iterator[Leaf]:
+        waiting = [] if self._root is None else [self._root]
+        while waiting:
+            place = waiting.pop()
+            node = place.node or self._node(place)
+            if isinstance(node, Leaf):
+                yield node
+            else:
+                waiting += reversed(place.below or _children(place, node))
 
     def _node(self, place: _Place) -> Leaf | Interior:
         """A node, which is read once by all threads if it is remembered."""

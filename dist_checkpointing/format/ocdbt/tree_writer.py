@@ -11,9 +11,9 @@ from dist_checkpointing.format.ocdbt.columns import I64, shared_lengths
 from dist_checkpointing.format.ocdbt.manifest import NODE_BYTES, Root
 from dist_checkpointing.format.ocdbt.nodes import (
     MOST_ENTRIES,
-    DataFile,
     Extents,
-    Statistics,
+    FileRef,
+    TreeStatistics,
     encode_interior,
     encode_leaf,
 )
@@ -28,16 +28,16 @@ class _Level:
     """The nodes of one height.
 
     Attributes:
-        keys: first key of each.
-        prefixes: how many bytes all keys below each have in common.
-        extents: of the nodes.
-        statistics: of the nodes.
+        keys: First key of each.
+        prefixes: Number of bytes that all keys below each have in common.
+        extents: Extents of the nodes.
+        statistics: Statistics of the nodes.
     """
 
     keys: Sequence[bytes]
     prefixes: I64
     extents: Extents
-    statistics: Sequence[Statistics]
+    statistics: Sequence[TreeStatistics]
 
 
 def encode_tree(
@@ -72,7 +72,7 @@ def encode_tree(
         nodes.append(node)
         prefixes.append(prefix)
         value_bytes = int(part.length.sum())
-        statistics.append(Statistics(len(part.length), len(node), value_bytes))
+        statistics.append(TreeStatistics(len(part.length), len(node), value_bytes))
     firsts = [keys[rows.start] for rows in groups]
     level = _Level(firsts, np.array(prefixes), _extents(nodes, offset), statistics)
     height = 0
@@ -82,7 +82,7 @@ def encode_tree(
         level, added = _above(level, height, path, offset)
         nodes += added
     at, length = int(level.extents.offset[0]), int(level.extents.length[0])
-    return nodes, Root(height, DataFile(path, ""), at, length, level.statistics[0])
+    return nodes, Root(height, FileRef(path, ""), at, length, level.statistics[0])
 
 
 def _above(level: _Level, height: int, path: str, offset: int) -> tuple[_Level, list[bytes]]:
@@ -101,7 +101,7 @@ def _above(level: _Level, height: int, path: str, offset: int) -> tuple[_Level, 
         nodes.append(node)
         prefixes.append(prefix)
         statistics.append(
-            Statistics(
+            TreeStatistics(
                 sum(row.num_keys for row in below),
                 sum(row.num_tree_bytes for row in below) + len(node),
                 sum(row.num_value_bytes for row in below),

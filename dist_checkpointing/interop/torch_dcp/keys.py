@@ -15,6 +15,7 @@ from typing import Any
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.strategies.torch_dist.common import ABSENT, nested
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
 _FORMAT = "dist_checkpointing.dcp_keys"
@@ -29,9 +30,9 @@ class DCPKeys:
     """The names of a DCP checkpoint.
 
     Attributes:
-        paths: path of each name in the nested state dict, of tensors and of other values.
-        values: names of the values that are not tensors.
-        raw: names of the values whose bytes ``torch.load`` does not read; stored as bytes.
+        paths: Path of each name in the nested state dict, of tensors and of other values.
+        values: Names of the values that are not tensors.
+        raw: Names of the values whose bytes ``torch.load`` does not read; stored as bytes.
     """
 
     paths: Mapping[str, KeyPath]
@@ -59,14 +60,7 @@ class DCPKeys:
 
     def nest(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values at their paths; in lists, None replaces a tensor."""
-        root = _Inner()
-        for name, path in self.paths.items():
-            inner = root
-            for step in path[:-1]:
-                inner = inner.setdefault(step, _Inner())
-            inner[path[-1]] = values.get(name, _ABSENT)
-        nested = _finished(root)
-        return {} if nested is _ABSENT else nested
+        return nested({path: values.get(name, ABSENT) for name, path in self.paths.items()})
 
     def values_in(self, common: Any) -> dict[str, Any]:
         """The inverse of ``nest``.
@@ -115,7 +109,9 @@ class DCPKeys:
         return cls({name: steps for name, steps in paths.items() if steps}, values, raw)
 
 
-def names_in(common: Mapping[Any, Any], tensors: Iterable[str]) -> dict[str, tuple[KeyPath, Any]]:
+def dcp_names_in(
+    common: Mapping[Any, Any], tensors: Iterable[str]
+) -> dict[str, tuple[KeyPath, Any]]:
     """Path and value of everything in common state, by the name that DCP would give it.
 
     Args:
@@ -165,24 +161,6 @@ def _is_opened(value: list[Any], name: str, above: set[str]) -> bool:
         or (isinstance(child, list) and _is_opened(child, f"{name}.{index}", above))
         for index, child in enumerate(value)
     )
-
-
-_ABSENT: Any = object()
-
-
-class _Inner(dict[str | int, Any]):
-    """A container that is being filled, in contrast to a dict that is a value of the user."""
-
-
-def _finished(inner: _Inner) -> Any:
-    children = {
-        step: _finished(child) if isinstance(child, _Inner) else child
-        for step, child in inner.items()
-    }
-    kept = {step: child for step, child in children.items() if child is not _ABSENT}
-    if not kept or not all(isinstance(step, int) for step in children):
-        return kept or _ABSENT
-    return [kept.get(index) for index in range(1 + max(map(int, children)))]
 
 
 def _path(steps: object) -> KeyPath | None:

@@ -25,12 +25,12 @@ class RankPlan:
     """What the coordinator sends to a rank, inside of DCP's plan.
 
     Attributes:
-        plan: what the rank writes, cut as it is stored. ``sources`` are positions of items in DCP's
+        plan: What the rank writes, cut as it is stored. ``sources`` are positions of items in DCP's
             plan.
-        rank: the rank.
-        world_size: number of ranks.
+        rank: The rank.
+        world_size: Number of ranks.
         writes: (backend, version) of the strategy that it was made for.
-        save_plan_id: id that the plans of all ranks in one save share.
+        save_plan_id: Id that the plans of all ranks in one save share.
     """
 
     plan: SavePlan
@@ -46,8 +46,8 @@ class Report:
 
     Attributes:
         save_plan_id: ``save_plan_id`` of its RankPlan.
-        written: what the rank has written.
-        contents: the bytes of each value that is not a tensor, by name.
+        written: What the rank has written.
+        contents: The bytes of each value that is not a tensor, by name.
     """
 
     save_plan_id: str

@@ -19,7 +19,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding, Unsupport
 from dist_checkpointing.filesystem.paths import is_url, local_folder
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, KeyPath, names_in
+from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, KeyPath, dcp_names_in
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import Position
@@ -149,7 +149,7 @@ class DCPReader(dcp_storage.StorageReader):
         """Set the values of common state; returns the known paths."""
         keys = DCPKeys.read(self.path)
         if keys is None:
-            named = names_in(state, self._index)
+            named = dcp_names_in(state, self._index)
             self._values = {name: value for name, (_, value) in named.items()}
             self._raw = frozenset()
             return {name: path for name, (path, _) in named.items()}

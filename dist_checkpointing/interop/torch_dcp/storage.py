@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -134,7 +134,6 @@ def reader_must_be_named() -> NoReturn:
 
 class _Writer(StorageWriter):
     layout = WholeShardLayout()
-    gathers_results: ClassVar[bool] = True
 
     def __init__(
         self, checkpoint_dir: Path, make: Callable[[str], dcp_storage.StorageWriter]
@@ -202,7 +201,7 @@ class _Writer(StorageWriter):
             if key not in described:  # it has no elements, so no rank wrote it
                 size = torch.Size(metadata[key].global_shape)
                 described[key] = _tensor(metadata[key].dtype.torch, size)
-        noted: list[Any] = [result.storage_data for of_rank in results for result in of_rank]
+        noted: list[Any] = [of_rank[-1].storage_data for of_rank in results]
         own = [list(of_rank) for of_rank in noted]
         self._storage.finish(dcp_metadata.Metadata(described), own)
 

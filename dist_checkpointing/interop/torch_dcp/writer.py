@@ -43,6 +43,7 @@ from dist_checkpointing.interop.torch_dcp.rank_plans import (
     make_rank_plans,
 )
 from dist_checkpointing.planning import DefaultSavePlanner, WriteItem
+from dist_checkpointing.storage.calls import set_up_writer
 from dist_checkpointing.storage.driver import finish_all, write_plan
 from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
@@ -160,7 +161,7 @@ class DCPWriter(dcp_storage.StorageWriter):
             self.path, names, overwrite=self.overwrite, durability=writer.options.durability
         )
         self._attempt.secure()
-        writer.set_up_storage_writer(rank=0, world_size=len(plans))
+        set_up_writer(writer, rank=0, world_size=len(plans))
         self._writer = writer
         rank_plans = make_rank_plans(laid_out[0][0], writer, self._writes)
         if not any(map(is_usable, plans)):
@@ -185,7 +186,7 @@ class DCPWriter(dcp_storage.StorageWriter):
         self._index = rank_plan.plan.index
         if self._writer is None:
             self._writer = self._strategy.make_writer(self.path)
-            self._writer.set_up_storage_writer(rank=rank_plan.rank, world_size=rank_plan.world_size)
+            set_up_writer(self._writer, rank=rank_plan.rank, world_size=rank_plan.world_size)
         data = _ResolvedData(plan.items, rank_plan.plan.items, planner)
         written = write_plan(rank_plan.plan, data, self._writer, rank_plan.rank)
         report = Report(

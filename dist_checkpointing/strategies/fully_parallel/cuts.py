@@ -26,6 +26,7 @@ from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan
 from dist_checkpointing.planning.balance import share_out
 from dist_checkpointing.planning.read_table import ReadTable
 from dist_checkpointing.planning.shard_table import Bools, Int64s
+from dist_checkpointing.storage.calls import result_of, set_up_reader
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.fully_parallel.sharing import aligned, identities_of, numbered
 
@@ -345,6 +346,6 @@ def read_blocks(
         leaves[(Position(row),)] = ShardedTensor.from_rank_offsets(key, values)
     planner = DefaultLoadPlanner()
     planner.configure_planner(leaves, index, is_coordinator=comm.rank == 0, rank=comm.rank)
-    reader.set_up_storage_reader(index, rank=comm.rank, world_size=comm.world_size)
-    reader.read_data(reader.prepare_local_plan(LoadPlan(rows)), planner).result()
+    set_up_reader(reader, index, rank=comm.rank, world_size=comm.world_size)
+    result_of(reader.read_data(reader.prepare_local_plan(LoadPlan(rows)), planner))
     return [leaf.data for leaf in leaves.values() if leaf.data is not None]

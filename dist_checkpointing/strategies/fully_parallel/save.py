@@ -93,6 +93,10 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
         Raises:
             CheckpointingException: if the wrapped strategy cannot save asynchronously.
         """
+        if isinstance(self.base_strategy, PlannedSaveStrategy):
+            resolved = self.resolved()
+            assert isinstance(resolved, PlannedSaveStrategy)
+            return resolved.async_save(sharded_state_dict, checkpoint_dir)
         if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
             raise CheckpointingException(
                 f"Cannot apply async_save to non-async strategy {self.base_strategy}"

@@ -45,7 +45,7 @@ class TensorStoreSaveShardedStrategy(PlannedSaveStrategy):
 
 
 class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
-    """Loads ("tensorstore", 1), and the zarr formats through TensorStore's drivers for them.
+    """Loads ("tensorstore", 1), and the zarr formats as their own strategies do.
 
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
@@ -64,13 +64,10 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
         if backend == "tensorstore":
             return self
         # Not at the top: the package zarr may be missing.
-        from dist_checkpointing.strategies.tensorstore.zarr_arrays import (  # noqa: PLC0415
-            ZarrArraysLoadShardedStrategy,
-        )
+        from dist_checkpointing.strategies import zarr  # noqa: PLC0415
 
-        strategy = ZarrArraysLoadShardedStrategy(
-            version, planner=self.planner, comm=self.comm, options=self.options
-        )
+        kind = zarr.ZarrLoadShardedStrategy if version == 1 else zarr.Zarr3LoadShardedStrategy
+        strategy = kind(planner=self.planner, comm=self.comm, options=self.options)
         strategy.trusted = self.trusted
         return strategy
 

@@ -20,7 +20,7 @@ from dist_checkpointing.strategies.zarr_v3_nodes import (
     array_json,
     chunk_keys_to_read,
     chunk_keys_to_write,
-    piece_name,
+    piece_arrays,
     top_node,
 )
 
@@ -111,12 +111,8 @@ def _nodes(index: Index, name: str, key: str, dtype: str) -> Iterator[tuple[str,
     """The same of a tensor that has pieces or another name on disk, with all of its text."""
     tensor = index[key]
     yield f"{name}/{METADATA_NAME}", json.dumps(top_node(tensor), separators=(",", ":"))
-    if tensor.pieces is not None:
-        pieces = (tensor.pieces.offsets, tensor.pieces.shapes, tensor.pieces.flat)
-        for offset, extents, (start, stop) in zip(*(p.tolist() for p in pieces), strict=True):
-            stored = tuple(extents) if start < 0 else (stop - start,)
-            path = f"{name}/{piece_name(offset, start)}/{METADATA_NAME}"
-            yield path, _array_text(stored, stored, dtype)
+    for piece, shape in piece_arrays(tensor):
+        yield f"{name}/{piece}/{METADATA_NAME}", _array_text(shape, shape, dtype)
 
 
 @lru_cache(maxsize=1 << 12)

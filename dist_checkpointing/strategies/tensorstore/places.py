@@ -15,9 +15,6 @@ class Places:
     """Finds values in the newest version of a database; several threads may ask.
 
     What lies in the folder of another save, the caller notices.
-
-    Args:
-        checkpoint_dir: the checkpoint.
     """
 
     def __init__(self, checkpoint_dir: Path) -> None:
@@ -41,6 +38,10 @@ class Places:
             CorruptCheckpointError: if the database cannot be read, or points out of the checkpoint.
         """
         return self._newest(keeps_nodes=keeps_nodes).find(keys)
+
+    def find_outside(self, key: bytes, *, keeps_nodes: bool) -> tuple[str, int, int] | None:
+        """File, first byte and length of one value; None if it is absent or in the tree itself."""
+        return self._newest(keeps_nodes=keeps_nodes).find_outside(key)
 
     def _newest(self, *, keeps_nodes: bool) -> Tree:
         if not keeps_nodes:

@@ -70,25 +70,26 @@ class TensorStoreReader(StorageReader):
         return self._bytes(values, 0, key)
 
     def read_box(self, tensor: StoredTensor, box: Box) -> torch.Tensor | None:
-        if tensor.chunk_shape is None or box.num_elements == 0:
+        chunk, shape = tensor.chunk_shape, box.shape
+        if chunk is None or 0 in shape:
             return None
-        chunk = tensor.chunk_shape
-        index = tensor.grid.index_at(box.offset)
-        within = box.relative_to(tuple(i * c for i, c in zip(index, chunk, strict=True)))
-        window = Window(0, chunk, within)
-        values = self._find([f"{disk_name(tensor.key)}/{chunk_name(index)}".encode()])
+        index = tuple(o // c for o, c in zip(box.offset, chunk, strict=True))
+        offset = tuple(o % c for o, c in zip(box.offset, chunk, strict=True))
+        window = Window(0, chunk, Box(offset, shape))
         num_bytes = window.array_size * tensor.dtype.itemsize
-        if (
-            not Box.whole(chunk).contains(within)
-            or num_bytes > _MOST_SINGLE_BYTES
-            or values.extents.file[0] < 0
-            or values.extents.length[0] != num_bytes
+        if num_bytes > _MOST_SINGLE_BYTES or any(
+            o + n > c for o, n, c in zip(offset, shape, chunk, strict=True)
         ):
             return None
-        part = torch.empty(box.shape, dtype=tensor.dtype.torch)
+        key = f"{disk_name(tensor.key)}/{chunk_name(index)}".encode()
+        place = self._places.find_outside(key, keeps_nodes=self.is_kept)
+        if place is None or place[2] != num_bytes:
+            return None
+        part = torch.empty(shape, dtype=tensor.dtype.torch)
         target = dtypes.fillable(part, part.dtype)
         assert target is not None
-        read_part(self._extent(values, 0), tensor.key, window, target, num_bytes)
+        extent = Extent(f"{self.checkpoint_dir}/{place[0]}", place[1], num_bytes)
+        read_part(extent, tensor.key, window, target, num_bytes)
         return part
 
     def location(self, chunk: MetadataIndex) -> str:

@@ -32,12 +32,12 @@ class _Split:
     """The database, taken apart.
 
     Attributes:
-        keys: of the values that stay.
-        values: all, as they were found.
-        rows: those of them that stay.
-        texts: of these, the ones that do not lie in data files, by row.
-        unused: files, relative to the checkpoint, that are free without the others.
-        shared: bytes of the others in files that stay.
+        keys: Keys of the values that stay.
+        values: All, as they were found.
+        rows: Those of them that stay.
+        texts: Those of the values that do not lie in data files, by row.
+        unused: Files, relative to the checkpoint, that are free without the others.
+        shared: Bytes of the others in files that stay.
     """
 
     keys: list[bytes]

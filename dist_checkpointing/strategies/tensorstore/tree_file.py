@@ -4,17 +4,49 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress, islice
+from operator import eq
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
+from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.nodes import Extents
 from dist_checkpointing.format.ocdbt.tree_reader import INLINE
 from dist_checkpointing.format.ocdbt.tree_writer import encode_tree
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.storage.options import Durability
-from dist_checkpointing.strategies.tensorstore.keys import NODES_FOLDER
+from dist_checkpointing.strategies.tensorstore import keys as names_of
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValues:
+    """Where values are, as columns.
+
+    Attributes:
+        files: relative paths of data files.
+        keys: keys in the database, joined.
+        key_lengths: bytes of each.
+        extents: of the values; ``file`` is a position in ``files``.
+        shared: those of the files that are shared with the base.
+    """
+
+    files: tuple[str, ...]
+    keys: bytes
+    key_lengths: npt.NDArray[np.uint16]
+    extents: Extents
+    shared: tuple[SealedFile, ...] = ()
+
+    def key_list(self) -> list[bytes]:
+        """The keys one by one."""
+        stops = np.cumsum(self.key_lengths, dtype=np.int64).tolist()
+        starts = [0, *stops[:-1]]
+        return [self.keys[start:stop] for start, stop in zip(starts, stops, strict=True)]
 
 
 def write_tree(
@@ -37,7 +69,7 @@ def write_tree(
             whatever the number of keys: in the tree they would be there once a key.
         durability: of what is written.
     """
-    name = f"{NODES_FOLDER}/{uuid.uuid4().hex}"
+    name = f"{names_of.NODES_FOLDER}/{uuid.uuid4().hex}"
     sizes = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
     starts = np.cumsum(sizes) - sizes
     is_text = extents.file == INLINE
@@ -46,8 +78,34 @@ def write_tree(
     offset[is_text], length[is_text] = starts[number], sizes[number]
     places = Extents(file, offset, length)
     nodes, root = encode_tree(keys, [name, *files], places, name, int(sizes.sum()))
-    (folder / NODES_FOLDER).mkdir(exist_ok=True)
+    (folder / names_of.NODES_FOLDER).mkdir(exist_ok=True)
     local.write_atomic(folder / name, b"".join([*texts, *nodes]), durability)
     if durability is Durability.FSYNC:
         local.fsync_folder(folder)
     local.write_atomic(folder / manifest.MANIFEST_NAME, manifest.encode(root), durability)
+
+
+def joined(
+    parts: Sequence[StoredValues], index: Index
+) -> tuple[list[bytes], list[str], Extents, list[bytes]]:
+    """The values of all ranks and the descriptions of all arrays, see ``write_tree``."""
+    described, numbers, texts = names_of.descriptions(index)
+    names = list(map(str.encode, described))
+    number = np.array(numbers, dtype=np.int64)
+    columns = [(np.full_like(number, INLINE), number, np.zeros_like(number))]
+    number_of: dict[str, int] = {}
+    for part in parts:
+        names += part.key_list()
+        # Ranks may share the same file of a base.
+        numbers = [number_of.setdefault(name, len(number_of)) for name in part.files]
+        extents = part.extents
+        file = np.array(numbers, dtype=np.int64)[extents.file]
+        columns.append((file, extents.offset, extents.length))
+    order = sorted(range(len(names)), key=names.__getitem__)
+    ordered = [names[row] for row in order]
+    for twice in compress(ordered, map(eq, ordered, islice(ordered, 1, None))):
+        finding = Finding("it would be stored twice", twice.decode())
+        raise InvalidShardingError("two values have one place", [finding])
+    joined = Extents(*map(np.concatenate, zip(*columns, strict=True)))
+    rows = np.array(order, dtype=np.int64)
+    return ordered, list(number_of), joined.rows(rows), [text.encode() for text in texts]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.format.removal import PlannedRemoval
+from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.torch_dist.common import TorchDistCommonLoadStrategy
 from dist_checkpointing.strategies.torch_dist.metadata import DcpMetadata, read_dcp_metadata
@@ -26,7 +28,7 @@ __all__ = [
     "TorchDistSaveShardedStrategy",
 ]
 
-_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+_DATA_FILE = re.compile(r".*__\d+_\d+\.distcp")
 
 
 class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
@@ -36,13 +38,37 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
     those of ``torch.save`` do. No reader of PyTorch looks at it, and it costs more time than
     everything else.
 
+    Args:
+        backend: Name that the checkpoint records.
+        version: Version that the checkpoint records.
+        separation_hint: Tensors whose keys begin with this get data files of their own, whose names
+            begin with it too, so that ``remove_sharded_tensors`` of that prefix frees their space.
+        **options: See PlannedSaveStrategy.
+
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
-        >>> save(state, "ckpt", TorchDistSaveShardedStrategy())
+        >>> save(state, "ckpt", TorchDistSaveShardedStrategy(separation_hint="optimizer."))
     """
 
     writer_type = TorchDistWriter
     writes = ("torch_dist", 1)
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        version: int | None = None,
+        *,
+        separation_hint: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(backend, version, **options)
+        self.separation_hint = separation_hint
+
+    def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
+        writer = super().make_writer(checkpoint_dir)
+        assert isinstance(writer, TorchDistWriter)
+        writer.separation_hint = self.separation_hint
+        return writer
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -97,7 +98,11 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         raise UnsupportedFormatError("cannot read the sharded objects", [finding])
 
 
-def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
+ABSENT: Any = object()
+"""A value that is stored elsewhere, and only keeps its position in a list."""
+
+
+def nested(values: Mapping[StatePath, Any]) -> dict[Any, Any]:
     """Values by path as a nest of dicts and lists.
 
     Positions become those of a list. What DCP stored elsewhere (the tensors) leaves None there,
@@ -107,12 +112,12 @@ def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
         StateMismatchError: if one path goes through the value at another.
         CorruptCheckpointError: if the lists are longer than those of any state dict.
     """
-    tree: dict[Any, Any] = {}
+    tree = _Nest()
     for path, value in values.items():
         node = tree
         for step in path[:-1]:
-            node = node.setdefault(step, _Branch())
-            if not isinstance(node, _Branch):
+            node = node.setdefault(step, _Nest())
+            if not isinstance(node, _Nest):
                 raise _crossing(path)
         if path[-1] in node:
             raise _crossing(path)
@@ -122,10 +127,10 @@ def nested(values: dict[StatePath, Any]) -> dict[Any, Any]:
     if length > _MOST_POSITIONS:
         finding = Finding("lists longer than those of any state dict", found=f"{length} positions")
         raise CorruptCheckpointError("the values in the checkpoint cannot be nested", [finding])
-    return {step: _rebuilt(below) for step, below in tree.items()}
+    return _present(tree)
 
 
-class _Branch(dict[Any, Any]):
+class _Nest(dict[Any, Any]):
     """A container on the way; no value that was stored."""
 
 
@@ -134,22 +139,29 @@ def _crossing(path: StatePath) -> StateMismatchError:
     return StateMismatchError("the values in the checkpoint cannot be nested", [finding])
 
 
-def _is_list(branch: _Branch) -> bool:
+def _is_list(branch: _Nest) -> bool:
     return all(type(step) is int for step in branch)
 
 
 def _list_positions(value: Any) -> int:
     """How long all lists are together that ``_rebuilt`` makes of a value."""
-    if not isinstance(value, _Branch):
+    if not isinstance(value, _Nest):
         return 0
     own = max(value) + 1 if _is_list(value) else 0
     return own + sum(map(_list_positions, value.values()))
 
 
+def _present(branch: _Nest) -> dict[Any, Any]:
+    rebuilt = ((step, _rebuilt(child)) for step, child in branch.items())
+    return {step: value for step, value in rebuilt if value is not ABSENT}
+
+
 def _rebuilt(value: Any) -> Any:
-    if not isinstance(value, _Branch):
+    if not isinstance(value, _Nest):
         return value
-    below = {step: _rebuilt(child) for step, child in value.items()}
+    below = _present(value)
+    if not below:
+        return ABSENT
     if _is_list(value):
-        return [below.get(position) for position in range(max(below) + 1)]
+        return [below.get(position) for position in range(max(value) + 1)]
     return below

@@ -38,11 +38,11 @@ class PlacedIndex(Index):
     """An index that also knows where every chunk is, so that only rank 0 reads ``.metadata``.
 
     Attributes:
-        files: names of the files.
+        files: Names of the files.
         places: ``[records, 3]``: position in ``files``, offset and length in bytes.
-        first_row: row of the first chunk of each tensor; the others follow in the order of the
+        first_row: Row of the first chunk of each tensor; the others follow in the order of the
             grid or of the pieces.
-        cell_rows: row of each cell of the sharded objects, by unique key.
+        cell_rows: Row of each cell of the sharded objects, by unique key.
     """
 
     files: Sequence[str] = ()

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints, split_rows
 from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
@@ -24,9 +25,15 @@ _MAX_PENDING_BYTES = 2**20
 _MAX_PENDING_PARTS = 512  # of the 1024 that one system call takes
 
 
-def file_name(rank: int, number: int) -> str:
-    """The name of a data file, from which Megatron's tools tell the rank."""
-    return f"__{rank}_{number}.distcp"
+def file_name(rank: int, number: int, prefix: str = "") -> str:
+    """The name of a data file, from which Megatron's tools tell the rank.
+
+    Args:
+        rank: Rank that writes it.
+        number: Number among the files of that rank.
+        prefix: What the keys of all tensors in it begin with.
+    """
+    return f"{disk_name(prefix) if prefix else ''}__{rank}_{number}.distcp"
 
 
 class DataFile:

@@ -30,10 +30,10 @@ class DcpTensor:
     """A tensor as DCP knows it.
 
     Attributes:
-        dtype: of its elements.
-        size: its global shape; with axes of Megatron's own if it was saved flattened.
+        dtype: Dtype of its elements.
+        size: Its global shape; with axes of Megatron's own if it was saved flattened.
         chunks: ``(offsets, sizes)`` of every part that is stored.
-        flattened_from: the global shape of a tensor that was saved flattened.
+        flattened_from: The global shape of a tensor that was saved flattened.
     """
 
     dtype: torch.dtype
@@ -56,10 +56,10 @@ class DcpMetadata:
     """What a checkpoint holds, as ``.metadata`` says it.
 
     Attributes:
-        tensors: by key.
-        values: keys of everything else, each a ``torch.save`` of some object.
-        places: of every chunk ``(key, offsets)`` and value ``(key, None)``.
-        paths: where in the nested state dict a key was, as far as DCP noted it.
+        tensors: Tensors by key.
+        values: Keys of everything else, each a ``torch.save`` of some object.
+        places: Place of every chunk ``(key, offsets)`` and value ``(key, None)``.
+        paths: Path of a key in the nested state dict, as far as DCP noted it.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -137,7 +137,7 @@ _KNOWN = _METADATA_CLASSES | {
 }  # fmt: skip
 
 
-class _Stub:
+class _Object:
     """Stands for an object of a class that the pickle names: what it was made of, and its state."""
 
     origin: tuple[str, str] = ("", "")
@@ -161,7 +161,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self.foreign: set[str] = set()
-        self._stubs: dict[tuple[str, str], type[_Stub]] = {}
+        self._stubs: dict[tuple[str, str], type[_Object]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
@@ -175,11 +175,11 @@ class _Unpickler(pickle.Unpickler):
             # Go on, to name all of them.
             self.foreign.add(f"{module}.{name}")
         if (module, name) not in self._stubs:
-            self._stubs[module, name] = type("Stub", (_Stub,), {"origin": (module, name)})
+            self._stubs[module, name] = type("Stub", (_Object,), {"origin": (module, name)})
         return self._stubs[module, name]
 
 
-def _unpickle(data: bytes, path: str) -> _Stub:
+def _unpickle(data: bytes, path: str) -> _Object:
     try:
         check_pickle(data)
     except BadPickle as error:
@@ -201,7 +201,7 @@ def _unpickle(data: bytes, path: str) -> _Stub:
         raise UnsupportedFormatError("refused to unpickle", [finding])
     if damage is not None:
         raise _corrupt(f"{type(damage).__name__}: {damage}", path) from damage
-    if not isinstance(content, _Stub) or content.origin not in _METADATA_CLASSES:
+    if not isinstance(content, _Object) or content.origin not in _METADATA_CLASSES:
         raise _corrupt("not the metadata of a DCP checkpoint", path)
     return content
 
@@ -210,7 +210,7 @@ def _unpickle(data: bytes, path: str) -> _Stub:
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, _Stub) or value.origin[1] != name:
+    if not isinstance(value, _Object) or value.origin[1] != name:
         raise ValueError(f"expected a {name}, found {type(value).__name__}")
     if value.state is None:
         return {}
@@ -230,7 +230,7 @@ def _ints(values: Any) -> Ints:
     return tuple(values)
 
 
-def _parse(content: _Stub, path: str) -> DcpMetadata:
+def _parse(content: _Object, path: str) -> DcpMetadata:
     fields = content.state
     if not isinstance(fields, dict):
         raise TypeError("metadata without fields")
@@ -238,7 +238,7 @@ def _parse(content: _Stub, path: str) -> DcpMetadata:
     tensors: dict[str, DcpTensor] = {}
     values: list[str] = []
     for key, entry in fields["state_dict_metadata"].items():
-        if type(key) is not str or not isinstance(entry, _Stub):
+        if type(key) is not str or not isinstance(entry, _Object):
             raise ValueError(f"entry {key!r} is no tensor and no value")
         if entry.origin[1] == "BytesStorageMetadata":
             values.append(key)
@@ -257,7 +257,7 @@ def _parse(content: _Stub, path: str) -> DcpMetadata:
     return DcpMetadata(tensors, tuple(values), places, _paths(fields.get("planner_data")))
 
 
-def _tensor(key: str, entry: _Stub, special: Any) -> DcpTensor:
+def _tensor(key: str, entry: _Object, special: Any) -> DcpTensor:
     fields = _fields(entry, "TensorStorageMetadata")
     properties = fields["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]

@@ -32,7 +32,7 @@ from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_me
 from dist_checkpointing.strategies.torch_dist.stored_values import (
     SMALL_BYTES,
     OpenRecord,
-    StoredValues,
+    RecordValues,
     opened,
     read_object,
 )
@@ -157,7 +157,7 @@ class TorchDistReader(StorageReader):
                     destinations.apply_bytes(row, value)
                 return
             tensor = self._index[chunk.fqn]
-            values = StoredValues(record, tensor, _stored_shape(tensor, chunk))
+            values = RecordValues(record, tensor, _stored_shape(tensor, chunk))
             for row in rows:
                 self.report(values.fill(row, filler))
         except (BadRecord, EOFError) as error:

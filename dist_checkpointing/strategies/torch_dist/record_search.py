@@ -42,8 +42,8 @@ class FoundTensor:
     """A tensor in a record.
 
     Attributes:
-        layout: how it lies in its storage; None for a subclass that only PyTorch can rebuild.
-        start: where its first element is, in bytes from the first of the record.
+        layout: How it lies in its storage; None for a subclass that only PyTorch can rebuild.
+        start: Where its first element is, in bytes from the first of the record.
     """
 
     layout: StoredLayout | None
@@ -52,10 +52,6 @@ class FoundTensor:
 
 def find_tensor(read: Read, length: int) -> FoundTensor:
     """Find the values of the tensor in a record, without reading them.
-
-    Args:
-        read: gives parts of the record.
-        length: of the record, in bytes.
 
     Raises:
         BadRecord: if it is not a record, or damaged.

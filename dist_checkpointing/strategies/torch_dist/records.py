@@ -109,9 +109,9 @@ class RecordFormat:
     """The bytes around the values of a contiguous tensor of one dtype and shape.
 
     Attributes:
-        head: the bytes before the values.
-        num_bytes: of the values.
-        directory: the entries that lie in ``head``, as they are listed at the end.
+        head: The bytes before the values.
+        num_bytes: Number of bytes of the values.
+        directory: The entries that lie in ``head``, as they are listed at the end.
     """
 
     head: bytes

@@ -43,10 +43,6 @@ def opened(path: Path) -> Iterator[int]:
 class OpenRecord:
     """One record of an open file. Only what is asked for is read.
 
-    Args:
-        descriptor: of the file.
-        place: where the record is.
-
     Raises:
         BadRecord: if the file ends before it.
     """
@@ -99,13 +95,8 @@ def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
     return value[0]
 
 
-class StoredValues:
+class RecordValues:
     """The values in one record, from which windows are read.
-
-    Args:
-        record: it.
-        tensor: that the values are a part of.
-        shape: of the part.
 
     Raises:
         BadRecord: if the record does not hold a tensor of this dtype and shape.

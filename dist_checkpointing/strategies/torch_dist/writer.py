@@ -22,7 +22,7 @@ from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, WriteResults, done
 from dist_checkpointing.strategies.safe_pickle import serialize
@@ -49,14 +49,19 @@ Chunk = tuple[tuple[Ints, Ints], torch.Tensor]
 
 
 class TorchDistWriter(StorageWriter):
-    """Writes what plain torch DCP and Megatron-Core read."""
+    """Writes what plain torch DCP and Megatron-Core read.
+
+    Attributes:
+        separation_hint: Tensors whose keys begin with this get data files of their own.
+    """
 
     # A chunk is a shard, however large it is.
     layout = RowBlockLayout(max_chunk_bytes=1 << 62)
-    gathers_results: ClassVar[bool] = True
+    keeps_fingerprints: ClassVar[bool] = False
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
+        self.separation_hint: str | None = None
         self._rank = 0
         self._with_crc = get_crc32_options()  # which other threads and processes may not see
 
@@ -73,7 +78,10 @@ class TorchDistWriter(StorageWriter):
                 ],
             )
         names = [
-            file_name(rank, number) for rank in range(world_size) for number in range(_MOST_FILES)
+            file_name(rank, number, prefix)
+            for prefix in dict.fromkeys(("", self.separation_hint or ""))
+            for rank in range(world_size)
+            for number in range(_MOST_FILES)
         ]
         return [DCP_METADATA_NAME, CHECKSUMS_NAME, *names]
 
@@ -87,7 +95,7 @@ class TorchDistWriter(StorageWriter):
         data_of, is_object = planner.data_of(plan), table.is_object.tolist()
         keys = set(table.take(~table.is_object).key_column)
         flattened = {key: common_box_shape(index[key]) is not None for key in keys}
-        parts = _split(table, min(self.options.threads, _MOST_FILES))
+        parts = self._files_of(table)
         buffer_bytes = max(1, self.options.buffer_bytes // max(1, len(parts)))
         sizes = np.zeros(len(table), dtype=np.int64)
         checksums = np.zeros(len(table), dtype=np.uint64)
@@ -117,9 +125,8 @@ class TorchDistWriter(StorageWriter):
             self.report(data.nbytes)
             return written
 
-        def fill(work: tuple[int, list[int]]) -> list[Row]:
-            number, own = work
-            path = self.checkpoint_dir / file_name(self._rank, number)
+        def fill(name: str) -> list[Row]:
+            own, path = parts[name], self.checkpoint_dir / name
             with DataFile.created(path, with_crc=self._with_crc, buffer_bytes=buffer_bytes) as file:
                 rows = [written for row in own for written in write(file, row)]
             if self.options.durability is Durability.FSYNC:
@@ -127,13 +134,27 @@ class TorchDistWriter(StorageWriter):
             return rows
 
         with ThreadPoolExecutor(max(1, len(parts)), "distcp") as pool:
-            rows = [row for part in pool.map(fill, enumerate(parts)) for row in part]
+            rows = [row for part in pool.map(fill, parts) for row in part]
         if self.options.durability is Durability.FSYNC and parts:
             local.fsync_folder(self.checkpoint_dir)
-        names = [file_name(self._rank, number) for number in range(len(parts))]
-        files = tuple(SealedFile(n, (self.checkpoint_dir / n).stat().st_size) for n in names)
+        files = tuple(SealedFile(n, (self.checkpoint_dir / n).stat().st_size) for n in parts)
         checked = None if with_checksums else table.is_object
         return done(WriteResults(table, sizes, checksums, checked, files, rows))
+
+    def _files_of(self, table: ShardTable) -> dict[str, list[int]]:
+        """The rows in each file of this rank, by name."""
+        threads, hint = min(self.options.threads, _MOST_FILES), self.separation_hint
+        if not hint:
+            parts = _split(table, np.arange(len(table)), threads)
+            return {file_name(self._rank, number): part for number, part in enumerate(parts)}
+        begins = np.array([name.startswith(hint) for name in table.names], dtype=np.bool_)
+        # Objects are not removed by prefix, and would keep the file.
+        apart = begins[table.keys] & ~table.is_object
+        return {
+            file_name(self._rank, number, prefix): part
+            for prefix, rows in (("", ~apart), (hint, apart))
+            for number, part in enumerate(_split(table, np.flatnonzero(rows), threads))
+        }
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         chunks: dict[str, list[tuple[Ints, Ints]]] = {key: [] for key in metadata}
@@ -167,15 +188,15 @@ def _dcp_tensor(index: Index, key: str, chunks: list[tuple[Ints, Ints]]) -> DcpT
     return DcpTensor(stored.dtype.torch, size, tuple(chunks), whole)
 
 
-def _split(table: ShardTable, threads: int) -> list[list[int]]:
-    """The rows of one rank on one file, or on several of about the same bytes."""
-    if not len(table):
+def _split(table: ShardTable, rows: Int64s, threads: int) -> list[list[int]]:
+    """Some rows of one rank in one file, or in several of about the same number of bytes."""
+    if not len(rows):
         return []
-    sizes = table.num_bytes.tolist()
+    sizes = table.num_bytes[rows].tolist()
     count = max(1, min(threads, sum(sizes) // _MIN_FILE_BYTES))
     parts: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
-    for row, size in enumerate(sizes):
+    for row, size in zip(rows.tolist(), sizes, strict=True):
         least = loads.index(min(loads))
         parts[least].append(row)
         loads[least] += size

@@ -64,6 +64,7 @@ class FileContent:
 class ZarrFolderWriter(StorageWriter):
     """Writes chunk files and the files that describe the arrays."""
 
+    gathers_results: ClassVar[bool] = False
     shares_files: ClassVar[bool] = True
 
     def __init__(self, checkpoint_dir: Path) -> None:

@@ -65,7 +65,13 @@ def _zstd_size(data: bytes) -> int:
 
 
 def _blosc_size(data: bytes) -> int:
-    """What the header of a Blosc chunk says: bytes 4 to 8."""
+    """What the header of a Blosc chunk says: bytes 4 to 8. Bytes 12 to 16 are its own size.
+
+    Blosc believes that, and reads past the end of a chunk that was cut off.
+    """
     if len(data) < _BLOSC_HEADER_BYTES:
         raise ValueError(f"{len(data)} bytes are too few for Blosc")
+    expected = int.from_bytes(data[12:_BLOSC_HEADER_BYTES], "little")
+    if expected != len(data):
+        raise ValueError(f"Blosc expects {expected} bytes and there are {len(data)}")
     return int.from_bytes(data[4:8], "little")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -64,6 +64,7 @@ class ZarrV2Writer(ZarrFolderWriter):
     """Writes zarr v2 arrays in folders named by the key."""
 
     layout = WholeShardLayout()
+    keeps_fingerprints: ClassVar[bool] = False
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del world_size

@@ -38,6 +38,7 @@ from dist_checkpointing.format.removal import (
 )
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
+from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import WriteResult
@@ -95,6 +96,8 @@ class ZarrV3Writer(ZarrFolderWriter):
         checkpoint_dir: the checkpoint.
         codec: name of the compression; None for raw bytes.
     """
+
+    layout = RowBlockLayout()
 
     def __init__(self, checkpoint_dir: Path, codec: str | None = None) -> None:
         super().__init__(checkpoint_dir)

@@ -29,7 +29,7 @@ from dist_checkpointing.serialization.readers import load_tensors_metadata
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
-from dist_checkpointing.testing.conformance.hooks import BackendHooks, failures_on, observed_save
+from dist_checkpointing.testing.conformance.hooks import BackendHooks, failures_on, observed
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.shards import (
     CUTS,
@@ -197,7 +197,7 @@ def _full_disk(strategy: SaveShardedStrategy, *, fails: bool) -> SaveShardedStra
             if name == "write_data.done":
                 write()
 
-        return observed_save(strategy, observe)
+        return observed(strategy, observe)
     failing, save_all = copy.copy(strategy), strategy.save
 
     def save_and_fail(*args: Any) -> None:

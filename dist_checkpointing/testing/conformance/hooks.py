@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from dist_checkpointing.format.leftovers import CONFIG_FNAME
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.readers import load_plain_tensors, load_tensors_metadata
 from dist_checkpointing.serialization.save import save
-from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
 from dist_checkpointing.strategies.base import LoadShardedStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
@@ -47,7 +47,7 @@ READER_CALLS = (
     "read_data",
 )
 
-_Storage = TypeVar("_Storage", StorageWriter, StorageReader)
+Strategy = TypeVar("Strategy", PlannedSaveStrategy, PlannedLoadStrategy)
 
 
 class BackendHooks:
@@ -158,29 +158,18 @@ def failures_on(world_size: int, step: Callable[[Comm], object]) -> list[Excepti
     return raised
 
 
-def observed_save(strategy: PlannedSaveStrategy, observe: Observe) -> PlannedSaveStrategy:
-    """A copy of the strategy whose writers report every call."""
-    observed, make_writer = copy.copy(strategy), strategy.make_writer
-
-    def make(checkpoint_dir: Path) -> StorageWriter:
-        return _observed(make_writer(checkpoint_dir), WRITER_CALLS, observe)
-
-    observed.make_writer = make  # type: ignore[method-assign]
-    return observed
-
-
-def observed_load(strategy: PlannedLoadStrategy, observe: Observe) -> PlannedLoadStrategy:
-    """A copy of the strategy whose readers report every call."""
-    observed, make_reader = copy.copy(strategy), strategy.make_reader
-
-    def make(checkpoint_dir: Path) -> StorageReader:
-        return _observed(make_reader(checkpoint_dir), READER_CALLS, observe)
-
-    observed.make_reader = make  # type: ignore[method-assign]
-    return observed
+def observed(strategy: Strategy, observe: Observe) -> Strategy:
+    """A copy of the strategy whose writers or readers report every call."""
+    copied: Any = copy.copy(strategy)
+    name, calls = "make_reader", READER_CALLS
+    if isinstance(strategy, PlannedSaveStrategy):
+        name, calls = "make_writer", WRITER_CALLS
+    make = getattr(strategy, name)
+    setattr(copied, name, lambda folder: _observed(make(folder), calls, observe))
+    return copied  # type: ignore[no-any-return]
 
 
-def _observed(storage: _Storage, names: Sequence[str], observe: Observe) -> _Storage:
+def _observed(storage: Any, names: Sequence[str], observe: Observe) -> Any:
     # A subclass, so that the driver and the backend still recognise it; set on the object itself,
     # because its constructor may take any arguments.
     kind = type(storage)
@@ -190,6 +179,7 @@ def _observed(storage: _Storage, names: Sequence[str], observe: Observe) -> _Sto
 
 
 def _reporting(name: str, method: Callable[..., Any], observe: Observe) -> Callable[..., Any]:
+    @functools.wraps(method)  # with its parameters, which say what it is told
     def call(self: object, *args: Any, **kwargs: Any) -> Any:
         observe(name, args)
         result = method(self, *args, **kwargs)

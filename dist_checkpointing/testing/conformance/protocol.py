@@ -21,8 +21,7 @@ from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSa
 from dist_checkpointing.testing.conformance.hooks import (
     BackendHooks,
     Observe,
-    observed_load,
-    observed_save,
+    observed,
 )
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.shards import (
@@ -99,7 +98,7 @@ class StorageProtocol(BackendHooks):
                 tell(name, values)
                 assert not (folder / CONFIG_FNAME).exists(), "committed too early"
 
-            strategy = observed_save(self.planned_saver(), observe)
+            strategy = observed(self.planned_saver(), observe)
             save(_state(world_size, comm.rank), folder, strategy, comm=comm)
 
         run_ranks(world_size, one)
@@ -122,7 +121,7 @@ class StorageProtocol(BackendHooks):
         self.planned_saver()
 
         def one(comm: Comm) -> None:
-            strategy = observed_save(self.planned_saver(), log.observer(comm.rank))
+            strategy = observed(self.planned_saver(), log.observer(comm.rank))
             save(_state(world_size, comm.rank), tmp_path / "c", strategy, comm=comm)
 
         run_ranks(world_size, one)
@@ -142,7 +141,7 @@ class StorageProtocol(BackendHooks):
         self.save_on(2, folder, lambda rank: _state(2, rank))
 
         def one(comm: Comm) -> Any:
-            strategy = observed_load(self.planned_loader(), log.observer(comm.rank))
+            strategy = observed(self.planned_loader(), log.observer(comm.rank))
             return load(_template(world_size, comm.rank), folder, strategy, comm=comm)
 
         loaded = run_ranks(world_size, one)
@@ -171,8 +170,8 @@ class StorageProtocol(BackendHooks):
         log = _Log()
 
         def save_one(comm: Comm) -> None:
-            observed = observed_save(self.planned_saver(), log.observer(comm.rank))
-            save(_state(2, comm.rank), folder, observed, comm=comm)
+            strategy = observed(self.planned_saver(), log.observer(comm.rank))
+            save(_state(2, comm.rank), folder, strategy, comm=comm)
 
         run_ranks(2, save_one)
         plan, _ = log.values("write_data")
@@ -195,7 +194,7 @@ class StorageProtocol(BackendHooks):
 
     def test_async_commits_at_the_end(self, tmp_path: Path) -> None:
         """An asynchronous save is a checkpoint after it is finalized on all ranks, not before."""
-        if not isinstance(self.saver(), AsyncSaveShardedStrategy | PlannedSaveStrategy):
+        if not isinstance(self.saver(), AsyncSaveShardedStrategy):
             pytest.skip(f"{self.saver()} cannot save asynchronously")
         folder = tmp_path / "c"
 

@@ -178,6 +178,9 @@ def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
     if done.verified_bytes:
         size = bytes_text(done.verified_bytes)
         say(f"  verified: {size} of tensors by the checksums of the source")
+    if done.num_proven:
+        tensors = counted(done.num_proven, "tensor")
+        say(f"  proven: {tensors} have the fingerprint of the source")
     if done.not_verified is not None:
         say(f"  not verified: {done.not_verified}")
     for what in done.left_out:
@@ -224,4 +227,5 @@ def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
         "left_out": list(done.left_out),
         "verified_bytes": done.verified_bytes,
         "not_verified": done.not_verified,
+        "num_proven": done.num_proven,
     }

@@ -55,6 +55,12 @@ def diff(
     memory: Annotated[
         str, typer.Option(help="Values in memory at a time, such as 256MiB or 2GiB.")
     ] = "256MiB",
+    read_all: Annotated[
+        bool,
+        typer.Option(
+            "--read-all", help="Read also tensors that have the same fingerprint in both."
+        ),
+    ] = False,
     trusted: Trusted = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing; only set the exit code.")
@@ -64,7 +70,9 @@ def diff(
     """Compare the contents of two checkpoints of any backend and sharding.
 
     Two numbers are the same if |a - b| <= atol + rtol * |b|. Sharded
-    objects and common state are compared too.
+    objects and common state are compared too. Tensors that have the same
+    fingerprint in both (see --fingerprint of dckpt ls) are not read: they are
+    the same bit for bit, NaN included.
 
     Exit code: 0 if they are the same, 1 if they differ, 2 if they cannot
     be compared.
@@ -91,6 +99,7 @@ def diff(
             ignore_dtype=ignore_dtype,
             memory_bytes=parse_bytes(memory),
             report=bar.advance,
+            read_all=read_all,
         )
     if as_json:
         print_json(_as_json(a, b, found))
@@ -138,6 +147,8 @@ def _lines(a: Checkpoint, b: Checkpoint, found: Comparison) -> Iterator[str]:
 def _verdict(found: Comparison) -> str:
     compared = counted(len(found.tensors), "tensor")
     if found.is_same:
+        known = found.num_by_fingerprint
+        compared += f" ({known:,} by fingerprint)" if known else ""
         return painted(f"the same: {compared}, objects and common state", "green")
     counts = [
         (len(found.differing), f"of {compared} differing"),
@@ -195,6 +206,7 @@ def _as_json(a: Checkpoint, b: Checkpoint, found: Comparison) -> dict[str, Any]:
         "second": str(b.path),
         "is_same": found.is_same,
         "num_compared": len(found.tensors),
+        "num_by_fingerprint": found.num_by_fingerprint,
         "only_first": found.only_first,
         "only_second": found.only_second,
         "tensors": [dataclasses.asdict(row) for row in found.differing],

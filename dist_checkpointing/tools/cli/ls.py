@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +21,7 @@ from dist_checkpointing.tools.cli.screen import (
     in_columns,
     one_line,
     painted,
+    progress_bar,
     say,
     terminal_width,
 )
@@ -61,13 +62,21 @@ def ls(
     everything: Annotated[
         bool, typer.Option("--all", "-a", help="Sharded objects and common state too.")
     ] = False,
+    fingerprint: Annotated[
+        bool,
+        typer.Option(
+            "--fingerprint", "-f", help="Fingerprints of the tensors; reads those without one."
+        ),
+    ] = False,
     trusted: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
     """List the tensors of a checkpoint: key, shape, dtype, size and how they are cut.
 
     "8x1 of 512x4096" means 8 chunks along the first axis and 1 along the
-    second, each of that shape.
+    second, each of that shape. A fingerprint depends on values, dtype and
+    shape, and not on how a tensor is cut. One that the save did not keep is
+    computed: the tensor is read.
 
     Example: dckpt ls ckpt/1000 "optimizer.*" --tree --depth 2
     """
@@ -76,17 +85,25 @@ def ls(
     with paused_collector():
         tensors = list(tensor_entries(opened.index, wanted))
         others = [entry for entry in _others(opened) if wanted(entry.key)] if everything else []
+        prints = _fingerprints(opened, tensors) if fingerprint else None
         if as_json:
-            _print_document(opened, tensors, others if everything else None)
+            _print_document(opened, tensors, others if everything else None, prints)
         elif tree or depth is not None:
             _print_tree(as_tree([*tensors, *others]), depth)
             _print_total(tensors, others)
         else:
-            _print_table([*tensors, *others])
+            _print_table([*tensors, *others], prints)
             _print_total(tensors, others)
             _print_subtotals(tensors)
             if pattern is None and (files := count_files(opened.path)).num_bytes_shared:
                 say(f"of its own: {files.own_text()}")
+
+
+def _fingerprints(opened: Checkpoint, tensors: Sequence[Entry]) -> dict[str, str]:
+    known = opened.index.fingerprints
+    num_bytes = sum(entry.num_bytes for entry in tensors if entry.key not in known)
+    with progress_bar("reading", num_bytes) as bar:
+        return opened.fingerprints([entry.key for entry in tensors], report=bar.advance)
 
 
 def _others(opened: Checkpoint) -> Iterator[Entry]:
@@ -103,7 +120,10 @@ def _others(opened: Checkpoint) -> Iterator[Entry]:
 
 
 def _print_document(
-    opened: Checkpoint, tensors: Sequence[Entry], others: Sequence[Entry] | None
+    opened: Checkpoint,
+    tensors: Sequence[Entry],
+    others: Sequence[Entry] | None,
+    prints: Mapping[str, str] | None,
 ) -> None:
     name, version = opened.backend
     say("{")
@@ -116,7 +136,7 @@ def _print_document(
         common = ({"key": e.key, "type": e.sharding} for e in others if e.dtype == COMMON)
         _print_array("objects", objects, last=False)
         _print_array("common", common, last=False)
-    _print_array("tensors", (_as_json(opened, entry) for entry in tensors), last=True)
+    _print_array("tensors", (_as_json(opened, entry, prints) for entry in tensors), last=True)
     say("}")
 
 
@@ -128,7 +148,7 @@ def _print_array(name: str, rows: Iterable[dict[str, Any]], *, last: bool) -> No
     say(f'  "{name}": [{inside}]{"" if last else ","}')
 
 
-def _as_json(opened: Checkpoint, entry: Entry) -> dict[str, Any]:
+def _as_json(opened: Checkpoint, entry: Entry, prints: Mapping[str, str] | None) -> dict[str, Any]:
     chunk_shape = opened.index.chunk_shape(entry.key)
     row: dict[str, Any] = {
         "key": entry.key,
@@ -139,10 +159,12 @@ def _as_json(opened: Checkpoint, entry: Entry) -> dict[str, Any]:
     }
     if chunk_shape is None:
         row["num_pieces"] = len(opened.index.pieces[entry.key])
+    if prints is not None:
+        row["fingerprint"] = prints[entry.key]
     return row
 
 
-def _print_table(entries: Sequence[Entry]) -> None:
+def _print_table(entries: Sequence[Entry], prints: Mapping[str, str] | None) -> None:
     width = terminal_width()
     short = width is not None and width < _NARROW
     sizes: dict[int, str] = {}
@@ -152,10 +174,12 @@ def _print_table(entries: Sequence[Entry]) -> None:
             sizes[num_bytes] = bytes_text(num_bytes)
         size = sizes[num_bytes] if dtype not in (OBJECT, COMMON) else ""
         cut = sharding.partition(" of ")[0] if short else sharding
-        rows.append((one_line(key), shape_text(shape), dtype, size, cut))
+        own = () if prints is None else (prints.get(key, ""),)
+        rows.append((one_line(key), shape_text(shape), dtype, size, cut, *own))
     if not rows:
         return
-    headers = ("KEY", "SHAPE", "DTYPE", "SIZE", "CHUNKS" if short else "SHARDING")
+    more = () if prints is None else ("FINGERPRINT",)
+    headers = ("KEY", "SHAPE", "DTYPE", "SIZE", "CHUNKS" if short else "SHARDING", *more)
     _print_lines(in_columns(headers, rows, right=[3]))
 
 

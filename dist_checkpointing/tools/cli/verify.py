@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import Finding
+from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
@@ -27,11 +29,19 @@ if TYPE_CHECKING:
     from dist_checkpointing.checkpoint.examination import Examination
 
 EXIT_DAMAGED = 1
+_MOST_BYTES = 2**30
 
 
 def verify(
     checkpoint: CheckpointArgument,
     *,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            help="Compare with the fingerprints in this file: of dckpt ls --fingerprint --json, or"
+            " a JSON object of keys and fingerprints."
+        ),
+    ] = None,
     trusted: Trusted = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print nothing if all is well.")
@@ -42,7 +52,9 @@ def verify(
 
     Checks that the save was completed and that the stored parts cover every
     tensor. Reads every part, and compares checksums if the save kept any.
-    Reads sharded objects and common state.
+    Reads sharded objects and common state. With --against, computes the
+    fingerprints of all tensors from what is stored, which reads them once
+    more.
 
     Exit code: 0 if all is well, 1 if something is damaged, 2 if there is no
     checkpoint.
@@ -52,24 +64,63 @@ def verify(
     # Imports torch.
     from dist_checkpointing.checkpoint.verify import examine_checkpoint  # noqa: PLC0415
 
+    expected = None if against is None else read_fingerprints(against)
     with progress_bar("verifying", None) as bar:
         found = examine_checkpoint(
             checkpoint,
             trusted=trusted,
             progress=bar.show,
         )
+    if expected is not None and against is not None and found.is_sound:
+        opened = Checkpoint.open(checkpoint, trusted=trusted)
+        others = other_fingerprints(opened.fingerprints(stored=False), expected, against)
+        found = dataclasses.replace(found, findings=tuple(others))
     if as_json:
         print_json(_as_json(checkpoint, found))
     elif not (quiet and found.is_sound):
-        for line in _lines(checkpoint, found):
+        for line in _lines(checkpoint, found, expected):
             say(line)
     if not found.is_sound:
         raise typer.Exit(EXIT_DAMAGED)
 
 
-def _lines(checkpoint: Path, found: Examination) -> Iterator[str]:
+def read_fingerprints(path: Path) -> dict[str, str]:
+    """The fingerprints in a file, by key.
+
+    Raises:
+        CheckpointingException: if there are none.
+    """
+    remedy = "Write it with dckpt ls --fingerprint --json."
+    with local.parsing("the file of fingerprints cannot be read", path, remedy=remedy):
+        content = local.read_json(path, _MOST_BYTES)
+        if isinstance(content.get("tensors"), list):
+            content = {row["key"]: row["fingerprint"] for row in content["tensors"]}
+        if not content or not {str}.issuperset(map(type, content.values())):
+            raise ValueError("it holds no fingerprints")
+    return dict(content)
+
+
+def other_fingerprints(
+    found: Mapping[str, str], expected: Mapping[str, str], path: Path
+) -> Iterator[Finding]:
+    """The tensors whose fingerprints are not those of a file, or are in one of both only."""
+    for key in sorted({*found, *expected}):
+        if key not in found:
+            yield Finding("the file names this tensor, the checkpoint does not hold it", key)
+        elif key not in expected:
+            yield Finding("the file does not name this tensor", key, path=str(path))
+        elif found[key] != expected[key]:
+            problem = "the values, the dtype or the shape are others than the file says"
+            yield Finding(problem, key, expected=expected[key], found=found[key])
+
+
+def _lines(
+    checkpoint: Path, found: Examination, expected: Mapping[str, str] | None
+) -> Iterator[str]:
     yield painted(one_line(str(checkpoint)), "bold")
     yield from _seen(found)
+    if expected is not None and not found.findings:
+        yield f"all fingerprints are those of the file: {counted(len(expected), 'tensor')}"
     for title, style, findings in (
         (counted(len(found.findings), "finding"), "red", found.findings),
         ("not read, because it holds more than plain data types", "yellow", found.refused),

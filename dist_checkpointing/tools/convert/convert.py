@@ -95,6 +95,7 @@ class Conversion:
         verified_bytes: bytes of the source that were compared with its checksums.
         not_verified: what was not verified, and why, in words; None if all tensors were (or would
             be).
+        num_proven: number of tensors whose fingerprint in the destination is that of the source.
         seconds: time that it took.
     """
 
@@ -104,6 +105,7 @@ class Conversion:
     left_out: tuple[str, ...]
     verified_bytes: int
     not_verified: str | None
+    num_proven: int
     seconds: float
 
 
@@ -121,6 +123,8 @@ def convert(
     Streams: what is in memory at a time stays within the budget, whatever the size. Nothing is at
     the destination until all of it is; a conversion that was killed is begun again by the next one.
     Tensors are compared with the checksums of the source, so that damage does not get new ones.
+    If the source has fingerprints and the destination can keep them, they are computed again from
+    what is written, and must be the same wherever the dtype is.
 
     Args:
         source: a committed checkpoint of any backend (also of Megatron and torch DCP), safetensors
@@ -168,6 +172,7 @@ def convert(
             left_out=tuple(job.left_out),
             verified_bytes=0 if job.checks is None else job.checks.num_bytes,
             not_verified=job.not_verified,
+            num_proven=job.num_proven,
             seconds=time.perf_counter() - began,
         )
     finally:
@@ -245,6 +250,7 @@ class _Job:
     budget: Budget = field(init=False)
     checks: PartChecks | None = None
     not_verified: str | None = None
+    num_proven: int = 0
 
     @property
     def as_folder(self) -> bool:
@@ -316,7 +322,7 @@ class _Job:
         try:
             with stopping(stop):
                 if self.backend is not None:
-                    convert_to_backend(
+                    self.num_proven = convert_to_backend(
                         self.source,
                         self.plan,
                         self.destination,

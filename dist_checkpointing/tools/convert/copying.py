@@ -50,9 +50,9 @@ class TensorInFile:
     """Where a tensor is written.
 
     Attributes:
-        tensor: the tensor.
-        descriptor: descriptor of the file.
-        start: where its values begin in the file, in bytes; they follow in C order.
+        tensor: The tensor.
+        descriptor: Descriptor of the file.
+        start: Where its values begin in the file, in bytes; they follow in C order.
     """
 
     tensor: PlannedTensor
@@ -77,10 +77,10 @@ class Copier:
     """Copies tensors into files that have room for them.
 
     Attributes:
-        source: has the tensors.
-        budget: threads and memory.
-        stop: ends it when set.
-        report: called with the number of bytes written since the last call.
+        source: Source of the tensors.
+        budget: Threads and memory.
+        stop: Event that ends it when set.
+        report: Function that is called with the number of bytes written since the last call.
     """
 
     source: Source

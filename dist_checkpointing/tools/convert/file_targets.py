@@ -104,14 +104,14 @@ def write_safetensors(
         targets: list[TensorInFile] = []
         for name, keys in zip(names, files, strict=True):
             rows = [(key, tensors[key].dtype, tensors[key].shape) for key in keys]
-            header, entries = st.header_bytes(rows, {**texts, "format": "pt"})
+            header, starts = st.header_bytes(rows, {**texts, "format": "pt"})
             if len(header) - 8 > st.MAX_HEADER_BYTES:
                 finding = Finding("the header", found=f"{len(header)} bytes")
                 raise CheckpointingException("too many tensors for one safetensors file", [finding])
-            size = len(header) + sum(entry.num_bytes for entry in entries)
+            size = len(header) + sum(tensors[key].num_bytes for key in keys)
             file = opened.enter_context(_created(path / name if as_folder else path, size))
             os.pwrite(file, header, 0)
-            targets += [TensorInFile(tensors[entry.key], file, entry.start) for entry in entries]
+            targets += [TensorInFile(tensors[key], file, start) for key, start in starts.items()]
         copier.copy(targets)
     if len(files) > 1:
         weight_map = {key: name for name, keys in zip(names, files, strict=True) for key in keys}
@@ -143,13 +143,6 @@ def write_torch_file(
 
     torch.save writes the file with room for the tensors, which are then copied into it: they are
     never in memory together.
-
-    Args:
-        plan: what to write.
-        path: the file.
-        copier: writes the values.
-        common: common state, kept under ``COMMON_KEY``; see ``loadable``.
-        objects: sharded objects, kept under ``OBJECTS_KEY``.
 
     Raises:
         CheckpointingException: if a tensor has the name of one of these keys.
@@ -184,10 +177,6 @@ def _storage_starts(path: Path, sizes: Sequence[int]) -> list[int]:
     """Where in a file of torch.save the values of its storages begin.
 
     torch.save numbers storages in the order in which it meets their tensors.
-
-    Args:
-        path: the file, whose tensors share no storage.
-        sizes: bytes of the tensors, in that order.
     """
     with path.open("rb") as file:
         found = entries(

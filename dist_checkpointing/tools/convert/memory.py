@@ -30,10 +30,10 @@ class Budget:
     """How many threads work on how much at a time.
 
     Attributes:
-        threads: threads that read and write.
-        box_bytes: bytes of the box that one of them holds.
-        buffer_bytes: bytes that a writer may collect.
-        mapped_bytes: bytes to read of mapped files before they are mapped again.
+        threads: Threads that read and write.
+        box_bytes: Bytes of the box that one of them holds.
+        buffer_bytes: Bytes that a writer may collect.
+        mapped_bytes: Bytes to read of mapped files before they are mapped again.
     """
 
     threads: int

@@ -31,10 +31,10 @@ class PlannedTensor:
     """A tensor on its way.
 
     Attributes:
-        source: what it is where it comes from.
-        key: new key.
-        dtype: new element type.
-        chunk_shape: new shape of the parts; None if they stay as they are.
+        source: The tensor in the source.
+        key: New key.
+        dtype: New element type.
+        chunk_shape: New shape of the parts; None if they stay as they are.
     """
 
     source: StoredTensor
@@ -82,12 +82,12 @@ class ConversionPlan:
     """All that will be converted.
 
     Attributes:
-        tensors: tensors, by new key.
-        objects: sharded objects, by new key.
-        num_left: number of tensors and objects that the rules leave out.
-        num_renamed: number of tensors and objects that get another key.
-        casts: number of tensors for each change of the dtype.
-        uncut: old keys of tensors that lack the axis they should be cut along.
+        tensors: Tensors, by new key.
+        objects: Sharded objects, by new key.
+        num_left: Number of tensors and objects that the rules leave out.
+        num_renamed: Number of tensors and objects that get another key.
+        casts: Number of tensors for each change of the dtype.
+        uncut: Old keys of tensors that lack the axis they should be cut along.
     """
 
     tensors: tuple[PlannedTensor, ...]
@@ -107,11 +107,6 @@ def plan_conversion(
     index: Mapping[str, StoredTensor], objects: Mapping[str, Ints], rules: Rules
 ) -> ConversionPlan:
     """Apply rules to what a source holds.
-
-    Args:
-        index: tensors of the source.
-        objects: grids of its sharded objects.
-        rules: Rules to apply.
 
     Raises:
         CheckpointingException: if nothing is left, two keys get one name, or a cast loses values.

@@ -35,7 +35,7 @@ class Rename:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class CastRule:
     """Converts the floating-point tensors whose key matches."""
 
     pattern: re.Pattern[str]
@@ -67,19 +67,19 @@ class Rules:
     """All that a conversion changes; by default nothing.
 
     Attributes:
-        include: a key is taken if one of these is found in it, or if there are none.
-        exclude: a key is left if one of these is found in it.
-        renames: applied one after the other.
-        casts: the first whose pattern is found in the (old) key counts.
-        reshards: likewise.
-        lossy: whether a cast may change values.
-        tensors_only: leave out objects and common state.
+        include: A key is taken if one of these is found in it, or if there are none.
+        exclude: A key is left if one of these is found in it.
+        renames: Renames, applied one after the other.
+        casts: Casts; the first whose pattern is found in the (old) key counts.
+        reshards: Reshards; the first whose pattern is found counts.
+        lossy: Whether a cast may change values.
+        tensors_only: Leave out objects and common state.
     """
 
     include: tuple[re.Pattern[str], ...] = ()
     exclude: tuple[re.Pattern[str], ...] = ()
     renames: tuple[Rename, ...] = ()
-    casts: tuple[Cast, ...] = ()
+    casts: tuple[CastRule, ...] = ()
     reshards: tuple[Reshard, ...] = ()
     lossy: bool = False
     tensors_only: bool = False
@@ -163,7 +163,7 @@ def _rename(text: str) -> Rename:
     return Rename(_pattern("rename", pattern), replacement)
 
 
-def _cast(text: str) -> Cast:
+def _cast(text: str) -> CastRule:
     pattern, _, name = text.rpartition("=")
     try:
         dtype = from_name(name.removeprefix("torch."))
@@ -172,7 +172,7 @@ def _cast(text: str) -> Cast:
     if dtype.name not in FLOATING:
         finding = Finding("only floating-point tensors are cast", found=dtype.name)
         raise CheckpointingException(f"cast {text!r}: not to a floating-point dtype", [finding])
-    return Cast(_pattern("cast", pattern), dtype)
+    return CastRule(_pattern("cast", pattern), dtype)
 
 
 def _reshard(text: str) -> Reshard:

@@ -12,7 +12,6 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -186,28 +185,6 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:
     return [path.parent / name for name in names], weight_map
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in a file.
-
-    Attributes:
-        key: its name.
-        dtype: its element type.
-        shape: its shape.
-        start: where its values begin, in bytes from the start of the file.
-    """
-
-    key: str
-    dtype: DType
-    shape: Ints
-    start: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def can_hold(dtype: DType) -> bool:
     """Whether the format has this dtype."""
     return dtype.name in _BY_DTYPE
@@ -215,31 +192,26 @@ def can_hold(dtype: DType) -> bool:
 
 def header_bytes(
     tensors: Iterable[tuple[str, DType, Ints]], metadata: Mapping[str, str]
-) -> tuple[bytes, list[Entry]]:
-    """The beginning of a file, and where in the file each tensor will be.
+) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a file, and at which byte of the file the values of each key begin.
 
     The values follow without gaps, wide elements first, so that all are aligned.
     """
     rows: dict[str, Any] = {METADATA_KEY: dict(metadata)}
-    ordered = sorted(tensors, key=lambda row: (-row[1].itemsize, row[0]))
-    places, position = [], 0
-    for key, dtype, shape in ordered:
-        num_bytes = math.prod(shape) * dtype.itemsize
+    places, position = {}, 0
+    for key, dtype, shape in sorted(tensors, key=lambda row: (-row[1].itemsize, row[0])):
+        places[key] = position
+        position += math.prod(shape) * dtype.itemsize
         rows[key] = {
             "dtype": _BY_DTYPE[dtype.name],
             "shape": list(shape),
-            "data_offsets": [position, position + num_bytes],
+            "data_offsets": [places[key], position],
         }
-        places.append(position)
-        position += num_bytes
     text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     begin = 8 + len(text)
-    entries = [
-        Entry(key, dtype, shape, begin + place)
-        for (key, dtype, shape), place in zip(ordered, places, strict=True)
-    ]
-    return struct.pack("<Q", len(text)) + text, entries
+    starts = {key: begin + place for key, place in places.items()}
+    return struct.pack("<Q", len(text)) + text, starts
 
 
 def file_names(count: int) -> list[str]:

@@ -31,7 +31,7 @@ class Source(ABC):
     """Tensors, objects and common state that can be read in part, from any thread.
 
     Attributes:
-        path: path of the source.
+        path: Path of the source.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,12 +87,7 @@ class Source(ABC):
 
 
 class CheckpointSource(Source):
-    """A committed checkpoint of any backend, Megatron's and torch DCP's included.
-
-    Args:
-        path: folder of the checkpoint.
-        trusted: unpickle anything in it.
-    """
+    """A committed checkpoint of any backend, Megatron's and torch DCP's included."""
 
     def __init__(self, path: Path, *, trusted: bool = False) -> None:
         super().__init__(path)
@@ -165,12 +160,8 @@ class MappedSource(Source, Generic[Content]):
     Pages that were read count as memory of this process until their file is unmapped. That happens
     when the last reader of the old content has ended.
 
-    Args:
-        path: see ``Source``.
-        files: the files that are mapped.
-
     Attributes:
-        most_bytes: bytes to read before the files are mapped again.
+        most_bytes: Bytes to read before the files are mapped again.
     """
 
     _index: Index

@@ -30,7 +30,7 @@ _ONLY_KEY = "tensor"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Content:
+class _FileContent:
     """What a file holds: tensors by path, sharded objects cell by cell, and the rest."""
 
     tensors: dict[str, torch.Tensor]
@@ -38,7 +38,7 @@ class _Content:
     common: dict[Any, Any]
 
 
-class TorchFileSource(MappedSource[_Content]):
+class TorchFileSource(MappedSource[_FileContent]):
     """A file of torch.save: its tensors by path, joined by dots; the rest is common state.
 
     Args:
@@ -47,7 +47,7 @@ class TorchFileSource(MappedSource[_Content]):
         most_bytes: size of a file that may be loaded as a whole, if it must.
 
     Attributes:
-        cells: the sharded objects, cell by cell.
+        cells: The sharded objects, cell by cell.
 
     Raises:
         UnsupportedFormatError: if it holds more than plain data and is not trusted.
@@ -78,7 +78,7 @@ class TorchFileSource(MappedSource[_Content]):
             for key, tensor in sorted(content.tensors.items())
         )
 
-    def _open(self) -> _Content:
+    def _open(self) -> _FileContent:
         content = deserialize_file(self.path, trusted=self._trusted, maps_file=self._is_mapped)
         common: dict[Any, Any] = {}
         cells: dict[str, dict[Ints, Any]] = {}
@@ -108,7 +108,7 @@ class TorchFileSource(MappedSource[_Content]):
             require(key not in tensors, "tensors cannot be told apart", finding)
             tensors[key] = leaf.detach()
         plain = unflatten_part(skeleton, rest)
-        return _Content(tensors, cells, common | ({} if plain is MISSING else plain))
+        return _FileContent(tensors, cells, common | ({} if plain is MISSING else plain))
 
     @property
     def kind(self) -> str:
@@ -128,7 +128,7 @@ class TorchFileSource(MappedSource[_Content]):
     def object_cell(self, key: str, cell: Ints) -> Any:
         return self.cells[key][cell]
 
-    def _view(self, content: _Content, key: str, box: Box) -> torch.Tensor:
+    def _view(self, content: _FileContent, key: str, box: Box) -> torch.Tensor:
         return content.tensors[key][box.slices()]
 
     def limit_mapped(self, most_bytes: int) -> None:

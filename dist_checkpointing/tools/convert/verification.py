@@ -18,8 +18,8 @@ from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.strategies.verification import not_covered
 
-Wanted = Sequence[tuple[str, Box]]
-Read = Callable[[Wanted], list[torch.Tensor]]
+KeyBoxes = Sequence[tuple[str, Box]]
+ReadBoxes = Callable[[KeyBoxes], list[torch.Tensor]]
 Location = Callable[[StoredPart], str]
 
 _HASHED_BYTES = 4 * 2**20
@@ -34,13 +34,9 @@ class PartChecks:
     A part that is read as a whole is compared as it was read. Of one that is not, all of it is read
     once more, a block at a time: so memory stays bounded, however large a part is.
 
-    Args:
-        parts: parts that have a checksum, by key.
-        tensors: tensors of these keys.
-
     Attributes:
-        most_bytes: size of a block.
-        num_bytes: bytes that have been compared.
+        most_bytes: Size of a block.
+        num_bytes: Bytes that have been compared.
     """
 
     def __init__(
@@ -54,15 +50,9 @@ class PartChecks:
         self._lock = threading.Lock()
 
     def compare(
-        self, wanted: Wanted, values: Sequence[torch.Tensor], read: Read, location: Location
+        self, wanted: KeyBoxes, values: Sequence[torch.Tensor], read: ReadBoxes, location: Location
     ) -> None:
         """Compare every part that meets what was read, unless that was done. From any thread.
-
-        Args:
-            wanted: keys and boxes.
-            values: what was read of each.
-            read: reads more.
-            location: says where a part is stored.
 
         Raises:
             CorruptCheckpointError: for parts that are not what was saved.
@@ -123,11 +113,6 @@ def checks_of(
     """What the checksums of a checkpoint say about some of its tensors; None if it has no
     checksums.
 
-    Args:
-        folder: folder of the checkpoint.
-        tensors: all tensors of the checkpoint.
-        keys: keys of the tensors that are read.
-
     Raises:
         CorruptCheckpointError: if the checksums cannot be read, or do not speak of all there is.
     """
@@ -162,7 +147,7 @@ def _blocks(own: torch.Tensor, part: StoredPart, most: int) -> Iterator[torch.Te
             yield own[block.slices()]
 
 
-def _read_blocks(part: StoredPart, read: Read, most: int) -> Iterator[torch.Tensor]:
+def _read_blocks(part: StoredPart, read: ReadBoxes, most: int) -> Iterator[torch.Tensor]:
     """The values of a part, read for it, in C order."""
     for run in boxes_of_part(part.box, part.flat_range):
         for block in split_rows(run, most):

@@ -11,8 +11,10 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
 from dist_checkpointing.format.geometry import Ints, Window
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.reads import WantedShard, plan_load
+from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
@@ -105,7 +107,7 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
         raise UnsupportedFormatError("a load of this checkpoint cannot be planned", [finding])
     reader = checkpoint.reads.make_reader()
     index = checkpoint.reads.index_for(reader, checkpoint.index)
-    reader.set_up_storage_reader(index, rank=0, world_size=1)
+    set_up_reader(reader, index, rank=0, world_size=1)
     options = strategy.options
     stored = StoredTensors(index)
     findings: dict[tuple[str, str | None], Finding] = {}
@@ -116,7 +118,8 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
         asked |= {leaf.key for leaf in want.tensors.values()}
         misfits: list[Finding] = []
         try:
-            compare(want.tensors, stored, "error", planner_knows_keys=False)
+            columns = TensorColumns.of(want.tensors.values())
+            compare(want.tensors, columns, stored, "error", planner_knows_keys=False)
         except StateMismatchError as error:
             misfits += error.findings
         unfit = {finding.key for finding in misfits if finding.problem != "dtype differs"}
@@ -258,11 +261,6 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool) -> int:
     A window that is one run is read as it is. Of others a mapped file delivers whole pages of 4 KiB
     (the read-ahead of the system not counted), and a file that is read into buffers delivers parts,
     each from its first element to its last.
-
-    Args:
-        window: in elements of the chunk.
-        itemsize: bytes of an element.
-        maps_files: whether files are mapped.
     """
     wanted = window.box.num_elements * itemsize
     if window.contiguous_range() is not None:

@@ -25,9 +25,9 @@ class RankWants:
     """What some ranks want, all of them the same.
 
     Attributes:
-        ranks: ranks that want this.
-        tensors: shards without data, by path.
-        objects: cells of sharded objects.
+        ranks: Ranks that want this.
+        tensors: Shards without data, by path.
+        objects: Cells of sharded objects.
     """
 
     ranks: tuple[int, ...]

@@ -27,8 +27,8 @@ class AxisRule:
     """Which axis the tensors of some keys are cut along.
 
     Attributes:
-        pattern: searched for in the key.
-        axis: counted from the end if negative, so that stacked layers do not matter; None to
+        pattern: Pattern that is searched for in the key.
+        axis: Axis, counted from the end if negative, so that stacked layers do not matter; None to
             leave the tensors whole; ``AS_STORED`` for the axis along which each was cut when it
             was saved.
     """

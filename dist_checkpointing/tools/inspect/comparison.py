@@ -16,15 +16,9 @@ import torch
 from dist_checkpointing.checkpoint import handle as checkpoints
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES, MOST_BOXES, blocks
 from dist_checkpointing.tools.inspect import plain_state
-from dist_checkpointing.tools.inspect.values import (
-    DEFAULT_MEMORY_BYTES,
-    MOST_BOXES,
-    SLAB_ELEMENTS,
-    as_numbers,
-    blocks,
-    slabs,
-)
+from dist_checkpointing.tools.inspect.values import SLAB_ELEMENTS, as_numbers, slabs
 
 Array = npt.NDArray[Any]
 
@@ -137,6 +131,7 @@ class Comparison:
         objects: cells of sharded objects that differ or are in only one.
         common: entries of the common state that differ or are in only one.
         ignores_dtype: whether tensors with the same values and different dtypes are equal.
+        num_by_fingerprint: number of tensors that were not read: their fingerprints are the same.
     """
 
     only_first: tuple[str, ...]
@@ -145,6 +140,7 @@ class Comparison:
     objects: tuple[ValueComparison, ...]
     common: tuple[ValueComparison, ...]
     ignores_dtype: bool = False
+    num_by_fingerprint: int = 0
 
     @property
     def differing(self) -> tuple[TensorComparison, ...]:
@@ -170,6 +166,7 @@ def compare_checkpoints(
     ignore_dtype: bool = False,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
+    read_all: bool = False,
 ) -> Comparison:
     """Compare what two checkpoints hold, however they store it.
 
@@ -181,6 +178,8 @@ def compare_checkpoints(
         ignore_dtype: treat tensors with the same values and different dtypes as equal.
         memory_bytes: most bytes of values of both that are in memory at a time.
         report: called with the number of bytes of the first that were compared since the last call.
+        read_all: read also tensors that have the same fingerprint in both checkpoints. Otherwise
+            they are the same bit for bit, NaN included.
 
     Raises:
         CheckpointingException: if something cannot be read.
@@ -195,8 +194,15 @@ def compare_checkpoints(
             found[key] = found[key].with_more(compare_tensors(a, b, tolerance, box.offset))
             report(a.nbytes)
 
+    to_read = same_shape
+    if not read_all:
+        ours, theirs = first.index.fingerprints, second.index.fingerprints
+        to_read = [key for key in same_shape if key not in ours or ours[key] != theirs.get(key)]
+        for key in set(same_shape) - set(to_read):
+            found[key] = Difference(num_compared=first[key].num_elements)
+            report(first[key].num_bytes)
     most = memory_bytes // 2
-    for batch in in_batches(_boxes(first, second, same_shape, most), most, MOST_BOXES):
+    for batch in in_batches(_boxes(first, second, to_read, most), most, MOST_BOXES):
         compare(batch)
     tensors = [
         TensorComparison(
@@ -218,6 +224,7 @@ def compare_checkpoints(
             if wanted(row.name)
         ),
         ignore_dtype,
+        len(same_shape) - len(to_read),
     )
 
 

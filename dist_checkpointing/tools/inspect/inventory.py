@@ -80,10 +80,6 @@ class Inventory:
 def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventory:
     """Count what the index and the names and sizes of the files show; no values are read.
 
-    Args:
-        checkpoint: the checkpoint.
-        most_listed: number of the largest tensors and files to name.
-
     Raises:
         CheckpointingException: if the index cannot be read.
     """

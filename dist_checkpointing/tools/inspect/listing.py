@@ -21,11 +21,11 @@ class Entry(NamedTuple):
     """A line of the list. A named tuple, because there may be hundreds of thousands.
 
     Attributes:
-        key: key of the tensor or object, or name of the value.
-        shape: global shape of a tensor, grid of a sharded object; None for common state.
-        dtype: dtype of a tensor; ``"object"`` for an object, ``"common"`` for common state.
-        num_bytes: bytes of the values of a tensor; 0 for other entries.
-        sharding: how it is stored, as text.
+        key: Key of the tensor or object, or name of the value.
+        shape: Global shape of a tensor, grid of a sharded object; None for common state.
+        dtype: Dtype of a tensor; ``"object"`` for an object, ``"common"`` for common state.
+        num_bytes: Bytes of the values of a tensor; 0 for other entries.
+        sharding: How it is stored, as text.
     """
 
     key: str
@@ -49,11 +49,11 @@ class Branch:
     """One part of the keys, and the parts below it.
 
     Attributes:
-        name: the part.
-        below: the next parts, by name.
-        entry: the entry with exactly this key, if there is one.
-        num_entries: number of entries here and below.
-        num_bytes: bytes of the entries here and below.
+        name: This part of the keys.
+        below: The next parts, by name.
+        entry: The entry with exactly this key, if there is one.
+        num_entries: Number of entries here and below.
+        num_bytes: Bytes of the entries here and below.
     """
 
     name: str

@@ -16,14 +16,11 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.checkpoint.lazy_values import TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.byte_sizes import in_batches
-from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints, split_rows
-from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.geometry import Box, split_rows
+from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES, batches, blocks
 
 Array = npt.NDArray[Any]
 
-DEFAULT_MEMORY_BYTES = 256 * 2**20
-MOST_BOXES = 4096
 SLAB_ELEMENTS = 2**18
 """Number of elements that are processed at a time, such that they stay in the cache."""
 
@@ -215,53 +212,6 @@ def statistics_of_part(
     for part in parts:
         total = total.with_more(look_at(part))
     return total
-
-
-def blocks(stored: StoredTensor, region: Box, most_bytes: int) -> Iterator[Box]:
-    """``region`` cut into boxes of at most ``most_bytes`` each.
-
-    A stored chunk is in only one box, unless it is larger than that.
-    """
-    most_elements = max(1, most_bytes // stored.dtype.itemsize)
-    if region.num_elements == 0:
-        return
-    if stored.pieces is not None or region.num_elements <= most_elements:
-        yield from split_rows(region, most_elements)
-        return
-    grid = stored.grid
-    chunk = tuple(map(min, grid.chunk_shape, grid.global_shape))
-    block = chunk if math.prod(chunk) > most_elements else _grown(chunk, grid, most_elements)
-    for _, part in ChunkGrid(grid.global_shape, block).intersecting(region):
-        yield from split_rows(part, most_elements)
-
-
-def _grown(chunk: Ints, grid: ChunkGrid, most_elements: int) -> Ints:
-    """As many whole chunks as fit, the last axis first."""
-    block = list(chunk)
-    for axis in reversed(range(len(block))):
-        fitting = min(grid.counts[axis], most_elements // math.prod(block))
-        block[axis] *= fitting
-        if fitting < grid.counts[axis]:
-            break
-    return tuple(block)
-
-
-def batches(
-    index: Index, regions: Iterable[tuple[str, Box]], most_bytes: int
-) -> Iterator[list[tuple[str, Box]]]:
-    """Regions of tensors cut into blocks, with small blocks in batches to be read at once.
-
-    Args:
-        index: index of the checkpoint.
-        regions: keys, and boxes in elements of the global tensors.
-        most_bytes: most bytes of a batch.
-    """
-    sized = (
-        ((key, block), block.num_elements * index[key].dtype.itemsize)
-        for key, region in regions
-        for block in blocks(index[key], region, most_bytes)
-    )
-    return in_batches(sized, most_bytes, MOST_BOXES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,13 +24,13 @@ class MappedTensor:
     """A tensor and how it is stored.
 
     Attributes:
-        key: key of the tensor.
-        dtype: name of its element type.
-        itemsize: bytes of an element.
-        shape: global shape.
-        chunk_shape: shape of a chunk; None if it is stored as pieces.
-        pieces: boxes of each piece; a flattened range has several.
-        writers: ranks that wrote each chunk, in C order, or each piece.
+        key: Key of the tensor.
+        dtype: Name of its element type.
+        itemsize: Bytes of an element.
+        shape: Global shape.
+        chunk_shape: Shape of a chunk; None if it is stored as pieces.
+        pieces: Boxes of each piece; a flattened range has several.
+        writers: Ranks that wrote each chunk, in C order, or each piece.
     """
 
     key: str
@@ -52,9 +52,9 @@ class CheckpointMap:
     """What a page shows.
 
     Attributes:
-        name: the last two folders of the path of the checkpoint.
-        backend: name and version of the backend, as text.
-        tensors: the tensors, sorted by key.
+        name: The last two folders of the path of the checkpoint.
+        backend: Name and version of the backend, as text.
+        tensors: The tensors, sorted by key.
     """
 
     name: str

@@ -1,0 +1,207 @@
+"""What ranks tell each other when a step fails, and the one error that all of them raise."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Generic, TypeVar
+
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    Finding,
+    RankFailedError,
+    merge_findings,
+)
+
+T = TypeVar("T")
+
+_PACKAGE: Final = __name__.partition(".")[0]
+_SIMULATION: Final = f"{_PACKAGE}.testing"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank tells the others about its exception.
+
+    Attributes:
+        error: the exception itself, if it is a CheckpointingException that can be pickled.
+        summary: class and message of the exception.
+        traceback: the traceback as text.
+    """
+
+    error: CheckpointingException | None
+    summary: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        try:
+            text = "".join(traceback.format_exception(error))
+            summary = f"{type(error).__name__}: {error}"
+        except Exception:  # noqa: BLE001 - an error whose __str__ fails must still be reported
+            text = "".join(traceback.format_tb(error.__traceback__))
+            summary = f"{type(error).__name__} (which cannot be printed)"
+        if isinstance(error, CheckpointingException):
+            try:
+                pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+            except Exception:  # noqa: BLE001 - a subclass that cannot be pickled goes as text
+                return cls(None, summary, text)
+            return cls(error, summary, text)
+        return cls(None, summary, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[T]):
+    """What came of a step on one rank, before the other ranks know of it.
+
+    Attributes:
+        step: Name of the step.
+        result: What it gave; None if it failed.
+        error: What it raised.
+    """
+
+    step: str
+    result: T | None
+    error: Exception | None
+
+    @classmethod
+    def of(cls, step: str, produce: Callable[[], T]) -> Outcome[T]:
+        """What comes of calling ``produce``."""
+        try:
+            return cls(step, produce(), None)
+        except Exception as error:  # noqa: BLE001 - the other ranks must get any error
+            return cls(step, None, error)
+
+    @property
+    def failure(self) -> Failure | None:
+        """What this rank tells the others, if the step failed."""
+        return None if self.error is None else Failure.of(self.error)
+
+
+def merge_failures(
+    step: str,
+    failures: Mapping[int, Failure],
+    world_size: int,
+    global_ranks: Sequence[int] | None = None,
+) -> CheckpointingException:
+    """The one error that all ranks raise for these failures.
+
+    Args:
+        step: name of the step that failed.
+        failures: failure of each failed rank, by rank in the group.
+        world_size: number of ranks in the group.
+        global_ranks: see ``Comm.global_ranks``.
+    """
+    errors = {rank: failure.error for rank, failure in sorted(failures.items())}
+    classes = {type(error) for error in errors.values()}
+    first = next(iter(errors.values()))
+    if first is not None and len(classes) == 1 and not isinstance(first, RankFailedError):
+        if world_size == 1 and global_ranks is None:
+            return first
+        findings = []
+        for rank, error in errors.items():
+            assert error is not None
+            own = (_global(rank, global_ranks),)
+            if not error.findings or error.message != first.message:
+                findings.append(Finding(error.message, ranks=own))
+            findings += [
+                f if f.ranks else replace(f, ranks=own) for f in _findings(error, global_ranks)
+            ]
+        merged = type(first)(first.message, merge_findings(findings))
+        return _marked(merged, global_ranks)
+    findings = []
+    for rank, failure in sorted(failures.items()):
+        if isinstance(failure.error, RankFailedError):
+            findings += _findings(failure.error, global_ranks)
+        else:
+            findings.append(Finding(failure.summary, ranks=(_global(rank, global_ranks),)))
+    ranks = ", ".join(str(_global(rank, global_ranks)) for rank in sorted(failures))
+    whole = str(world_size)
+    if global_ranks is not None and [*global_ranks] != [*range(world_size)]:
+        whole = f"the {world_size} of its group"
+    merged = RankFailedError(
+        f"{step} failed on rank {ranks} of {whole}",
+        merge_findings(findings),
+        {
+            _global(rank, global_ranks): failure.traceback
+            for rank, failure in failures.items()
+            if failure.traceback
+        },
+    )
+    return _marked(merged, global_ranks)
+
+
+def absent_rank(rank: int, step: str, timeout_seconds: float) -> Failure:
+    problem = f"did not reach '{step}' within {timeout_seconds:g} s: dead, hung or far behind"
+    return Failure(RankFailedError("", [Finding(problem=problem, ranks=(rank,))]), problem, "")
+
+
+def different_calls(
+    calls: Mapping[int, str], global_ranks: Sequence[int] | None = None
+) -> CheckpointingException:
+    """The error that all ranks raise when they do not make the same call.
+
+    Args:
+        calls: what each rank calls, by rank in the group.
+        global_ranks: see ``Comm.global_ranks``.
+    """
+    remedy = "Every rank must make the same calls, in the same order."
+    findings = [
+        Finding(call, ranks=(_global(rank, global_ranks),), remedy=remedy)
+        for rank, call in sorted(calls.items())
+    ]
+    error = CheckpointingException("ranks call different functions", merge_findings(findings))
+    return _marked(error, global_ranks)
+
+
+def call_site() -> str | None:
+    """Which function of this library the user called, and in which line; None in other threads."""
+    called = None
+    for frame, line in traceback.walk_stack(None):
+        module = frame.f_globals.get("__name__", "")
+        if module == "contextlib":
+            continue
+        if module.partition(".")[0] == _PACKAGE and not module.startswith(_SIMULATION):
+            called = frame.f_code.co_qualname
+        elif called is not None:
+            is_user = module != "threading"
+            return f"{called} ({frame.f_code.co_filename}:{line})" if is_user else None
+    return None
+
+
+def described(label: str, failure: str | None = None) -> str:
+    """What this rank is doing, as text for an error.
+
+    Args:
+        label: label of the step.
+        failure: what failed in it on this rank.
+    """
+    site = call_site()
+    text = f"calls {site}, and is at {label}" if site is not None else f"is at {label}"
+    return f"{text}, which failed: {failure}" if failure is not None else text
+
+
+def _global(rank: int, global_ranks: Sequence[int] | None) -> int:
+    is_known = global_ranks is not None and 0 <= rank < len(global_ranks)
+    return global_ranks[rank] if is_known and global_ranks is not None else rank
+
+
+def _findings(
+    error: CheckpointingException, global_ranks: Sequence[int] | None
+) -> tuple[Finding, ...]:
+    """The findings of an error, with global ranks."""
+    if global_ranks is None or error.names_global_ranks:
+        return error.findings
+    return tuple(
+        replace(f, ranks=tuple(sorted(_global(rank, global_ranks) for rank in f.ranks)))
+        for f in error.findings
+    )
+
+
+def _marked(
+    error: CheckpointingException, global_ranks: Sequence[int] | None
+) -> CheckpointingException:
+    error.names_global_ranks = global_ranks is not None
+    return error

@@ -1,0 +1,173 @@
+"""Functions of nested dicts and lists; a tuple is a leaf."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+Nest = dict[Any, Any] | list[Any]
+
+
+def _items(x: Nest) -> Iterable[tuple[Any, Any]]:
+    return x.items() if isinstance(x, dict) else enumerate(x)
+
+
+def _is_nest(x: object) -> typing.TypeGuard[Nest]:
+    return isinstance(x, dict | list)
+
+
+def extract_matching_values(
+    x: Nest, predicate: Callable[[Any], bool], return_lists_as_dicts: bool = False
+) -> tuple[Any, Any]:
+    """The leaves for which the predicate holds, and the others, each nested as they were.
+
+    A list loses the places of what went elsewhere, or becomes a dict from place to value. An empty
+    dict or list stays with the others; in a list, the predicate decides.
+    """
+    if not _is_nest(x):
+        raise ValueError(f"expected a dict or a list, found {type(x).__name__}")
+    found: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+    for step, value in _items(x):
+        if _is_nest(value) and (value or isinstance(x, dict)):
+            matching, others = extract_matching_values(value, predicate, return_lists_as_dicts)
+            if matching:
+                found[0][step] = matching
+            if others or not value:
+                found[1][step] = others
+        else:
+            found[0 if predicate(value) else 1][step] = value
+    if isinstance(x, dict) or return_lists_as_dicts:
+        return found
+    return list(found[0].values()), list(found[1].values())
+
+
+def diff(x1: Any, x2: Any, prefix: tuple[Any, ...] = ()) -> tuple[list[Any], list[Any], list[Any]]:
+    """Paths that only one side has, and ``(path, type, type, ...)`` of leaves that differ."""
+    left: list[Any]
+    right: list[Any]
+    if isinstance(x1, dict) and isinstance(x2, dict):
+        left = [(*prefix, key) for key in x1.keys() - x2.keys()]
+        right = [(*prefix, key) for key in x2.keys() - x1.keys()]
+        pairs = [(key, x1[key], x2[key]) for key in x1.keys() & x2.keys()]
+    elif isinstance(x1, list | tuple | np.ndarray):
+        assert type(x1) is type(x2), (prefix, type(x1), type(x2))
+        left, right = (list(range(len(a) - 1, len(b) - 1, -1)) for a, b in ((x1, x2), (x2, x1)))
+        pairs = [(place, a, b) for place, (a, b) in enumerate(zip(x1, x2, strict=False))]
+    elif hasattr(x1, "replica_id") and hasattr(x2, "replica_id"):
+        assert type(x1) is type(x2), (prefix, type(x1), type(x2))
+        return diff(x1.data, x2.data, (*prefix, type(x1)))
+    else:
+        details = _difference(x1, x2)
+        return [], [], [] if details is None else [(prefix, type(x1), type(x2), *details)]
+    different: list[Any] = []
+    for step, a, b in pairs:
+        parts = diff(a, b, (*prefix, step))
+        left, right, different = left + parts[0], right + parts[1], different + parts[2]
+    return left, right, different
+
+
+def _difference(x1: Any, x2: Any) -> tuple[Any, ...] | None:
+    """What is to be said of two leaves that differ; None if they do not."""
+    if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
+        try:
+            unequal = x1 != (x2 if x1.device == x2.device else x2.to(x1.device))
+        except (RuntimeError, TypeError, ValueError):
+            return x1.shape, x2.shape
+        if not unequal.any():
+            return None
+        return unequal.sum(), unequal.shape, unequal.nonzero().tolist()
+    try:
+        return () if bool(x1 != x2) else None
+    except RuntimeError:
+        return ()
+
+
+def inspect_types(x: Any, prefix: tuple[Any, ...] = (), indent: int = 4) -> None:
+    """Print the type of each leaf at its place in the nest."""
+    for step, value in _items(x) if _is_nest(x) else [("", x)]:
+        kind = (
+            f"{value.dtype} of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else type(value).__name__
+        )
+        print(" " * indent * len(prefix) + f"{step}: {kind}")  # noqa: T201 - that is what it does
+        if _is_nest(value):
+            inspect_types(value, (*prefix, step), indent)
+
+
+def nested_values(x: Nest) -> Iterator[Any]:
+    """All leaves."""
+    return (value for _, _, value in nested_items_iter(x))
+
+
+def nested_items_iter(x: Nest) -> Iterator[tuple[Any, Any, Any]]:
+    """``(dict or list that holds it, key or place, leaf)`` of all leaves."""
+    for step, value in _items(x):
+        if _is_nest(value):
+            yield from nested_items_iter(value)
+        else:
+            yield x, step, value
+
+
+def dict_map(f: Callable[[Any], Any], d: dict[Any, Any]) -> None:
+    """Replace each leaf by ``f(leaf)``, in place."""
+    dict_map_with_key(lambda _, value: f(value), d)
+
+
+def dict_map_with_key(f: Callable[[Any, Any], Any], d: dict[Any, Any]) -> None:
+    """Replace each leaf by ``f(key, leaf)``, in place."""
+    for container, step, value in nested_items_iter(d):
+        container[step] = f(step, value)
+
+
+def dict_list_map_inplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """``x`` with each leaf replaced by ``f(leaf)``; ``f(x)`` if it is a leaf itself."""
+    if not _is_nest(x):
+        return f(x)
+    for step, value in _items(x):
+        x[step] = dict_list_map_inplace(f, value)
+    return x
+
+
+def dict_list_map_outplace(f: Callable[[Any], Any], x: Any) -> Any:
+    """Like ``dict_list_map_inplace``, in new dicts and lists."""
+    if not _is_nest(x):
+        return f(x)
+    mapped = {step: dict_list_map_outplace(f, value) for step, value in _items(x)}
+    return mapped if isinstance(x, dict) else list(mapped.values())
+
+
+def merge(x1: Any, x2: Any, key: tuple[Any, ...] = ()) -> Any:
+    """``x1`` with all that only ``x2`` has, in place.
+
+    Raises:
+        ValueError: if both have a leaf at one path, or lists of different lengths.
+    """
+    same_kind = _is_nest(x1) and isinstance(x2, dict) is isinstance(x1, dict) and _is_nest(x2)
+    if not same_kind:
+        raise ValueError(
+            f"Duplicate non-dict and non-list values encountered: {x1!r} and {x2!r} at {key}"
+        )
+    if isinstance(x1, list) and len(x1) != len(x2):
+        raise ValueError(f"cannot merge lists of {len(x1)} and {len(x2)} entries at {key}")
+    for step, value in _items(x2):
+        known = isinstance(x1, list) or step in x1
+        x1[step] = merge(x1[step], value, (*key, step)) if known else value
+    return x1
+
+
+def map_reduce(
+    xs: Iterable[Any],
+    key_fn: Callable[[Any], Any] = lambda x: x,
+    value_fn: Callable[[Any], Any] = lambda x: x,
+    reduce_fn: Callable[[list[Any]], Any] = lambda x: x,
+) -> dict[Any, Any]:
+    """``{key: reduce_fn([value, ...])}`` of all values that have one key."""
+    groups: dict[Any, list[Any]] = {}
+    for x in xs:
+        groups.setdefault(key_fn(x), []).append(value_fn(x))
+    return {key: reduce_fn(values) for key, values in groups.items()}

@@ -1,0 +1,223 @@
+"""A state dict whose tensors can be taken out and put back: local checkpoints of NVRx."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dist_checkpointing.interop.megatron.modules import dict_utils as nests
+from dist_checkpointing.interop.megatron.modules import exchange_utils, state_dict_utils, validation
+from dist_checkpointing.interop.megatron.modules.utils import (
+    _sharded_object_id,
+    _sharded_tensor_shard_id,
+    extract_sharded_base,
+    zip_strict,
+)
+from dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from dist_checkpointing.validation.strictness import StrictHandling, parse_strict_flag
+
+try:
+    _nvrx: Any = importlib.import_module(
+        "nvidia_resiliency_ext.checkpointing.local.base_state_dict"
+    )
+    _Base: Any = _nvrx.TensorAwareStateDict
+except ImportError:
+    _Base = object
+
+Group = dist.ProcessGroup | None
+
+
+def _require_known(algo: str) -> None:
+    if algo not in ("atomic", "fully_parallel"):
+        raise NotImplementedError(f"algo must be 'atomic' or 'fully_parallel', not {algo!r}")
+
+
+@dataclass
+class MCoreTensorAwareStateDict(_Base):  # type: ignore[misc]  # a package that may be missing
+    """A state dict of one rank, split into what it is and the tensors in it.
+
+    Attributes:
+        common: Common state.
+        sharded_state_dict: The sharded leaves.
+    """
+
+    common: dict[str, Any]
+    sharded_state_dict: dict[str, Any]
+    _is_hollow: bool = False
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        sharded_state_dict: dict[str, Any],
+        algo: str = "fully_parallel",
+        parallelization_group: Group = None,
+        cached_metadata: exchange_utils.ShardDistribution | None = None,
+    ) -> tuple[MCoreTensorAwareStateDict, Any]:
+        """The state dict, and the distribution to pass to the next call. Collective in the group.
+
+        With ``"fully_parallel"`` each tensor that several ranks of the group have stays on one.
+        """
+        _require_known(algo)
+        sharded, common = state_dict_utils.save_preprocess(
+            sharded_state_dict, cached_metadata is None
+        )
+        if algo == "atomic":
+            return cls(common, sharded), (None, None, None, None)
+        distribution = (
+            cached_metadata
+            or exchange_utils.determine_main_replica_uniform_distribution(
+                sharded, parallelization_group, ignore_groups=True
+            )
+        )
+        if distribution is not None:
+            rank = dist.get_rank(parallelization_group)
+            for leaf in nests.nested_values(sharded):
+                if isinstance(leaf, ShardedTensor):
+                    shard = _sharded_tensor_shard_id(leaf)
+                    if distribution.main_rank_for_shard[shard] != rank:
+                        leaf.data = None
+        return cls(common, sharded), distribution
+
+    @property
+    def is_hollow(self) -> bool:
+        """Whether the tensors are taken out."""
+        return self._is_hollow
+
+    @property
+    def common_state_dict(self) -> dict[str, Any]:
+        """The common state."""
+        return self.common
+
+    def _leaves(self) -> Iterator[Any]:
+        """The leaves that have data, or had it before it was taken out."""
+        for leaf in nests.nested_values(self.sharded_state_dict):
+            kept = hasattr(leaf, "orig_device") if self._is_hollow else leaf.data is not None
+            if isinstance(leaf, ShardedTensor) and kept:
+                yield leaf
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors of this rank."""
+        assert not self._is_hollow
+        return (leaf.data for leaf in self._leaves())
+
+    def pop_tensors(self) -> list[torch.Tensor]:
+        """Take the tensors out."""
+        assert not self._is_hollow
+        tensors = []
+        for leaf in self._leaves():
+            tensors.append(leaf.data)
+            leaf.orig_device, leaf.data = leaf.data.device.type, None
+        self._is_hollow = True
+        return tensors
+
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """Put tensors back in the order in which they were taken out."""
+        assert self._is_hollow
+        for leaf, tensor in zip_strict(self._leaves(), tensor_data):
+            leaf.data = tensor
+            if leaf.orig_device == tensor.device.type:
+                del leaf.orig_device
+        self._is_hollow = False
+
+    def init_tensors(self) -> None:
+        """Put empty tensors where they were taken out."""
+        assert self._is_hollow
+        for leaf in list(self._leaves()):
+            leaf.init_data(leaf.orig_device)
+            del leaf.orig_device
+        self._is_hollow = False
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        """Replace the tensors by copies on the CPU."""
+        assert not self._is_hollow
+        for leaf in self._leaves():
+            if hasattr(leaf, "orig_device"):
+                continue
+            if leaf.data.is_cpu:
+                leaf.data = leaf.data.detach().clone()
+            else:
+                leaf.orig_device = leaf.data.device.type
+                leaf.data = leaf.data.detach().to("cpu", non_blocking=non_blocking)
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        """Move the tensors back to where they came from."""
+        assert not self._is_hollow
+        for leaf in self._leaves():
+            if hasattr(leaf, "orig_device"):
+                leaf.data = leaf.data.to(leaf.orig_device, non_blocking=non_blocking)
+                del leaf.orig_device
+
+    def to_state_dict(
+        self,
+        sharded_state_dict: dict[str, Any],
+        algo: str = "atomic",
+        exchange_algo: str = "broadcast",
+        validate_access_integrity: bool = True,
+        parallelization_group: Group = None,
+        strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
+        return_mismatch_keys: bool = False,
+    ) -> Any:
+        """The state dict that a template describes; with the missing and unexpected keys if asked.
+
+        Collective in the group, as ``from_state_dict``.
+        """
+        assert not self._is_hollow
+        _require_known(algo)
+        state = nests.dict_list_map_outplace(lambda leaf: leaf, self.common)
+        if not sharded_state_dict:
+            return state
+        template, local, factories = state_dict_utils.load_preprocess(sharded_state_dict)
+        nests.merge(state, local)
+        wanted, _ = extract_sharded_base(template)
+        flag = parse_strict_flag(strict)
+        own = {
+            leaf.key: leaf.without_data() for leaf in nests.nested_values(self.sharded_state_dict)
+        }
+        of_ranks = None
+        if validate_access_integrity or StrictHandling.requires_global_app_metadata(flag):
+            of_ranks = validation.determine_global_metadata(wanted)[1]
+        _, missing, unexpected = validation.validate_integrity_and_strict_load(
+            wanted, flag, validate_access_integrity, None, of_ranks, own
+        )
+        value_of = self._values(wanted, algo, exchange_algo, parallelization_group)
+        nests.merge(
+            state, apply_factory_merges(nests.dict_list_map_inplace(value_of, wanted), factories)
+        )
+        return (state, missing, unexpected) if return_mismatch_keys else state
+
+    def _values(
+        self, wanted: dict[str, Any], algo: str, exchange_algo: str, group: Group
+    ) -> Callable[[Any], Any]:
+        """What there is for a leaf of the template."""
+        tensors = {_sharded_tensor_shard_id(leaf): leaf.data for leaf in self._leaves()}
+        if algo == "fully_parallel":
+            shards = [
+                leaf for leaf in nests.nested_values(wanted) if isinstance(leaf, ShardedTensor)
+            ]
+            asked = {_sharded_tensor_shard_id(leaf): leaf for leaf in shards}
+            found = exchange_utils.determine_main_replica_uniform_distribution(
+                wanted, group, ignore_groups=True
+            )
+            if found is not None:
+                rest = {shard: leaf for shard, leaf in asked.items() if shard not in tensors}
+                tensors = exchange_utils.exchange_by_distribution(
+                    tensors, rest, found, group, exchange_algo
+                )
+        values: dict[Any, Any] = dict(tensors)
+        for leaf in nests.nested_values(self.sharded_state_dict):
+            if not isinstance(leaf, ShardedTensor):
+                values[_sharded_object_id(leaf)] = leaf.data
+
+        def value_of(leaf: Any) -> Any:
+            is_tensor = isinstance(leaf, ShardedTensor)
+            shard = (_sharded_tensor_shard_id if is_tensor else _sharded_object_id)(leaf)
+            assert shard in values, f"{shard} is not in the state dict"
+            return values[shard]
+
+        return value_of

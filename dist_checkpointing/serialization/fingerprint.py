@@ -1,0 +1,287 @@
+"""The fingerprints of what is in memory now, and whether a load has restored what was saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dist_checkpointing.comm import Comm, SingleProcess, default_comm
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.fingerprints import NOTHING, Sums, added, fingerprint_of
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import Index, read_index
+from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from dist_checkpointing.mapping.nesting import DictKey
+from dist_checkpointing.mapping.nesting import Path as TreePath
+from dist_checkpointing.mapping.partition import partition
+from dist_checkpointing.planning.coverage import (
+    check_coverage,
+    find_coverage_problems,
+    main_rows,
+)
+from dist_checkpointing.planning.describe import describe
+from dist_checkpointing.planning.exchange import exchange_tables
+from dist_checkpointing.planning.part_sums import fingerprints_by_reading, sums_of_shard
+from dist_checkpointing.planning.replicas import Copies, copies_of
+from dist_checkpointing.planning.shard_table import Bools, ShardTable
+from dist_checkpointing.serialization.save_checks import check_data
+from dist_checkpointing.storage.driver import read
+from dist_checkpointing.storage.protocol import StorageReader
+from dist_checkpointing.validation.unwrapped import refuse_distributed
+
+logger = logging.getLogger(__name__)
+
+_ROW = np.dtype([("number", "<i4"), ("sums", "<u8", (2,))])
+
+
+def fingerprint(
+    sharded_state_dict: ShardedStateDict, *, comm: Comm | None = None
+) -> dict[str, str]:
+    """The fingerprint of every global tensor of the state dicts of all ranks. Collective.
+
+    It depends on the values, dtype and global shape of a tensor, and not on how ranks share it: a
+    state has the same fingerprints on any number of ranks. Main replicas count, as in a save.
+    Common state and sharded objects have none. It shows accidents, and is no defence against
+    somebody who wants two tensors to look alike. See docs/design/009-fingerprints.md.
+
+    Args:
+        sharded_state_dict: see ``save``.
+        comm: the ranks that hold it; by default all of torch.distributed, or this process.
+
+    Returns:
+        32 hex digits for each key, on every rank.
+
+    Raises:
+        InvalidShardingError: what ``save`` would raise: the shards do not make up each global
+            tensor exactly once, or main replicas have no data.
+
+    Example:
+        >>> whole = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
+        >>> fingerprint({"w": whole})
+        {'w': '2e183e35fa38af98a434abd585d434f1'}
+    """
+    comm = default_comm() if comm is None else comm
+    shards: list[ShardedTensor] = []
+
+    def describe_own() -> tuple[dict[str, ShardTable], None]:
+        parts = partition(sharded_state_dict)
+        refuse_distributed(parts, {})
+        check_data(parts)
+        shards.extend(parts.tensors.values())
+        return {"shards": describe(shards, comm.rank)}, None
+
+    catalog = exchange_tables(comm, "describing the shards", describe_own).catalog("shards")
+    with comm.agreed("checking the shards"):
+        check_coverage(catalog, main_rows(catalog))
+    number = {name: position for position, name in enumerate(catalog.names)}
+
+    def sum_up() -> bytes:
+        own = describe(shards, comm.rank).main.tolist()
+        rows = [
+            (number[shard.key], sums_of_shard(shard))
+            for shard, is_main in zip(shards, own, strict=True)
+            if is_main
+        ]
+        return np.array(rows, dtype=_ROW).tobytes()
+
+    total = np.zeros((len(catalog.names), 2), dtype=np.uint64)
+    for data in comm.exchange("summing the values", sum_up):
+        rows = np.frombuffer(data, dtype=_ROW)
+        for place in range(2):
+            np.add.at(total[:, place], rows["number"], rows["sums"][:, place])
+    found = {}
+    for row in np.unique(catalog.keys, return_index=True)[1].tolist():
+        first, second = total[catalog.keys[row]].tolist()
+        sums = fingerprint_of((first, second), catalog.dtype(row), catalog.global_shape(row))
+        found[catalog.key(row)] = sums
+    return found
+
+
+def verify_restored(
+    shards: Sequence[ShardedTensor],
+    folder: Path,
+    index: Index | None,
+    make_reader: Callable[[], StorageReader] | None,
+    comm: Comm,
+) -> None:
+    """Compare what lies in memory after a load with the fingerprints of the save. Collective.
+
+    Copies of one part must be the same on all ranks. Tensors that the ranks do not hold whole, or
+    in another shape or dtype than the stored one, have nothing to be compared with: a warning
+    names them. Fingerprints that the save did not keep are computed from what is stored, which
+    the ranks read once more together.
+
+    Args:
+        shards: Of this rank, filled.
+        folder: Folder of the checkpoint.
+        index: Index of the checkpoint, with the keys of this rank; None for strategies that are not
+            made of a reader.
+        make_reader: Makes a reader of the checkpoint; None likewise.
+        comm: Ranks that have loaded together.
+
+    Raises:
+        CorruptCheckpointError: naming every tensor that is not what was saved.
+        UnsupportedFormatError: for a strategy that is not made of a reader.
+    """
+    with comm.agreed("looking for fingerprints"):
+        if index is None or make_reader is None:
+            problem = "the strategy of the checkpoint has no index to compare with"
+            finding = Finding(problem, path=str(folder), remedy="Leave verify='restored' out.")
+            raise UnsupportedFormatError("what is restored cannot be verified", [finding])
+    assert index is not None
+    assert make_reader is not None
+    tables: list[ShardTable] = []
+
+    def describe_own() -> tuple[dict[str, ShardTable], tuple[str, ...]]:
+        tables.append(describe(shards, comm.rank))
+        return {"shards": tables[0]}, _misfits(index, shards)
+
+    exchanged = exchange_tables(comm, "describing what was restored", describe_own)
+    with comm.agreed("looking for what can be compared"):
+        catalog = exchanged.catalog("shards")
+        copies = copies_of(catalog, tables[0])
+        parts = copies.parts
+        misfits = {key for keys in exchanged.facts for key in keys}
+        is_counted = _counted(copies, misfits)
+        counted = {parts.key(row) for row in np.flatnonzero(is_counted).tolist()}
+    kept: dict[str, str] = comm.from_rank0("reading the fingerprints", lambda: _kept(folder))
+    missing = _shared_out(sorted(counted - kept.keys()), parts, comm.rank)
+    for computed in comm.exchange(
+        "reading for fingerprints", lambda: _by_reading(missing, index, make_reader)
+    ):
+        kept |= computed
+    own = copies.own.tolist()
+    speaks = (parts.ranks == comm.rank).tolist()
+    sums: dict[int, Sums] = {}
+    findings: list[Finding] = []
+
+    def sum_up() -> bytes:
+        for shard, part in zip(shards, own, strict=True):
+            if shard.key in counted:
+                found = sums_of_shard(shard)
+                if sums.setdefault(part, found) != found:
+                    findings.append(_differs(copies, part, (comm.rank,)))
+        spoken = [(part, found) for part, found in sums.items() if speaks[part]]
+        return np.array(spoken, dtype=_ROW).tobytes()
+
+    totals = dict.fromkeys(counted, NOTHING)
+    for data in comm.exchange("summing what was restored", sum_up):
+        rows = np.frombuffer(data, dtype=_ROW)
+        for part, pair in zip(rows["number"].tolist(), rows["sums"].tolist(), strict=True):
+            found = (pair[0], pair[1])
+            if is_counted[part]:
+                totals[parts.key(part)] = added((totals[parts.key(part)], found))
+            if sums.get(part, found) != found:
+                findings.append(_differs(copies, part, (int(parts.ranks[part]), comm.rank)))
+    with comm.agreed("comparing fingerprints"):
+        if comm.rank == 0:
+            findings += _other_than_saved(parts, totals, kept)
+            _warn_of_others(sorted({*catalog.key_column} - counted), folder)
+        if findings:
+            raise CorruptCheckpointError("what was restored is not what was saved", findings)
+
+
+def _misfits(index: Index, shards: Sequence[ShardedTensor]) -> tuple[str, ...]:
+    """Keys whose shards have another dtype or global shape than what is stored."""
+    misfits = []
+    for shard in shards:
+        stored = index.get(shard.key)
+        kind = (dtypes.from_torch(shard.dtype).name, tuple(shard.global_shape))
+        if stored is None or (stored.dtype.name, stored.global_shape) != kind:
+            misfits.append(shard.key)
+    return tuple(dict.fromkeys(misfits))
+
+
+def _counted(copies: Copies, misfits: set[str]) -> Bools:
+    """The parts that together make up each tensor once, for all tensors where there are such."""
+    parts, catalog = copies.parts, copies.catalog
+    if not len(parts):
+        return np.zeros(0, dtype=np.bool_)
+    has_elements = parts.num_elements > 0
+    # Parts that differ may overlap: then those of main replicas may do.
+    is_main = np.logical_or.reduceat(catalog.main[copies.rows], copies.begins[:-1])
+    is_counted = np.zeros(len(parts), dtype=np.bool_)
+    is_open = np.array([name not in misfits for name in parts.names])[parts.keys]
+    for chosen in (np.ones_like(is_main), is_main):
+        written = parts.take(np.flatnonzero(chosen & has_elements))
+        broken = {finding.key for finding in find_coverage_problems(catalog, written)}
+        fits = is_open & np.array([name not in broken for name in parts.names])[parts.keys]
+        is_counted |= fits & chosen
+        is_open &= ~fits
+        if not is_open.any():
+            break
+    return is_counted
+
+
+def _kept(folder: Path) -> dict[str, str]:
+    index = read_index(folder)
+    return {} if index is None else {**index.fingerprints}
+
+
+def _shared_out(keys: Sequence[str], parts: ShardTable, rank: int) -> list[str]:
+    """The keys that a rank reads: of each key a rank that holds a part of it."""
+    wanted = {key: number for number, key in enumerate(keys)}
+    ranks: dict[str, list[int]] = {key: [] for key in keys}
+    for key, holder in zip(parts.key_column if keys else (), parts.ranks.tolist(), strict=False):
+        if key in wanted:
+            ranks[key].append(holder)
+    return [key for key, held in ranks.items() if held[wanted[key] % len(held)] == rank]
+
+
+def _by_reading(
+    keys: Sequence[str], index: Index, make_reader: Callable[[], StorageReader]
+) -> dict[str, str]:
+    def read_boxes(wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
+        leaves: dict[TreePath, ShardedTensor] = {}
+        for number, (key, box) in enumerate(wanted):
+            leaf = leaves[DictKey(number),] = ShardedTensor.of_box(index[key], box)
+            leaf.init_data("cpu")
+        # Not by the planner of the strategy: it may put other values into memory.
+        read(leaves, index, None, make_reader(), SingleProcess())
+        return [leaf.data for leaf in leaves.values() if leaf.data is not None]
+
+    return fingerprints_by_reading(index, keys, read_boxes)
+
+
+def _differs(copies: Copies, part: int, ranks: tuple[int, ...]) -> Finding:
+    box = copies.parts.box(part)
+    problem = "copies of one part differ in memory after the load"
+    return Finding(
+        problem, copies.parts.key(part), found=f"{box.offset} .. {box.stop}", ranks=ranks
+    )
+
+
+def _other_than_saved(
+    parts: ShardTable, totals: Mapping[str, Sums], kept: Mapping[str, str]
+) -> Iterator[Finding]:
+    rows = np.unique(parts.keys, return_index=True)[1].tolist()
+    for row in rows:
+        key = parts.key(row)
+        if key not in totals:
+            continue
+        found = fingerprint_of(totals[key], parts.dtype(row), parts.global_shape(row))
+        if found != kept[key]:
+            yield Finding(
+                "what lies in memory is not what was saved",
+                key,
+                expected=kept[key],
+                found=found,
+                remedy="Load with verify=True, which tells whether the stored data is damaged.",
+            )
+
+
+def _warn_of_others(keys: Sequence[str], folder: Path) -> None:
+    if keys:
+        named = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
+        logger.warning(
+            "%s: %d tensors are not compared with what was saved, because the ranks do not hold all"
+            " of them in the stored dtype and shape: %s",
+            folder,
+            len(keys),
+            named,
+        )

@@ -1,0 +1,185 @@
+"""How the ranks of a save come to know what each of them writes, before any file is touched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import Unpack
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.failures import Outcome
+from dist_checkpointing.filesystem.paths import check_one_destination
+from dist_checkpointing.format.gc_pause import paused_collector
+from dist_checkpointing.mapping import ShardedStateDict
+from dist_checkpointing.planning.coverage import check_coverage, main_rows
+from dist_checkpointing.planning.describe import describe
+from dist_checkpointing.planning.exchange import Exchanged, exchange_tables
+from dist_checkpointing.planning.plan_save import (
+    LATER,
+    PLANNING,
+    PlanFacts,
+    SavePlanning,
+    number_of,
+)
+from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.serialization.save_base import require_sharing, take_base
+from dist_checkpointing.serialization.save_checks import Decided
+from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.serialization.save_options import JobOptions
+from dist_checkpointing.storage.progress import Meter
+from dist_checkpointing.strategies.planned import PlannedSaveStrategy
+from dist_checkpointing.validation.common_state import CommonDigests, compare_common_state
+
+logger = logging.getLogger(__name__)
+
+_BY_STRATEGY, _BY_COMMON = "shards", "objects"
+
+
+@dataclass(frozen=True, slots=True)
+class JobFacts:
+    """What a rank says of a save, besides its tables.
+
+    Attributes:
+        common: Number that stands for its common state; None if that is not compared.
+        plan: What planning must know.
+    """
+
+    common: int | None
+    plan: PlanFacts
+
+    @property
+    def identity(self) -> int | None:
+        """Number that stands for all of it, see ``Comm.exchange``; None if there is a table."""
+        identity = self.plan.identity
+        return None if identity is None else number_of((self.common, identity))
+
+
+class JobPlanning:
+    """How one rank takes part in planning a save: ``bring``, exchange, ``conclude``.
+
+    Args:
+        job: not planned yet.
+        options: see ``save``.
+    """
+
+    def __init__(self, job: SaveJob, options: JobOptions) -> None:
+        self._job, self._options = job, options
+        self._validates = options.get("validate_access_integrity", True)
+        self._digests: CommonDigests | None = None
+        self._planning: SavePlanning | None = None
+
+    def bring(self, comm: Comm) -> tuple[Mapping[str, ShardTable], JobFacts]:
+        """What this rank tells the others. Not collective."""
+        common = None
+        if self._validates and comm.world_size > 1:
+            common = self._common_digests().number
+        tables: Mapping[str, ShardTable] = {}
+        strategy = self._job.strategy
+        facts = PlanFacts(None, (str(self._job.folder), f"{strategy.backend} {strategy.version}"))
+        if not isinstance(strategy, PlannedSaveStrategy):
+            tables = {_BY_COMMON: describe(list(self._job.by_common.values()), comm.rank)}
+            if self._validates:
+                own = describe(list(self._job.by_strategy.values()), comm.rank)
+                tables = {_BY_STRATEGY: own, **tables}
+        elif strategy.share_replicas is None:
+            self._planning = self._make_planning(comm)
+            tables, facts = self._planning.bring()
+        else:
+            # What it brings depends on what the ranks have that share replicas.
+            facts = replace(facts, number=LATER)
+        return tables, JobFacts(common, facts)
+
+    def conclude(self, exchanged: Exchanged[JobFacts], comm: Comm) -> SaveJob:
+        """The job with what follows from what all ranks have brought. Collective.
+
+        An error of this rank in deciding is kept for ``claim``, which tells it to all ranks.
+
+        Raises:
+            CheckpointingException: what any rank finds wrong that must be talked about.
+        """
+        if len({facts.common for facts in exchanged.facts}) > 1:
+            compare_common_state(self._common_digests, comm)
+        brought = exchanged.with_facts([facts.plan for facts in exchanged.facts])
+        if self._job.writer is not None:
+            if self._planning is None:
+                self._planning = self._make_planning(comm)
+                brought = self._planning.exchange(comm)
+            else:
+                brought = self._planning.complete(comm, brought)
+        self._job.take(Outcome.of(PLANNING, lambda: self._decided(brought)))
+        return self._job
+
+    @paused_collector()
+    def _decided(self, brought: Exchanged[PlanFacts]) -> Decided:
+        if self._planning is None:
+            check_one_destination([facts.place for facts in brought.facts])
+            for kind in (_BY_STRATEGY, _BY_COMMON) if self._validates else (_BY_COMMON,):
+                catalog = brought.catalog(kind)
+                check_coverage(catalog, main_rows(catalog))
+            return Decided(catalog)
+        agreed = self._planning.conclude(brought)
+        if agreed.dropped and self._planning.is_coordinator:
+            logger.info("left out by the planner: %s", ", ".join(agreed.dropped))
+        return Decided(agreed.others, agreed.plan, agreed.index, self._planning.planner)
+
+    def _common_digests(self) -> CommonDigests:
+        if self._digests is None:
+            preprocess = self._options.get("preprocess_common_before_consistancy_check")
+            self._digests = CommonDigests(self._job.common, preprocess)
+        return self._digests
+
+    def _make_planning(self, comm: Comm) -> SavePlanning:
+        assert isinstance(self._job.strategy, PlannedSaveStrategy)
+        assert self._job.writer is not None
+        return self._job.strategy.planning(
+            self._job.by_strategy,
+            self._job.writer,
+            comm,
+            cache=self._options.get("plan_cache"),
+            others=self._job.by_common.values(),
+        )
+
+
+def prepare(
+    state_dict: ShardedStateDict,
+    folder: str | PathLike[str],
+    comm: Comm,
+    meter: Meter,
+    require: Callable[[SaveJob], None] | None = None,
+    **options: Unpack[JobOptions],
+) -> SaveJob:
+    """Prepare, plan and check. Collective; touches no file. ``claim`` must follow.
+
+    Args:
+        state_dict: see ``SaveJob``.
+        folder: see ``SaveJob``.
+        comm: the ranks that save together.
+        meter: see ``SaveJob``.
+        require: refuses a job that cannot be done in the way it is wanted.
+        options: see ``SaveJob``.
+
+    Raises:
+        CheckpointingException: see ``save``.
+    """
+    plannings: list[JobPlanning] = []
+    base = options.get("base")
+
+    @paused_collector()
+    def bring() -> tuple[Mapping[str, ShardTable], JobFacts]:
+        job = SaveJob(state_dict, folder, comm.rank, meter, **options)
+        if require is not None:
+            require(job)
+        if base is not None:
+            require_sharing(job.strategy, job.writer)
+        plannings.append(JobPlanning(job, options))
+        return plannings[0].bring(comm)
+
+    with meter.phase("planning"):
+        exchanged = exchange_tables(comm, PLANNING, bring, lambda facts: facts.identity)
+        job = plannings[0].conclude(exchanged, comm)
+        job.compare_replicas(comm)
+        if base is not None and job.writer is not None:
+            take_base(base, job.folder, job.strategy, job.writer, comm)
+    return job

@@ -1,0 +1,349 @@
+"""Fingerprints of states, of checkpoints of every backend, and of what a load has restored."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import (
+    Checkpoint,
+    CheckpointManager,
+    CorruptCheckpointError,
+    InvalidShardingError,
+    ShardedTensor,
+    ShardedTensorFactory,
+    UnsupportedFormatError,
+    async_save,
+    fingerprint,
+    load,
+    remove_sharded_tensors,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.format.index import INDEX_NAME, Index, read_index
+from dist_checkpointing.planning import DefaultLoadPlanner, DefaultSavePlanner
+from dist_checkpointing.planning.part_sums import _sums_of_blocks, sums_of_tensor
+from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+from states import ALONE, BACKEND, between, every_kind, flat, rows, shard
+
+GENERATOR = torch.Generator().manual_seed(5)
+FULL = torch.randn(48, 35, generator=GENERATOR)
+KINDS = [row.torch for row in DTYPES]
+
+
+def of_dtype(dtype: torch.dtype, shape: tuple[int, ...] = (24, 7)) -> torch.Tensor:
+    bits = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), generator=GENERATOR)
+    values = bits.to(torch.uint8)
+    return (values & 1).bool() if dtype is torch.bool else values.view(dtype)
+
+
+def state(comm: Comm, *, blank: bool = False, cuts: str = "rows") -> dict[str, Any]:
+    """The same tensors, cut in one of several ways."""
+    full = torch.zeros_like(FULL) if blank else FULL
+    rank, count = comm.rank, comm.world_size
+    bounds = [48 * i * i // (count * count) for i in range(count + 1)]
+    size = full.numel()
+    ends = [size * i // count for i in range(count + 1)]
+    weight = {
+        "rows": lambda: rows("w", full, comm),
+        "uneven": lambda: between("w", full, bounds[rank], bounds[rank + 1]),
+        "flat": lambda: flat("w", full, ends[rank], ends[rank + 1]),
+        "columns": lambda: rows("w", full, comm, 1),
+    }[cuts]()
+    norm = torch.zeros(9) if blank else torch.arange(9.0)
+    scalar = torch.zeros(()) if blank else torch.tensor(3.5)
+    return {
+        "w": weight,
+        "half": rows("half", full.bfloat16(), comm),
+        "norm": shard("norm", norm, replica_id=rank),
+        "scalar": shard("scalar", scalar, replica_id=rank),
+        "empty": shard("empty", torch.zeros(0, 4), replica_id=rank),
+        "layers": shard("layers", full[rank].clone(), (0, rank, count), prepend_axis_num=1)
+        if count > 1
+        else shard("layers", full[:1].clone()),
+    }
+
+
+def prints(count: int, **options: Any) -> dict[str, str]:
+    found = run_ranks(count, lambda comm: fingerprint(state(comm, **options), comm=comm))
+    assert all(own == found[0] for own in found)
+    return {key: text for key, text in found[0].items() if key != "layers"}
+
+
+def test_layout_does_not_matter() -> None:
+    whole = prints(1)
+    for count, cuts in ((2, "rows"), (4, "flat"), (3, "uneven"), (5, "columns"), (6, "flat")):
+
+        def weight(comm: Comm, cuts: str = cuts) -> dict[str, str]:
+            return fingerprint({"w": state(comm, cuts=cuts)["w"]}, comm=comm)
+
+        found = run_ranks(count, weight)
+        assert found == [{"w": whole["w"]}] * count
+    assert prints(4) == whole
+    assert len(set(whole.values())) == 5
+
+
+@BACKEND
+def test_checkpoint_has_those_of_the_state(tmp_path: Path, backend: tuple[str, int]) -> None:
+    keeps = backend in (("tensorstore", 1), ("zarr", 2))
+    run_ranks(
+        4,
+        lambda comm: save(
+            state(comm, cuts="flat"), tmp_path / "c", backend, comm=comm, fingerprints=keeps
+        ),
+    )
+    opened = Checkpoint.open(tmp_path / "c")
+    expected = run_ranks(4, lambda comm: fingerprint(state(comm), comm=comm))[0]
+    assert opened.fingerprints() == opened.fingerprints(stored=False) == expected
+    assert opened.index.fingerprints == (expected if keeps else {})
+    assert opened.fingerprint("w") == expected["w"]
+    with pytest.raises(KeyError, match="no tensor 'v'"):
+        opened.fingerprint("v")
+    for count, cuts in ((2, "rows"), (3, "uneven"), (5, "columns"), (4, "flat")):
+
+        def restore(comm: Comm, cuts: str = cuts) -> torch.Tensor:
+            template = state(comm, blank=True, cuts=cuts)
+            del template["layers"], template["half"]
+            load(template, tmp_path / "c", comm=comm, verify="restored")
+            data: torch.Tensor = template["w"].data
+            return data
+
+        parts = run_ranks(count, restore)
+        if cuts != "columns":
+            assert torch.equal(torch.cat(parts).reshape(FULL.shape), FULL)
+
+
+@BACKEND
+def test_format_without_a_place_says_so(tmp_path: Path, backend: tuple[str, int]) -> None:
+    if backend in (("tensorstore", 1), ("zarr", 2)):
+        save(every_kind(), tmp_path / "c", backend, fingerprints=True)
+        assert len(read_index(tmp_path / "c").fingerprints) == len(Checkpoint.open(tmp_path / "c"))  # type: ignore[union-attr]
+        return
+    with pytest.raises(UnsupportedFormatError, match="has no place for fingerprints"):
+        save(every_kind(), tmp_path / "c", backend, fingerprints=True)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = {"a": of_dtype(dtype), "b": of_dtype(dtype, (3, 5, 7)).transpose(0, 2)}
+    whole = {key: shard(key, value) for key, value in values.items()}
+    expected = fingerprint(whole, comm=ALONE)
+    save(whole, tmp_path / "c", fingerprints=True)
+    assert Checkpoint.open(tmp_path / "c").fingerprints() == expected
+    assert Checkpoint.open(tmp_path / "c").fingerprints(stored=False) == expected
+    cut = run_ranks(3, lambda c: fingerprint({"a": rows("a", values["a"], c)}, comm=c))
+    assert cut[0] == {"a": expected["a"]}
+    parts = run_ranks(2, lambda c: fingerprint({"a": part_of(values["a"], c)}, comm=c))
+    assert parts[0] == {"a": expected["a"]}
+
+
+def part_of(full: torch.Tensor, comm: Comm) -> ShardedTensor:
+    return flat("a", full, *((0, 61) if comm.rank == 0 else (61, full.numel())))
+
+
+@pytest.mark.parametrize("most_bytes", [16, 200, 10**6])
+def test_values_of_another_device_come_in_blocks(most_bytes: int) -> None:
+    values = FULL[8:20, 5:30]
+    box = Box((8, 5), (12, 25))
+    whole = sums_of_tensor(values, box, None, (48, 35))
+    assert _sums_of_blocks(values, box, None, (48, 35), most_bytes) == whole
+    run = values.reshape(-1)[17:203]
+    part = sums_of_tensor(run, box, (17, 203), (48, 35))
+    assert _sums_of_blocks(run, box, (17, 203), (48, 35), most_bytes) == part != whole
+
+
+def test_kind_and_every_value_count() -> None:
+    def of(values: torch.Tensor) -> str:
+        return fingerprint({"w": shard("w", values)}, comm=ALONE)["w"]
+
+    zeros = torch.zeros(4, 6)
+    kinds = [zeros, zeros.int(), zeros.reshape(6, 4), zeros.reshape(-1), zeros.bfloat16(), -zeros]
+    assert len({*map(of, kinds)}) == len(kinds)
+
+
+def test_factories_and_other_planners(tmp_path: Path) -> None:
+    def factory() -> ShardedTensorFactory:
+        return ShardedTensorFactory(
+            "f",
+            torch.arange(12.0).reshape(4, 3),
+            lambda key, data, *_: {
+                n: shard(f"{key}.{n}", data[2 * n : 2 * n + 2]) for n in range(2)
+            },
+            lambda parts: torch.cat(list(parts.values())),
+        )
+
+    class Doubled(DefaultSavePlanner):
+        def get_data(self, item: Any) -> Any:
+            data = super().get_data(item)
+            assert isinstance(data, torch.Tensor)
+            return data * 2
+
+    own = {"f": factory()}
+    assert [*fingerprint(own, comm=ALONE)] == ["f.0", "f.1"]
+    save(own, tmp_path / "c", fingerprints=True)
+    assert Checkpoint.open(tmp_path / "c").fingerprints() == fingerprint(own, comm=ALONE)
+    load({"f": factory()}, tmp_path / "c", verify="restored")
+    strategy = TensorStoreSaveShardedStrategy(planner=Doubled())
+    save(own, tmp_path / "d", strategy, fingerprints=True)
+    opened = Checkpoint.open(tmp_path / "d")
+    assert opened.fingerprints() == opened.fingerprints(stored=False) != fingerprint(own)
+
+
+def test_parallel_saves_and_compressed_chunks(tmp_path: Path) -> None:
+    def saved(comm: Comm) -> None:
+        own = FullyParallelSaveStrategyWrapper(TensorStoreSaveShardedStrategy())
+        save(state(comm), tmp_path / "c", own, comm=comm, fingerprints=True)
+
+    run_ranks(4, saved)
+    opened = Checkpoint.open(tmp_path / "c")
+    assert opened.index.fingerprints == opened.fingerprints(stored=False)
+    run_ranks(
+        4,
+        lambda comm: save(
+            state(comm),
+            tmp_path / "z",
+            Zarr3SaveShardedStrategy(codec="zstd", options=StorageOptions(threads=2)),
+            comm=comm,
+            fingerprints=True,
+        ),
+    )
+    assert Checkpoint.open(tmp_path / "z").fingerprints(stored=False) == opened.fingerprints()
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_saves_in_the_background(tmp_path: Path, worker: Any) -> None:
+    values = FULL.clone()
+    own = {"w": shard("w", values), "n": shard("n", torch.arange(5))}
+    expected = fingerprint(own, comm=ALONE)
+    with CheckpointManager(tmp_path, comm=ALONE, worker=worker, fingerprints=True) as manager:
+        manager.async_save(1, own)
+        values.zero_()
+        manager.wait()
+        manager.save(2, own)
+        manager.save(3, own, fingerprints=False)
+    of_step = [Checkpoint.open(manager.folder(step)).index.fingerprints for step in (1, 2, 3)]
+    assert of_step == [expected, fingerprint(own, comm=ALONE), {}]
+    async_save(own, tmp_path / "c", comm=ALONE, fingerprints=True).result()
+    assert Checkpoint.open(tmp_path / "c").index.fingerprints == of_step[1]
+
+
+def test_older_readers_pass_over_them(tmp_path: Path) -> None:
+    save({"w": shard("w", FULL), "v": shard("v", FULL)}, tmp_path / "c", fingerprints=True)
+    content = json.loads((tmp_path / "c" / INDEX_NAME).read_bytes())
+    assert len(content["fingerprints"]) == 2
+    assert content["format_minor"] == 0
+    remove_sharded_tensors(tmp_path / "c", "v")
+    opened = Checkpoint.open(tmp_path / "c")
+    assert opened.index.fingerprints == fingerprint({"w": shard("w", FULL)}, comm=ALONE)
+
+
+@pytest.mark.parametrize("column", [["0" * 31], ["0" * 32] * 2, {"w": "0" * 32}, [7], ["G" * 32]])
+def test_wrong_ones_are_no_index(column: Any) -> None:
+    index = Index(["w"], ["float32"], [(3,)], [(3,)])
+    object.__setattr__(index, "fingerprints", {"w": "0" * 32})
+    good = index.to_json()
+    assert Index.from_json(good).fingerprints == {"w": "0" * 32}
+    content = json.loads(good)
+    del content["checksum"]
+    assert Index.from_json(sealed(content)).fingerprints == {"w": "0" * 32}
+    with pytest.raises(CorruptCheckpointError, match="fingerprint"):
+        Index.from_json(sealed({**content, "fingerprints": column}))
+
+
+def sealed(content: dict[str, Any]) -> bytes:
+    import xxhash
+
+    body = json.dumps(content, separators=(",", ":")).encode()
+    return b'{"checksum":"%016x",' % xxhash.xxh3_64_intdigest(body) + body[1:]
+
+
+def test_incomplete_states_have_none() -> None:
+    def halves(comm: Comm) -> dict[str, str]:
+        return fingerprint({"w": shard("w", FULL, (0, comm.rank, 3))}, comm=comm)
+
+    with pytest.raises(InvalidShardingError, match="no shard holds this part"):
+        run_ranks(2, halves)
+    with pytest.raises(InvalidShardingError, match="there is nothing to save"):
+        fingerprint({"w": shard("w", FULL).without_data()}, comm=ALONE)
+
+
+class Broken(DefaultLoadPlanner):
+    """Flips the sign of the first element of each tensor that it fills, on one rank."""
+
+    def configure_planner(self, *args: Any, rank: int, **kwargs: Any) -> None:
+        self.is_broken = rank == 1
+        super().configure_planner(*args, rank=rank, **kwargs)
+
+    def apply_tensor(self, item: Any, tensor: torch.Tensor) -> None:
+        super().apply_tensor(item, tensor)
+        if self.is_broken:
+            self.acquire_tensor(item).reshape(-1)[0].neg_()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_wrong_memory_is_found_on_all_ranks(tmp_path: Path, keeps: bool) -> None:
+    run_ranks(3, lambda comm: save(state(comm), tmp_path / "c", comm=comm, fingerprints=keeps))
+
+    def restore(comm: Comm, key: str) -> None:
+        template = {key: state(comm, blank=True)[key]}
+        strategy = TensorStoreLoadShardedStrategy(planner=Broken())
+        load(template, tmp_path / "c", strategy, comm=comm, verify="restored")
+
+    with pytest.raises(CorruptCheckpointError, match="not what was saved") as caught:
+        run_ranks(4, lambda comm: restore(comm, "w"))
+    (finding,) = caught.value.findings
+    assert finding.key == "w"
+    assert finding.expected == fingerprint({"w": shard("w", FULL)}, comm=ALONE)["w"]
+    # Only one copy of several is wrong, and it is not the one that is counted.
+    with pytest.raises(CorruptCheckpointError, match="copies of one part differ") as caught:
+        run_ranks(4, lambda comm: restore(comm, "norm"))
+    assert [(f.key, f.ranks) for f in caught.value.findings] == [("norm", (0, 1))]
+
+
+def test_what_is_not_compared_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = {"a": shard("a", FULL), "b": shard("b", FULL), "c": shard("c", FULL)}
+    save(whole, tmp_path / "c", fingerprints=True)
+    template = {
+        "a": shard("a", torch.zeros_like(FULL)),
+        "b": shard("b", torch.zeros(24, 35), (0, 1, 2)),
+        "c": shard("c", torch.zeros_like(FULL).double()),
+    }
+    with caplog.at_level(logging.WARNING):
+        load(template, tmp_path / "c", cast="widen", verify="restored", comm=ALONE)
+    assert "2 tensors are not compared" in caplog.text
+    assert "shape: b, c" in caplog.text
+    with pytest.raises(ValueError, match="verify must be"):
+        load(template, tmp_path / "c", verify="memory")  # type: ignore[call-overload]
+
+
+def test_overlapping_templates_are_compared_by_main_replicas(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save({"w": shard("w", FULL)}, tmp_path / "c", fingerprints=True)
+
+    def restore(comm: Comm) -> None:
+        blank = torch.zeros_like(FULL)
+        if comm.rank < 2:
+            own = shard("w", blank[:24].clone(), (0, comm.rank, 2))
+        else:
+            own = shard("w", blank, replica_id=1)
+        load({"w": own}, tmp_path / "c", comm=comm, verify="restored")
+
+    with caplog.at_level(logging.WARNING):
+        run_ranks(3, restore)
+    assert "not compared" not in caplog.text

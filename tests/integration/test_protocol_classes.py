@@ -1,0 +1,371 @@
+"""A planner, a writer and a reader written with nothing but the names of the known protocols.
+
+They are what somebody writes who has read how torch DCP's storages and planners work, and nothing
+about this library but how a planner, a writer or a reader is passed to it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import ShardedObject, ShardedTensor, async_save, load, save
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.planning import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from dist_checkpointing.storage import StorageReader, StorageWriter, WriteResult
+from dist_checkpointing.strategies.base import (
+    PlannedLoadStrategy,
+    PlannedSaveStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from dist_checkpointing.testing import run_ranks
+from states import BACKEND, between, flat, rows, shard
+
+FULL = torch.arange(48.0).reshape(8, 6)
+
+
+# --- the writer and the reader --------------------------------------------------------------------
+
+
+@dataclass
+class StorageInfo:
+    relative_path: str
+    offset: int
+    length: int
+
+
+class Writer(StorageWriter):
+    def __init__(self, path: Any) -> None:
+        super().__init__()
+        self.path = Path(path)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        assert checkpoint_id == self.path
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self.is_coordinator, self.rank = is_coordinator, kwargs["rank"]
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> list[SavePlan]:
+        assert self.is_coordinator
+        return [
+            SavePlan(plan.items, storage_data=f"__{rank}_0.bin", planner_data=plan.planner_data)
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        results = []
+        with (self.path / str(plan.storage_data)).open("wb") as stream:
+            for item in plan.items:
+                data = planner.resolve_data(item)
+                offset = stream.tell()
+                if item.type is WriteItemType.BYTE_IO:
+                    stream.write(data.getbuffer())
+                else:
+                    assert item.tensor_data is not None
+                    assert tuple(data.shape) == item.tensor_data.chunk.sizes
+                    torch.save(data.clone(), stream)
+                length = stream.tell() - offset
+                info = StorageInfo(str(plan.storage_data), offset, length)
+                results.append(WriteResult(item.index, length, info))
+        future: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        future.set_result(results[::-1])
+        return future
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        assert self.is_coordinator
+        metadata.storage_data = {
+            result.index: result.storage_data for of_rank in results for result in of_rank
+        }
+        (self.path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+class Reader(StorageReader):
+    def __init__(self, path: Any) -> None:
+        super().__init__()
+        self.path = Path(path)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        assert checkpoint_id == self.path
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        del args, kwargs
+        metadata = pickle.loads((self.path / ".metadata").read_bytes())
+        assert isinstance(metadata, Metadata)
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        assert is_coordinator == (kwargs["rank"] == 0)
+        self.storage_data = metadata.storage_data
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            with (self.path / info.relative_path).open("rb") as stream:
+                stream.seek(info.offset)
+                data = io.BytesIO(stream.read(info.length))
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, data)
+                continue
+            tensor = torch.load(data, weights_only=True)
+            for axis, (offset, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                tensor = tensor.narrow(axis, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(tensor)
+            planner.commit_tensor(item, target)
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+class Save(PlannedSaveStrategy):
+    writer_type, writes = Writer, ("bins", 1)
+    can_handle_sharded_objects = True
+
+
+class Load(PlannedLoadStrategy):
+    reader_type, reads = Reader, frozenset({("bins", 1)})
+    can_handle_sharded_objects = True
+
+
+# --- the planners ---------------------------------------------------------------------------------
+
+
+class Chunk:
+    def __init__(self, offsets: Any, sizes: Any) -> None:
+        self.offsets, self.sizes = torch.Size(offsets), torch.Size(sizes)
+
+
+class OwnSavePlanner(SavePlanner):
+    """Every rank names all that it has; of copies the lowest rank writes its own."""
+
+    def configure_planner(self, state_dict: Any, **kwargs: Any) -> None:
+        self.state_dict = {
+            leaf.key: leaf for leaf in state_dict.values() if isinstance(leaf, ShardedTensor)
+        }
+        self.objects = {
+            leaf.key: leaf for leaf in state_dict.values() if isinstance(leaf, ShardedObject)
+        }
+        self.is_coordinator, self.rank = kwargs["is_coordinator"], kwargs["rank"]
+        assert kwargs["remove_redundancy"]
+        assert not kwargs["save_to_minimum_rank"]
+
+    def build_local_plan(self) -> SavePlan:
+        items = []
+        for fqn, leaf in self.state_dict.items():
+            data: Any = {
+                "chunk": Chunk(leaf.global_offset, leaf.local_shape),
+                "properties": {"dtype": "torch.float32"},
+                "size": torch.Size(leaf.global_shape),
+            }
+            index = MetadataIndex(fqn, torch.Size(leaf.global_offset))
+            items.append(WriteItem(index=index, type=WriteItemType.TENSOR, tensor_data=data))
+        for fqn in self.objects:
+            index = MetadataIndex(fqn)
+            items.append(WriteItem(index, WriteItemType.BYTE_IO, bytes_io_data=object()))
+        return SavePlan(items, planner_data=self.rank)
+
+    def build_global_plan(self, all_plans: Any) -> Any:
+        assert [plan.planner_data for plan in all_plans] == [*range(len(all_plans))]
+        seen: set[Any] = set()
+        plans: list[SavePlan] = []
+        described: dict[str, Any] = {}
+        for plan in all_plans:
+            own = [item for item in plan.items if (item.index.fqn, item.index.offset) not in seen]
+            seen |= {(item.index.fqn, item.index.offset) for item in own}
+            plans.append(SavePlan(own))
+            described |= {item.index.fqn: item.tensor_data for item in own}
+        return plans, Metadata(state_dict_metadata={}, planner_data=sorted(described))
+
+    def finalize_plan(self, plan: SavePlan) -> SavePlan:
+        return SavePlan(list(plan.items))
+
+    def get_data(self, item: WriteItem) -> Any:
+        assert item.index.index is None
+        if item.type is WriteItemType.BYTE_IO:
+            return self.objects[item.index.fqn].data
+        return self.state_dict[item.index.fqn].data
+
+
+class OwnLoadPlanner(LoadPlanner):
+    """Looks for the stored chunks that meet each shard."""
+
+    def configure_planner(
+        self, state_dict: Any, metadata: Metadata, is_coordinator: bool, rank: int
+    ) -> None:
+        assert is_coordinator == (rank == 0)
+        self.state_dict = {leaf.key: leaf for leaf in state_dict.values()}
+        self.metadata = metadata
+
+    def build_local_plan(self) -> LoadPlan:
+        items = []
+        for fqn, leaf in self.state_dict.items():
+            if isinstance(leaf, ShardedObject):
+                index = MetadataIndex(fqn)
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, (0,), index, (0,), (0,)))
+                continue
+            stored = self.metadata.state_dict_metadata[fqn]
+            assert stored.size == torch.Size(leaf.global_shape)
+            for chunk in stored.chunks:
+                begin = [max(a, b) for a, b in zip(chunk.offsets, leaf.global_offset, strict=True)]
+                end = [
+                    min(a + m, b + n)
+                    for a, m, b, n in zip(
+                        chunk.offsets,
+                        chunk.sizes,
+                        leaf.global_offset,
+                        leaf.local_shape,
+                        strict=True,
+                    )
+                ]
+                lengths = [b - a for a, b in zip(begin, end, strict=True)]
+                if min(lengths) <= 0:
+                    continue
+                item = ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(fqn, leaf.global_offset),
+                    dest_offsets=[a - b for a, b in zip(begin, leaf.global_offset, strict=True)],
+                    storage_index=MetadataIndex(fqn, chunk.offsets),
+                    storage_offsets=[a - b for a, b in zip(begin, chunk.offsets, strict=True)],
+                    lengths=lengths,
+                )
+                items.append(item)
+        return LoadPlan(items)
+
+    def build_global_plan(self, all_plans: Any) -> Any:
+        return [LoadPlan(plan.items, planner_data="global") for plan in all_plans]
+
+    def finalize_plan(self, plan: LoadPlan) -> LoadPlan:
+        assert plan.planner_data == "global"
+        return plan
+
+    def acquire_tensor(self, item: ReadItem) -> torch.Tensor:
+        tensor: torch.Tensor = self.state_dict[item.dest_index.fqn].data
+        for axis, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(axis, offset, length)
+        return tensor
+
+    def apply_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        target = self.acquire_tensor(item)
+        if target.data_ptr() != tensor.data_ptr():
+            target.copy_(tensor)
+
+    def apply_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        assert isinstance(value, io.BytesIO)
+        self.state_dict[item.dest_index.fqn].data = torch.load(value, weights_only=True)
+
+
+# --- what they do together ------------------------------------------------------------------------
+
+
+def state_of(comm: Comm) -> dict[str, Any]:
+    half = slice(0, 3) if comm.rank == 0 else slice(3, 8)
+    return {
+        "rows": rows("rows", FULL, comm),
+        "uneven": between("uneven", FULL, half.start, half.stop),
+        "whole": shard("whole", FULL, replica_id=comm.rank),
+        "rng": ShardedObject("rng", {"seed": [1, 2]}, (1,), (0,), replica_id=comm.rank),
+        "step": 7,
+    }
+
+
+def check_template(comm: Comm, folder: Path, strategy: Any) -> None:
+    columns = FULL.chunk(comm.world_size, 1)[comm.rank]
+    template = {
+        key: rows(key, torch.zeros(8, 6), comm, axis=1) for key in ("rows", "uneven", "whole")
+    }
+    template["rng"] = ShardedObject("rng", None, (1,), (0,))  # type: ignore[assignment]
+    found: Any = load(template, folder, strategy, comm=comm)
+    for key in ("rows", "uneven", "whole"):
+        assert torch.equal(found[key], columns), key
+    assert found["rng"] == {"seed": [1, 2]}
+    assert found["step"] == 7
+
+
+@pytest.mark.parametrize("own_planners", [False, True])
+@pytest.mark.parametrize("how", ["save", "async", "request"])
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_own_writer_and_reader(tmp_path: Path, own_planners: bool, how: str, readers: int) -> None:
+    def save_one(comm: Comm) -> None:
+        strategy = Save(planner=OwnSavePlanner() if own_planners else None)
+        state = state_of(comm)
+        if how == "save":
+            save(state, tmp_path / "c", strategy, comm=comm)
+        elif how == "async":
+            async_save(state, tmp_path / "c", strategy, comm=comm).result()
+        else:
+            request = save(state, tmp_path / "c", strategy, comm=comm, async_sharded_save=True)
+            assert request is not None
+            request.execute()
+            request.finalize(comm)
+
+    run_ranks(2, save_one)
+
+    def load_one(comm: Comm) -> None:
+        planner = OwnLoadPlanner() if own_planners else None
+        check_template(comm, tmp_path / "c", Load(planner=planner))
+
+    run_ranks(readers, load_one)
+
+
+@BACKEND
+def test_own_planners_with_every_backend(tmp_path: Path, backend: tuple[str, int]) -> None:
+    saver = get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)
+    loader = get_default_strategy(StrategyAction.LOAD_SHARDED, *backend)
+    saver.planner, loader.planner = OwnSavePlanner(), OwnLoadPlanner()
+    run_ranks(2, lambda comm: save(state_of(comm), tmp_path / "c", copy_of(saver), comm=comm))
+    run_ranks(2, lambda comm: check_template(comm, tmp_path / "c", copy_of(loader)))
+    run_ranks(3, lambda comm: check_template(comm, tmp_path / "c", None))
+
+
+@pytest.mark.parametrize("shape", [(48,), (8, 6), (4, 3, 4)])
+def test_flattened_shards(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """They are stored as the boxes that they consist of, so that a storage need know no others."""
+    full, edges = FULL.reshape(shape), [0, 5, 31, 48]
+
+    def save_one(comm: Comm) -> None:
+        state = {"v": flat("v", full, edges[comm.rank], edges[comm.rank + 1])}
+        save(state, tmp_path / "c", Save(), comm=comm)
+
+    def load_one(comm: Comm) -> torch.Tensor:
+        wanted = {"v": rows("v", torch.zeros(shape), comm)}
+        found: Any = load(wanted, tmp_path / "c", Load(), comm=comm)
+        loaded: torch.Tensor = found["v"]
+        return loaded
+
+    run_ranks(3, save_one)
+    assert torch.equal(torch.cat(run_ranks(2, load_one)), full)
+    half = {"v": flat("v", torch.zeros(shape), 7, 40)}
+    assert torch.equal(load(half, tmp_path / "c", Load())["v"], FULL.reshape(-1)[7:40])
+
+
+def copy_of(strategy: Any) -> Any:
+    own = type(strategy)()
+    own.planner = type(strategy.planner)()
+    return own

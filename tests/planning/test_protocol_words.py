@@ -1,0 +1,419 @@
+"""Plans, items and metadata in the words of the protocols, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import planner as dcp_planner
+
+from dist_checkpointing import (
+    CheckpointingException,
+    InvalidShardingError,
+    ShardedObject,
+    StateMismatchError,
+    load,
+    load_plain_tensors,
+    save,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.format.dtypes import from_torch
+from dist_checkpointing.format.geometry import Box, Window
+from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.planning import (
+    BalancedSavePlanner,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadItemType,
+    LoadPlan,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from dist_checkpointing.planning.layout import WholeShardLayout
+from dist_checkpointing.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    TensorStoreSaveShardedStrategy,
+)
+from dist_checkpointing.strategies.zarr import ZarrSaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+from states import shard
+
+FULL = torch.arange(24.0).reshape(4, 6)
+WHERE = MetadataIndex("w", (2, 0))
+DATA = TensorWriteData(Box((2, 0), (2, 6)), "float32", (4, 6))
+
+
+@dataclass
+class Part:
+    chunk: Any
+    properties: Any
+    size: Any
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"chunk": {"offsets": [2, 0], "sizes": [2, 6]}, "properties": "float32", "size": [4, 6]},
+        Part(Box((2, 0), (2, 6)), {"dtype": "torch.float32"}, torch.Size((4, 6))),
+        dcp_planner.TensorWriteData(
+            dcp.ChunkStorageMetadata(torch.Size((2, 0)), torch.Size((2, 6))),
+            dcp.TensorProperties(dtype=torch.float32),
+            torch.Size((4, 6)),
+        ),
+        DATA,
+    ],
+    ids=["dict", "object", "torch", "ours"],
+)
+def test_tensor_data_of_a_dict_or_an_object(given: Any) -> None:
+    item = WriteItem(WHERE, WriteItemType.TENSOR, bytes_io_data=None, tensor_data=given)
+    assert item.tensor_data == DATA
+    assert item.tensor_storage_size() == 48
+    data = item.tensor_data
+    assert data is not None
+    assert (data.chunk.offsets, data.chunk.sizes) == ((2, 0), (2, 6))
+    assert data["properties"].dtype == data.properties.dtype == "float32"
+    assert data["size"] == (4, 6)
+    assert SavePlan([item]).items == (item,)
+
+
+def test_tensor_data_by_the_names_of_the_protocol() -> None:
+    chunk = dcp.ChunkStorageMetadata(torch.Size((2, 0)), torch.Size((2, 6)))
+    properties = dcp.TensorProperties(dtype=torch.float32)
+    assert TensorWriteData(chunk=chunk, properties=properties, size=(4, 6)) == DATA
+
+
+CHUNK = {"offsets": (0,), "sizes": (4,)}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"chunk": CHUNK, "size": (4,)}, "'w': it has no properties; expected chunk (offsets"),
+        ({"chunk": 3, "properties": "int8", "size": (4,)}, "'w': it has no offsets"),
+        ({"chunk": CHUNK, "properties": {}, "size": (4,)}, "'w': it has no dtype"),
+        (
+            {"chunk": CHUNK, "properties": "float33", "size": (4,)},
+            "'w': this dtype cannot be stored",
+        ),
+        ({"chunk": CHUNK, "properties": "int8", "size": 4}, "'w': not a shape or an offset"),
+        (
+            {"chunk": CHUNK, "properties": "int8", "size": (4, 4)},
+            "'w': chunk and size have different numbers of axes; expected 2 offsets and sizes",
+        ),
+        (7, "'w': it has no chunk"),
+        (None, "'w': a tensor needs it, and bytes have none; expected tensor_data"),
+    ],
+)
+def test_tensor_data_that_is_not_usable(given: Any, said: str) -> None:
+    with pytest.raises(CheckpointingException) as raised:
+        WriteItem(MetadataIndex("w", (0,)), WriteItemType.TENSOR, tensor_data=given)
+    assert said in str(raised.value)
+
+
+def test_bytes_have_no_tensor_data() -> None:
+    with pytest.raises(InvalidShardingError, match="'w': a tensor needs it, and bytes have none"):
+        WriteItem(WHERE, WriteItemType.BYTE_IO, tensor_data=DATA)
+
+
+def test_plans_of_nothing_and_of_items() -> None:
+    assert SavePlan().items == ()
+    assert LoadPlan().items == ()
+    item = WriteItem(MetadataIndex("o"), WriteItemType.BYTE_IO, bytes_io_data=io.BytesIO(b"12"))
+    plan = SavePlan([item], storage_data="s", planner_data="p")
+    assert (plan.storage_data, plan.planner_data) == ("s", "p")
+    assert plan.items == (WriteItem(MetadataIndex("o", (0,)), item.type, object_cell=(1,)),)
+    assert SavePlan([], "s", "p").planner_data == "p"
+    read = ReadItem(LoadItemType.TENSOR, WHERE, (0, 0), WHERE, (0, 1), (2, 3))
+    load_plan = LoadPlan([read], "s", "p")
+    assert load_plan.items == (read,)
+    assert (load_plan.storage_data, load_plan.planner_data) == ("s", "p")
+
+
+# --- what is read ---------------------------------------------------------------------------------
+
+FLOAT = from_torch(torch.float32)
+INDEX = Index.of(
+    [
+        StoredTensor("grid", FLOAT, (4, 6), (3, 6)),
+        StoredTensor(
+            "pieces",
+            FLOAT,
+            (4, 6),
+            None,
+            Pieces.of(2, [(Box((0, 0), (1, 6)), None), (Box((1, 0), (3, 6)), None)]),
+        ),
+        StoredTensor(
+            "flat",
+            FLOAT,
+            (9,),
+            None,
+            Pieces.of(1, [(Box((0,), (9,)), (0, 5)), (Box((0,), (9,)), (5, 9))]),
+        ),
+    ],
+    {"o": (1,)},
+)
+
+
+def item(key: str, chunk: Any, offsets: Any, shape: Any, **changes: Any) -> ReadItem:
+    fields: dict[str, Any] = {
+        "type": LoadItemType.TENSOR,
+        "dest_index": MetadataIndex(key, (0,) * len(shape)),
+        "dest_offsets": (0,) * len(shape),
+        "storage_index": MetadataIndex(key, chunk),
+        "storage_offsets": offsets,
+        "lengths": shape,
+    }
+    return ReadItem(**{**fields, **changes})
+
+
+LEAVES = [shard(key, torch.zeros(4, 6)) for key in ("pieces", "grid")]
+
+
+def test_the_chunks_of_items_are_found() -> None:
+    plan = LoadPlan([item("grid", [3, 0], [0, 1], [1, 5]), item("pieces", (1, 0), (2, 0), (1, 6))])
+    on_grid, in_piece = plan.placed(INDEX, LEAVES).items
+    assert on_grid.storage == Window(0, (3, 6), Box((0, 1), (1, 5)))
+    assert on_grid.dest == Window(0, (4, 6), Box((0, 0), (1, 5)))
+    assert on_grid.dest_index.index == 1
+    assert in_piece.storage_index.index == 1
+    assert in_piece.storage == Window(0, (3, 6), Box((2, 0), (1, 6)))
+    assert in_piece.dest_index.index == 0
+
+
+def test_a_hint_that_is_wrong_misleads_nobody() -> None:
+    wrong = MetadataIndex("grid", (0, 0), 0)
+    (placed,) = (
+        LoadPlan([item("grid", (0, 0), (0, 0), (1, 6), dest_index=wrong)])
+        .placed(INDEX, LEAVES)
+        .items
+    )
+    assert placed.dest_index.index == 1
+
+
+def test_a_cell_of_an_object() -> None:
+    where = MetadataIndex("o")
+    leaves = [ShardedObject("o", None, (1,), (0,))]
+    (placed,) = (
+        LoadPlan([ReadItem(LoadItemType.BYTE_IO, where, storage_index=where)])
+        .placed(INDEX, leaves)
+        .items
+    )
+    assert placed.storage_index == MetadataIndex("o", (0,))
+    assert placed.dest_index.index == 0
+
+
+def test_offsets_of_a_range_count_from_what_is_stored() -> None:
+    window = Window(7, (4,), Box((1,), (2,)))
+    read = ReadItem(LoadItemType.TENSOR, WHERE, window, WHERE, window)
+    assert read.storage_offsets == read.dest_offsets == (8,)
+
+
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        (item("no", (0, 0), (0, 0), (1, 6)), "'no': not in the checkpoint"),
+        (item("grid", (1, 0), (0, 0), (1, 6)), "expected a multiple of (3, 6) in (4, 6); found"),
+        (item("grid", (9, 0), (0, 0), (1, 6)), "'grid': no stored chunk begins here"),
+        (item("pieces", (2, 0), (0, 0), (1, 6)), "expected one of [(0, 0), (1, 0)]; found (2, 0)"),
+        (item("grid", (3, 0), (0, 0), (9, 6)), "is not inside the stored chunk; expected inside"),
+        (item("grid", (0, 0), (0,), (3,)), "is not inside the stored chunk"),
+        (
+            item("grid", (0, 0), (0, 0), (3, 6), dest_offsets=(2, 0)),
+            "'grid': the box of a ReadItem is not inside the shard to fill",
+        ),
+    ],
+)
+def test_items_that_read_what_is_not_there(read: ReadItem, said: str) -> None:
+    with pytest.raises(StateMismatchError) as raised:
+        LoadPlan([read, item("nor this", (0,), (0,), (1,))]).placed(INDEX, LEAVES)
+    assert said in str(raised.value)
+    assert "'nor this': not in the checkpoint" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lengths": None},
+        {"storage_offsets": None},
+        {"dest_offsets": (0,)},
+        {"storage_index": None},
+        {"lengths": ("a", "b")},
+    ],
+)
+def test_items_that_say_too_little(changes: Any) -> None:
+    with pytest.raises(InvalidShardingError, match="'grid': a ReadItem lacks a usable"):
+        item("grid", (0, 0), (0, 0), (1, 6), **changes)
+
+
+# --- metadata -------------------------------------------------------------------------------------
+
+
+def test_metadata_is_an_index_in_other_words() -> None:
+    chunks = [
+        dcp.ChunkStorageMetadata(torch.Size((start, 0)), torch.Size((2, 6))) for start in (0, 2)
+    ]
+    properties = dcp.TensorProperties(dtype=torch.bfloat16)
+    described: dict[str, Any] = {
+        "w": dcp.TensorStorageMetadata(properties, torch.Size((4, 6)), chunks),
+        "none": dcp.TensorStorageMetadata(properties, torch.Size((0, 6)), []),
+        "o": dcp.BytesStorageMetadata(),
+    }
+    metadata = Metadata(described, "p", "s", "m", "2.0")
+    assert (metadata["w"].chunk_shape, metadata["w"].dtype.torch) == ((2, 6), torch.bfloat16)
+    assert metadata["none"].global_shape == (0, 6)
+    assert metadata.objects == {"o": (1,)}
+    metadata.storage_data = {"w": "somewhere"}
+    again = pickle.loads(pickle.dumps(metadata))
+    assert isinstance(again, Metadata)
+    for one in (again, replace(metadata), Metadata.from_index(metadata)):
+        assert one.state_dict_metadata["w"] == described["w"]
+        assert one.state_dict_metadata.keys() == described.keys()
+    extras = (again.planner_data, again.storage_data, again.storage_meta, again.version)
+    assert extras == ("p", {"w": "somewhere"}, "m", "2.0")
+
+
+def test_metadata_of_chunks_that_make_no_grid() -> None:
+    chunks = [{"offsets": (0,), "sizes": (1,)}, {"offsets": (1,), "sizes": (3,)}]
+    tensor = {"properties": {"dtype": torch.int8}, "size": (4,), "chunks": chunks}
+    stored = Metadata({"w": tensor})["w"]
+    assert stored.pieces is not None
+    assert [box for box, _ in stored.pieces] == [Box((0,), (1,)), Box((1,), (3,))]
+
+
+# --- planners -------------------------------------------------------------------------------------
+
+
+def test_configure_planner_takes_what_the_constructor_takes() -> None:
+    planner = BalancedSavePlanner()
+    planner.configure_planner({}, remove_redundancy=False, save_to_minimum_rank=True)
+    assert (planner.remove_redundancy, planner.save_to_minimum_rank) == (False, True)
+    planner.configure_planner({}, is_coordinator=False, rank=3)
+    assert (planner.remove_redundancy, planner.save_to_minimum_rank) == (False, True)
+    planner.configure_planner({}, True, 0, True, False)
+    assert (planner.remove_redundancy, planner.save_to_minimum_rank) == (True, False)
+    DefaultSavePlanner().configure_planner({}, True, 0, True, False)
+    with pytest.raises(CheckpointingException, match="Use BalancedSavePlanner"):
+        DefaultSavePlanner().configure_planner({}, save_to_minimum_rank=True)
+
+
+def test_a_planner_need_not_know_the_layout(tmp_path: Path) -> None:
+    """What the storage asks for holds all the same: Megatron's zarr has one chunk a shard."""
+
+    class Named(DefaultSavePlanner):
+        def configure_planner(self, state_dict: Any, is_coordinator: Any, rank: Any) -> None:
+            super().configure_planner(state_dict, is_coordinator=is_coordinator, rank=rank)
+
+    planner = Named()
+    data = torch.arange(9 << 20, dtype=torch.int32).reshape(9, -1)  # more than a chunk otherwise
+    save({"w": shard("w", data)}, tmp_path / "c", ZarrSaveShardedStrategy(planner=planner))
+    assert isinstance(planner.layout, WholeShardLayout)
+    assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], data)
+
+
+def test_items_without_a_hint_find_their_leaf(tmp_path: Path) -> None:
+    class Forgets(DefaultSavePlanner):
+        def build_local_plan(self) -> SavePlan:
+            plan = super().build_local_plan()
+            assert all(item.index.index is not None for item in plan.items)
+            return SavePlan(
+                replace(item, index=replace(item.index, index=None)) for item in plan.items
+            )
+
+    def one(comm: Comm) -> None:
+        state = {
+            "a": shard("a", FULL + comm.rank, (0, comm.rank, 2)),
+            "b": [
+                shard("b", FULL[half * 2 :][:2], (0, half, 2), replica_id=comm.rank)
+                for half in (1, 0)
+            ],
+            "o": ShardedObject("o", comm.rank, (2,), (comm.rank,)),
+        }
+        save(state, tmp_path / "c", TensorStoreSaveShardedStrategy(planner=Forgets()), comm=comm)
+
+    run_ranks(2, one)
+    found = load_plain_tensors(tmp_path / "c")
+    assert torch.equal(found["a"], torch.cat([FULL, FULL + 1]))
+    assert torch.equal(found["b"], FULL)
+    cells = {"o": [ShardedObject("o", None, (2,), (rank,)) for rank in range(2)]}
+    assert load(cells, tmp_path / "c")["o"] == [0, 1]
+
+
+def test_an_item_that_nobody_holds() -> None:
+    planner = DefaultSavePlanner()
+    planner.configure_planner({("w",): shard("w", FULL)})  # type: ignore[dict-item]
+    with pytest.raises(InvalidShardingError, match="'v': no leaf of this rank holds this item"):
+        planner.get_data(WriteItem(MetadataIndex("v", (2, 0)), WriteItemType.TENSOR, DATA))
+
+
+@pytest.mark.parametrize("plans", [[], [SavePlan(), SavePlan()]])
+def test_a_plan_for_every_rank(tmp_path: Path, plans: list[SavePlan]) -> None:
+    class Wrong(DefaultSavePlanner):
+        def build_global_plan(self, all_plans: Any) -> Any:
+            del all_plans
+            return plans, Metadata()
+
+    strategy = TensorStoreSaveShardedStrategy(planner=Wrong())
+    with pytest.raises(CheckpointingException, match="expected 1; found"):
+        save({"w": shard("w", FULL)}, tmp_path / "c", strategy)
+
+
+def test_a_global_plan_needs_metadata(tmp_path: Path) -> None:
+    class Wrong(DefaultSavePlanner):
+        def build_global_plan(self, all_plans: Any) -> Any:
+            return all_plans, None
+
+    strategy = TensorStoreSaveShardedStrategy(planner=Wrong())
+    with pytest.raises(CheckpointingException, match="expected Metadata or Index; found NoneType"):
+        save({"w": shard("w", FULL)}, tmp_path / "c", strategy)
+
+
+class TakesBytes(DefaultLoadPlanner):
+    def apply_bytes(self, item: ReadItem, value: bytes) -> None:
+        stream: Any = value
+        assert isinstance(stream, io.BytesIO)
+        super().apply_bytes(item, ["apply", torch.load(stream)])
+
+
+class LoadsBytes(DefaultLoadPlanner):
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        super().apply_bytes(item, ["load", torch.load(value)])
+
+
+class TakesObjects(DefaultLoadPlanner):
+    def apply_bytes(self, item: ReadItem, value: object) -> None:
+        super().apply_bytes(item, ["object", value])
+
+
+@pytest.mark.parametrize(
+    ("planner", "found"),
+    [(TakesBytes, "apply"), (LoadsBytes, "load"), (TakesObjects, "object")],
+)
+def test_bytes_for_those_that_ask_for_them(tmp_path: Path, planner: Any, found: str) -> None:
+    save({"o": ShardedObject("o", {"a": 1}, (1,), (0,))}, tmp_path / "c")
+    wanted = {"o": ShardedObject("o", None, (1,), (0,))}
+    strategy = TensorStoreLoadShardedStrategy(planner=planner())
+    assert load(wanted, tmp_path / "c", strategy) == {"o": [found, {"a": 1}]}
+
+
+def test_bytes_are_not_unpickled_without_trust() -> None:
+    planner, leaf = DefaultLoadPlanner(), ShardedObject("o", None, (1,), (0,))
+    planner.configure_planner({("o",): leaf}, Metadata())  # type: ignore[dict-item]
+    where = MetadataIndex("o", (0,), 0)
+    read = ReadItem(LoadItemType.BYTE_IO, where, storage_index=where)
+    stream = io.BytesIO()
+    torch.save(Part(1, 2, 3), stream)
+    stream.seek(0)
+    with pytest.raises(CheckpointingException, match="'o': cannot be unpickled without trust"):
+        planner.load_bytes(read, stream)
+    assert leaf.data is None

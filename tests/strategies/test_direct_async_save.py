@@ -1,0 +1,82 @@
+"""``async_save`` of the strategies of this library, called without ``save``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import CheckpointingException
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.strategies.async_calls import AsyncCallsQueue
+from dist_checkpointing.strategies.base import (
+    AsyncSaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from dist_checkpointing.testing import run_ranks
+from states import BACKEND, rows, shard
+
+FULL = torch.arange(24.0).reshape(4, 6)
+
+
+def saver(backend: tuple[str, int], comm: Comm) -> Any:
+    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)
+    strategy.comm = comm
+    return strategy
+
+
+@BACKEND
+def test_the_state_may_change_before_it_is_written(
+    tmp_path: Path, backend: tuple[str, int]
+) -> None:
+    def one(comm: Comm) -> None:
+        strategy, state = saver(backend, comm), {"w": rows("w", FULL, comm)}
+        assert state["w"].data is not None
+        assert isinstance(strategy, AsyncSaveShardedStrategy)
+        request = strategy.async_save(state, tmp_path / "c")
+        state["w"].data.zero_()
+        queue = AsyncCallsQueue(comm=comm)
+        queue.schedule_async_request(request)
+        assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+
+    run_ranks(2, one)
+    loader = get_default_strategy(StrategyAction.LOAD_SHARDED, *backend)
+    found = loader.load({"w": shard("w", torch.zeros(4, 6))}, tmp_path / "c")
+    assert torch.equal(found["w"], FULL)
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    def one(comm: Comm) -> None:
+        strategy = saver(("zarr", 2), comm)
+        request = strategy.async_save({"w": rows("w", FULL, comm)}, tmp_path / "c")
+        if comm.rank == 1:
+            (tmp_path / "file").write_text("no folder")
+            request.async_fn.__self__._writer.checkpoint_dir = tmp_path / "file"
+        request.execute()
+        with pytest.raises(CheckpointingException, match="file"):
+            request.finalize(comm)
+
+    run_ranks(2, one)
+
+
+def test_the_replicas_are_shared_out(tmp_path: Path) -> None:
+    def one(comm: Comm) -> int:
+        strategy = FullyParallelSaveStrategyWrapper(saver(("zarr", 2), comm), comm)
+        state = {
+            key: shard(key, torch.full((4,), float(number)), replica_id=comm.rank)
+            for number, key in enumerate("abcd")
+        }
+        request = strategy.async_save(state, tmp_path / "c")
+        request.execute()
+        request.finalize(comm)
+        assert request.async_fn is not None
+        return len(request.async_fn.__self__._plan.table)  # type: ignore[attr-defined]
+
+    assert run_ranks(2, one) == [2, 2]
+    loader = get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 2)
+    found = loader.load({"d": shard("d", torch.zeros(4))}, tmp_path / "c")
+    assert found["d"].tolist() == [3.0] * 4

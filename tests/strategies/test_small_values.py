@@ -1,0 +1,126 @@
+"""Small values: read straight into many tensors, and compared there with their checksums."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_checkpointing import ShardedTensor, load, save
+from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.format.checksums import checksum, checksums_at
+from dist_checkpointing.strategies import filled_parts
+from dist_checkpointing.strategies.scattered import read_scattered
+
+
+def _addresses(arrays: list[Any]) -> Any:
+    return np.array([array.ctypes.data for array in arrays], dtype=np.int64)
+
+
+def _file(path: Path, num_bytes: int) -> tuple[int, bytes]:
+    content = np.random.default_rng(3).bytes(num_bytes)
+    path.write_bytes(content)
+    return os.open(path, os.O_RDONLY), content
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_values_arrive_each_at_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_short: bool
+) -> None:
+    sizes = np.array([5, 1, 0, 300, 5] * 700, dtype=np.int64)
+    starts = 11 + np.cumsum(sizes) - sizes
+    starts[1000:] += 40  # a gap
+    descriptor, content = _file(tmp_path / "data", int(starts[-1] + sizes[-1]))
+    arrays = [np.zeros(size, dtype=np.uint8) for size in sizes.tolist()]
+    if is_short:
+        whole = os.preadv
+
+        def some(descriptor: int, buffers: list[Any], position: int) -> int:
+            return whole(descriptor, buffers[: len(buffers) // 2 + 1], position)
+
+        monkeypatch.setattr(os, "preadv", some)
+    try:
+        assert read_scattered(descriptor, starts, sizes, _addresses(arrays))
+    finally:
+        os.close(descriptor)
+    for array, start in zip(arrays, starts.tolist(), strict=True):
+        assert array.tobytes() == content[start : start + len(array)]
+
+
+def test_a_file_that_ends_early_is_noticed(tmp_path: Path) -> None:
+    descriptor, _ = _file(tmp_path / "data", 99)
+    arrays = [np.zeros(50, dtype=np.uint8) for _ in range(2)]
+    sizes = np.array([50, 50])
+    try:
+        with pytest.raises(EOFError):
+            read_scattered(descriptor, np.array([0, 50]), sizes, _addresses(arrays))
+    finally:
+        os.close(descriptor)
+
+
+def test_values_far_apart_are_left_to_others(tmp_path: Path) -> None:
+    descriptor, _ = _file(tmp_path / "data", 100)
+    arrays = [np.zeros(1, dtype=np.uint8) for _ in range(20)]
+    starts = np.arange(20) * 5
+    try:
+        ones = np.ones(20, dtype=np.int64)
+        assert not read_scattered(descriptor, starts, ones, _addresses(arrays))
+    finally:
+        os.close(descriptor)
+    assert not any(array.any() for array in arrays)
+
+
+def test_checksums_of_memory_are_those_of_arrays() -> None:
+    arrays = [np.arange(count, dtype=np.int16) for count in (1, 7, 7, 300)]
+    sizes = np.array([array.nbytes for array in arrays])
+    found = checksums_at(_addresses(arrays), sizes)
+    assert found.tolist() == [checksum(array) for array in arrays]
+
+
+def _state(values: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {key: ShardedTensor.from_rank_offsets(key, value) for key, value in values.items()}
+
+
+def test_small_parts_are_compared_as_columns_and_the_others_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {f"w{number}": torch.full((3, 4), float(number)) for number in range(8)}
+    save(_state(values), tmp_path / "c")
+    targets = {key: torch.zeros(3, 4) for key in values}
+    targets["w5"] = torch.zeros(4, 3).T  # not in C order
+    seen: list[tuple[int, int]] = []
+    own = filled_parts.verify_filled
+
+    def spy(filled: filled_parts.Filled, *rest: Any) -> None:
+        seen.append((len(filled.parts), sum(len(rows.addresses) for rows in filled.rows)))
+        own(filled, *rest)
+
+    monkeypatch.setattr("dist_checkpointing.serialization.load_verification.verify_filled", spy)
+    loaded = load(_state(targets), tmp_path / "c", verify=True)
+    assert seen == [(1, 7)]
+    assert all(torch.equal(loaded[key], value) for key, value in values.items())
+
+
+def test_memory_that_two_leaves_share_is_noticed(tmp_path: Path) -> None:
+    values = {f"w{number}": torch.full((64,), float(number)) for number in range(4)}
+    save(_state(values), tmp_path / "c")
+    shared = torch.zeros(64)
+    targets = {key: shared if key in ("w1", "w2") else torch.zeros(64) for key in values}
+    with pytest.raises(CheckpointingException, match="memory of its own"):
+        load(_state(targets), tmp_path / "c", verify=True)
+
+
+def test_the_leaves_of_a_template_stay_as_they_are(tmp_path: Path) -> None:
+    values = {f"w{number}": torch.full((64,), float(number)) for number in range(4)}
+    save(_state(values), tmp_path / "c")
+    template = _state({key: torch.zeros(64) for key in values})
+    template["w3"].data = None
+    before = {key: dict(vars(leaf)) for key, leaf in template.items()}
+    loaded = load(template, tmp_path / "c")
+    assert {key: dict(vars(leaf)) for key, leaf in template.items()} == before
+    assert loaded["w0"] is template["w0"].data
+    assert torch.equal(loaded["w3"], values["w3"])

@@ -1,0 +1,210 @@
+"""Sums of parts add up to those of the whole, and changes change them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_checkpointing.format.element_types import ELEMENT_TYPES
+from dist_checkpointing.format.fingerprints import (
+    NOTHING,
+    Sums,
+    added,
+    fingerprint_of,
+    sums_of_part,
+)
+from dist_checkpointing.format.geometry import Box, Ints
+from tiers import examples
+
+Array = npt.NDArray[Any]
+MODULUS = 1 << 64
+BY_ITEMSIZE = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+def splitmix64(number: int) -> int:
+    """Output of the generator as Steele, Lea and Flood wrote it down."""
+    state = (number + 1) * 0x9E3779B97F4A7C15 % MODULUS
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % MODULUS
+    return state ^ (state >> 31)
+
+
+def sums_by_definition(values: Array) -> Sums:
+    data = values.tobytes()
+    data += b"\0" * (-len(data) % 8)
+    first = second = 0
+    for number in range(len(data) // 8):
+        word = data[8 * number : 8 * number + 8]
+        block, place = divmod(number, 1024)
+        g1, h1, g2, h2 = (
+            splitmix64(4 * counter + stream) | 1
+            for stream, counter in enumerate((place, block, place, block))
+        )
+        first += int.from_bytes(word, "little") * g1 * h1
+        second += int.from_bytes(word, "big") * g2 * h2
+    return first % MODULUS, second % MODULUS
+
+
+def whole(values: Array) -> Sums:
+    return sums_of_part(values, Box.whole(values.shape), None, values.shape)
+
+
+def values_of(shape: Ints, dtype: str, seed: int = 0) -> Array:
+    rng = np.random.default_rng(seed)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return rng.integers(0, 256, size, dtype=np.uint8).view(dtype).reshape(shape)
+
+
+def boxes_of_cut(shape: Ints, rng: random.Random, cuts: int = 6) -> list[Box]:
+    boxes = [Box.whole(shape)]
+    for _ in range(cuts):
+        box = boxes.pop(rng.randrange(len(boxes)))
+        axes = [axis for axis, extent in enumerate(box.shape) if extent > 1]
+        if not axes:
+            boxes.append(box)
+            continue
+        axis = rng.choice(axes)
+        begin = rng.randrange(1, box.shape[axis])
+        for start, extent in ((0, begin), (begin, box.shape[axis] - begin)):
+            offset, extents = list(box.offset), list(box.shape)
+            offset[axis] += start
+            extents[axis] = extent
+            boxes.append(Box(tuple(offset), tuple(extents)))
+    return boxes
+
+
+@pytest.mark.parametrize("dtype", BY_ITEMSIZE.values())
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 3), (3, 5, 7), (2300,), (41, 33, 5)])
+def test_sums_are_what_the_definition_says(dtype: str, shape: Ints) -> None:
+    values = values_of(shape, dtype)
+    assert whole(values) == sums_by_definition(values)
+
+
+@examples(150)
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=4).map(tuple),
+    itemsize=st.sampled_from([*BY_ITEMSIZE]),
+    seed=st.integers(0, 2**32),
+)
+def test_parts_of_any_cut_add_up(shape: Ints, itemsize: int, seed: int) -> None:
+    values = values_of(shape, BY_ITEMSIZE[itemsize], seed)
+    rng = random.Random(seed)
+    parts = []
+    for box in boxes_of_cut(shape, rng):
+        own = values[box.slices()]  # strided
+        if rng.random() < 0.5:
+            own = own.copy()
+        if rng.random() < 0.3 and box.num_elements > 1:
+            begin = rng.randrange(1, box.num_elements)
+            flat = own.reshape(-1)
+            for start, stop in ((0, begin), (begin, box.num_elements)):
+                parts.append(sums_of_part(flat[start:stop], box, (start, stop), shape))
+        else:
+            parts.append(sums_of_part(own, box, None, shape))
+    assert added(parts) == whole(values)
+
+
+@pytest.mark.parametrize("columns", [1, 4, 37, 256, 1001, 3000, 100_000])
+@pytest.mark.parametrize("dtype", ["u1", "u2", "c16"])
+def test_columns_of_a_large_tensor_add_up(columns: int, dtype: str) -> None:
+    shape = (max(5, 20_000 // columns), 2 * columns + 3)
+    values = values_of(shape, dtype)
+    cuts = [0, columns, 2 * columns, shape[1]]
+    parts = [
+        sums_of_part(values[:, a:b].copy(), Box((0, a), (shape[0], b - a)), None, shape)
+        for a, b in itertools.pairwise(cuts)
+    ]
+    assert added(parts) == whole(values)
+
+
+def test_transposed_memory_counts_as_its_values() -> None:
+    values = values_of((300, 700), "u2")
+    assert whole(np.asfortranarray(values)) == whole(values)
+
+
+def test_memory_that_is_not_aligned_counts_as_its_values() -> None:
+    memory = np.zeros(8 * 5000 + 1, dtype=np.uint8)
+    values = memory[1:].view("u8")
+    values[:] = values_of((5000,), "u8")
+    assert whole(values) == whole(values.copy())
+
+
+def test_nothing_has_no_sums_and_still_a_kind() -> None:
+    assert whole(values_of((0, 3), "u4")) == NOTHING
+    prints = {
+        fingerprint_of(NOTHING, dtype, shape)
+        for dtype in ("float32", "int32")
+        for shape in ((0, 3), (3, 0), (2,), ())
+    }
+    assert len(prints) == 8
+    assert {len(text) for text in prints} == {32}
+
+
+@pytest.mark.parametrize("row", ELEMENT_TYPES, ids=lambda row: row.name)
+def test_every_flipped_bit_is_found(row: Any) -> None:
+    values = values_of((37,), BY_ITEMSIZE[row.itemsize])
+    before = whole(values.view(row.numpy))
+    assert before == whole(values)
+    for element in (0, 17, 36):
+        for bit in range(8 * row.itemsize):
+            changed = values.copy()
+            changed.view(np.uint8)[element * row.itemsize + bit // 8] ^= 1 << (bit % 8)
+            assert whole(changed.view(row.numpy)) != before
+
+
+@examples(300)
+@given(
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
+    bit=st.integers(0, 7),
+    pair=st.lists(st.integers(0, 9999), min_size=2, max_size=2, unique=True),
+)
+def test_two_flips_of_the_same_bit_do_not_cancel(itemsize: int, bit: int, pair: list[int]) -> None:
+    """The sign bit of a word is multiplied to itself by any odd number: one sum would be blind."""
+    values = np.zeros((10_000,), BY_ITEMSIZE[itemsize])
+    for byte in {0, itemsize - 1}:
+        changed = values.copy()
+        for element in pair:
+            changed.view(np.uint8)[element * itemsize + byte] ^= 1 << bit
+        assert whole(changed) != whole(values)
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+def test_negated_values_are_found(dtype: str) -> None:
+    values = np.random.default_rng(1).standard_normal((64, 1024)).astype(dtype)
+    prints = {whole(values), whole(-values)}
+    for count in (1, 2, 3, 4, 8, 32, 63):
+        changed = values.copy()
+        changed[:count] *= -1
+        prints.add(whole(changed))
+    # Walsh functions, for which sums with powers of one number are blind modulo 2**64.
+    walsh = np.array([(-1) ** n.bit_count() for n in range(4096)], dtype=dtype)
+    prints |= {whole(walsh), whole(-walsh)}
+    assert len(prints) == 11
+
+
+@examples(100)
+@given(st.integers(0, 2**32))
+def test_moved_values_are_found(seed: int) -> None:
+    rng = random.Random(seed)
+    values = values_of((48, 256), rng.choice(["u1", "u2", "u4", "u8"]), seed)
+    before = whole(values)
+    rows = values.copy()
+    a, b = rng.sample(range(48), 2)
+    rows[[a, b]] = rows[[b, a]]
+    assert whole(rows) != before
+    order = rng.sample(range(256), 256)
+    assert whole(values[:, order]) != before
+    swapped = values.reshape(-1).copy()
+    i, j = rng.sample(range(swapped.size), 2)
+    if swapped[i] != swapped[j]:
+        swapped[[i, j]] = swapped[[j, i]]
+        assert whole(swapped.reshape(values.shape)) != before
+    assert whole(np.ascontiguousarray(values.T).reshape(values.shape)) != before
