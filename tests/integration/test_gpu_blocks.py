@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies import filling
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
-from dist_checkpointing.strategies.tensorstore import writer
+from dist_checkpointing.strategies.tensorstore import row_writer
 from dist_checkpointing.strategies.torch_dist import data_files
 from dist_checkpointing.strategies.zarr import folders
 from states import shard
@@ -50,17 +50,22 @@ class StandIn:
         self.done: list[str] = []
         self._held: set[int] = set()
         own_fillable, own_copy = dtypes.fillable, host_blocks.CopyStreams.copy
+        own_plain = dtypes.are_plain_memory
 
         def fillable(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
             return None if self.holds(tensor) else own_fillable(tensor, dtype)
+
+        def are_plain_memory(tensors: Sequence[Any]) -> bool:
+            return own_plain(tensors) and not any(map(self.holds, tensors))
 
         def copy(streams: Any, source: torch.Tensor, target: torch.Tensor) -> None:
             self.done.append("copy")
             own_copy(streams, source, target)
 
         monkeypatch.setattr(dtypes, "fillable", fillable)
+        monkeypatch.setattr(dtypes, "are_plain_memory", are_plain_memory)
         monkeypatch.setattr(host_blocks.CopyStreams, "copy", copy)
-        for module in (host_blocks, writer, data_files, folders, filling):
+        for module in (host_blocks, row_writer, data_files, folders, filling):
             monkeypatch.setattr(module, "is_on_gpu", self.holds, raising=False)
 
     def holds(self, tensor: torch.Tensor) -> bool:
