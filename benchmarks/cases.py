@@ -7,6 +7,9 @@ import torch
 from behind import open_behind
 from conversions import BUDGET_MIB, ROUTES, name_of, open_conversions
 from goals import Goal, as_fast, at_most
+from incremental import FULL as _FULL
+from incremental import INCREMENTAL as _SHARED
+from incremental import ChangedPart
 from planning import PlanCase, flattened_job, model_job, open_cached, pieces_job
 from reads import open_repeated_loads, open_slices
 from runner import Case
@@ -271,6 +274,36 @@ CONVERSIONS = Case(
     gib=16,
 )
 
+INCREMENTAL = tuple(
+    Case(
+        f"incremental-{name}",
+        f"1 GiB in 400 tensors, durable, saved again when {what} has changed",
+        part,
+        rounds=7,
+        seconds=60,
+        goals=goals,
+        gib=6,
+    )
+    for name, what, part, goals in (
+        (
+            "lora",
+            "1 % of it",
+            ChangedPart(every=100),
+            (
+                at_most(_SHARED, "written / state", 0.015),
+                as_fast(_SHARED, "save s", _FULL, 1 / 0.15),
+            ),
+        ),
+        (
+            "frozen",
+            "all but 30 % of it",
+            ChangedPart(every=1, frozen=120),
+            (at_most(_SHARED, "written / state", 0.705),),
+        ),
+        ("all", "all of it", ChangedPart(every=1), (as_fast(_SHARED, "save s", _FULL, 1 / 1.05),)),
+    )
+)
+
 _RANKS = (64, 256, 1024, 4096, 16384)
 _AT_1024 = "ours, 1,024 x 1,000"
 _FLATTENED, _PIECES, _LARGEST = "ours, 1,024 x 500", "ours, 1 x 100,000", "ours, 16,384 x 5,000"
@@ -337,7 +370,16 @@ PLANNING = (
 )
 
 CASES = {
-    case.name: case for case in (*SAVES_AND_LOADS, *READS, BEHIND, TRUST, CONVERSIONS, *PLANNING)
+    case.name: case
+    for case in (
+        *SAVES_AND_LOADS,
+        *INCREMENTAL,
+        *READS,
+        BEHIND,
+        TRUST,
+        CONVERSIONS,
+        *PLANNING,
+    )
 }
 
 SPEED_ROWS = (

@@ -1,6 +1,7 @@
 """Kill a training again and again at random moments: nothing is ever lost, and nothing is wrong.
 
     python examples/chaos.py [--kills 40] [--minutes 4] [--world 2] [--seed 0] [--steps 120]
+    python examples/chaos.py --incremental
 
 The small GPT is trained with tensor parallelism by real processes, which save behind the training
 every few steps. One rank or all of them die of SIGKILL, or only the worker that writes for a rank;
@@ -11,6 +12,9 @@ step, another one begins with the next backend, and with or without workers. Thi
 * every loss, also of steps that are trained again, has the bits of a run that nobody disturbed;
 * no life finds less than was committed before it, and none hangs;
 * every checkpoint that is left at the end of a training is whole.
+
+With ``--incremental`` the embedding is frozen, and each checkpoint shares it with the one before,
+which retention deletes. Then the checkpoints that are left must share files.
 
 The seed decides who dies and when, but not what the victims are doing at that moment.
 """
@@ -45,6 +49,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120, help="of each training")
     parser.add_argument("--save-every", type=int, default=5, help="steps")
     parser.add_argument("--worker", choices=WORKERS, help="who writes; by default they take turns")
+    parser.add_argument("--incremental", action="store_true", help="share what has not changed")
     add_folder(parser)
     arguments = parser.parse_args()
     if arguments.minutes is None:
@@ -91,14 +96,17 @@ def _wreak(mayhem: Mayhem, arguments: argparse.Namespace, console: Console) -> l
             done = f"{mayhem.kills_done} of {arguments.kills} kills, step {course.reached}"
             status.update(f"{name}: {done}, {course.resumes} resumes")
 
+        # The format torch_dist cannot share files.
+        backends = BACKENDS[:2] if arguments.incremental else BACKENDS
         while not courses or mayhem.goes_on:
             number = max(0, len(courses) - 1)
             job = Job(
                 arguments.folder / f"training-{len(courses)}",
-                BACKENDS[number % len(BACKENDS)],
+                backends[number % len(backends)],
                 arguments.steps,
                 arguments.save_every,
-                arguments.worker or WORKERS[number % len(WORKERS)],
+                arguments.worker or WORKERS[number // 2 % len(WORKERS)],
+                arguments.incremental,
             )
             course = Course(job)
             mayhem.run(course, courses[0].losses if courses else None, tell)

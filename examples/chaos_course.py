@@ -54,6 +54,7 @@ class Job:
         steps: Number of steps to reach.
         save_every: Steps between two saves.
         worker: Who writes, see ``AsyncSaver``.
+        incremental: Whether the embedding is frozen, and checkpoints share what has not changed.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class Job:
     steps: int
     save_every: int
     worker: Worker = "thread"
+    incremental: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,15 @@ def train(job: Job, ranks: Ranks, tell: Tell) -> None:
         comm = TorchComm(torch.distributed.new_group(), DEAD_AFTER_SECONDS[job.worker])
     retention = Retention(keep_last=3, keep_every=50)
     manager = CheckpointManager(
-        job.folder, job.backend, comm=comm, retention=retention, worker=job.worker
+        job.folder,
+        job.backend,
+        comm=comm,
+        retention=retention,
+        worker=job.worker,
+        incremental=job.incremental,
     )
+    state = TrainingState(SMALL, ranks)
+    state.model.embedding.weight.requires_grad_(not job.incremental)
     if ranks.rank == 0:
         logging.getLogger("dist_checkpointing").addHandler(_Skipped(tell))
     tell("ready", None)
@@ -193,7 +202,7 @@ def train(job: Job, ranks: Ranks, tell: Tell) -> None:
             tell(word, value)
 
     train_managed(
-        TrainingState(SMALL, ranks),
+        state,
         Text(),
         manager,
         until=job.steps,
@@ -241,6 +250,7 @@ class Course:
         losses: Step -> loss as hexadecimal.
         reached: The newest step that was ever committed.
         verified: Number of checkpoints that were left and found whole.
+        shared: Number of files that these share.
     """
 
     job: Job
@@ -248,6 +258,7 @@ class Course:
     losses: dict[int, str] = field(default_factory=dict)
     reached: int = 0
     verified: int = 0
+    shared: int = 0
 
     @property
     def kills(self) -> list[Ending]:
@@ -380,5 +391,9 @@ def _check_whole(course: Course) -> None:
         except CheckpointingException as error:
             raise ChaosError(f"step {step} is committed, but not whole: {error}") from error
         course.verified += 1
+    files = {path.stat() for path in job.folder.rglob("*") if path.is_file()}
+    course.shared = len({status.st_ino for status in files if status.st_nlink > 1})
+    if job.incremental and not course.shared:
+        raise ChaosError(f"{job.backend}: the checkpoints share nothing")
     if course.losses.keys() != set(range(1, job.steps + 1)) or course.reached != job.steps:
         raise ChaosError(f"{job.backend}: the training ended before its last step")

@@ -40,6 +40,8 @@ def course_line(number: int, course: Course) -> str:
         f"{len(course.skipped)} checkpoints skipped",
         f"{course.num_trained - job.steps} steps trained again",
     ]
+    if job.incremental:
+        parts.append(f"{course.shared} files shared by {course.verified} checkpoints")
     same = f"all {course.num_trained} losses the same bits"
     return f"training {number}, {job.backend}, {job.worker}: {', '.join(parts)}; [green]{same}[/]"
 

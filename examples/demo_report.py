@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from dist_checkpointing import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
+from dist_checkpointing.tools.inspect.inventory import count_files
 from resume_checks import TOLERANCE_UNITS, Check, relative_units
 from training_runs import Run
 
@@ -60,6 +61,19 @@ def saved_table(folder: Path, saved: Run) -> Table:
     for name in checkpoint.objects:
         table.add_row(escape(name), "object", "", "the same one")
     table.add_row(", ".join(checkpoint.common), "common", "", "the same")
+    return table
+
+
+def shared_table(again: Mapping[int, Path]) -> Table:
+    """How much of the checkpoints that resumed runs saved at once is shared with the first one."""
+    table = Table(title="Saved again right after resuming, with the checkpoint as a base")
+    for name in ("ranks", "values", "shared, not written", "of its own"):
+        table.add_column(name, justify="right")
+    for size, folder in again.items():
+        values = sum(tensor.num_bytes for tensor in Checkpoint.open(folder).values())
+        files = count_files(folder)
+        own = files.num_bytes - files.num_bytes_shared
+        table.add_row(str(size), *map(bytes_text, (values, files.num_bytes_shared, own)))
     return table
 
 

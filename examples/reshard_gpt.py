@@ -8,6 +8,9 @@ from that checkpoint. This fails unless
 * every global tensor that they load is the saved one, bit for bit;
 * the run with the same tensor parallelism has the same losses, bit for bit;
 * the others have the same losses but for the order in which float32 numbers are summed.
+
+Right after resuming, each of the three saves again with the checkpoint as a base: what its ranks
+hold cut as before, or in blocks of the chunks that are there, is shared and not written.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from demo_report import check_table, cut_picture, draw_losses, loss_chart, loss_table, saved_table
+from demo_report import (
+    check_table,
+    cut_picture,
+    draw_losses,
+    loss_chart,
+    loss_table,
+    saved_table,
+    shared_table,
+)
 from harness import LaunchError, Tell, add_folder, output_folder, run_ranks, wide_console
 from resume_checks import check_resumed
 from tensor_parallel import Ranks
@@ -42,10 +53,13 @@ def main() -> None:
     saving = Job(last, given.steps, checkpoint, backend=given.backend)
     saved = _run(console, SAVED_WITH, "uninterrupted", saving)
     console.print(saved_table(checkpoint, saved))
-    resuming = Job(last, resume=checkpoint)
-    resumed = [_run(console, size, f"resumed-{size}", resuming) for size in RESUMED_WITH]
+    resumed, again = [], {size: folder / f"again-{size}" for size in RESUMED_WITH}
+    for size in RESUMED_WITH:
+        job = Job(last, resume=checkpoint, backend=given.backend, again=again[size])
+        resumed.append(_run(console, size, f"resumed-{size}", job))
 
     console.print(cut_picture(saved, resumed))
+    console.print(shared_table(again))
     console.print(loss_chart(saved, resumed))
     console.print(loss_table(saved, resumed))
     draw_losses(saved, resumed, folder / "losses.png")

@@ -36,6 +36,7 @@ class Job:
         checkpoint: Folder to save to.
         resume: Checkpoint to start from.
         backend: What to save with.
+        again: Folder to save to right after resuming, with the checkpoint as a base.
     """
 
     until: int
@@ -43,6 +44,7 @@ class Job:
     checkpoint: Path | None = None
     resume: Path | None = None
     backend: Backend = None
+    again: Path | None = None
 
 
 @dataclass(slots=True)
@@ -72,6 +74,9 @@ def train(job: Job, ranks: Ranks) -> Run:
             state.restore(load(state.sharded_state_dict(), str(job.resume), progress=bar))
         _note(run, state)
         say(ranks, f"resumed after step {state.iteration} with tensor parallelism {ranks.size}")
+        if job.again is not None:
+            base = str(job.resume) if shares_files(job.backend) else None
+            save(state.sharded_state_dict(), str(job.again), job.backend, base=base)
     while state.iteration < job.until:
         loss = state.train_step(text)
         run.losses[state.iteration] = loss
@@ -84,6 +89,11 @@ def train(job: Job, ranks: Ranks) -> Run:
             say(ranks, f"saved to {job.checkpoint} in {time.perf_counter() - begin:.2f} s")
             _note(run, state)
     return run
+
+
+def shares_files(backend: Backend) -> bool:
+    """Whether checkpoints of a backend can share what is the same."""
+    return "torch_dist" not in (backend, *(backend if isinstance(backend, tuple) else ()))
 
 
 def say(ranks: Ranks, text: str) -> None:

@@ -128,12 +128,14 @@ class TableFile:
         data: content of the file.
         first_key: smallest key in it.
         last_key: largest key in it.
+        num_rows: number of rows in it.
     """
 
     name: str
     data: bytes
     first_key: str
     last_key: str
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,7 +238,7 @@ def make_tables(columns: ChecksumColumns) -> list[TableFile]:
         names = [columns.names[position] for position in used.tolist()]
         data = _to_bytes(columns, rows, names, keys)
         name = f"{CHECKSUMS_NAME}/{number:05d}{_SUFFIX}"
-        tables.append(TableFile(name, data, names[0], names[-1]))
+        tables.append(TableFile(name, data, names[0], names[-1], len(keys)))
     return tables
 
 
@@ -292,10 +294,10 @@ def parse_table(data: bytes, path: str) -> ChecksumTable:
     """
     remedy = "Use another checkpoint, or load without verify."
     with local.parsing("checksums cannot be read", path, remedy=remedy):
-        return _rows(data)
+        return ChecksumTable([_columns(data)])
 
 
-def _rows(data: bytes) -> ChecksumTable:
+def _columns(data: bytes) -> ChecksumColumns:
     magic, version, names_size, rows, width = _HEAD.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError("not a table of checksums")
@@ -321,7 +323,7 @@ def _rows(data: bytes) -> ChecksumTable:
     keys, ranks, ndim, is_object, *rest = columns
     if rows and (int(keys.max()) >= len(names) or int(ndim.max()) > width):
         raise ValueError("a row names no key, or has more axes than there are")
-    return ChecksumTable([ChecksumColumns(names, keys, ranks, ndim, is_object, *rest)])
+    return ChecksumColumns(names, keys, ranks, ndim, is_object, *rest)
 
 
 def joined(tables: Iterable[ChecksumTable]) -> ChecksumTable:

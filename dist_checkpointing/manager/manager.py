@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -22,9 +21,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.local import check_room
 from dist_checkpointing.filesystem.paths import local_folder
-from dist_checkpointing.format.index import Index
 from dist_checkpointing.manager.checks import (
     asks_for_all,
     check_sealed_files,
@@ -40,6 +37,7 @@ from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize, Worker
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save
+from dist_checkpointing.serialization.save_base import require_sharing_strategy
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_options import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -77,6 +75,8 @@ class CheckpointManager:
         worker: see ``AsyncSaver``.
         trusted: save anything that can be pickled, and unpickle anything when loading; see ``save``
             and ``load``.
+        incremental: whether each save shares what has not changed with the latest checkpoint, see
+            ``base`` of ``save``. A strategy that cannot do that is refused.
         fingerprints: see ``save``; for all saves that do not say otherwise.
         replicas: likewise.
         on_replica_mismatch: likewise.
@@ -102,6 +102,7 @@ class CheckpointManager:
         finalize: Finalize = "background",
         worker: Worker = "thread",
         trusted: bool = False,
+        incremental: bool = False,
         fingerprints: bool = False,
         replicas: ReplicaCheck = ReplicaCheck.OFF,
         on_replica_mismatch: OnReplicaMismatch = "raise",
@@ -114,6 +115,9 @@ class CheckpointManager:
         self._files = RunFolder(self.root, Retention() if retention is None else retention)
         self._on_error = on_error
         self._trusted = trusted
+        self._is_incremental = incremental
+        if incremental:
+            require_sharing_strategy(sharded_strategy)
         self._save_options: dict[str, Any] = {"trusted": trusted, "fingerprints": fingerprints}
         self._save_options |= {"replicas": replicas, "on_replica_mismatch": on_replica_mismatch}
         self._plan_cache = PlanCache()
@@ -142,18 +146,14 @@ class CheckpointManager:
         Raises:
             CheckpointingException: see ``save``; also if the disk is too full.
         """
-        self.wait()
-        overwrite = options.pop("overwrite", False) | self._begin(step)
-        options = {**self._save_options, **options}
+        options = self._begin(step, options)
         save(
             state,
             self.folder(step),
             self._strategy,
             comm=self._comm,
             plan_cache=self._plan_cache,
-            before_claim=self._preflight(step),
-            after_claim=lambda attempt: self._files.claimed(step, attempt),
-            overwrite=overwrite,
+            **self._files.hooks(step),
             **options,
         )
         with self._comm.agreed("moving the pointer"):
@@ -180,19 +180,15 @@ class CheckpointManager:
             CheckpointingException: errors that ``save`` raises before it writes; also the error of
                 the last asynchronous save, unless ``on_error="warn"``.
         """
-        self.wait()
-        overwrite = options.pop("overwrite", False) | self._begin(step)
-        options = {**self._save_options, **options}
+        options = self._begin(step, options)
         return self._saver.save(
             state,
             self.folder(step),
             self._strategy,
             step=step,
             capture=capture,
-            before_claim=self._preflight(step),
-            after_claim=lambda attempt: self._files.claimed(step, attempt),
             on_committed=lambda: self._files.committed(step),
-            overwrite=overwrite,
+            **self._files.hooks(step),
             **options,
         )
 
@@ -326,13 +322,14 @@ class CheckpointManager:
         """Whether any rank has received the signal of ``save_on_signal``."""
         return not self._comm.all_same(None if self._signalled.is_set() else 0)
 
-    def _begin(self, step: int) -> bool:
-        """Check the step, and record on rank 0 that this manager will write its folder.
+    def _begin(self, step: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Wait, check the step, and record on rank 0 that this manager will write its folder.
 
         Returns:
-            On rank 0, whether the save may overwrite a checkpoint of ours that was found damaged.
-            It is deleted when the new one has been planned and has claimed the folder.
+            Options of the save. On rank 0 it may overwrite a checkpoint of ours that was found
+            damaged: that is deleted when the new one has been planned and has claimed the folder.
         """
+        self.wait()
         makes_room = False
         with self._comm.agreed("beginning a save"):
             if type(step) is not int or step < 0:
@@ -340,18 +337,16 @@ class CheckpointManager:
                 raise CheckpointingException("cannot save this step", [finding])
             if self._comm.rank == 0:
                 makes_room = self._files.begin(step, self._damaged.get(step))
-        return makes_room
-
-    def _preflight(self, step: int) -> Callable[[Index | None], None]:
-        def check(index: Index | None) -> None:
-            num_bytes = 0
-            if index is not None:
-                num_bytes = sum(
-                    math.prod(index[key].global_shape) * index[key].dtype.itemsize for key in index
-                )
-            check_room(self.folder(step), num_bytes)
-
-        return check
+        base = None
+        if self._is_incremental:
+            find = partial(self._files.base_of, step, self._damaged)
+            base = self._comm.from_rank0("choosing the base", find)
+        return {
+            **self._save_options,
+            "base": None if base is None else self.folder(base),
+            **options,
+            "overwrite": options.get("overwrite", False) | makes_room,
+        }
 
     def _load_newest(self, template: ShardedStateDict, options: Mapping[str, Any]) -> StateDict:
         comm = self._comm

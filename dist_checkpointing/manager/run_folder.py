@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import SingleProcess
@@ -20,6 +21,7 @@ from dist_checkpointing.format.commit import (
     is_spent,
     remove_checkpoint,
 )
+from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import attempt_of, number_of_save
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_record import (
@@ -85,6 +87,29 @@ class RunFolder:
         if pointer is not None and check_is_distributed_checkpoint(self.folder(pointer)):
             return pointer
         return max(self.committed_steps(), default=None)
+
+    def base_of(self, step: int, damaged: Mapping[int, int]) -> int | None:
+        """The newest committed step that a save of a step may share files with.
+
+        Args:
+            step: step that is about to be saved.
+            damaged: saves that were found damaged: their numbers by step.
+        """
+        for other in [self.latest(), *reversed(self.committed_steps())]:
+            if other is None or other == step:
+                continue
+            if damaged.get(other) != number_of_save(self.folder(other)):
+                return other
+        return None
+
+    def hooks(self, step: int) -> dict[str, Any]:
+        """What a save of a step calls before and after it has claimed the folder."""
+
+        def check(index: Index | None) -> None:
+            stored = () if index is None else (index[key] for key in index)
+            check_room(self.folder(step), sum(tensor.num_bytes for tensor in stored))
+
+        return {"before_claim": check, "after_claim": partial(self.claimed, step)}
 
     def begin(self, step: int, damaged: int | None) -> bool:
         """Record that this manager will write the folder of a step, before the folder exists.

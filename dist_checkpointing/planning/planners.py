@@ -105,8 +105,9 @@ class SavePlanner(ABC):
     def data_of(self, plan: SavePlan) -> Callable[[int], torch.Tensor | object]:
         """What gives the data of each row of a plan, to a writer that works on rows.
 
-        Several threads may call it. Each row is asked for once, when its data is needed. There is
-        no need to override this: it asks ``get_data`` for the row's item.
+        Several threads may call it. Each row is asked for when its data is needed: once, or twice
+        in a save with a base. There is no need to override this: it asks ``get_data`` for the row's
+        item.
         """
         items = plan.items
         return lambda row: self.get_data(items[row])

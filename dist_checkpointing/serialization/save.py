@@ -46,6 +46,7 @@ def save(
     before_claim: Callable[[Index | None], None] | None = None,
     trusted: bool = False,
     after_claim: Callable[[str], None] | None = None,
+    base: str | PathLike[str] | None = None,
     fingerprints: bool = False,
     replicas: ReplicaCheck = ReplicaCheck.OFF,
     on_replica_mismatch: OnReplicaMismatch = "raise",
@@ -84,6 +85,11 @@ def save(
             ``trusted=True`` only, and is refused here without it.
         after_claim: called on rank 0 with the name of this attempt (``.dckpt/attempt.json`` holds
             it), before anything is written; what it raises, all ranks raise.
+        base: folder of an earlier checkpoint. What it holds already, with the same key, place and
+            128-bit digest, is not written again: its files get a second name in the new folder (a
+            hard link, or a copy by the kernel). Both checkpoints are whole, and either may be
+            deleted. For the backends ``tensorstore`` and ``zarr``, with checksums. What is in
+            another format, without digests, or damaged is written; the log says so.
         fingerprints: keep the fingerprint of every tensor, see ``fingerprint``, in the index of the
             checkpoint. For strategies of this library that have an index: tensorstore and zarr 2.
         replicas: compare the copies that several ranks hold of the same part of a tensor, before
@@ -98,8 +104,9 @@ def save(
         InvalidShardingError: shards that contradict each other, overlap or leave gaps; keys, dtypes
             or leaves that cannot be stored; sharded tensors of torch that are not wrapped; tensors
             in the common state, or replicas, that differ between ranks.
-        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path; fingerprints
-            for a format that does not keep them.
+        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path; a base for a
+            strategy that cannot share files; fingerprints for a format that does not keep them.
+        CheckpointNotFoundError: ``base`` is no checkpoint.
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         StrategyNotFoundError: no such backend.
         RankFailedError: anything else that failed, such as an I/O error, on the ranks it names.
@@ -128,6 +135,7 @@ def save(
         before_claim=before_claim,
         trusted=trusted,
         after_claim=after_claim,
+        base=base,
         fingerprints=fingerprints,
         replicas=replicas,
         on_replica_mismatch=on_replica_mismatch,

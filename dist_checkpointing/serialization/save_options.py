@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from os import PathLike
 from typing import Any, Literal, TypedDict
 
 from dist_checkpointing.format.index import Index
@@ -24,6 +25,7 @@ class SaveOptions(TypedDict, total=False):
     content_metadata: dict[str, Any] | None
     overwrite: bool
     trusted: bool
+    base: str | PathLike[str] | None
     fingerprints: bool
     replicas: ReplicaCheck
     on_replica_mismatch: OnReplicaMismatch
@@ -48,6 +50,7 @@ class AsyncSaveOptions(SaveOptions, total=False):
         content_metadata: see ``save``.
         overwrite: see ``save``.
         trusted: see ``save``.
+        base: see ``save``.
         fingerprints: see ``save``.
         replicas: see ``save``.
         on_replica_mismatch: see ``save``.

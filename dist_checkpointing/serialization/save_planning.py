@@ -24,6 +24,7 @@ from dist_checkpointing.planning.plan_save import (
     number_of,
 )
 from dist_checkpointing.planning.shard_table import ShardTable
+from dist_checkpointing.serialization.save_base import require_sharing, take_base
 from dist_checkpointing.serialization.save_checks import Decided
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_options import JobOptions
@@ -163,12 +164,15 @@ def prepare(
         CheckpointingException: see ``save``.
     """
     plannings: list[JobPlanning] = []
+    base = options.get("base")
 
     @paused_collector()
     def bring() -> tuple[Mapping[str, ShardTable], JobFacts]:
         job = SaveJob(state_dict, folder, comm.rank, meter, **options)
         if require is not None:
             require(job)
+        if base is not None:
+            require_sharing(job.strategy, job.writer)
         plannings.append(JobPlanning(job, options))
         return plannings[0].bring(comm)
 
@@ -176,4 +180,6 @@ def prepare(
         exchanged = exchange_tables(comm, PLANNING, bring, lambda facts: facts.identity)
         job = plannings[0].conclude(exchanged, comm)
         job.compare_replicas(comm)
+        if base is not None and job.writer is not None:
+            take_base(base, job.folder, job.strategy, job.writer, comm)
     return job

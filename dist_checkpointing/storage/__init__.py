@@ -2,7 +2,13 @@
 
 from dist_checkpointing.planning import Metadata
 from dist_checkpointing.storage.driver import read, write, write_plan
-from dist_checkpointing.storage.options import Checksum, Durability, ReadMode, StorageOptions
+from dist_checkpointing.storage.options import (
+    BaseCheck,
+    Checksum,
+    Durability,
+    ReadMode,
+    StorageOptions,
+)
 from dist_checkpointing.storage.progress import Progress, ProgressCallback
 from dist_checkpointing.storage.protocol import (
     ChunkPlace,
@@ -14,6 +20,7 @@ from dist_checkpointing.storage.protocol import (
 )
 
 __all__ = [
+    "BaseCheck",
     "Checksum",
     "ChunkPlace",
     "Durability",

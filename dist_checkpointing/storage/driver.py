@@ -21,6 +21,7 @@ from dist_checkpointing.format.claims import (
     claim_of,
     meets_many,
 )
+from dist_checkpointing.format.digests import upper_file
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
@@ -61,6 +62,7 @@ class Written:
         files: files that the rank has made.
         save: number of the save, if ranks may mistake one for another.
         sums: of each of its tensors, packed, if fingerprints are taken.
+        uppers: upper halves of the 128-bit digests, 8 bytes each; empty if they are not known.
     """
 
     noted: tuple[WriteResult, ...] = ()
@@ -69,6 +71,7 @@ class Written:
     files: tuple[SealedFile, ...] = ()
     save: int = 0
     sums: bytes = b""
+    uppers: bytes = b""
 
 
 PlanWriter = Callable[[SavePlan, Any, StorageWriter, int], Written]
@@ -161,8 +164,9 @@ def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter)
     if writer.takes_fingerprints:
         index = with_fingerprints(index, [written.sums for written in of_ranks])
     noted = [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])]
-    writer.finish(Metadata.from_index(index), noted)
-    files = [file for written in of_ranks for file in written.files]
+    unreported = writer.finish(Metadata.from_index(index), noted)
+    files = [*unreported] if writer.shares_files and unreported else []
+    files += [file for written in of_ranks for file in written.files]
     tables = {}
     if any(written.rows for written in of_ranks):
         tables = _write_tables(of_ranks, writer, files)
@@ -182,6 +186,7 @@ def _write_tables(
             position += len(table)
     catalog = concatenate(rows)
     digests = np.frombuffer(b"".join(w.digests for w in of_ranks), dtype="<u8")
+    uppers = np.frombuffer(b"".join(w.uppers for w in of_ranks), dtype="<u8")
     folder, durability = writer.checkpoint_dir, writer.options.durability
     (folder / CHECKSUMS_NAME).mkdir(parents=True, exist_ok=True)
     tables = {}
@@ -196,10 +201,17 @@ def _write_tables(
         catalog.flat,
         digests[catalog.sources],
     )
+    begin = 0
     for table_file in make_tables(columns):
         write_atomic(folder / table_file.name, table_file.data, durability)
         files.append(SealedFile.of_bytes(table_file.name, table_file.data))
         tables[table_file.name] = (table_file.first_key, table_file.last_key)
+        if len(uppers) == len(digests):
+            end = begin + table_file.num_rows
+            file, data = upper_file(table_file, uppers[catalog.sources[begin:end]])
+            write_atomic(folder / file.name, data, durability)
+            files.append(file)
+            begin = end
     if durability is Durability.FSYNC:
         fsync_folder((folder / CHECKSUMS_NAME).parent)
     return tables
@@ -210,11 +222,13 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
     summing = SummingPlanner(planner, plan) if writer.takes_fingerprints else None
     results = result_of(writer.write_data(plan, summing or planner))
     rows, checksums = _checksums(results, len(plan.table))
-    packed, digests = b"", b""
+    packed, digests, uppers = b"", b"", b""
     if len(rows):
         kept = plan.table if len(rows) == len(plan.table) else plan.table.take(rows)
         packed = pack(replace(kept, ranks=np.full(len(kept), rank, dtype=np.int32)))
         digests = checksums.astype("<u8").tobytes()
+        if isinstance(results, WriteResults) and results.uppers is not None:
+            uppers = results.uppers[rows].astype("<u8").tobytes()
     noted = results_for_finish(results, plan)
     own = [results.rest] if isinstance(results, WriteResults) else results
     # Several items may share a file: the last size counts, which is the largest.
@@ -225,7 +239,7 @@ def write_plan(plan: SavePlan, planner: SavePlanner, writer: StorageWriter, rank
             if known is None or known.num_bytes <= file.num_bytes:
                 files[file.name] = file
     sums = b"" if summing is None else summing.packed()
-    return Written(noted, packed, digests, tuple(files.values()), sums=sums)
+    return Written(noted, packed, digests, tuple(files.values()), sums=sums, uppers=uppers)
 
 
 def _checksums(results: Sequence[WriteResult], count: int) -> tuple[Int64s, npt.NDArray[np.uint64]]:

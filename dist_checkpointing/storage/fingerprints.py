@@ -29,6 +29,7 @@ class SummingPlanner(SavePlanner):
     def __init__(self, planner: SavePlanner, plan: SavePlan) -> None:
         self._planner, self._plan = planner, plan
         self._sums = np.zeros((len(plan.table), 2), dtype=np.uint64)
+        self._is_summed = [False] * len(plan.table)
         table = plan.table
         columns = (table.ndim, table.global_shapes, table.offsets, table.shapes, table.flat)
         self._places = list(zip(*(column.tolist() for column in columns), strict=True))
@@ -67,12 +68,16 @@ class SummingPlanner(SavePlanner):
     def _note(self, row: int, given: object) -> None:
         if not isinstance(given, torch.Tensor) or self._is_object[row]:
             return
+        # Of a base a writer asks twice. What is made once more may be something else.
+        if self._is_summed[row] and not self.makes_data:
+            return
         ndim, global_shape, offset, shape, flat = self._places[row]
         box = Box(tuple(offset[:ndim]), tuple(shape[:ndim]))
         flat_range = None if flat[0] < 0 else (flat[0], flat[1])
         # A whole leaf is given as it is, without the axes that exist only globally.
         values = given.reshape(box.shape if flat_range is None else (-1,))
         self._sums[row] = sums_of_tensor(values, box, flat_range, tuple(global_shape[:ndim]))
+        self._is_summed[row] = True
 
     @property
     def settings(self) -> Hashable | None:

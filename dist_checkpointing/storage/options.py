@@ -11,7 +11,7 @@ from typing import Final
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.local import Durability, file_system_type
 
-__all__ = ["Checksum", "Durability", "ReadMode", "StorageOptions"]
+__all__ = ["BaseCheck", "Checksum", "Durability", "ReadMode", "StorageOptions"]
 
 
 class Checksum(Enum):
@@ -32,6 +32,16 @@ class ReadMode(Enum):
 
     PREAD = "pread"
     """Read into buffers."""
+
+
+class BaseCheck(Enum):
+    """What is compared before an incremental save shares files of its base."""
+
+    SEAL = "seal"
+    """Sizes of the files, and digests of what describes them, with the seal of the base."""
+
+    CONTENTS = "contents"
+    """Also the bytes of every part that is shared with their digest: they are read once more."""
 
 
 LOCAL_FILE_SYSTEMS: Final = frozenset(
@@ -60,6 +70,10 @@ class StorageOptions:
         durability: when a save may call itself finished.
         checksum: what is kept beside each chunk.
         read_mode: how local files are read.
+        base_check: what is compared before files of a base are shared, see ``save``.
+        least_shared: a data file of a base is shared if at least this part of its bytes is still
+            used; of others the bytes in use are written again. Of the bytes of a checkpoint at most
+            ``1 - least_shared`` are unused.
 
     Example:
         >>> from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
@@ -74,6 +88,8 @@ class StorageOptions:
     durability: Durability = Durability.FSYNC
     checksum: Checksum = Checksum.XXH3
     read_mode: ReadMode = ReadMode.AUTO
+    base_check: BaseCheck = BaseCheck.SEAL
+    least_shared: float = 0.5
 
     def __post_init__(self) -> None:
         findings = [
@@ -81,6 +97,10 @@ class StorageOptions:
             for name, least in (("threads", 1), ("buffer_bytes", 1), ("data_file_bytes", 1))
             if getattr(self, name) < least
         ]
+        if not 0 <= self.least_shared <= 1:
+            findings.append(
+                Finding("least_shared must be between 0 and 1", found=self.least_shared)
+            )
         if findings:
             raise CheckpointingException("invalid storage options", findings)
 

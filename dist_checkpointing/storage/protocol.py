@@ -96,6 +96,8 @@ class WriteResults(Sequence[WriteResult]):
         checked: ``[rows]``, which rows have a checksum; None if all have.
         files: Files that the writer made, with their final sizes.
         storage_data: For the writer's own ``finish``, about all rows together.
+        uppers: ``[rows]`` as uint64, the upper halves of the 128-bit digests whose lower halves are
+            the checksums; None if the writer does not know them.
     """
 
     table: ShardTable
@@ -104,6 +106,7 @@ class WriteResults(Sequence[WriteResult]):
     checked: Bools | None = None
     files: tuple[SealedFile, ...] = ()
     storage_data: object = None
+    uppers: npt.NDArray[np.uint64] | None = None
 
     @property
     def has_rest(self) -> bool:
@@ -166,20 +169,26 @@ class StorageWriter(ABC):
         gathers_results: whether ``finish`` needs the results of all ranks, as a list for each rank
             in rank order; else it gets those of rank 0 only. Of WriteResults it gets ``rest``.
         keeps_fingerprints: whether the index that ``finish`` gets is kept with all that it says.
+        shares_files: whether it can share files of a base. Such a writer makes a checkpoint that
+            is whole without the base, and reports 128-bit digests.
         takes_fingerprints: whether the values are summed as they are written.
         options: knobs of the I/O.
         report: to be called with the number of bytes that have been written since the last call.
+        base: folder of a checkpoint of the same format, whose files may be shared where they hold
+            what this save would write; None for none.
     """
 
     layout: Layout = RowBlockLayout(keeps_ranges=False)
     gathers_results: ClassVar[bool] = True
     keeps_fingerprints: ClassVar[bool] = True
+    shares_files: ClassVar[bool] = False
 
     def __init__(self, checkpoint_dir: Path = _UNKNOWN) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.options = StorageOptions()
         self.takes_fingerprints = False
         self.report: Callable[[int], None] = _ignore
+        self.base: Path | None = None
 
     def reset(self, checkpoint_id: Path) -> None:  # noqa: B027 - a hook
         """Learn the folder of the checkpoint, before anything else is called."""
@@ -226,15 +235,21 @@ class StorageWriter(ABC):
         The first results are those of the plan's items, in their order; more may follow.
         """
 
-    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+    def finish(
+        self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+    ) -> Sequence[SealedFile] | None:
         """Write, on rank 0, what describes the checkpoint as a whole, durably.
 
         Args:
             metadata: what the checkpoint will hold; it is an Index too.
             results: of each rank, see ``gathers_results``.
+
+        Returns:
+            Of a writer that shares files, data files that no rank has reported.
         """
         del results
         write_index(metadata, self.checkpoint_dir, self.options.durability)
+        return None
 
 
 class StorageReader(ABC):

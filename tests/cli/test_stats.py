@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from dist_checkpointing import save
+from dist_checkpointing.format.byte_sizes import bytes_text
 from samples import Run, Sample, Samples
-from states import shard
+from states import shard, wholes
 
 
 def test_it_tells_what_there_is(any_sample: Sample, dckpt: Run) -> None:
@@ -91,3 +93,18 @@ def test_bad_input(tmp_path: Path, dckpt: Run) -> None:
     finished = dckpt("stats", tmp_path)
     assert (finished.code, finished.out) == (2, "")
     assert "is not a distributed checkpoint" in finished.err
+
+
+def test_it_tells_how_much_is_shared_with_other_checkpoints(tmp_path: Path, dckpt: Run) -> None:
+    tensors = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
+    save(wholes(tensors), tmp_path / "1")
+    assert "its own" not in dckpt("stats", tmp_path / "1").out
+    assert "its own" not in dckpt("ls", tmp_path / "1").out
+    save(wholes({**tensors, "w3": torch.ones(1000)}), tmp_path / "2", base=tmp_path / "1")
+    files = dckpt("stats", tmp_path / "2", "--json").json["files"]
+    assert files["num_bytes_shared"] == 16_000
+    text = bytes_text(files["num_bytes"] - 16_000)
+    for command in ("stats", "ls"):
+        assert f"{text} of " in dckpt(command, tmp_path / "2").out
+    shutil.rmtree(tmp_path / "1")
+    assert "its own" not in dckpt("stats", tmp_path / "2").out

@@ -7,6 +7,7 @@ is all ranks.
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -89,6 +90,12 @@ def asynchronous(number: int, names: Names) -> None:
     if number == 2:
         names["manager"].close()
         names |= {"AsyncCallsQueue": AsyncCallsQueue, "state": state, "path": "ckpt/1"}
+
+
+def incremental(number: int, names: Names) -> None:
+    del number
+    names |= _public() | {"root": "run", "train_step": lambda: None, "shutil": shutil}
+    names |= {"state": {"w": _weight()}, "shard": ShardedTensor.from_rank_offsets, "torch": torch}
 
 
 def converting(number: int, names: Names) -> None:
@@ -183,6 +190,7 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/converting.md": converting,
     "docs/formats.md": formats,
     "docs/fully_parallel.md": fully_parallel,
+    "docs/incremental.md": incremental,
     "docs/index.md": index,
     "docs/looking.md": looking,
     "docs/migrating/megatron.md": from_megatron,

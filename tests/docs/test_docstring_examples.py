@@ -33,6 +33,7 @@ WITHOUT = {
     "ShardedStateDict",
     "StateDict",
     "__version__",
+    "BaseCheck",
     "Checksum",
     "ChunkPlace",
     "Durability",

@@ -185,7 +185,7 @@ def test_compressed_chunks_are_compared_as_they_are_decoded(tmp_path: Path) -> N
 def test_checksums_that_are_lost_let_nothing_pass(sources: dict[str, Path], tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(sources["zarr-2"], source)
-    min((source / CHECKSUMS_NAME).iterdir()).unlink()
+    min((source / CHECKSUMS_NAME).glob("*.bin")).unlink()
     with pytest.raises(CorruptCheckpointError, match="file is missing"):
         convert(source, tmp_path / "out", options=ROOMY)
     assert not (tmp_path / "out").exists()

@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import os
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dist_checkpointing import Checkpoint, ShardedObject, ShardedTensor, load, save
+from dist_checkpointing import (
+    Checkpoint,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    load_plain_tensors,
+    save,
+    verify_checkpoint,
+)
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.storage import host_blocks
 from dist_checkpointing.storage.host_blocks import DeviceBlocks, HostBlocks
@@ -22,7 +30,7 @@ from dist_checkpointing.storage.options import Checksum, StorageOptions
 from dist_checkpointing.strategies import filling
 from dist_checkpointing.strategies.base import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction, get_default_strategy
-from dist_checkpointing.strategies.tensorstore import writer
+from dist_checkpointing.strategies.tensorstore import row_writer
 from dist_checkpointing.strategies.torch_dist import data_files
 from dist_checkpointing.strategies.zarr import folders
 from states import shard
@@ -42,17 +50,22 @@ class StandIn:
         self.done: list[str] = []
         self._held: set[int] = set()
         own_fillable, own_copy = dtypes.fillable, host_blocks.CopyStreams.copy
+        own_plain = dtypes.are_plain_memory
 
         def fillable(tensor: torch.Tensor, dtype: torch.dtype) -> Any:
             return None if self.holds(tensor) else own_fillable(tensor, dtype)
+
+        def are_plain_memory(tensors: Sequence[Any]) -> bool:
+            return own_plain(tensors) and not any(map(self.holds, tensors))
 
         def copy(streams: Any, source: torch.Tensor, target: torch.Tensor) -> None:
             self.done.append("copy")
             own_copy(streams, source, target)
 
         monkeypatch.setattr(dtypes, "fillable", fillable)
+        monkeypatch.setattr(dtypes, "are_plain_memory", are_plain_memory)
         monkeypatch.setattr(host_blocks.CopyStreams, "copy", copy)
-        for module in (host_blocks, writer, data_files, folders, filling):
+        for module in (host_blocks, row_writer, data_files, folders, filling):
             monkeypatch.setattr(module, "is_on_gpu", self.holds, raising=False)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -210,3 +223,33 @@ def test_an_error_in_a_read_leaves_no_copy_under_way() -> None:
         blocks.fill([(target, read), (target, fail)], target.dtype)
     assert blocks._copied == [None, None]
     assert (target == 1).all()
+
+
+@pytest.mark.parametrize("backend", [("tensorstore", 1), ("zarr", 2), ("zarr", 1)])
+def test_what_did_not_change_on_a_device_is_shared(
+    backend: tuple[str, int], device: StandIn, tmp_path: Path
+) -> None:
+    """Digests are made of the same blocks; what begins otherwise is copied to be written only."""
+    tensors = {f"w{i}": device.moved(torch.arange(BLOCK + i).float()) for i in range(8)}
+    tensors["few"] = device.moved(torch.ones(3))
+    options = StorageOptions(buffer_bytes=2**20)
+    strategy = get_default_strategy(StrategyAction.SAVE_SHARDED, *backend)
+    assert isinstance(strategy, PlannedSaveStrategy)
+    strategy.options = options
+    state = {key: shard(key, tensor) for key, tensor in tensors.items()}
+    save(state, tmp_path / "1", strategy)
+    full = device.done.count("copy")
+    tensors["w3"] += 1
+    device.done.clear()
+    save(state, tmp_path / "2", strategy, base=tmp_path / "1")
+    if backend[0] == "tensorstore":
+        assert 0 < device.done.count("copy") <= full
+    written = [
+        path.stat().st_size
+        for path in (tmp_path / "2").rglob("*")
+        if path.is_file() and path.stat().st_nlink == 1 and path.stat().st_size > 10_000
+    ]
+    assert written == [tensors["w3"].nbytes]
+    verify_checkpoint(tmp_path / "2")
+    found = load_plain_tensors(tmp_path / "2")
+    assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())

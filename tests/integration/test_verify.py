@@ -195,7 +195,7 @@ def test_lost_checksums_are_damage_and_the_values_are_read_all_the_same(
 ) -> None:
     sample = samples("zarr-2").copied(tmp_path / "c")
     checksums = sample.folder / ".dckpt" / "checksums"
-    (table,) = checksums.iterdir()
+    (table,) = checksums.glob("*.bin")
     table.unlink()
     (sample.folder / "uneven" / "piece.2.0" / "c.0.0").unlink()
     found = examine_checkpoint(sample.folder)

@@ -13,11 +13,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_checkpointing.format.checksums import checksum_of_bytes
+from dist_checkpointing.format.digests import Digest, digest_of
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.tensorstore import data_files
 from dist_checkpointing.strategies.tensorstore.data_files import DataFiles
@@ -30,9 +29,9 @@ def filled(folder: Path, sizes: Sequence[int], most_pending: int, most_file: int
     values = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
     for number, value in enumerate(values):
         if number % 3 == 2:
-            digest = xxhash.xxh3_64() if number % 2 else None
+            digest = Digest() if number % 2 else None
             files.put_large(np.frombuffer(value, dtype=np.uint8), len(value), digest)
-            assert digest is None or digest.intdigest() == checksum_of_bytes(value)
+            assert digest is None or digest.digest() == digest_of(value, len(value))
         else:
             files.put(value, len(value), len(value))
     sealed = files.finish()
@@ -150,14 +149,14 @@ def test_hashed_values_are_written_up_to_the_ends_of_blocks_of_the_file(
     monkeypatch.setattr(os, "writev", noting)
     files = DataFiles(tmp_path, "part", StorageOptions(), 2**20, lambda _: None)
     contents = [bytes(range(200)), bytes(range(30)), bytes(range(170))]
-    digests = [xxhash.xxh3_64() for _ in contents]
+    digests = [Digest() for _ in contents]
     for content, digest in zip(contents, digests, strict=True):
         files.put_large(np.frombuffer(content, np.uint8), len(content), digest)
     files.finish()
     assert ends == [100, 200, 230, 300, 400]
     assert (tmp_path / "part.0").read_bytes() == b"".join(contents)
     for content, digest in zip(contents, digests, strict=True):
-        assert digest.digest() == xxhash.xxh3_64(content).digest()
+        assert digest.digest() == digest_of(content, len(content))
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from dist_checkpointing.filesystem.local import file_system_type
+from dist_checkpointing.format.digests import Digest
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.storage.options import Durability, StorageOptions
 
@@ -123,7 +123,7 @@ class DataFiles:
             first = last
         self._report(int(lengths.sum()))
 
-    def put_large(self, values: Array, reported: int, digest: xxhash.xxh3_64 | None) -> None:
+    def put_large(self, values: Array, reported: int, digest: Digest | None) -> None:
         """Add a contiguous array and write it at once; hash it on the way."""
         self.begin_large(values.nbytes)
         self.put_block(values, reported, digest)
@@ -135,7 +135,7 @@ class DataFiles:
         if self._makes_room and self._descriptor is not None and num_bytes:
             os.posix_fallocate(self._descriptor, self.offset[-1], num_bytes)
 
-    def put_block(self, values: Array, reported: int, digest: xxhash.xxh3_64 | None) -> None:
+    def put_block(self, values: Array, reported: int, digest: Digest | None) -> None:
         """Write a contiguous array at once, behind what was written last; hash it on the way."""
         assert self._descriptor is not None
         view = memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.nodes import Extents
 from dist_checkpointing.format.ocdbt.tree_reader import INLINE
 from dist_checkpointing.format.ocdbt.tree_writer import encode_tree
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.strategies.tensorstore import keys as names_of
 
@@ -32,12 +33,14 @@ class StoredValues:
         keys: keys in the database, joined.
         key_lengths: bytes of each.
         extents: of the values; ``file`` is a position in ``files``.
+        shared: those of the files that are shared with the base.
     """
 
     files: tuple[str, ...]
     keys: bytes
     key_lengths: npt.NDArray[np.uint16]
     extents: Extents
+    shared: tuple[SealedFile, ...] = ()
 
     def key_list(self) -> list[bytes]:
         """The keys one by one."""
@@ -90,12 +93,14 @@ def joined(
     names = list(map(str.encode, described))
     number = np.array(numbers, dtype=np.int64)
     columns = [(np.full_like(number, INLINE), number, np.zeros_like(number))]
-    files: list[str] = []
+    number_of: dict[str, int] = {}
     for part in parts:
         names += part.key_list()
+        # Ranks may share the same file of a base.
+        numbers = [number_of.setdefault(name, len(number_of)) for name in part.files]
         extents = part.extents
-        columns.append((extents.file + len(files), extents.offset, extents.length))
-        files += part.files
+        file = np.array(numbers, dtype=np.int64)[extents.file]
+        columns.append((file, extents.offset, extents.length))
     order = sorted(range(len(names)), key=names.__getitem__)
     ordered = [names[row] for row in order]
     for twice in compress(ordered, map(eq, ordered, islice(ordered, 1, None))):
@@ -103,4 +108,4 @@ def joined(
         raise InvalidShardingError("two values have one place", [finding])
     joined = Extents(*map(np.concatenate, zip(*columns, strict=True)))
     rows = np.array(order, dtype=np.int64)
-    return ordered, files, joined.rows(rows), [text.encode() for text in texts]
+    return ordered, list(number_of), joined.rows(rows), [text.encode() for text in texts]

@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,7 +15,6 @@ import torch
 
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.checksums import checksum
 from dist_checkpointing.format.claims import (
     MOST_COMPRESSION,
     Backing,
@@ -23,6 +22,7 @@ from dist_checkpointing.format.claims import (
     require_backing,
     size_of_files,
 )
+from dist_checkpointing.format.digests import columns_of, digest_of_array
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import (
@@ -34,7 +34,7 @@ from dist_checkpointing.planning import (
     SavePlanner,
 )
 from dist_checkpointing.planning.read_table import reads_of, stored_elements
-from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import is_on_gpu
 from dist_checkpointing.storage.options import Checksum, Durability
 from dist_checkpointing.storage.protocol import (
@@ -45,9 +45,11 @@ from dist_checkpointing.storage.protocol import (
     done,
 )
 from dist_checkpointing.storage.staging import StagingBuffers
+from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import ChunkReads, in_threads, read_chunks
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
+from dist_checkpointing.strategies.zarr.shared_chunks import share_chunks
 from dist_checkpointing.strategies.zarr.unpacking import Codec
 
 
@@ -63,10 +65,13 @@ class ZarrFolderWriter(StorageWriter):
     """Writes chunk files and the files that describe the arrays."""
 
     gathers_results: ClassVar[bool] = False
+    shares_files: ClassVar[bool] = True
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
         self._rank, self._world_size = 0, 1
+        self._codec_name: str | None = None
+        self._codec: Codec | None = None
 
     def set_up_storage_writer(self, *, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -82,6 +87,14 @@ class ZarrFolderWriter(StorageWriter):
         Makes the folders of all chunk files. Several threads call what it returns.
         """
 
+    @abstractmethod
+    def base_reader(self, base: Path) -> ZarrFolderReader:
+        """What reads a checkpoint of this format."""
+
+    @abstractmethod
+    def chunk_files(self, table: ShardTable, index: Index) -> Sequence[str | None]:
+        """File that each row of a plan fills by itself; None for a row that writes parts."""
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[WriteResults]:
         index, table = plan.index, plan.table
         assert index is not None
@@ -92,7 +105,19 @@ class ZarrFolderWriter(StorageWriter):
         write_part, data_of = self.part_writer(plan), planner.data_of(plan)
         sizes = table.num_bytes
         with_checksums = self.options.checksum is Checksum.XXH3
-        checksums = np.zeros(len(table), dtype=np.uint64)
+        digests = PlanDigests(plan, planner, self.options)
+        shared: dict[int, SealedFile] = {}
+        if self.base is not None and len(table):
+            shared = share_chunks(
+                self.checkpoint_dir,
+                self.base_reader(self.base),
+                plan,
+                self.chunk_files,
+                digests,
+                self.options,
+                (self._codec_name, self._codec),
+            )
+            self.report(int(sizes[list(shared)].sum()))
 
         def describe(file: FileContent) -> None:
             with open(f"{self.checkpoint_dir}/{file.name}", "wb", buffering=0) as stream:  # noqa: PTH123 - many
@@ -116,7 +141,7 @@ class ZarrFolderWriter(StorageWriter):
                 data = on_cpu(data.detach())
             if with_checksums:
                 data = data.detach().to("cpu").contiguous()
-                checksums[row] = checksum(dtypes.as_numpy(data))
+                digests.columns[row] = columns_of([digest_of_array(dtypes.as_numpy(data))])
             written = write_part(row, data)
             self.report(int(sizes[row]))
             return written
@@ -124,15 +149,18 @@ class ZarrFolderWriter(StorageWriter):
         threads = self.options.threads
         in_threads(describe, described, threads)
         files = [SealedFile.of_bytes(file.name, file.data) for file in described]
-        rows = range(len(table))
+        files += shared.values()
+        rows = [row for row in range(len(table)) if row not in shared]
         files += [file for written in in_threads(write, rows, threads) for file in written]
         if self.options.durability is Durability.FSYNC:
             paths = [self.checkpoint_dir / file.name for file in files]
             in_threads(local.fsync_file, paths, threads)
             local.fsync_folders(paths, self.checkpoint_dir)
-        return done(
-            WriteResults(table, sizes, checksums if with_checksums else None, files=tuple(files))
-        )
+        results = WriteResults(table, sizes, files=tuple(files))
+        if with_checksums:
+            uppers, checksums = digests.columns.T
+            results = replace(results, checksums=checksums, uppers=uppers)
+        return done(results)
 
     def make_folders(self, names: Iterable[str]) -> None:
         """Make folders, given relative to the checkpoint."""

@@ -40,6 +40,7 @@ from dist_checkpointing.format.removal import (
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import ReadTable, SavePlan
 from dist_checkpointing.planning.layout import WholeShardLayout
+from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.protocol import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk, write_part
@@ -125,6 +126,19 @@ class ZarrV2Writer(ZarrFolderWriter):
         array = chunk_array(data, box.shape)
         size = write_part(path, array, grid.chunk_shape, box.relative_to(own.offset))
         return SealedFile(name, size)
+
+    def base_reader(self, base: Path) -> ZarrFolderReader:
+        return ZarrV2Reader(base)
+
+    def chunk_files(self, table: ShardTable, index: Index) -> list[str | None]:
+        names: list[str | None] = []
+        for row in range(len(table)):
+            key, box, grid = table.key(row), table.box(row), index[table.key(row)].grid
+            number = grid.index_at(box.offset)
+            # Other parts share a file with those of other ranks, which write into it.
+            is_whole = table.flat_range(row) is None and grid.box(number) == box
+            names.append(f"{key}/{chunk_name(number)}" if is_whole else None)
+        return names
 
     def finish(self, metadata: Index, results: Iterable[Iterable[WriteResult]]) -> None:
         """Nothing to add: each array describes itself."""

@@ -39,6 +39,7 @@ from dist_checkpointing.format.removal import (
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
+from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
@@ -133,6 +134,12 @@ class ZarrV3Writer(ZarrFolderWriter):
             return [SealedFile(names[row], size)]
 
         return write
+
+    def base_reader(self, base: Path) -> ZarrFolderReader:
+        return ZarrV3Reader(base)
+
+    def chunk_files(self, table: ShardTable, index: Index) -> Sequence[str]:
+        return chunk_keys_to_write(table, index)
 
     def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
         del results

@@ -25,6 +25,7 @@ from dist_checkpointing.tools.cli.screen import (
     say,
     terminal_width,
 )
+from dist_checkpointing.tools.inspect.inventory import count_files
 from dist_checkpointing.tools.inspect.listing import (
     COMMON,
     OBJECT,
@@ -94,6 +95,8 @@ def ls(
             _print_table([*tensors, *others], prints)
             _print_total(tensors, others)
             _print_subtotals(tensors)
+            if pattern is None and (files := count_files(opened.path)).num_bytes_shared:
+                say(f"of its own: {files.own_text()}")
 
 
 def _fingerprints(opened: Checkpoint, tensors: Sequence[Entry]) -> dict[str, str]:

@@ -86,6 +86,7 @@ def _lines(opened: Checkpoint, found: Inventory) -> Iterator[str]:
         ("backend", f"{name} {version}"),
         ("tensors", f"{tensors}, {bytes_text(found.tensors.num_bytes)}"),
         ("files", f"{files} ({share:.2f} of the tensors), {bytes_text(on_disk)} on disk"),
+        *([("of its own", found.files.own_text())] if found.files.num_bytes_shared else []),
         ("chunks", chunks if found.num_chunks else "none"),
         *((one_line(fact), one_line(text)) for fact, text in found.facts.items()),
     ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.optimizer_keys import is_of_optimizer
@@ -31,11 +32,18 @@ class Files:
         num_files: number of files.
         num_bytes: sum of their sizes.
         num_bytes_on_disk: bytes of their disk blocks, which are fewer for files with holes.
+        num_bytes_shared: bytes of those that have a name elsewhere, as in other checkpoints.
     """
 
     num_files: int = 0
     num_bytes: int = 0
     num_bytes_on_disk: int = 0
+    num_bytes_shared: int = 0
+
+    def own_text(self) -> str:
+        """How much of it is shared with nothing else."""
+        own = bytes_text(self.num_bytes - self.num_bytes_shared)
+        return f"{own} of {bytes_text(self.num_bytes)}, the rest is shared with other checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,8 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
         CheckpointingException: if the index cannot be read.
     """
     index = checkpoint.index
-    sizes = _file_sizes(checkpoint.path)
+    statuses = _file_statuses(checkpoint.path)
+    sizes = {name: status.st_size for name, status in statuses.items()}
     shares: dict[str, TensorTotal] = {}
     by_owner = {True: TensorTotal(), False: TensorTotal()}
     num_elements = num_chunks = largest_chunk = 0
@@ -91,10 +100,10 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
         num_chunks += count
         largest_chunk = max(largest_chunk, chunk_bytes)
         largest.append((key, stored.num_bytes))
-    biggest_files = sorted(((name, size) for name, (size, _) in sizes.items()), key=_by_size)
+    biggest_files = sorted(sizes.items(), key=_by_size)
     by_size = sorted(shares.items(), key=lambda row: (-row[1].num_bytes, row[0]))
     return Inventory(
-        Files(len(sizes), sum(s for s, _ in sizes.values()), sum(d for _, d in sizes.values())),
+        _totals(statuses.values()),
         tuple(biggest_files[:most_listed]),
         TensorTotal(len(index), sum(share.num_bytes for share in by_owner.values())),
         dict(by_size),
@@ -128,29 +137,40 @@ def _chunks(stored: StoredTensor) -> tuple[int, int]:
     return len(counts), max(counts, default=0) * itemsize
 
 
-def _file_sizes(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size, and bytes of the disk blocks, of each file by its relative name."""
-    sizes = {}
+def count_files(folder: Path) -> Files:
+    """The files below a folder."""
+    return _totals(_file_statuses(folder).values())
+
+
+def _totals(statuses: Collection[os.stat_result]) -> Files:
+    return Files(
+        len(statuses),
+        sum(status.st_size for status in statuses),
+        # st_blocks counts units of 512 bytes on every file system.
+        sum(status.st_blocks * 512 for status in statuses),
+        sum(status.st_size for status in statuses if status.st_nlink > 1),
+    )
+
+
+def _file_statuses(folder: Path) -> dict[str, os.stat_result]:
+    """The status of each file by its relative name."""
+    statuses = {}
     for parent, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(parent, name)  # noqa: PTH118 - Paths cost ten times more
-            status = os.lstat(path)
-            # st_blocks counts units of 512 bytes on every file system.
-            sizes[os.path.relpath(path, folder)] = status.st_size, status.st_blocks * 512
-    return sizes
+            statuses[os.path.relpath(path, folder)] = os.lstat(path)
+    return statuses
 
 
-def _facts(checkpoint: Checkpoint, sizes: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+def _facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
     backend, version = checkpoint.backend
     facts = {}
-    tables = [name for name in sizes if name.startswith(f"{CHECKSUMS_NAME}/")]
+    tables = [n for n in sizes if n.startswith(f"{CHECKSUMS_NAME}/") and n.endswith(".bin")]
     facts["checksums"] = f"in {_count(tables, 'table')}" if tables else "none were kept"
     facts["seal"] = "kept" if SEAL_NAME in sizes else "none was kept"
     if backend == "tensorstore":
         for group in sorted({name.split("/")[1] for name in sizes if name.startswith("data/")}):
-            inside = [
-                size for name, (size, _) in sizes.items() if name.startswith(f"data/{group}/")
-            ]
+            inside = [size for name, size in sizes.items() if name.startswith(f"data/{group}/")]
             # A removal of all of its tensors frees this.
             facts[f"group {group}"] = f"{sum(inside):,} bytes in {_count(inside, 'file')}"
     elif backend == "zarr":

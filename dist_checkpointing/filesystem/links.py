@@ -1,0 +1,127 @@
+"""Files of one checkpoint in the folder of another: hard links, else copies that the kernel makes.
+
+A hard link is a second name of the same file. Each name can be removed by itself; the file system
+frees the bytes with the last one. Nothing may write into a file that has several names.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+_FICLONE: Final = 0x40049409
+"""Number of the Linux call by which a file gets the blocks of another one, copied when written."""
+_NO_LINK: Final = frozenset(
+    {
+        errno.EXDEV,
+        errno.EPERM,
+        errno.EACCES,
+        errno.EMLINK,
+        errno.ENOTSUP,
+        errno.EOPNOTSUPP,
+        errno.ENOSYS,
+    }
+)
+"""Errors of a file system that is another one, or that has no links, or no more of them."""
+_COPIED_BYTES: Final = 1 << 30
+
+
+def share_file(source: Path, target: Path) -> int | None:
+    """Give a file a second name, or make a copy without reading it into this process.
+
+    Several processes may share one file under one name. A copy is durable, its name is not.
+
+    Args:
+        source: the file. It must not change any more.
+        target: new name, in a folder that exists.
+
+    Returns:
+        Size of the file in bytes; None if neither is possible here, or ``source`` is gone.
+
+    Raises:
+        OSError: if the file system fails.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    except FileExistsError:
+        pass  # made by another process of the same save
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        if not _copy(source, target):
+            return None
+    status = target.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        target.unlink()
+        return None
+    return status.st_size
+
+
+def _copy(source: Path, target: Path) -> bool:
+    """Make a copy that shares blocks, or that the kernel makes; whether that is possible."""
+    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        read = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        write = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            is_done = _clone(read, write) or copy_range(read, 0, os.fstat(read).st_size, write)
+            if is_done:
+                os.fsync(write)
+        finally:
+            os.close(write)
+        if is_done:
+            temporary.replace(target)
+        return is_done
+    finally:
+        os.close(read)
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def _clone(read: int, write: int) -> bool:
+    """Let a file share the blocks of another one; whether the file system can do that."""
+    try:
+        fcntl.ioctl(write, _FICLONE, read)
+    except OSError:
+        return False
+    return True
+
+
+def copy_range(read: int, offset: int, num_bytes: int, write: int) -> bool:
+    """Append bytes of a file to another one, in the kernel; whether that is possible here.
+
+    Args:
+        read: descriptor of the file to read.
+        offset: first byte to copy.
+        num_bytes: number of bytes to copy.
+        write: descriptor of the file to write.
+
+    Raises:
+        OSError: if the file system fails.
+        EOFError: if the file ends before the last byte.
+    """
+    if not hasattr(os, "copy_file_range"):
+        return False  # pragma: no cover - Linux has it
+    begin, end = offset, offset + num_bytes
+    while offset < end:
+        try:
+            copied = os.copy_file_range(read, write, min(end - offset, _COPIED_BYTES), offset)
+        except OSError as error:
+            if offset == begin and error.errno in {*_NO_LINK, errno.EINVAL}:
+                return False
+            raise
+        if not copied:
+            raise EOFError(f"the file ends at {offset}")
+        offset += copied
+    return True

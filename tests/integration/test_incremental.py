@@ -1,0 +1,389 @@
+"""Saves that share what has not changed with a base: every checkpoint is whole by itself."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore as ts
+import torch
+import zarr
+
+from damage import files_in
+from dist_checkpointing import (
+    AsyncSaver,
+    Checkpoint,
+    CheckpointManager,
+    Retention,
+    async_save,
+    load,
+    load_plain_tensors,
+    remove_sharded_tensors,
+    save,
+    verify_checkpoint,
+)
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.storage.options import Checksum, StorageOptions
+from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance.shards import assert_same_bits
+from states import ALONE, cell, every_kind, rows, shard, wholes
+
+SHARING = pytest.mark.parametrize(
+    "backend", [("tensorstore", 1), ("zarr", 2), ("zarr", 1)], ids=lambda b: f"{b[0]}{b[1]}"
+)
+
+
+def model(seed: int = 0, count: int = 8) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer{i}.w": torch.randn(40, 64, generator=generator) for i in range(count)}
+
+
+def shared_names(folder: Path) -> set[str]:
+    """Files of a checkpoint that have another name elsewhere."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {p.relative_to(folder).as_posix() for p in files if p.stat().st_nlink > 1}
+
+
+def own_bytes(folder: Path) -> int:
+    """Bytes of the data files of a checkpoint that have no other name."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    skipped = (".dckpt", "d")
+    return sum(
+        path.stat().st_size
+        for path in files
+        if path.stat().st_nlink == 1 and path.relative_to(folder).parts[0] not in skipped
+    )
+
+
+def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    verify_checkpoint(folder)
+    found = load_plain_tensors(folder)
+    for key, tensor in tensors.items():
+        assert_same_bits(found[key], tensor, key)
+
+
+@SHARING
+def test_only_what_changed_is_written(backend: Any, tmp_path: Path) -> None:
+    tensors = model()
+    save(wholes(tensors), tmp_path / "1", backend)
+    changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
+    save(wholes(changed), tmp_path / "2", backend, base=tmp_path / "1")
+    assert shared_names(tmp_path / "2")
+    # One tensor, and what describes the checkpoint.
+    assert own_bytes(tmp_path / "2") < changed["layer3.w"].nbytes + 9000
+    assert_holds(tmp_path / "1", tensors)
+    assert_holds(tmp_path / "2", changed)
+
+
+@SHARING
+@pytest.mark.parametrize("first", ["1", "2", "3"])
+def test_checkpoints_are_deleted_in_any_order(backend: Any, first: str, tmp_path: Path) -> None:
+    states = {"1": model()}
+    states["2"] = {**states["1"], "layer0.w": torch.ones(40, 64)}
+    states["3"] = {**states["2"], "layer1.w": torch.zeros(40, 64)}
+    base = None
+    for name, tensors in states.items():
+        save(wholes(tensors), tmp_path / name, backend, base=base)
+        base = tmp_path / name
+    for gone in [first, *(name for name in ("2", "1", "3") if name != first)][:2]:
+        shutil.rmtree(tmp_path / gone)
+        states.pop(gone)
+        for name, tensors in states.items():
+            assert_holds(tmp_path / name, tensors)
+
+
+@SHARING
+def test_every_kind_of_part_is_shared(backend: Any, tmp_path: Path) -> None:
+    full = torch.arange(7 * 9.0).reshape(7, 9)
+
+    def state(comm: Comm) -> dict[str, Any]:
+        kinds = {} if backend == ("zarr", 1) else every_kind()
+        return {
+            "kinds": kinds if comm.rank == 0 else {},
+            "bools": shard("bools", full > 3, replica_id=comm.rank),
+            "halves": rows("halves", torch.arange(12).reshape(6, 2).half(), comm),
+            "columns": rows("columns", full.t().contiguous()[:, :6], comm, 1),
+            "object": cell("object", {"rank": comm.rank}, comm),
+            "scalar": shard("scalar", torch.tensor(4.5), replica_id=comm.rank),
+        }
+
+    first, second = tmp_path / "1", tmp_path / "2"
+    run_ranks(3, lambda comm: save(state(comm), first, backend, comm=comm))
+    run_ranks(3, lambda comm: save(state(comm), second, backend, comm=comm, base=first))
+    before, after = files_in(first), files_in(second)
+    chunk = re.compile(r"data/.*|(?!\.).*/(c(\.\d+)*|\d+(\.\d+)*)")
+    data = {name for name in before if chunk.fullmatch(name)}
+    assert data
+    assert shared_names(second) == data
+    assert {name: after[name] for name in data} == {name: before[name] for name in data}
+    shutil.rmtree(first)
+    verify_checkpoint(second)
+    expected = load_plain_tensors(second)
+    assert_same_bits(expected["halves"], torch.arange(12).reshape(6, 2).half(), "halves")
+
+
+def test_other_libraries_open_them_alone(tmp_path: Path) -> None:
+    tensors = model()
+    changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
+    for backend in (("tensorstore", 1), ("zarr", 2), ("zarr", 1)):
+        root = tmp_path / backend[0] / str(backend[1])
+        save(wholes(tensors), root / "1", backend)
+        save(wholes(changed), root / "2", backend, base=root / "1")
+        shutil.rmtree(root / "1")
+    for key, tensor in changed.items():
+        store = {
+            "driver": "ocdbt",
+            "base": f"file://{tmp_path}/tensorstore/1/2/",
+            "path": f"{key}/",
+        }
+        found = ts.open({"driver": "zarr3", "kvstore": store}).result().read().result()
+        assert np.array_equal(found, tensor.numpy())
+        for version in "12":
+            array = zarr.open_array(tmp_path / "zarr" / version / "2" / key, mode="r")
+            assert np.array_equal(np.asarray(array[...]), tensor.numpy())
+
+
+def sharded(tensors: Mapping[str, torch.Tensor], comm: Comm) -> dict[str, Any]:
+    return {key: rows(key, tensor, comm) for key, tensor in tensors.items()}
+
+
+@SHARING
+def test_a_layout_with_some_of_the_same_boxes(backend: Any, tmp_path: Path) -> None:
+    """What all ranks hold whole has the same box whatever their number is."""
+    tensors = model()
+
+    def state(comm: Comm) -> dict[str, Any]:
+        copies = {key: shard(key, t, replica_id=comm.rank) for key, t in tensors.items()}
+        return {**copies, "part": rows("part", torch.arange(80.0).reshape(8, 10), comm)}
+
+    first, second = tmp_path / "1", tmp_path / "2"
+    run_ranks(4, lambda comm: save(state(comm), first, backend, comm=comm))
+    run_ranks(2, lambda comm: save(state(comm), second, backend, comm=comm, base=first))
+    assert own_bytes(second) < 12000
+    assert_holds(second, {**tensors, "part": torch.arange(80.0).reshape(8, 10)})
+
+
+def test_blocks_of_rows_in_the_chunks_of_the_base(tmp_path: Path) -> None:
+    tensors = model()
+    first, second = tmp_path / "1", tmp_path / "2"
+    run_ranks(4, lambda comm: save(sharded(tensors, comm), first, comm=comm))
+    changed = {**tensors, "layer3.w": tensors["layer3.w"].clone()}
+    changed["layer3.w"][39, 63] += 1
+    run_ranks(8, lambda comm: save(sharded(changed, comm), second, comm=comm, base=first))
+    # The last of eight blocks of the tensor has changed.
+    assert own_bytes(second) < tensors["layer3.w"].nbytes // 8 + 4000
+    shutil.rmtree(first)
+    assert_holds(second, changed)
+    third = tmp_path / "3"
+    run_ranks(8, lambda comm: save(sharded(changed, comm), third, comm=comm, base=second))
+    assert own_bytes(third) < 4000
+    shutil.rmtree(second)
+    assert_holds(third, changed)
+
+
+def test_larger_chunks_than_those_of_the_base_are_written(tmp_path: Path) -> None:
+    tensors = model()
+    first, second = tmp_path / "1", tmp_path / "2"
+    run_ranks(4, lambda comm: save(sharded(tensors, comm), first, comm=comm))
+    run_ranks(2, lambda comm: save(sharded(tensors, comm), second, comm=comm, base=first))
+    assert not shared_names(second)
+    assert_holds(second, tensors)
+
+
+@pytest.mark.parametrize("least_shared", [0.0, 0.5, 1.0])
+def test_a_file_that_is_hardly_used_is_not_shared(least_shared: float, tmp_path: Path) -> None:
+    tensors = model(count=10)
+    strategy = TensorStoreSaveShardedStrategy(options=StorageOptions(least_shared=least_shared))
+    save(wholes(tensors), tmp_path / "1", strategy)
+    for name, changes in (("2", 4), ("3", 6)):
+        state = {k: t + 1 if i < changes else t for i, (k, t) in enumerate(tensors.items())}
+        save(wholes(state), tmp_path / name, strategy, base=tmp_path / "1")
+        assert_holds(tmp_path / name, state)
+        assert bool(shared_names(tmp_path / name)) == (1 - changes / 10 >= least_shared)
+
+
+def test_what_does_not_change_gets_files_of_its_own(tmp_path: Path) -> None:
+    """A frozen third is written with the rest, once more by itself, and then never again."""
+    tensors = model(count=9)
+    for name in "1234":
+        for i in range(3, 9):
+            tensors[f"layer{i}.w"] = tensors[f"layer{i}.w"] + 1
+        base = tmp_path / str(int(name) - 1) if name > "1" else None
+        save(wholes(tensors), tmp_path / name, base=base)
+    state_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert not shared_names(tmp_path / "1")
+    assert shared_names(tmp_path / "2") == shared_names(tmp_path / "4")
+    assert own_bytes(tmp_path / "4") < state_bytes * 2 / 3 + 4000
+    assert_holds(tmp_path / "4", tensors)
+
+
+def test_a_file_that_all_ranks_together_hardly_use(tmp_path: Path) -> None:
+    """A rank sees only its own part of a file: the last word is with the one who sees all."""
+    tensors = model(count=10)
+    first, second = tmp_path / "1", tmp_path / "2"
+    save(wholes(tensors), first)
+    left = {"layer0.w": tensors["layer0.w"], "layer1.w": tensors["layer1.w"]}
+
+    def state(comm: Comm) -> dict[str, Any]:
+        return {k: shard(k, t, replica_id=comm.rank) for k, t in left.items()}
+
+    run_ranks(2, lambda comm: save(state(comm), second, comm=comm, base=first))
+    assert not shared_names(second)
+    copied = list((second / "data" / "model").iterdir())
+    assert [path.name.partition("-")[0] for path in copied] == ["used"]
+    assert copied[0].stat().st_size == sum(tensor.nbytes for tensor in left.values())
+    shutil.rmtree(first)
+    assert_holds(second, left)
+
+
+@SHARING
+def test_a_removal_leaves_other_checkpoints_alone(backend: Any, tmp_path: Path) -> None:
+    tensors = {
+        **model(count=3),
+        "optimizer.m": torch.arange(5000.0),
+        "optimizer.v": torch.ones(900),
+    }
+    for name, base in (("1", None), ("2", tmp_path / "1"), ("3", tmp_path / "2")):
+        save(wholes(tensors), tmp_path / name, backend, base=base)
+    remove_sharded_tensors(tmp_path / "2", "optimizer.")
+    remove_sharded_tensors(tmp_path / "3", "layer1.")
+    assert_holds(tmp_path / "1", tensors)
+    kept = {key: tensor for key, tensor in tensors.items() if key.startswith("layer")}
+    assert_holds(tmp_path / "2", kept)
+    assert set(Checkpoint.open(tmp_path / "2").index) == set(kept)
+    # What is left of it may still be a base.
+    save(wholes(tensors), tmp_path / "4", backend, base=tmp_path / "2")
+    assert_holds(tmp_path / "4", tensors)
+
+
+@SHARING
+def test_overwriting_in_place(backend: Any, tmp_path: Path) -> None:
+    tensors = model()
+    save(wholes(tensors), tmp_path / "1", backend)
+    save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1")
+    changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
+    save(wholes(changed), tmp_path / "1", backend, base=tmp_path / "2", overwrite=True)
+    assert_holds(tmp_path / "1", changed)
+    assert_holds(tmp_path / "2", tensors)
+
+
+@SHARING
+def test_asynchronous_saves(backend: Any, tmp_path: Path) -> None:
+    tensors = model()
+    async_save(wholes(tensors), tmp_path / "1", backend).result()
+    changed = {**tensors, "layer3.w": tensors["layer3.w"] + 1}
+    async_save(wholes(changed), tmp_path / "2", backend, base=tmp_path / "1").result()
+    assert own_bytes(tmp_path / "2") < changed["layer3.w"].nbytes + 9000
+    assert_holds(tmp_path / "2", changed)
+
+
+def test_a_worker_process_shares_files(tmp_path: Path) -> None:
+    tensors = model()
+    with AsyncSaver(worker="process") as saver:
+        saver.save(wholes(tensors), tmp_path / "1").result()
+        saver.save(wholes(tensors), tmp_path / "2", base=tmp_path / "1").result()
+    assert own_bytes(tmp_path / "2") < 4000
+    assert_holds(tmp_path / "2", tensors)
+
+
+@SHARING
+def test_a_manager_shares_with_its_latest_checkpoint(backend: Any, tmp_path: Path) -> None:
+    tensors = model()
+    manager = CheckpointManager(
+        tmp_path, backend, retention=Retention(keep_last=2), incremental=True
+    )
+    for step in range(1, 6):
+        tensors["layer3.w"] = tensors["layer3.w"] + 1
+        if step % 2:
+            manager.save(step, wholes(tensors))
+        else:
+            manager.async_save(step, wholes(tensors)).result()
+        if step > 1:
+            assert own_bytes(manager.folder(step)) < tensors["layer3.w"].nbytes + 9000
+    assert manager.steps() == [4, 5]
+    assert manager.latest_valid() == 5
+    loaded = manager.load(wholes({k: torch.empty_like(t) for k, t in tensors.items()}))
+    for key, tensor in tensors.items():
+        assert_same_bits(loaded[key], tensor, key)
+    manager.close()
+
+
+def test_a_manager_does_not_share_with_what_is_damaged(tmp_path: Path) -> None:
+    tensors = model()
+    manager = CheckpointManager(tmp_path, ("zarr", 2), incremental=True)
+    for step in (1, 2):
+        manager.save(step, wholes(tensors))
+    chunk = manager.folder(2) / "layer0.w" / "c.0.0"
+    chunk.unlink()
+    chunk.write_bytes(bytes(tensors["layer0.w"].nbytes))
+    assert manager.latest_valid() == 1
+    manager.save(3, wholes(tensors))
+    assert (manager.folder(3) / "layer0.w" / "c.0.0").samefile(
+        manager.folder(1) / "layer0.w" / "c.0.0"
+    )
+    assert manager.latest_valid() == 3
+    manager.close()
+
+
+def test_what_cannot_be_a_base_is_refused(tmp_path: Path) -> None:
+    state = wholes(model())
+    save(state, tmp_path / "1")
+    with pytest.raises(CheckpointNotFoundError):
+        save(state, tmp_path / "2", base=tmp_path / "none")
+    with pytest.raises(CheckpointingException, match="its own base"):
+        save(state, tmp_path / "1", base=tmp_path / "x" / ".." / "1", overwrite=True)
+    with pytest.raises(UnsupportedFormatError, match="torch_dist 1"):
+        save(state, tmp_path / "2", "torch_dist", base=tmp_path / "1")
+    with pytest.raises(UnsupportedFormatError, match="torch_dist 1"):
+        CheckpointManager(tmp_path / "run", "torch_dist", incremental=True)
+    unchecked = TensorStoreSaveShardedStrategy(options=StorageOptions(checksum=Checksum.NONE))
+    with pytest.raises(UnsupportedFormatError, match="digests"):
+        save(state, tmp_path / "2", unchecked, base=tmp_path / "1")
+    assert not (tmp_path / "2").exists()
+    assert_holds(tmp_path / "1", model())
+
+
+def test_a_base_of_another_format_is_not_used(tmp_path: Path) -> None:
+    tensors = model()
+    save(wholes(tensors), tmp_path / "1", ("zarr", 2))
+    for name, strategy in (("2", "tensorstore"), ("3", Zarr3SaveShardedStrategy(codec="zstd"))):
+        save(wholes(tensors), tmp_path / name, strategy, base=tmp_path / "1")
+        assert not shared_names(tmp_path / name)
+        assert_holds(tmp_path / name, tensors)
+
+
+def test_compressed_chunks_are_shared(tmp_path: Path) -> None:
+    tensors = model()
+    strategy = Zarr3SaveShardedStrategy(codec="zstd")
+    save(wholes(tensors), tmp_path / "1", strategy)
+    save(wholes(tensors), tmp_path / "2", strategy, base=tmp_path / "1")
+    assert len(shared_names(tmp_path / "2")) == len(tensors)
+    assert_holds(tmp_path / "2", tensors)
+
+
+def test_a_load_from_it_reads_the_values(tmp_path: Path) -> None:
+    tensors = model()
+    first, second = tmp_path / "1", tmp_path / "2"
+    run_ranks(2, lambda comm: save(sharded(tensors, comm), first, comm=comm))
+    run_ranks(2, lambda comm: save(sharded(tensors, comm), second, comm=comm, base=first))
+    empty = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+
+    def read(comm: Comm) -> Any:
+        return load(sharded(empty, comm), second, comm=comm, verify=True)
+
+    for rank, found in enumerate(run_ranks(5, read)):
+        for key, tensor in tensors.items():
+            assert_same_bits(found[key], tensor.chunk(5)[rank], key)
+    assert ALONE.world_size == 1

@@ -1,0 +1,245 @@
+"""Bases that are damaged, vanish, or cannot be shared with: what is saved is right nevertheless."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from damage import flip
+from dist_checkpointing import load_plain_tensors, save, verify_checkpoint
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.filesystem import links
+from dist_checkpointing.format.checksums import CHECKSUMS_NAME
+from dist_checkpointing.format.seal import SEAL_NAME
+from dist_checkpointing.storage.options import BaseCheck, StorageOptions
+from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy
+from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance.shards import assert_same_bits
+from states import between, wholes
+
+STRATEGIES = (TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy)
+SHARING = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
+
+
+def model() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    # The last row of an uneven cut does not fill its chunk.
+    return {f"layer{i}.w": torch.randn(41, 64, generator=generator) for i in range(4)}
+
+
+def data_files(folder: Path) -> list[Path]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 9000)
+    return sorted(files, key=lambda path: path.relative_to(folder).parts)
+
+
+def num_shared(folder: Path) -> int:
+    return sum(path.is_file() and path.stat().st_nlink > 1 for path in folder.rglob("*"))
+
+
+def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    verify_checkpoint(folder)
+    found = load_plain_tensors(folder)
+    for key, tensor in tensors.items():
+        assert_same_bits(found[key], tensor, key)
+
+
+def cut_short(base: Path) -> None:
+    for path in data_files(base):
+        os.truncate(path, path.stat().st_size - 1)
+
+
+def without_seal(base: Path) -> None:
+    (base / SEAL_NAME).unlink()
+
+
+def with_flipped_digests(base: Path) -> None:
+    for path in (base / CHECKSUMS_NAME).glob("*.upper"):
+        flip(path)
+
+
+def without_digests(base: Path) -> None:
+    """As saved by an older version, whose seal does not name them."""
+    for path in (base / CHECKSUMS_NAME).glob("*.upper"):
+        path.unlink()
+
+
+def with_flipped_seal(base: Path) -> None:
+    flip(base / SEAL_NAME)
+
+
+def without_files(base: Path) -> None:
+    for path in data_files(base):
+        path.unlink()
+
+
+def with_links_for_files(base: Path) -> None:
+    for path in data_files(base):
+        path.rename(path.with_name("elsewhere" + path.name))
+        path.symlink_to("elsewhere" + path.name)
+
+
+DAMAGE = [
+    cut_short,
+    without_seal,
+    with_flipped_digests,
+    without_digests,
+    with_flipped_seal,
+    without_files,
+    with_links_for_files,
+]
+
+
+@SHARING
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda d: d.__name__)
+def test_damage_of_the_base_does_not_spread(
+    strategy: Any, damage: Callable[[Path], None], tmp_path: Path, caplog: Any
+) -> None:
+    tensors = model()
+    save(wholes(tensors), tmp_path / "1", strategy())
+    damage(tmp_path / "1")
+    save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
+    assert num_shared(tmp_path / "2") == 0
+    assert_holds(tmp_path / "2", tensors)
+    assert "shared" in caplog.text
+
+
+@SHARING
+def test_flipped_bits_are_found_when_contents_are_compared(strategy: Any, tmp_path: Path) -> None:
+    tensors = model()
+    save(wholes(tensors), tmp_path / "1", strategy())
+    (tmp_path / "2").mkdir()
+    for path in data_files(tmp_path / "1"):
+        flip(path, 100)
+    options = StorageOptions(base_check=BaseCheck.CONTENTS)
+    save(wholes(tensors), tmp_path / "3", strategy(options=options), base=tmp_path / "1")
+    assert_holds(tmp_path / "3", tensors)
+    # Without damage nearly all of it is shared all the same.
+    save(wholes(tensors), tmp_path / "4", strategy(options=options), base=tmp_path / "3")
+    assert num_shared(tmp_path / "4") == len(data_files(tmp_path / "4"))
+    assert_holds(tmp_path / "4", tensors)
+
+
+def test_padded_and_compressed_chunks_are_compared_too(tmp_path: Path) -> None:
+    options = StorageOptions(base_check=BaseCheck.CONTENTS)
+
+    full = torch.arange(5 * 4000.0).reshape(5, 4000)
+
+    def state(comm: Comm) -> dict[str, Any]:
+        # The second chunk of each is padded.
+        cut = (0, 3) if comm.rank == 0 else (3, 5)
+        return {"w": between("w", full, *cut), "v": between("v", full * 2, *cut)}
+
+    for name, strategy in (
+        ("plain", TensorStoreSaveShardedStrategy(options=options)),
+        ("zarr", Zarr3SaveShardedStrategy(options=options)),
+        ("zstd", Zarr3SaveShardedStrategy(options=options, codec="zstd")),
+    ):
+        first, second = tmp_path / name / "1", tmp_path / name / "2"
+        run_ranks(2, lambda comm: save(state(comm), first, strategy, comm=comm))  # noqa: B023
+        run_ranks(2, lambda comm: save(state(comm), second, strategy, comm=comm, base=first))  # noqa: B023
+        assert num_shared(second) == len(data_files(second)) > 0
+        assert_holds(second, {"w": full})
+
+
+@SHARING
+def test_without_links_the_kernel_copies(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "another device")
+
+    copied: list[int] = []
+    real = os.copy_file_range
+
+    def copy(*arguments: int) -> int:
+        copied.append(real(*arguments))
+        return copied[-1]
+
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    monkeypatch.setattr(links, "_clone", lambda *_: False)
+    tensors = model()
+    save(wholes(tensors), tmp_path / "1", strategy())
+    save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
+    assert num_shared(tmp_path / "2") == 0
+    assert sum(copied) == sum(tensor.nbytes for tensor in tensors.values())
+    assert not list(tmp_path.rglob("*.tmp"))
+    shutil.rmtree(tmp_path / "1")
+    assert_holds(tmp_path / "2", tensors)
+
+
+@SHARING
+def test_where_nothing_can_be_shared_all_is_written_and_said_once(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def impossible(*_: object, **__: object) -> int:
+        raise OSError(errno.EXDEV, "another device")
+
+    monkeypatch.setattr(os, "link", impossible)
+    monkeypatch.setattr(os, "copy_file_range", impossible)
+    monkeypatch.setattr(links, "_clone", lambda *_: False)
+    tensors = model()
+    save(wholes(tensors), tmp_path / "1", strategy())
+    save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
+    assert_holds(tmp_path / "2", tensors)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@SHARING
+def test_a_base_that_is_deleted_before_it_is_shared(strategy: Any, tmp_path: Path) -> None:
+    tensors = model()
+    for _ in range(2):
+        save(wholes(tensors), tmp_path / "1", strategy())
+        save(
+            wholes(tensors),
+            tmp_path / "2",
+            strategy(),
+            base=tmp_path / "1",
+            after_claim=lambda _: shutil.rmtree(tmp_path / "1"),
+            overwrite=True,
+        )
+        assert_holds(tmp_path / "2", tensors)
+
+
+@SHARING
+def test_a_base_that_is_saved_again_while_it_is_shared(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunk files of zarr have the same names in every save: another one's must not come in."""
+    tensors = model()
+    others = {key: tensor + 1 for key, tensor in tensors.items()}
+    save(wholes(tensors), tmp_path / "1", strategy())
+    link = os.link
+    calls: list[int] = []
+
+    def link_after_a_save(*arguments: Any, **options: Any) -> None:
+        if not calls:
+            calls.append(1)
+            save(wholes(others), tmp_path / "1", strategy(), overwrite=True)
+        link(*arguments, **options)
+
+    monkeypatch.setattr(os, "link", link_after_a_save)
+    save(wholes(tensors), tmp_path / "2", strategy(), base=tmp_path / "1")
+    assert calls
+    assert_holds(tmp_path / "2", tensors)
+    assert_holds(tmp_path / "1", others)
+
+
+def test_another_file_of_the_name_is_not_taken_for_a_link(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"one")
+    assert links.share_file(tmp_path / "a", tmp_path / "b") == 3
+    assert links.share_file(tmp_path / "a", tmp_path / "b") == 3
+    assert links.share_file(tmp_path / "gone", tmp_path / "c") is None
+    (tmp_path / "link").symlink_to("a")
+    assert links.share_file(tmp_path / "link", tmp_path / "d") is None
+    assert not (tmp_path / "d").exists()
