@@ -78,10 +78,7 @@ SAVES_AND_LOADS = (
     Case(
         "one-rank",
         "1 GiB in 64 tensors, fp32, one rank",
-        SaveLoad(
-            _GIB,
-            (_RAW, "memcpy", "torch.save", _SAFE, "DCP default", *_ALL_WAYS),
-        ),
+        SaveLoad(_GIB, (_RAW, "memcpy", "torch.save", _SAFE, "DCP default", *_ALL_WAYS)),
         seconds=120,
         goals=(
             as_fast(_OURS, "save s", _RAW, 0.95),
@@ -157,10 +154,7 @@ SAVES_AND_LOADS = (
     Case(
         "small-tensors",
         "5,000 tensors of 4 KiB, one rank",
-        SaveLoad(
-            _SMALL,
-            (_RAW, "torch.save", _SAFE, _DEFAULTS, *_ALL_WAYS),
-        ),
+        SaveLoad(_SMALL, (_RAW, "torch.save", _SAFE, _DEFAULTS, *_ALL_WAYS)),
         seconds=75,
         goals=(
             *_small(_SMALL, 1),
