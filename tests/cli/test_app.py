@@ -93,9 +93,12 @@ def test_errors_of_usage_are_those_of_typer(dckpt: Run, arguments: list[Any]) ->
 
 def test_ctrl_c_is_one_line() -> None:
     code = f"""
-import os, signal
+import os, signal, time
 from dist_checkpointing.tools.cli import app, ls
-ls.Checkpoint.open = lambda *_, **__: os.kill(os.getpid(), {int(signal.SIGINT)})
+def interrupted(*_, **__):
+    os.kill(os.getpid(), {int(signal.SIGINT)})
+    time.sleep(60)  # another thread may get the signal first
+ls.Checkpoint.open = interrupted
 app.main()
 """
     finished = run_fresh("-c", code, "ls", GOLDEN)
