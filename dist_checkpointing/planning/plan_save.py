@@ -33,6 +33,8 @@ from dist_checkpointing.planning.shard_table import Int64s, ShardTable, concaten
 PLANNING: Final = "planning the save"
 LATER: Final = -1
 _TENSORS, _FLATTENED, _OBJECTS, _OTHERS = "tensors", "flattened", "objects", "others"
+_FIRST_SOURCES: Final = {_TENSORS: 0, _FLATTENED: 1 << 29, _OBJECTS: 1 << 30}
+"""Number of the first leaf of each kind, where parts of a table are numbered apart."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,7 +294,7 @@ def exchanged_parts(table: ShardTable, others: ShardTable) -> dict[str, ShardTab
             names=tuple(table.names[name] for name in used.tolist()),
             keys=number[part.keys],
             dtypes=number[part.dtypes],
-            sources=np.arange(len(rows), dtype=np.int32),
+            sources=np.arange(len(rows), dtype=np.int32) + _FIRST_SOURCES[kind],
         )
     return parts
 
@@ -307,11 +309,12 @@ def _rows_of_kinds(table: ShardTable) -> dict[str, Int64s]:
 
 def _with_sources(table: ShardTable, local: ShardTable) -> ShardTable:
     """Rows of this rank, numbered as in ``exchanged_parts``, with the leaves that they are."""
-    rows_of = _rows_of_kinds(local)
     sources = table.sources.copy()
-    for kind, rows in _rows_of_kinds(table).items():
-        if len(rows):
-            sources[rows] = local.sources[rows_of[kind]][table.sources[rows]]
+    for kind, rows in _rows_of_kinds(local).items():
+        # The kind of a row may not be what it was: a planner may have cut a range into boxes.
+        numbers = table.sources - _FIRST_SOURCES[kind]
+        is_own = (numbers >= 0) & (numbers < len(rows))
+        sources[is_own] = local.sources[rows][numbers[is_own]]
     return replace(table, sources=sources)
 
 

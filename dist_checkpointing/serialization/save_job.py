@@ -12,7 +12,7 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.failures import Outcome
-from dist_checkpointing.errors import CheckpointingException, RankFailedError
+from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, Attempt, CheckpointingConfig
 from dist_checkpointing.format.index import Index
@@ -21,7 +21,6 @@ from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, is_mai
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.planning.replicas import ReplicaCheck, compare_replicas
 from dist_checkpointing.serialization.leaf_copies import (
     Values,
     copied_leaves,
@@ -152,7 +151,7 @@ class SaveJob:
         self._copies: Values | None = None
         self._attempt: Attempt | None = None
         self.attempt_id = ""
-        self._written = driver.Written()
+        self._written: driver.Written | None = None
         self._of_ranks: Sequence[driver.Written] = ()
         self._finalize_fns: Sequence[Callable[[], None]] = ()
 
@@ -168,15 +167,6 @@ class SaveJob:
         if decided is not None:
             self._plan, self._index, self._planner = decided.plan, decided.index, decided.planner
             self._objects = decided.objects
-
-    def compare_replicas(self, comm: Comm) -> None:
-        """Compare the values of replicas, if that is wanted. Collective, touches no file."""
-        compare_replicas(
-            [*self._parts.tensors.values()],
-            self._options.get("replicas", ReplicaCheck.OFF),
-            self._options.get("on_replica_mismatch", "raise"),
-            comm,
-        )
 
     def claim(self, comm: Comm, *, secured: bool = False) -> None:
         """Take possession of the folder, if all ranks have planned. Collective.
@@ -273,7 +263,7 @@ class SaveJob:
             self.get_ready(comm)
             self.check_claim()
             self.write_own()
-            return self._written
+            return self._all_written()
 
         self._of_ranks = driver.gather_written(write_own, self.writer, comm)
         # What describes the whole takes memory, and needs none of this.
@@ -329,34 +319,45 @@ class SaveJob:
         Args:
             write_plan: writes the plan of a strategy that is made of a StorageWriter.
         """
+        self._written = None
         with self.meter.phase("writing"):
             self.meter.expect(self.num_bytes)
             values = self._values()
             files = self._write_common(values)
+            written = driver.Written()
             if self._own_plan is not None and self.writer is not None:
                 written = write_plan(self._own_plan, values.planner, self.writer, self.rank)
-                self._written = replace(written, files=(*written.files, *files))
             elif isinstance(self.strategy, AsyncSaveShardedStrategy):
                 request = self.strategy.async_save(values.leaves, self.folder)
                 request.execute()
                 self._finalize_fns = tuple(request.finalize_fns)
             else:
                 self.strategy.save(values.leaves, self.folder)
+        self._written = replace(written, files=(*written.files, *files))
+
+    def _all_written(self) -> driver.Written:
+        """What this rank has written; an error if it has not come to the end of that."""
+        if self._written is not None:
+            return self._written
+        raise CheckpointingException("a rank stopped writing", [Finding("wrote only a part")])
 
     def finish(self, comm: Comm, save_number: Callable[[], int]) -> None:
         """Learn what all ranks have written. Collective, after ``write_own``.
 
         Args:
             comm: the ranks that save together.
-            save_number: gives a number that only this save has, the same on all ranks; or raises
-                what has failed on this rank.
+            save_number: gives the number of this save on all ranks, or raises what failed on this.
         """
+
+        def told() -> driver.Written:
+            number = save_number()
+            return replace(self._all_written(), save=number)
+
         if self.writer is not None:
-            self._of_ranks = driver.gather_written(
-                lambda: replace(self._written, save=save_number()), self.writer, comm
-            )
+            self._of_ranks = driver.gather_written(told, self.writer, comm)
             return
-        require_one_save(comm.exchange("writing", save_number, lambda number: number), self.folder)
+        saves = comm.exchange("writing", lambda: told().save, lambda number: number)
+        require_one_save(saves, self.folder)
         for finalize in self._finalize_fns:
             with comm.agreed("finishing the write"):
                 finalize()

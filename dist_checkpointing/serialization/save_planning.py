@@ -12,7 +12,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.failures import Outcome
 from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.mapping import ShardedStateDict
+from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import Exchanged, exchange_tables
@@ -23,6 +23,7 @@ from dist_checkpointing.planning.plan_save import (
     SavePlanning,
     number_of,
 )
+from dist_checkpointing.planning.replicas import ReplicaCheck, compare_replicas
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.serialization.save_base import require_sharing, take_base
 from dist_checkpointing.serialization.save_checks import Decided
@@ -179,7 +180,12 @@ def prepare(
     with meter.phase("planning"):
         exchanged = exchange_tables(comm, PLANNING, bring, lambda facts: facts.identity)
         job = plannings[0].conclude(exchanged, comm)
-        job.compare_replicas(comm)
+        compare_replicas(
+            [leaf for leaf in job.by_strategy.values() if isinstance(leaf, ShardedTensor)],
+            options.get("replicas", ReplicaCheck.OFF),
+            options.get("on_replica_mismatch", "raise"),
+            comm,
+        )
         if base is not None and job.writer is not None:
             take_base(base, job.folder, job.strategy, job.writer, comm)
     return job

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dist_checkpointing import (
     AsyncSaver,
     CheckpointingException,
     RankFailedError,
+    ShardedTensor,
     async_save,
     save,
 )
@@ -203,3 +205,29 @@ def test_a_last_step_that_fails_on_one_rank_fails_on_all() -> None:
         assert queue.get_num_unfinalized_calls() == 0
 
     run_ranks(2, one)
+
+
+class _Gone(BaseException):
+    """No Exception: such as what a debugger or an interpreter that ends raises."""
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_a_rank_that_stopped_writing_in_any_way_is_not_left_out(
+    tmp_path: Path, backend: str
+) -> None:
+    """What is raised behind the training and is no Exception must not end in a commit."""
+
+    def train(comm: Comm) -> None:
+        def stop(progress: Progress) -> None:
+            if comm.rank == 1 and progress.phase == "writing":
+                raise _Gone
+
+        part = torch.full((2, 8), float(comm.rank))
+        state = {"w": ShardedTensor.from_rank_offsets("w", part, (0, comm.rank, 2))}
+        with AsyncSaver(comm=comm, finalize="caller") as saver:
+            handle = saver.save(state, tmp_path / "c", backend, progress=stop)
+            with pytest.raises((CheckpointingException, _Gone)):
+                handle.result()
+
+    run_ranks(2, train)
+    assert not (tmp_path / "c" / "metadata.json").exists()
