@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dist_checkpointing import Checkpoint, save
+from dist_checkpointing.checkpoint.reads import PartialReads
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.tools.inspect.comparison import compare_checkpoints
 from dist_checkpointing.tools.inspect.values import statistics_of_part, stream_statistics
@@ -54,18 +55,18 @@ def test_nothing_outlives_its_batch(
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     most = 0
     reads = 0
-    own = Checkpoint.read
+    own = PartialReads.boxes
 
-    def read(checkpoint: Checkpoint, wanted: Any) -> list[torch.Tensor]:
+    def boxes(partial: PartialReads, index: Any, wanted: Any) -> list[torch.Tensor]:
         nonlocal most, reads
-        tensors = own(checkpoint, wanted)
+        tensors = own(partial, index, wanted)
         for tensor in tensors:
             alive.add(tensor)
         most = max(most, sum(tensor.nbytes for tensor in alive))
         reads += 1
         return tensors
 
-    monkeypatch.setattr(Checkpoint, "read", read)
+    monkeypatch.setattr(PartialReads, "boxes", boxes)
     stream(Checkpoint.open(tmp_path / "c"))
     assert reads >= 8
     assert most <= at_once * BUDGET
