@@ -193,14 +193,14 @@ def _split(table: ShardTable, rows: Int64s, threads: int) -> list[list[int]]:
     if not len(rows):
         return []
     sizes = table.num_bytes[rows].tolist()
-    count = max(1, min(threads, len(rows), sum(sizes) // _MIN_FILE_BYTES))
+    count = max(1, min(threads, sum(sizes) // _MIN_FILE_BYTES))
     parts: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for row, size in zip(rows.tolist(), sizes, strict=True):
         least = loads.index(min(loads))
         parts[least].append(row)
         loads[least] += size
-    return parts
+    return [part for part in parts if part]
 
 
 def _chunks(
