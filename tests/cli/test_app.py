@@ -95,6 +95,8 @@ def test_ctrl_c_is_one_line() -> None:
     code = f"""
 import os, signal, time
 from dist_checkpointing.tools.cli import app, ls
+# A job in the background ignores Ctrl-C, and its children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def interrupted(*_, **__):
     os.kill(os.getpid(), {int(signal.SIGINT)})
     time.sleep(60)  # another thread may get the signal first
