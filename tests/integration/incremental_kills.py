@@ -24,6 +24,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -82,14 +83,18 @@ class Moments:
         self._folder = str(folder)
         self._left = 0
         self._act: Callable[[], None] | None = None
+        self._thread: int | None = None
         sys.addaudithook(self._hear)
 
-    def at(self, number: int, act: Callable[[], None]) -> None:
-        """Call ``act`` at so many moments from now."""
+    def at(self, number: int, act: Callable[[], None], *, own_thread: bool = False) -> None:
+        """Call ``act`` at so many moments from now, of all threads or of this one."""
+        self._thread = threading.get_ident() if own_thread else None
         self._left, self._act = number, act
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._act is None or event not in EVENTS or not self._is_ours(arguments):
+            return
+        if self._thread not in (None, threading.get_ident()):
             return
         self._left -= 1
         if self._left <= 0:
@@ -122,7 +127,8 @@ def work(root: Path, strategy: Any, what: str, numbers: tuple[int, int, int]) ->
     first, second, third = numbers
 
     def delete_half() -> None:
-        moments.at(second, cut_off)
+        # Other threads go on saving meanwhile.
+        moments.at(second, cut_off, own_thread=True)
         delete(root / "1")
         if third % 2:
             moments.at(third, kill)
