@@ -65,8 +65,7 @@ class SaveJob:
     """What is saved, and how. One object a rank; ``prepare`` makes one that is planned.
 
     In order: ``take``, ``claim``, then ``write``, or in its place ``secure`` (or ``check_claim``),
-    ``get_ready``, ``capture``, ``write_own`` and ``finish``; at last ``commit``. After an error
-    ``give_up``.
+    ``get_ready``, ``capture``, ``write_own`` and ``finish``; at last ``commit``; ``give_up`` on error.
 
     Args:
         state_dict: of this rank.
@@ -336,10 +335,10 @@ class SaveJob:
         self._written = replace(written, files=(*written.files, *files))
 
     def _all_written(self) -> driver.Written:
-        """What this rank has written; an error if it has not come to the end of that."""
-        if self._written is not None:
-            return self._written
-        raise CheckpointingException("a rank stopped writing", [Finding("wrote only a part")])
+        """What this rank has written, or an error if it did not come to the end."""
+        if self._written is None:
+            raise CheckpointingException("a rank stopped writing", [Finding("wrote only a part")])
+        return self._written
 
     def finish(self, comm: Comm, save_number: Callable[[], int]) -> None:
         """Learn what all ranks have written. Collective, after ``write_own``.
