@@ -65,7 +65,7 @@ class SaveJob:
     """What is saved, and how. One object a rank; ``prepare`` makes one that is planned.
 
     In order: ``take``, ``claim``, then ``write``, or in its place ``secure`` (or ``check_claim``),
-    ``get_ready``, ``capture``, ``write_own`` and ``finish``; at last ``commit``; ``give_up`` on error.
+    ``get_ready``, ``capture``, ``write_own`` and ``finish``; last ``commit``; ``give_up`` on error.
 
     Args:
         state_dict: of this rank.
