@@ -1,0 +1,288 @@
+"""A bucket of an object store, reached through obstore: whole objects in, ranges of objects out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Client
+
+T = TypeVar("T")
+Buffer = Any
+"""Bytes, a memoryview or an array of bytes: contiguous and one-dimensional."""
+
+SCHEMES: Final = frozenset({"s3", "gs", "az", "memory"})
+_MOST_DELETED: Final = 1000
+"""Keys of one request of S3."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStoreOptions:
+    """How an object store is reached. What is not given here comes from the environment.
+
+    Credentials, region and endpoint are read from the usual variables of each provider, such as
+    ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``GOOGLE_APPLICATION_CREDENTIALS`` or
+    ``AZURE_STORAGE_ACCOUNT_NAME``.
+
+    Attributes:
+        endpoint: URL of the server; ``http://`` is allowed if it is given as such.
+        region: Region of the bucket.
+        access_key_id: With ``secret_access_key``, the credentials of S3.
+        secret_access_key: See ``access_key_id``.
+        max_retries: Tries after the first one of a request that met 429, 5xx or a lost connection.
+        retry_timeout: Seconds after which a request is given up, with all its retries.
+        timeout: Seconds that one try may take.
+        parallelism: Requests under way at a time for one rank.
+        part_bytes: Size of the parts of an upload and of large reads.
+
+    Example:
+        >>> from dist_checkpointing.filesystem.object_store import ObjectStoreOptions
+        >>> ObjectStoreOptions(endpoint="http://127.0.0.1:9000").max_retries
+        8
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    access_key_id: str | None = None
+    secret_access_key: str | None = field(default=None, repr=False)
+    max_retries: int = 8
+    retry_timeout: float = 180.0
+    timeout: float = 120.0
+    parallelism: int = 16
+    part_bytes: int = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object as the store tells it.
+
+    Attributes:
+        key: Name of the object in the bucket.
+        num_bytes: Its size.
+        etag: Changes whenever the object is written; None if the store tells none.
+    """
+
+    key: str
+    num_bytes: int
+    etag: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """A bucket. Two of them are equal if they are reached in the same way.
+
+    Every method raises ``FileNotFoundError`` if the object is not there, ``FileExistsError`` if a
+    put that must create finds one, ``PermissionError`` if access is denied, and ``OSError`` with
+    the key and the last answer of the store for all else.
+
+    Attributes:
+        url: Scheme and bucket, such as ``s3://bucket``.
+        options: How it is reached.
+    """
+
+    url: str
+    options: ObjectStoreOptions = ObjectStoreOptions()
+
+    def get(self, key: str) -> bytes:
+        """The content of an object."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        return _asked(self, key, lambda: bytes(obstore.get(self._client, key).bytes()))
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Some ranges of one object, ``(offset, num_bytes)``; near ones share a request."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        starts, lengths = zip(*ranges, strict=True)
+        found = _asked(
+            self, key, lambda: obstore.get_ranges(self._client, key, starts=starts, lengths=lengths)
+        )
+        return [memoryview(part) for part in found]
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """What an object is; None if there is none."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        try:
+            return _info(_asked(self, key, lambda: obstore.head(self._client, key)))
+        except FileNotFoundError:
+            return None
+
+    def put(self, key: str, data: Buffer, *, create: bool = False) -> str | None:
+        """Write an object in one request; the ETag that it has then.
+
+        Args:
+            key: of the object.
+            data: its content.
+            create: refuse to replace an object. A time-out leaves open whether it was written.
+        """
+        import obstore  # noqa: PLC0415 - an extra
+
+        mode: Any = "create" if create else "overwrite"
+        return _asked(
+            self,
+            key,
+            lambda: obstore.put(self._client, key, data, mode=mode, use_multipart=False)["e_tag"],
+        )
+
+    def put_parts(self, key: str, parts: Iterable[Buffer]) -> str | None:
+        """Write an object of any size, part by part; the ETag that it has then.
+
+        The parts are not copied before they are sent. The upload is aborted if one cannot be made.
+        """
+        import obstore  # noqa: PLC0415 - an extra
+
+        return _asked(
+            self,
+            key,
+            lambda: obstore.put(
+                self._client,
+                key,
+                iter(parts),
+                chunk_size=self.options.part_bytes,
+                max_concurrency=self.options.parallelism,
+            )["e_tag"],
+        )
+
+    def list_below(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        """Every object below a prefix that ends at a ``/``, in order of the keys."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        pages = _asked(
+            self, prefix, lambda: obstore.list(self._client, prefix=prefix, offset=start_after)
+        )
+        while page := _asked(self, prefix, lambda: next(pages, None)):
+            yield from map(_info, page)
+
+    def list_folder(self, prefix: str) -> tuple[list[str], list[ObjectInfo]]:
+        """The names of the folders in a folder, and its objects; each sorted."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        found = _asked(
+            self, prefix, lambda: obstore.list_with_delimiter(self._client, prefix=prefix)
+        )
+        folders = sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found["common_prefixes"])
+        return folders, sorted(map(_info, found["objects"]), key=lambda info: info.key)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects, many in a request; those that are not there are no error."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        waiting = list(keys)
+        for first in range(0, len(waiting), _MOST_DELETED):
+            batch = waiting[first : first + _MOST_DELETED]
+            try:
+                _asked(self, batch[0], lambda batch=batch: obstore.delete(self._client, batch))  # type: ignore[misc]
+            except FileNotFoundError:  # the memory store says it of a key, and stops there
+                for key in batch:
+                    if self.head(key) is not None:
+                        _asked(self, key, lambda key=key: obstore.delete(self._client, key))  # type: ignore[misc]
+
+    @property
+    def _client(self) -> Client:
+        is_memory = self.url.startswith("memory:")  # of the process, however it is reached
+        options = ObjectStoreOptions() if is_memory else self.options
+        return _client(self.url, options, os.getpid())
+
+
+@cache
+def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
+    """A client that the threads of a process share."""
+    del process  # a fork has its own: sockets and threads of the parent's do not work in it
+    try:
+        from obstore.store import MemoryStore, from_url  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        finding = Finding(
+            "obstore is not installed",
+            path=url,
+            remedy="pip install 'dist_checkpointing[object]'",
+        )
+        raise UnsupportedFormatError("object stores need obstore", [finding]) from error
+    if url.startswith("memory://"):
+        return MemoryStore()
+    given = {
+        "endpoint": options.endpoint,
+        "region": options.region,
+        "access_key_id": options.access_key_id,
+        "secret_access_key": options.secret_access_key,
+    }
+    endpoint = options.endpoint or os.environ.get("AWS_ENDPOINT_URL", "")
+    config: Any = {name: value for name, value in given.items() if value is not None}
+    return from_url(
+        url,
+        config=config,
+        client_options={
+            "timeout": timedelta(seconds=options.timeout),
+            "allow_http": endpoint.startswith("http://"),
+        },
+        retry_config={
+            "max_retries": options.max_retries,
+            "retry_timeout": timedelta(seconds=options.retry_timeout),
+        },
+    )
+
+
+def _info(meta: Any) -> ObjectInfo:
+    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"])
+
+
+def _asked(store: ObjectStore, key: str, request: Callable[[], T]) -> T:
+    """The answer to a request; errors as those of a file system."""
+    from obstore.exceptions import (  # noqa: PLC0415 - an extra
+        AlreadyExistsError,
+        BaseError,
+        PermissionDeniedError,
+        PreconditionError,
+        UnauthenticatedError,
+    )
+
+    path = f"{store.url}/{key}"
+    try:
+        return request()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(2, "no such object", path) from error
+    except (AlreadyExistsError, PreconditionError) as error:
+        raise FileExistsError(17, "the object exists", path) from error
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        raise PermissionError(13, _last_answer(error), path) from error
+    except BaseError as error:
+        raise OSError(5, _last_answer(error), path) from error
+
+
+def _last_answer(error: Exception) -> str:
+    return str(error).split("\n\nDebug source", 1)[0]
+
+
+def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
+    """The bucket of a URL, and the key within it.
+
+    Raises:
+        UnsupportedFormatError: if no object store has such URLs.
+        CheckpointingException: if it names no bucket.
+    """
+    scheme, _, rest = url.partition(":")
+    bucket, _, key = rest.lstrip("/").partition("/")
+    if scheme not in SCHEMES:
+        finding = Finding(
+            f"URLs of scheme {scheme!r} are not supported",
+            expected=f"a folder, or a URL of {', '.join(sorted(SCHEMES))}",
+            found=url,
+            remedy="A local folder of this name is reached by its absolute path.",
+        )
+        raise UnsupportedFormatError("not a path of a checkpoint", [finding])
+    if not bucket:
+        finding = Finding(
+            "the URL names no bucket", expected=f"{scheme}://bucket/folder", found=url
+        )
+        raise CheckpointingException("not a path of a checkpoint", [finding])
+    if scheme == "az":  # az://account/container/folder
+        container, _, key = key.partition("/")
+        bucket = f"{bucket}/{container}"
+    return ObjectStore(f"{scheme}://{bucket}", options), key.strip("/")
