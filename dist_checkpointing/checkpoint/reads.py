@@ -65,7 +65,7 @@ class PartialReads:
         assert isinstance(self.sharded, PlannedLoadStrategy)
         reader = self.sharded.make_reader(self._folder)
         reader.is_kept = True
-        _ = reader.maps_files  # asked once for all of its copies
+        _ = reader.files  # asked once for all of its copies
         return reader
 
     def make_reader(self) -> StorageReader:

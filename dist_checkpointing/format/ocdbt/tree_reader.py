@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
-import stat
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +16,8 @@ import numpy as np
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.ranged_reads import WrongSizeError, open_file
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.columns import Malformed
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME, Manifest, Root
@@ -231,7 +231,7 @@ class Tree:
     def _read(self, place: _Place) -> Leaf | Interior:
         path = self._folder / place.file.path
         try:
-            record = _read_at(path, place.offset, place.length)
+            record = _read_at(self._folder, place.file.path, place.offset, place.length)
             node = decode(record, place.height, place.file.folder, place.prefix)
             held = len(node.keys) if isinstance(node, Leaf) else sum(node.num_keys.tolist())
             if held != place.num_keys:
@@ -315,30 +315,26 @@ def _read_manifest(path: Path) -> Manifest:
         raise _corrupt(f"the manifest is damaged: {error}", path) from error
 
 
-def _read_at(path: Path, offset: int, length: int) -> bytes:
+def _read_at(folder: Location, name: str, offset: int, length: int) -> bytes:
     """The bytes of a node.
 
     Raises:
         Malformed: if they are not there.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open_file(folder, name) as file:
+            if length > MOST_BODY_BYTES:
+                raise Malformed(f"it has {length} bytes")
+            file.require(offset + length, is_all=False)
+            return file.view(offset, length).tobytes()
+    except WrongSizeError as error:
+        raise Malformed(f"its file ends at {error.found}, before it") from error
+    except EOFError as error:
+        raise Malformed("its file became shorter") from error
     except OSError as error:
         if error.errno in (*local.NOT_THERE, errno.ENAMETOOLONG):
             raise Malformed("its file is missing") from error
         raise
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise Malformed("its file is no file")
-        if length > min(MOST_BODY_BYTES, status.st_size - offset):
-            raise Malformed(f"its file ends at {status.st_size}, before it")
-        record = os.pread(descriptor, length, offset)
-    finally:
-        os.close(descriptor)
-    if len(record) != length:
-        raise Malformed("its file became shorter")
-    return record
 
 
 def _corrupt(problem: str, path: Path) -> CorruptCheckpointError:

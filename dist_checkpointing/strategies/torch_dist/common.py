@@ -13,6 +13,7 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem.ranged_reads import open_file
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.strategies.base import LoadCommonStrategy
 from dist_checkpointing.strategies.planned import KnownFormats
@@ -24,7 +25,7 @@ from dist_checkpointing.strategies.torch_dist.metadata import (
     StatePath,
     read_dcp_metadata,
 )
-from dist_checkpointing.strategies.torch_dist.stored_values import OpenRecord, opened, read_object
+from dist_checkpointing.strategies.torch_dist.stored_values import OpenRecord, read_object
 
 _MOST_POSITIONS = 1 << 24
 
@@ -75,8 +76,8 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
             raise CorruptCheckpointError("the common state is damaged", [finding])
         where = f"{folder / place.file}, bytes from {place.offset} on ({key!r})"
         try:
-            with opened(folder / place.file) as descriptor:
-                record = OpenRecord(descriptor, place)
+            with open_file(folder, place.file) as file:
+                record = OpenRecord(file, place)
                 if listed:
                     return read_object(record, where, trusted=self.trusted)
                 return deserialize(record.read(0, record.length), where, trusted=self.trusted)
