@@ -34,7 +34,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
     return path.read_bytes()
 
 
-def check_size(size: int, path: Path, max_bytes: int) -> None:
+def check_size(size: int, path: object, max_bytes: int) -> None:
     """Check that a file is not too large to be what it should be.
 
     Raises:
@@ -95,6 +95,31 @@ def walked(root: Path) -> Iterator[tuple[Path, list[str]]]:
     """
     for folder, _, names in os.walk(root, onerror=_raise_unless_gone):
         yield Path(folder), names
+
+
+def files_below(path: Path, root: Path) -> Iterator[tuple[str, int | None]]:
+    """All that is not a folder: name relative to ``root``, and size of regular files.
+
+    Links are not followed.
+
+    Raises:
+        OSError: if a folder cannot be read.
+    """
+    pending = [str(path)]
+    while pending:
+        try:
+            entries = os.scandir(pending.pop())
+        except OSError as error:
+            _raise_unless_gone(error)
+            continue
+        with entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                    continue
+                is_regular = entry.is_file(follow_symlinks=False)
+                size = entry.stat(follow_symlinks=False).st_size if is_regular else None
+                yield os.path.relpath(entry.path, root), size
 
 
 def _raise_unless_gone(error: OSError) -> None:

@@ -90,11 +90,22 @@ class ObjectStore:
     url: str
     options: ObjectStoreOptions = ObjectStoreOptions()
 
-    def get(self, key: str) -> bytes:
-        """The content of an object."""
+    def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
+        """The content of an object, whose size is checked before it is read."""
         import obstore  # noqa: PLC0415 - an extra
 
-        return _asked(self, key, lambda: bytes(obstore.get(self._client, key).bytes()))
+        found = _asked(self, key, lambda: obstore.get(self._client, key))
+        check_size(found.meta["size"])
+        return _asked(self, key, lambda: bytes(found.bytes()))
+
+    def blocks(self, key: str) -> Iterator[memoryview]:
+        """The content of an object of any size, block by block."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        found = _asked(self, key, lambda: obstore.get(self._client, key))
+        left = iter(found.stream(min_chunk_size=self.options.part_bytes))
+        while (block := _asked(self, key, lambda: next(left, None))) is not None:
+            yield memoryview(block)
 
     def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
         """A part of an object, which is shorter where the object ends, and the object's size."""

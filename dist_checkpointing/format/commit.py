@@ -26,10 +26,11 @@ from dist_checkpointing.errors import (
     Finding,
     InvalidShardingError,
 )
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.paths import local_folder, location
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -64,24 +65,24 @@ class CheckpointingConfig:
 _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
 
 
-def _is_plain_dcp(folder: Path) -> bool:
+def _is_plain_dcp(folder: Location) -> bool:
     """Whether torch DCP alone saved into the folder, and came to an end.
 
     An unfinished save of this library or of Megatron does not count: they commit by a later file.
     """
     others = (CONFIG_FNAME, COMMON_STATE_FNAME, OWN_FOLDER)
-    return local.is_file(folder / DCP_METADATA_NAME) and not any(
-        local.is_there(folder / name) for name in others
+    return store.is_file(folder / DCP_METADATA_NAME) and not any(
+        store.is_there(folder / name) for name in others
     )
 
 
-def is_committed(folder: Path) -> bool:
+def is_committed(folder: Location) -> bool:
     """Whether there is a commit, of whatever content: what it commits must not be touched.
 
     Raises:
         OSError: if that cannot be found out, which is not the same as no.
     """
-    return local.is_there(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
+    return store.is_there(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
 
 
 def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
@@ -93,15 +94,15 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         UnsupportedFormatError: if the path is a URL.
         OSError: if the file system fails.
     """
-    folder = local_folder(checkpoint_dir)
+    folder = location(checkpoint_dir)
     path = folder / CONFIG_FNAME
-    if not local.is_folder(folder):
-        problem = "it is a file, not a folder" if local.is_there(folder) else "no such folder"
+    if not store.is_folder(folder):
+        problem = "it is a file, not a folder" if store.is_there(folder) else "no such folder"
         finding = Finding(problem, path=str(folder))
         raise CheckpointNotFoundError(f"Checkpoint directory {folder} does not exist", [finding])
     if _is_plain_dcp(folder):
         return _PLAIN_DCP
-    if not local.is_file(path):
+    if not store.is_file(path):
         raise _not_committed(folder)
     try:
         return _parsed_config(path)
@@ -109,9 +110,9 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         raise _not_committed(folder) from error  # overwritten since the first look
 
 
-def _parsed_config(path: Path) -> CheckpointingConfig:
+def _parsed_config(path: Location) -> CheckpointingConfig:
     with local.parsing(f"{CONFIG_FNAME} cannot be read", path, remedy="Restore the file."):
-        content = local.read_json(path, _MAX_CONFIG_BYTES)
+        content = store.read_json(path, _MAX_CONFIG_BYTES)
         known = {f.name for f in fields(CheckpointingConfig)}
         config = CheckpointingConfig(**{k: v for k, v in content.items() if k in known})
         for field in fields(config):
@@ -119,16 +120,16 @@ def _parsed_config(path: Path) -> CheckpointingConfig:
             if type(getattr(config, field.name)) is not kind:
                 raise ValueError(f"{field.name} is not of type {kind.__name__}")
         # Megatron >= 0.19 names no common backend and keeps the common state with the tensors.
-        is_inside = "common_backend" not in content and not local.is_there(
-            path.with_name(COMMON_STATE_FNAME)
+        is_inside = "common_backend" not in content and not store.is_there(
+            path.parent / COMMON_STATE_FNAME
         )
         if config.sharded_backend == "torch_dist" and is_inside:
             config = replace(config, common_backend="torch_dist")
     return config
 
 
-def _not_committed(folder: Path) -> CheckpointNotFoundError:
-    half = local.is_there(folder / ATTEMPT_NAME)
+def _not_committed(folder: Location) -> CheckpointNotFoundError:
+    half = store.is_there(folder / ATTEMPT_NAME)
     finding = Finding(
         "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
         path=str(folder / CONFIG_FNAME),

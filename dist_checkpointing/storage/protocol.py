@@ -184,14 +184,14 @@ class StorageWriter(ABC):
     keeps_fingerprints: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
 
-    def __init__(self, checkpoint_dir: Path = _UNKNOWN) -> None:
-        self.checkpoint_dir = checkpoint_dir
+    def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
+        self.checkpoint_dir: Path = checkpoint_dir
         self.options = StorageOptions()
         self.takes_fingerprints = False
         self.report: Callable[[int], None] = _ignore
         self.base: Path | None = None
 
-    def reset(self, checkpoint_id: Path) -> None:  # noqa: B027 - a hook
+    def reset(self, checkpoint_id: Any) -> None:  # noqa: B027 - a hook
         """Learn the folder of the checkpoint, before anything else is called."""
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
@@ -267,14 +267,14 @@ class StorageReader(ABC):
         report: to be called with the number of bytes that have been read since the last call.
     """
 
-    def __init__(self, checkpoint_dir: Path = _UNKNOWN) -> None:
-        self.checkpoint_dir = checkpoint_dir
+    def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
+        self.checkpoint_dir: Path = checkpoint_dir
         self.options = StorageOptions()
         self.trusted = False
         self.is_kept = False
         self.report: Callable[[int], None] = _ignore
 
-    def reset(self, checkpoint_id: Path) -> None:  # noqa: B027 - a hook
+    def reset(self, checkpoint_id: Any) -> None:  # noqa: B027 - a hook
         """Learn the folder of the checkpoint, before anything else is called."""
 
     @cached_property
