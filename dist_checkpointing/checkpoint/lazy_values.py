@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_checkpointing.checkpoint.slicing import select
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import StoredTensor
 
@@ -110,7 +110,7 @@ class TensorHandle:
         return self._stored.num_parts
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         """Folder of the checkpoint."""
         return self._checkpoint.path
 

@@ -9,13 +9,12 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.ranged_reads import WrongSizeError, open_file
 from dist_checkpointing.format.ocdbt import manifest
@@ -102,7 +101,7 @@ class Tree:
         CorruptCheckpointError: from all methods, if the database is damaged.
     """
 
-    def __init__(self, folder: Path, *, keeps_nodes: bool = False) -> None:
+    def __init__(self, folder: Location, *, keeps_nodes: bool = False) -> None:
         self._folder = folder
         self._keeps_nodes = keeps_nodes
         self._lock = threading.Lock()
@@ -286,12 +285,12 @@ def _child(above: _Place, node: Interior, number: int) -> _Place:
     )
 
 
-def _newest_root(folder: Path) -> Root | None:
+def _newest_root(folder: Location) -> Root | None:
     """Where the tree of the newest version begins; None if it is empty."""
     first = _read_manifest(folder / MANIFEST_NAME)
     if not first.is_numbered:
         return first.root
-    matches = [_NUMBERED_NAME.fullmatch(name) for name in local.names_in(folder)]
+    matches = [_NUMBERED_NAME.fullmatch(name) for name in store.names_in(folder)]
     generations = [int(match[1], 16) for match in matches if match is not None]
     if not generations:
         return None
@@ -306,9 +305,9 @@ def _newest_root(folder: Path) -> Root | None:
     return newest.root
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Location) -> Manifest:
     try:
-        return manifest.decode(local.read_bytes(path, MOST_BODY_BYTES))
+        return manifest.decode(store.read_bytes(path, MOST_BODY_BYTES))
     except FileNotFoundError as error:
         raise _corrupt("missing", path) from error
     except Malformed as error:
@@ -337,7 +336,7 @@ def _read_at(folder: Location, name: str, offset: int, length: int) -> bytes:
         raise
 
 
-def _corrupt(problem: str, path: Path) -> CorruptCheckpointError:
+def _corrupt(problem: str, path: Location) -> CorruptCheckpointError:
     finding = Finding(
         problem, path=str(path), remedy="Restore the file, or use another checkpoint."
     )

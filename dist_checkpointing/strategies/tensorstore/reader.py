@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.gc_pause import paused_collector
@@ -52,13 +52,13 @@ class TensorStoreReader(StorageReader):
         self._index = metadata
         if not (metadata or metadata.objects):
             return  # nothing was saved, so no database was made
-        if not local.is_file(self.checkpoint_dir / MANIFEST_NAME):
+        if not store.is_file(self.checkpoint_dir / MANIFEST_NAME):
             path = str(self.checkpoint_dir / MANIFEST_NAME)
             raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         names = [*super().describing_names(wanted)]
-        has_database = (self.checkpoint_dir / MANIFEST_NAME).exists()
+        has_database = store.is_file(self.checkpoint_dir / MANIFEST_NAME)
         return [*names, MANIFEST_NAME] if has_database else names
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:

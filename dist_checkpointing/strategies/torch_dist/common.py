@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, Self
 
 from dist_checkpointing.errors import (
@@ -13,6 +12,8 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.filesystem.ranged_reads import open_file
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.strategies.base import LoadCommonStrategy
@@ -53,7 +54,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         return type(self)(trusted=True)
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
-        folder = Path(checkpoint_dir)
+        folder = location(checkpoint_dir)
         metadata = read_dcp_metadata(folder)
         if COMMON_STATE_CELL in metadata.values:
             common = self._read(folder, metadata, COMMON_STATE_CELL, listed=True)
@@ -69,7 +70,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
             }
         )
 
-    def _read(self, folder: Path, metadata: DcpMetadata, key: str, *, listed: bool) -> Any:
+    def _read(self, folder: Location, metadata: DcpMetadata, key: str, *, listed: bool) -> Any:
         place = metadata.places.get((key, None))
         if place is None:
             finding = Finding("an object is stored nowhere", key, path=str(folder))

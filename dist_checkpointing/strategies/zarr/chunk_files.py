@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints, Window
@@ -103,7 +103,7 @@ def read_decoded(path: Location, codec: Codec, num_bytes: int, key: str) -> Arra
         return CorruptCheckpointError("the checkpoint is damaged", [finding])
 
     try:
-        encoded = local.read_bytes(path, 2 * num_bytes + 2**20)
+        encoded = store.read_bytes(path, 2 * num_bytes + 2**20)
     except FileNotFoundError as error:
         raise corrupt("a chunk is missing") from error
     try:
