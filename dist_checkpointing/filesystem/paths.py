@@ -34,6 +34,21 @@ def location(path: str | os.PathLike[str]) -> Location:
     return ObjectPath.of(os.fspath(path)) if is_url(path) else local_folder(path)
 
 
+def require_local(path: Location, what: str) -> None:
+    """Refuse what works on a mounted file system only.
+
+    Raises:
+        UnsupportedFormatError: if the path is in an object store.
+    """
+    if isinstance(path, ObjectPath):
+        finding = Finding(
+            f"{what} works on a mounted file system only",
+            found=str(path),
+            remedy="Use the backend tensorstore, or a folder of a local or a shared disk.",
+        )
+        raise UnsupportedFormatError("not for an object store", [finding])
+
+
 def local_folder(path: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint or file of tensors on a mounted file system, without "..".
 

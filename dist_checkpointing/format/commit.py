@@ -224,6 +224,11 @@ class Attempt:
         return attempt
 
     @property
+    def folder(self) -> Path:
+        """Where the files of the save lie."""
+        return self._folder
+
+    @property
     def creates(self) -> tuple[str, ...]:
         """Relative names of the files and folders that the save makes."""
         return self._creates

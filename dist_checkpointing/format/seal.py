@@ -55,11 +55,13 @@ class SealedFile:
         num_bytes: Size.
         digest: xxh3_128 of the content in hex; None for tensor data, which the tables of checksums
             cover.
+        etag: What an object store said of the object that it put.
     """
 
     name: str
     num_bytes: int
     digest: str | None = None
+    etag: str | None = None
 
     @classmethod
     def of_bytes(cls, name: str, data: bytes) -> SealedFile:
@@ -110,6 +112,9 @@ class Seal:
             "tables": {name: list(keys) for name, keys in self.tables.items()},
             "is_open": self.is_open,
         }
+        if any(file.etag for file in files):
+            # Readers that do not know it pass over it.
+            content["etags"] = [file.etag for file in files]
         body = json.dumps(content, separators=(",", ":")).encode()
         return b'{"checksum":"%s",' % xxhash.xxh3_128_hexdigest(body).encode() + body[1:]
 
@@ -129,9 +134,15 @@ class Seal:
             if content.get("checksum") != xxhash.xxh3_128_hexdigest(body):
                 raise ValueError("the checksum of the seal differs")
             columns = (content["files"], content["sizes"], content["digests"])
+            etags = content.get("etags") or [None] * len(content["files"])
             files = {
-                str(name): SealedFile(str(name), int(size), None if d is None else str(d))
-                for name, size, d in zip(*columns, strict=True)
+                str(name): SealedFile(
+                    str(name),
+                    int(size),
+                    None if digest is None else str(digest),
+                    None if etag is None else str(etag),
+                )
+                for name, size, digest, etag in zip(*columns, etags, strict=True)
             }
             tables = {str(name): (str(a), str(b)) for name, (a, b) in content["tables"].items()}
             config = dict(content["config"])

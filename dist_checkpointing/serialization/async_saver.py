@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
 from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
@@ -156,7 +156,7 @@ class AsyncSaver:
         comm = self._comm
         self.wait()
         # Whoever writes may do so when the working directory is another one.
-        handle = SaveHandle(Path(checkpoint_dir).absolute(), step, comm)
+        handle = SaveHandle(location(checkpoint_dir).absolute(), step, comm)
 
         def report(state: Progress) -> None:
             handle.report(state)

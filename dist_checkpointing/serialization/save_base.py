@@ -9,7 +9,8 @@ from pathlib import Path
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import local_folder, require_local
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.storage.options import Checksum
 from dist_checkpointing.storage.protocol import StorageWriter
@@ -57,7 +58,7 @@ def require_sharing(strategy: SaveShardedStrategy, writer: StorageWriter | None)
 
 def take_base(
     base: str | PathLike[str],
-    folder: Path,
+    folder: Location,
     strategy: SaveShardedStrategy,
     writer: StorageWriter,
     comm: Comm,
@@ -66,16 +67,18 @@ def take_base(
 
     Raises:
         CheckpointNotFoundError: if the base is no checkpoint.
+        UnsupportedFormatError: if the save, or the base, is in an object store.
         CheckpointingException: if it is the folder that is written.
     """
+    require_local(folder, "an incremental save")
     path = local_folder(base).absolute()
     work = partial(_is_usable, path, folder, (strategy.backend, strategy.version))
     writer.base = path if comm.from_rank0("looking at the base", work) else None
 
 
-def _is_usable(base: Path, folder: Path, saved: tuple[str, int]) -> bool:
+def _is_usable(base: Path, folder: Location, saved: tuple[str, int]) -> bool:
     """Whether the format of a base is that of the save; if not, the log says so."""
-    if base.resolve() == folder.resolve():
+    if base.resolve() == Path(folder).resolve():
         finding = Finding(
             "the base is the folder of the save itself",
             path=str(folder),

@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from pathlib import Path
 
 import torch
 
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.storage.background import Ownership, run_in_background
 from dist_checkpointing.storage.progress import Progress
 
@@ -55,7 +55,7 @@ class SaveHandle:
         True
     """
 
-    def __init__(self, checkpoint_dir: Path, step: int | None, comm: Comm) -> None:
+    def __init__(self, checkpoint_dir: Location, step: int | None, comm: Comm) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.step = step
         self._owner = Ownership("the asynchronous save")
@@ -159,5 +159,5 @@ class SaveHandle:
                 raise error
 
 
-def _warn_of_forgotten(folder: Path) -> None:
+def _warn_of_forgotten(folder: Location) -> None:
     logger.warning("%s was written and never committed: nobody asked for its result", folder)

@@ -13,11 +13,12 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.failures import Outcome
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, Attempt, CheckpointingConfig
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
-from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, is_main_replica
+from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.planners import Leaves
@@ -30,7 +31,8 @@ from dist_checkpointing.serialization.leaf_copies import (
 from dist_checkpointing.serialization.save_checks import (
     Claimed,
     Decided,
-    check_data,
+    check_place,
+    check_values,
     refuse_clashes,
     require_one_save,
     take_fingerprints,
@@ -48,15 +50,10 @@ from dist_checkpointing.strategies.base import (
     SaveShardedStrategy,
     require_method,
 )
-from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import handles_objects, select_strategy
-from dist_checkpointing.validation.unwrapped import (
-    check_storable,
-    refuse_distributed,
-    warn_of_large_tensors,
-)
+from dist_checkpointing.validation.unwrapped import refuse_distributed
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +74,7 @@ class SaveJob:
     Attributes:
         rank: whose job it is.
         folder: absolute path of the checkpoint.
+        data_folder: where its files are; another one in an object store, once it is claimed.
         strategy: writes the sharded state.
         writer: of a strategy that is made of one, else None.
         meter: counts what is done.
@@ -96,7 +94,7 @@ class SaveJob:
     ) -> None:
         self.rank, self.meter = rank, meter
         # Whoever writes may do so when the working directory is another one.
-        self.folder = local_folder(folder).absolute()
+        self.folder = self.data_folder = location(folder).absolute()
         selected: SaveShardedStrategy = select_strategy(
             StrategyAction.SAVE_SHARDED, options.get("sharded_strategy")
         )
@@ -109,14 +107,8 @@ class SaveJob:
         if options.get("content_metadata") is not None:
             common[CONTENT_METADATA_KEY] = options["content_metadata"]
         refuse_distributed(replace(parts, common=common), parts.objects)
-        check_data(parts)
-        planner = getattr(self.strategy, "planner", None)
-        if planner is None or not planner.makes_data:
-            check_storable(parts.tensors)
-        written = {p: o for p, o in parts.objects.items() if is_main_replica(o.replica_id)}
-        check_plain(common if rank == 0 else {}, written, trusted=options.get("trusted", False))
-        if rank == 0:
-            warn_of_large_tensors(common)
+        trusted = options.get("trusted", False)
+        check_values(self.strategy, parts, common if rank == 0 else {}, trusted=trusted)
         by_strategy: Leaves = parts.tensors
         by_common: Leaves = parts.objects
         if handles_objects(self.strategy):
@@ -128,6 +120,7 @@ class SaveJob:
             self.writer = self.strategy.make_writer(self.folder)
             self.writer.report = meter.add
             common_writer = common_writer.lasting(self.writer.options.durability)
+        check_place(self.folder, self.strategy, self.writer)
         if options.get("fingerprints", False):
             take_fingerprints(self.strategy, self.writer)
         self._durability = (
@@ -181,6 +174,11 @@ class SaveJob:
             after=self._planned,
         )
         self.attempt_id = self._claimed.attempt
+        data_folder = self.folder / self._claimed.data
+        if self.writer is not None and data_folder != self.data_folder:
+            self.writer.checkpoint_dir = data_folder  # type: ignore[assignment]
+            self.writer.reset(data_folder)
+        self.data_folder = data_folder
 
     def _begin_attempt(self, world_size: int, *, secured: bool) -> Claimed:
         before_claim = self._options.get("before_claim")
@@ -200,7 +198,8 @@ class SaveJob:
             after_claim(self._attempt.id)
         if secured:
             self._attempt.secure()
-        return Claimed(self._attempt.id, str(self.folder.absolute()), self._config)
+        data = store.relative(self._attempt.folder, self.folder)
+        return Claimed(self._attempt.id, str(self.folder), data, self._config)
 
     def secure(self, comm: Comm) -> None:
         """Make durable what a crash must not lose, before a byte is written. Collective.
@@ -219,7 +218,7 @@ class SaveJob:
         Raises:
             CheckpointingException: see ``Claimed``.
         """
-        self._claimed.check(self.folder, self._config, self.rank)
+        self._claimed.check(self.data_folder, self._config, self.rank)
 
     def _values(self) -> Values:
         if self._copies is not None:
@@ -242,11 +241,11 @@ class SaveJob:
         )
 
     def _write_common(self, values: Values) -> list[SealedFile]:
-        files: list[SealedFile] = []
+        folder, files = self.data_folder, list[SealedFile]()
         if self.rank == 0:
-            files += self._common_writer.save_common(values.common, self.folder) or ()
+            files += self._common_writer.save_common(values.common, folder) or ()
         if values.objects is not None:
-            files += self._common_writer.save_sharded_objects(values.objects, self.folder) or ()
+            files += self._common_writer.save_sharded_objects(values.objects, folder) or ()
         return files
 
     def write(self, comm: Comm) -> None:
@@ -255,7 +254,7 @@ class SaveJob:
             with self.meter.phase("writing"):
                 values = self._save_common(comm)
                 with comm.agreed("writing"):
-                    self.strategy.save(values.leaves, self.folder)
+                    self.strategy.save(values.leaves, self.data_folder)
             return
 
         def write_own() -> driver.Written:
@@ -274,7 +273,7 @@ class SaveJob:
         assert isinstance(self.strategy, AsyncSaveShardedStrategy)
         values = self._save_common(comm)
         with comm.agreed("writing"):
-            return self.strategy.async_save(values.leaves, self.folder)
+            return self.strategy.async_save(values.leaves, self.data_folder)
 
     def _save_common(self, comm: Comm) -> Values:
         """By itself: a strategy that talks to other ranks must find all of them there."""
@@ -327,11 +326,11 @@ class SaveJob:
             if self._own_plan is not None and self.writer is not None:
                 written = write_plan(self._own_plan, values.planner, self.writer, self.rank)
             elif isinstance(self.strategy, AsyncSaveShardedStrategy):
-                request = self.strategy.async_save(values.leaves, self.folder)
+                request = self.strategy.async_save(values.leaves, self.data_folder)
                 request.execute()
                 self._finalize_fns = tuple(request.finalize_fns)
             else:
-                self.strategy.save(values.leaves, self.folder)
+                self.strategy.save(values.leaves, self.data_folder)
         self._written = replace(written, files=(*written.files, *files))
 
     def _all_written(self) -> driver.Written:
@@ -372,7 +371,7 @@ class SaveJob:
                     finished = driver.finish_all(self._index, self._of_ranks, self.writer)
                     created = self._attempt.creates
                 write_seal(
-                    self.folder,
+                    self.data_folder,
                     self._config,
                     finished.files,
                     tables=finished.tables,

@@ -172,6 +172,8 @@ class StorageWriter(ABC):
         keeps_fingerprints: whether the index that ``finish`` gets is kept with all that it says.
         shares_files: whether it can share files of a base. Such a writer makes a checkpoint that
             is whole without the base, and reports 128-bit digests.
+        uses_object_stores: whether ``checkpoint_dir`` may be an ObjectPath: the writer then goes
+            through ``filesystem.store`` and ``filesystem.new_files``.
         takes_fingerprints: whether the values are summed as they are written.
         options: knobs of the I/O.
         report: to be called with the number of bytes that have been written since the last call.
@@ -183,6 +185,7 @@ class StorageWriter(ABC):
     gathers_results: ClassVar[bool] = True
     keeps_fingerprints: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
+    uses_object_stores: ClassVar[bool] = False
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
         self.checkpoint_dir: Path = checkpoint_dir
@@ -246,7 +249,7 @@ class StorageWriter(ABC):
             results: of each rank, see ``gathers_results``.
 
         Returns:
-            Of a writer that shares files, data files that no rank has reported.
+            Of a writer that shares files, files that no rank has reported.
         """
         del results
         write_index(metadata, self.checkpoint_dir, self.options.durability)

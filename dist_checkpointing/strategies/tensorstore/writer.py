@@ -6,12 +6,11 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import INDEX_NAME, Index, write_index
@@ -39,6 +38,7 @@ class TensorStoreWriter(StorageWriter):
 
     layout = RowBlockLayout()
     shares_files: ClassVar[bool] = True
+    uses_object_stores: ClassVar[bool] = True
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del index, world_size
@@ -68,9 +68,9 @@ class TensorStoreWriter(StorageWriter):
         rows = RowWriter(plan, planner, known, has_checksums=has_checksums)
 
         def write(share: _Share) -> tuple[DataFiles, list[SealedFile]]:
-            folder = Path(keys.DATA_FOLDER, keys.DATA_GROUPS[share.group])
-            (self.checkpoint_dir / folder).mkdir(parents=True, exist_ok=True)
-            stem = str(folder / f"{self._rank}.{share.number}-{uuid.uuid4().hex[:8]}")
+            folder = f"{keys.DATA_FOLDER}/{keys.DATA_GROUPS[share.group]}"
+            store.make_folder(self.checkpoint_dir / folder)
+            stem = f"{folder}/{self._rank}.{share.number}-{uuid.uuid4().hex[:8]}"
             files = DataFiles(self.checkpoint_dir, stem, self.options, most_pending, self.report)
             try:
                 rows.write(share.rows, files, most_pending)
@@ -144,11 +144,10 @@ class TensorStoreWriter(StorageWriter):
             ]
         if durability is Durability.FSYNC:
             files = [folder / name for values in parts for name in values.files]
-            local.fsync_folders(files, folder)
+            store.fsync_folders(files, folder)
         with paused_collector():
-            write_tree(folder, *joined(parts, metadata), durability)
-        write_index(metadata, folder, durability)
-        return files_of_base
+            tree = write_tree(folder, *joined(parts, metadata), durability)
+        return [*files_of_base, *tree, write_index(metadata, folder, durability)]
 
 
 @dataclass(frozen=True, slots=True)

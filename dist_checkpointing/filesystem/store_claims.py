@@ -1,0 +1,354 @@
+"""Who may write below a prefix of an object store, decided by put-if-absent alone.
+
+``.dckpt/claims/<n>.json`` is the nth claim. ``.dckpt/commits/<n>.json`` says what became of it: its
+holder has committed, or another process has ended it. Either is put once and stays as long as the
+checkpoint. ``.dckpt/beats/<attempt>`` is put again and again while the holder is alive. No clocks
+are compared: a process that was stopped for an hour finds its claim ended, and damages nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import random
+import time
+import uuid
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, Final
+
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    Finding,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.lock_holder import Holder, Kind
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+CLAIMS: Final = ".dckpt/claims"
+COMMITS: Final = ".dckpt/commits"
+BEATS: Final = ".dckpt/beats"
+PERIOD: Final = 20.0
+"""Seconds from one heartbeat to the next."""
+_MAX_PERIOD: Final = 3600.0
+_SILENT_PERIODS: Final = 3
+_LOOKS_PER_PERIOD: Final = 4
+_TRIES: Final = 5
+_MAX_BYTES: Final = 1 << 20
+_probed: Final[set[ObjectStore]] = set()
+"""Buckets that were found to refuse a second put-if-absent of a name."""
+
+
+def read_object(path: ObjectPath, max_bytes: int = _MAX_BYTES) -> bytes | None:
+    """The content of a small object; None if there is none of this name.
+
+    Raises:
+        CorruptCheckpointError: if it is larger than ``max_bytes``.
+    """
+    found = path.store.head(path.key)
+    if found is None:
+        return None
+    local.check_size(found.num_bytes, Path(str(path)), max_bytes)
+    try:
+        return path.store.get(path.key)
+    except FileNotFoundError:
+        return None
+
+
+def put_if_absent(path: ObjectPath, data: bytes) -> bytes:
+    """Put an object unless there is one of this name; its content in either case.
+
+    An answer that is lost, or says that the server failed, leaves open whether the object was put:
+    the object is read then. So ``data`` must be no other caller's.
+
+    Raises:
+        CheckpointingException: if the store does not answer; names the object and the last answer.
+        PermissionError: if access is denied.
+    """
+    answer: OSError
+    for wait in range(_TRIES):
+        try:
+            path.store.put(path.key, data, create=True)
+        except PermissionError:
+            raise
+        except OSError as error:
+            answer = error
+        else:
+            return data
+        try:
+            found = read_object(path)
+        except OSError as error:
+            answer = error
+        else:
+            if found is not None:
+                return found
+        time.sleep(random.uniform(0.5, 1) * 0.1 * 2**wait)  # noqa: S311 - jitter
+    finding = Finding(f"the last answer was: {answer.strerror}", path=str(path))
+    raise CheckpointingException("an object cannot be put into the store", [finding]) from answer
+
+
+def require_conditions(folder: ObjectPath) -> None:
+    """Refuse a store that replaces an object although it was told to put it only if absent.
+
+    One object is put below the folder and deleted, once for each bucket in a process.
+
+    Raises:
+        UnsupportedFormatError: naming the store.
+    """
+    if folder.store in _probed:
+        return
+    probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
+    try:
+        put_if_absent(probe, b"first")
+        has_conditions = put_if_absent(probe, b"second") == read_object(probe) == b"first"
+    finally:
+        probe.store.delete([probe.key])
+    if not has_conditions:
+        finding = Finding(
+            "a second conditional put of one name was not refused",
+            expected="status 412 to If-None-Match: *",
+            path=folder.store.url,
+            remedy="Save to S3, GCS, Azure, Ceph or another store with conditional puts: in this "
+            "one, two saves could mix into one checkpoint.",
+        )
+        raise UnsupportedFormatError("the store ignores conditional puts", [finding])
+    _probed.add(folder.store)
+
+
+def numbers_in(folder: ObjectPath) -> list[int]:
+    """The numbers of the claims or commits in a folder of them, ascending."""
+    names = (info.key.rpartition("/")[2] for info in folder.store.list_below(folder.prefix))
+    numbers = (name.removesuffix(".json") for name in names)
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def delete_below(folder: ObjectPath) -> None:
+    """Delete every object below a prefix."""
+    folder.store.delete([info.key for info in folder.store.list_below(folder.prefix)])
+
+
+def decide(folder: ObjectPath, number: int, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Say what becomes of a claim, unless that was said before; what is true then.
+
+    Raises:
+        CorruptCheckpointError: if what was said before cannot be read.
+    """
+    path = folder / f"{COMMITS}/{number}.json"
+    return parsed_object(put_if_absent(path, json.dumps(outcome).encode()), path)
+
+
+def read_outcome(folder: ObjectPath, number: int) -> dict[str, Any]:
+    """What became of a claim; empty if it is undecided.
+
+    Raises:
+        CorruptCheckpointError: if it cannot be read.
+    """
+    path = folder / f"{COMMITS}/{number}.json"
+    data = read_object(path)
+    return {} if data is None else parsed_object(data, path)
+
+
+def parsed_object(data: bytes, path: ObjectPath) -> dict[str, Any]:
+    """The fields of an object of JSON.
+
+    Raises:
+        CorruptCheckpointError: if it has none.
+    """
+    with local.parsing("an object of the commit protocol cannot be read", path):
+        return dict(local.parse_json(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The content of ``.dckpt/claims/<n>.json``.
+
+    Attributes:
+        number: Number of the claim; later ones have higher numbers.
+        holder: Process that made the claim. Its token is the name of the attempt.
+        period: Seconds from one heartbeat of the holder to the next.
+    """
+
+    number: int
+    holder: Holder
+    period: float
+
+    @property
+    def attempt(self) -> str:
+        """Name of the attempt."""
+        return self.holder.token
+
+    def to_json(self) -> bytes:
+        """The bytes of the object."""
+        holder = json.loads(self.holder.to_json())
+        content = {"attempt": self.attempt, "period": self.period, "holder": holder}
+        return json.dumps(content).encode()
+
+    @classmethod
+    def parsed(cls, data: bytes, number: int, path: ObjectPath) -> Claim:
+        """The claim that has these bytes.
+
+        Raises:
+            CorruptCheckpointError: if they are not those of a claim.
+        """
+        remedy = "Delete everything below this prefix, or save to another one."
+        with local.parsing("a claim cannot be read", path, remedy=remedy):
+            content = local.parse_json(data)
+            holder = Holder.parsed(json.dumps(content["holder"]).encode())
+            period = float(content["period"])
+            if holder is None or not 0 < period <= _MAX_PERIOD:
+                raise ValueError("no holder, or no possible period")
+            return cls(number, holder, period)
+
+
+class HeldClaim:
+    """A claim of this process, and the heartbeats that tell others that it is alive.
+
+    Args:
+        folder: of the checkpoint.
+        claim: what was put.
+    """
+
+    def __init__(self, folder: ObjectPath, claim: Claim) -> None:
+        self.claim = claim
+        self._folder = folder
+        stop = Event()
+        _beat(folder, claim, 0)
+        # The thread does not keep this object: a save that is forgotten must not look alive.
+        self._thread = Thread(target=_keep_beating, args=(folder, claim, stop), daemon=True)
+        self._thread.start()
+        self._stop = weakref.finalize(self, stop.set)
+
+    @classmethod
+    def take(cls, folder: ObjectPath, period: float = PERIOD) -> HeldClaim:
+        """Claim a folder. No earlier claim can commit any more after that.
+
+        If the last claim is undecided, this waits until its holder is known to be alive or dead.
+
+        Args:
+            folder: of the checkpoint.
+            period: seconds from one heartbeat to the next.
+
+        Raises:
+            CheckpointExistsError: if another process has the claim, and is alive.
+        """
+        numbers = numbers_in(folder / CLAIMS)
+        decided = numbers_in(folder / COMMITS)
+        undecided = sorted({*numbers} - {*decided})
+        if undecided and undecided[-1] == numbers[-1]:
+            # Those below it were decided before it was made.
+            refuse_living(folder, numbers[-1])
+        claim = Claim(max([0, *numbers, *decided]) + 1, Holder.own(Kind.FILE), period)
+        for earlier in undecided:
+            decide(folder, earlier, {"ended_by": claim.attempt})
+        path = folder / f"{CLAIMS}/{claim.number}.json"
+        mine = claim.to_json()
+        theirs = put_if_absent(path, mine)
+        if theirs != mine:
+            raise _in_use(folder, Claim.parsed(theirs, claim.number, path))
+        return cls(folder, claim)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process still says that it is alive."""
+        return self._stop.alive
+
+    def stop(self) -> None:
+        """Say no more that this process is alive. What becomes of the claim stays open."""
+        self._stop()
+
+    def require_last(self) -> None:
+        """Check that no other process has claimed the folder since.
+
+        Raises:
+            CheckpointExistsError: if one has, or has removed the claim with all else.
+        """
+        own = self._folder / f"{CLAIMS}/{self.claim.number}.json"
+        is_last = numbers_in(self._folder / CLAIMS)[-1:] == [self.claim.number]
+        if not is_last or read_object(own) != self.claim.to_json():
+            raise self.lost()
+
+    def lost(self) -> CheckpointExistsError:
+        """The error of a process whose claim another one has ended."""
+        finding = Finding(
+            f"claim {self.claim.number} was ended: no heartbeat was seen for "
+            f"{_SILENT_PERIODS * self.claim.period:.0f} s",
+            path=str(self._folder),
+            remedy="Look at what holds here now. Nothing of it was touched.",
+        )
+        return CheckpointExistsError(f"another process has taken over {self._folder}", [finding])
+
+    def end(self) -> dict[str, Any]:
+        """Give the claim up unless it is decided; what has become of it."""
+        mine = {"ended_by": self.claim.attempt}
+        outcome = decide(self._folder, self.claim.number, mine)
+        self.forget()
+        return outcome
+
+    def forget(self) -> None:
+        """Stop the heartbeats, and delete their object: what becomes of the claim is decided."""
+        self.stop()
+        self._thread.join(self.claim.period)  # it may be about to put one more
+        self._folder.store.delete([_beats_of(self._folder, self.claim).key])
+
+
+def refuse_living(folder: ObjectPath, number: int) -> None:
+    """Wait until it is known that the holder of a claim is dead, or that the claim was decided.
+
+    Looks are counted, not seconds: this process may be stopped itself while it watches.
+
+    Raises:
+        CheckpointExistsError: if the holder is alive.
+    """
+    path = folder / f"{CLAIMS}/{number}.json"
+    data = read_object(path)
+    if data is None:
+        return  # removed meanwhile
+    claim = Claim.parsed(data, number, path)
+    if claim.holder.is_gone:
+        return
+    logger.info("%s may be in use: watching process %s", folder, claim.holder.pid)
+    beats = _beats_of(folder, claim)
+    first = beats.store.head(beats.key)
+    for _ in range(_SILENT_PERIODS * _LOOKS_PER_PERIOD):
+        time.sleep(claim.period / _LOOKS_PER_PERIOD)
+        if read_outcome(folder, number):
+            return
+        if beats.store.head(beats.key) != first:
+            raise _in_use(folder, claim)
+
+
+def _beats_of(folder: ObjectPath, claim: Claim) -> ObjectPath:
+    return folder / f"{BEATS}/{claim.attempt}"
+
+
+def _beat(folder: ObjectPath, claim: Claim, count: int) -> None:
+    path = _beats_of(folder, claim)
+    try:
+        # Another content each time: the ETag of S3 is a digest of it.
+        path.store.put(path.key, b"%d" % count)
+    except OSError as error:
+        logger.warning("%s: no heartbeat (%s)", path, error.strerror)
+
+
+def _keep_beating(folder: ObjectPath, claim: Claim, stop: Event) -> None:
+    for count in itertools.count(1):
+        if stop.wait(claim.period):
+            return
+        _beat(folder, claim, count)
+
+
+def _in_use(folder: ObjectPath, claim: Claim) -> CheckpointExistsError:
+    finding = Finding(
+        f"process {claim.holder.pid} on {claim.holder.host} writes here",
+        path=str(folder),
+        remedy="Wait for it to end.",
+    )
+    return CheckpointExistsError(f"{folder} is in use", [finding])

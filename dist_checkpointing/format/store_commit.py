@@ -1,0 +1,285 @@
+"""What turns the objects of a save into a checkpoint of an object store.
+
+Everything that a save writes lies below ``data/<attempt>/``, a name that is never used again. The
+commit is ``.dckpt/commits/<n>.json``; ``metadata.json`` follows it and says that there is a
+checkpoint. See docs/design/011-object-store-commit.md for each point where a save may be cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from typing import Final
+
+from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
+from dist_checkpointing.filesystem import local, store_claims
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.store_claims import BEATS, CLAIMS, COMMITS, PERIOD, HeldClaim
+from dist_checkpointing.format.commit import CheckpointingConfig
+from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
+from dist_checkpointing.format.seal import SEAL_NAME
+
+logger = logging.getLogger(__name__)
+
+DATA: Final = "data"
+_SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A save that has committed.
+
+    Attributes:
+        number: Number of its claim; the commit with the highest one is the checkpoint.
+        attempt: Name of the save. Its files lie below ``data/<attempt>/``.
+        config: What ``metadata.json`` says.
+        seal: Checksum that the seal of the save begins with; "" without a seal.
+    """
+
+    number: int
+    attempt: str
+    config: CheckpointingConfig
+    seal: str
+
+    def folder(self, location: ObjectPath) -> ObjectPath:
+        """Where the files of the save lie."""
+        return location / DATA / self.attempt
+
+
+def read_commit(location: ObjectPath) -> Commit | None:
+    """The last save that has committed here; None if there is none.
+
+    Readers also need ``metadata.json``: it goes first when a checkpoint is removed.
+
+    Raises:
+        CorruptCheckpointError: if a commit cannot be read.
+        OSError: if the store does not answer.
+    """
+    for number in reversed(store_claims.numbers_in(location / COMMITS)):
+        outcome = store_claims.read_outcome(location, number)
+        if "attempt" in outcome:
+            path = location / f"{COMMITS}/{number}.json"
+            with local.parsing("a commit cannot be read", path):
+                known = {field.name for field in fields(CheckpointingConfig)}
+                config = {k: v for k, v in outcome["config"].items() if k in known}
+                attempt = outcome["attempt"]
+                if type(attempt) is not str or "/" in attempt:
+                    raise ValueError(f"{attempt!r} is no name of an attempt")
+                return Commit(number, attempt, CheckpointingConfig(**config), str(outcome["seal"]))
+    return None
+
+
+class StoreAttempt:
+    """One try to write a checkpoint into an object store; only rank 0 has one.
+
+    It has the life of ``commit.Attempt``. A checkpoint that it overwrites stays loadable until it
+    commits.
+    """
+
+    def __init__(self, location: ObjectPath, claim: HeldClaim, creates: tuple[str, ...]) -> None:
+        self._location = location
+        self._claim = claim
+        self._creates = creates
+
+    @classmethod
+    def begin(
+        cls,
+        location: ObjectPath,
+        creates: Iterable[str],
+        *,
+        overwrite: bool = False,
+        durability: local.Durability = local.Durability.FSYNC,
+        period: float = PERIOD,
+    ) -> StoreAttempt:
+        """Claim a prefix, and clear away what saves without a commit left below it.
+
+        Args:
+            location: of the checkpoint.
+            creates: relative names of all files that the save will make.
+            overwrite: replace a committed checkpoint when this save commits.
+            durability: makes no difference: an answered put is durable.
+            period: seconds from one heartbeat to the next.
+
+        Raises:
+            CheckpointExistsError: if a checkpoint is there (without ``overwrite``), or a live save.
+            UnsupportedFormatError: if the store ignores conditional puts.
+            OSError: if the store does not answer.
+        """
+        del durability
+        names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
+        store_claims.require_conditions(location)
+        _refuse_committed(location, overwrite=overwrite)
+        # Before the claims are read: a save claims first, then writes.
+        found = location.store.list_folder((location / DATA).prefix)[0]
+        claim = HeldClaim.take(location, period)
+        attempt = cls(location, claim, names)
+        try:
+            commit = read_commit(location)
+            if commit is not None and not _is_there(location / CONFIG_FNAME):
+                _publish(location, commit.config)  # cut off after the commit
+            _refuse_committed(location, overwrite=overwrite)
+            note = json.dumps({"attempt": attempt.id, "creates": names}, separators=(",", ":"))
+            path = attempt.folder / ATTEMPT_NAME
+            path.store.put(path.key, note.encode())
+            _clear(location, {*found} - {commit.attempt if commit else ""})
+        except Exception:
+            attempt.release()
+            raise
+        except BaseException:
+            claim.stop()
+            raise
+        return attempt
+
+    @property
+    def id(self) -> str:
+        """Name of the attempt."""
+        return self._claim.claim.attempt
+
+    @property
+    def creates(self) -> tuple[str, ...]:
+        """Relative names of the files that the save makes."""
+        return self._creates
+
+    @property
+    def folder(self) -> ObjectPath:
+        """Where the files of the save lie."""
+        return self._location / DATA / self.id
+
+    def secure(self) -> None:
+        """Do nothing: what was put is durable."""
+
+    def commit(self, config: CheckpointingConfig) -> None:
+        """Turn what was written into the checkpoint. Everything else must have been put by now.
+
+        Raises:
+            CheckpointExistsError: if another save has taken over, because no heartbeat was seen.
+            CheckpointingException: if it cannot be found out whether the save has committed.
+            OSError: if the store does not answer.
+        """
+        own, before = self._claim.claim.number, read_commit(self._location)
+        self._claim.require_last()
+        outcome = {"attempt": self.id, "config": asdict(config), "seal": self._seal_checksum()}
+        if store_claims.decide(self._location, own, outcome) != outcome:
+            raise self._claim.lost()
+        _publish(self._location, config)
+        self._claim.stop()
+        with _tolerant("what a save has replaced was not deleted"):
+            self._claim.forget()
+            if before is not None:
+                _clear(self._location, {before.attempt})
+
+    def _seal_checksum(self) -> str:
+        path = self.folder / SEAL_NAME
+        try:
+            start = path.store.get_ranges(path.key, [(0, _SEAL_START_BYTES)])[0]
+        except FileNotFoundError:
+            return ""
+        return bytes(start)[-33:-1].decode(errors="replace")
+
+    def abandon(self) -> None:
+        """Free what was written. What cannot be deleted now, the next save deletes."""
+        if not self._claim.is_held:
+            return
+        with _tolerant("what a failed save wrote was not deleted"):
+            if self._claim.end().get("attempt") != self.id:
+                store_claims.delete_below(self.folder)
+            else:
+                logger.warning("%s: the failed save is a checkpoint after all", self._location)
+
+    def release(self) -> None:
+        """Let go of the prefix as it is; the next save clears away what has not committed."""
+        if self._claim.is_held:
+            with _tolerant("a save was not noted as ended: the next one waits for a while"):
+                self._claim.end()
+
+
+def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
+    """Delete a checkpoint, and what unfinished saves left below its prefix.
+
+    ``metadata.json`` goes first, then the commit, then the data: a crash in between leaves either
+    the whole, which the next save makes a checkpoint again, or an uncommitted save.
+
+    Args:
+        location: of the checkpoint.
+        period: seconds from one heartbeat to the next.
+
+    Raises:
+        CheckpointExistsError: if a save is writing there.
+        CheckpointingException: if no save of this library wrote there.
+        OSError: if the store does not answer; what is left is as after a crash.
+    """
+    store = location.store
+    if not store_claims.numbers_in(location / CLAIMS):
+        finding = Finding("no save of this library claimed this prefix", path=str(location))
+        raise CheckpointingException(f"{location} is not deleted", [finding])
+    # Before the claim: nothing that a later save writes is in these lists.
+    found = store.list_folder((location / DATA).prefix)[0]
+    beats = [info.key for info in store.list_below((location / BEATS).prefix)]
+    claim = HeldClaim.take(location, period)
+    try:
+        commit = read_commit(location)
+        claims = store_claims.numbers_in(location / CLAIMS)
+        decided = store_claims.numbers_in(location / COMMITS)
+        claim.require_last()
+        store.delete([(location / CONFIG_FNAME).key])
+        last = set() if commit is None else {commit.number}
+        for some in ({*decided} - last, last):  # an older commit must not come to light again
+            store.delete([(location / f"{COMMITS}/{number}.json").key for number in some])
+        _clear(location, {*found, *([] if commit is None else [commit.attempt])})
+        earlier = [(location / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]
+        store.delete([*earlier, *beats])
+        claim.forget()
+        store.delete([(location / f"{CLAIMS}/{claim.claim.number}.json").key])
+    except Exception:
+        with _tolerant("a removal was not noted as ended: the next save waits for a while"):
+            claim.end()
+        raise
+    finally:
+        claim.stop()
+
+
+def _refuse_committed(location: ObjectPath, *, overwrite: bool) -> None:
+    if not _is_there(location / CONFIG_FNAME):
+        return
+    if not overwrite:
+        finding = Finding(
+            "a committed checkpoint is here",
+            path=str(location),
+            remedy="Save to another prefix, or pass overwrite=True to replace this one.",
+        )
+        raise CheckpointExistsError(f"{location} already holds a checkpoint", [finding])
+    if read_commit(location) is None:
+        finding = Finding(
+            "this checkpoint was not committed here, but copied, or written by another program",
+            path=str(location),
+            remedy="Delete it by hand, or save to another prefix.",
+        )
+        raise CheckpointExistsError(f"{location} cannot be overwritten", [finding])
+
+
+def _is_there(path: ObjectPath) -> bool:
+    return path.store.head(path.key) is not None
+
+
+def _publish(location: ObjectPath, config: CheckpointingConfig) -> None:
+    path = location / CONFIG_FNAME
+    path.store.put(path.key, json.dumps(asdict(config)).encode())
+
+
+def _clear(location: ObjectPath, attempts: Iterable[str]) -> None:
+    """Delete the data of saves that cannot commit any more, or were replaced."""
+    for attempt in attempts:
+        store_claims.delete_below(location / DATA / attempt)
+        location.store.delete([(location / f"{BEATS}/{attempt}").key])
+
+
+@contextmanager
+def _tolerant(what: str) -> Iterator[None]:
+    """Log errors of the store: the work is done, or its error is told already."""
+    try:
+        yield
+    except (OSError, CheckpointingException) as error:
+        logger.warning("%s: %s", what, error)

@@ -1,0 +1,533 @@
+"""The commit protocol of object stores: every point of a kill, races, lies and lost answers."""
+
+import gc
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from threading import Barrier
+
+import pytest
+
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.filesystem import store_claims
+from dist_checkpointing.filesystem.lock_holder import Holder, Kind
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem.store_claims import Claim, HeldClaim
+from dist_checkpointing.format.commit import CheckpointingConfig
+from dist_checkpointing.format.store_commit import (
+    StoreAttempt,
+    read_commit,
+    remove_from_store,
+)
+
+CONFIG = CheckpointingConfig("tensorstore")
+OTHER_CONFIG = CheckpointingConfig("zarr", 2)
+PERIOD = 0.02
+"""Seconds. Nothing here is timed: a heartbeat either comes again or never."""
+
+
+@pytest.fixture
+def location() -> ObjectPath:
+    return ObjectPath.of(f"memory://{uuid.uuid4().hex}/run/1000")
+
+
+def put(path: ObjectPath, data: bytes) -> None:
+    path.store.put(path.key, data)
+
+
+def names(location: ObjectPath) -> list[str]:
+    prefix = location.prefix
+    return [info.key.removeprefix(prefix) for info in location.store.list_below(prefix)]
+
+
+def begin(location: ObjectPath, *, overwrite: bool = False) -> StoreAttempt:
+    return StoreAttempt.begin(location, ["x.bin"], overwrite=overwrite, period=PERIOD)
+
+
+def save(location: ObjectPath, config: CheckpointingConfig = CONFIG, **options: bool) -> str:
+    """Save an object that names its attempt, so that a mix of two attempts is seen."""
+    attempt = begin(location, **options)
+    attempt.secure()
+    put(attempt.folder / "x.bin", attempt.id.encode())
+    put(attempt.folder / ".dckpt/seal.json", b'{"checksum":"%032x",' % 7)
+    attempt.commit(config)
+    return attempt.id
+
+
+def loaded(location: ObjectPath) -> str | None:
+    """What a reader finds: the name of the attempt that is the checkpoint."""
+    if location.store.head((location / "metadata.json").key) is None:
+        return None
+    commit = read_commit(location)
+    assert commit is not None
+    found = commit.folder(location) / "x.bin"
+    assert found.store.get(found.key).decode() == commit.attempt
+    return commit.attempt
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@contextmanager
+def calls_to_the_store(before: Callable[[str, str], None]) -> Iterator[None]:
+    """Tell ``before`` the name and the key of each call that this thread makes."""
+    thread = threading.get_ident()
+
+    def watched(name: str, method: Callable[..., object]) -> Callable[..., object]:
+        def call(store: ObjectStore, key: object, *args: object, **options: object) -> object:
+            if threading.get_ident() == thread:
+                before(name, str(key))
+            return method(store, key, *args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("get", "get_ranges", "head", "put", "list_below", "list_folder", "delete"):
+            patch.setattr(ObjectStore, name, watched(name, getattr(ObjectStore, name)))
+        yield
+
+
+def killed_at(step: int, work: Callable[[], object]) -> str | None:
+    """Run ``work`` and kill it before a call to the store; that call, or None if it has ended."""
+    calls: list[str] = []
+
+    def count(name: str, key: str) -> None:
+        calls.append(f"{name} {key}")
+        if len(calls) > step:
+            raise Killed
+
+    try:
+        with calls_to_the_store(count):
+            work()
+    except Killed:
+        return calls[-1]
+    return None
+
+
+def kill_points(work: Callable[[], object], prepare: Callable[[], object]) -> Iterator[str]:
+    """Prepare and kill ``work`` at each of its calls to the store, one after the other."""
+    step = 0
+    while True:
+        prepare()
+        point = killed_at(step, work)
+        if point is None:
+            return
+        yield point
+        step += 1
+
+
+@pytest.fixture
+def folders(location: ObjectPath) -> Iterator[ObjectPath]:
+    """New places, one after the other."""
+    return (location / str(number) for number in range(10**6))
+
+
+def test_a_save_is_a_checkpoint_once_it_has_committed(location: ObjectPath) -> None:
+    attempt = begin(location)
+    put(attempt.folder / "x.bin", b"1")
+    assert read_commit(location) is None
+    assert attempt.creates == ("x.bin", "metadata.json")
+    attempt.commit(CONFIG)
+    commit = read_commit(location)
+    assert commit is not None
+    assert (commit.number, commit.attempt, commit.config) == (1, attempt.id, CONFIG)
+    content = location.store.get((location / "metadata.json").key)
+    assert json.loads(content) == {
+        "sharded_backend": "tensorstore",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    assert names(location) == [
+        ".dckpt/claims/1.json",
+        ".dckpt/commits/1.json",
+        f"data/{attempt.id}/.dckpt/attempt.json",
+        f"data/{attempt.id}/x.bin",
+        "metadata.json",
+    ]
+
+
+def test_the_commit_names_the_seal(location: ObjectPath) -> None:
+    save(location)
+    commit = read_commit(location)
+    assert commit is not None
+    assert commit.seal == f"{7:032x}"
+
+
+def test_the_four_fields_are_the_last_thing_that_is_written(location: ObjectPath) -> None:
+    puts: list[str] = []
+    attempt = begin(location)
+    put(attempt.folder / "x.bin", b"1")
+    with calls_to_the_store(lambda name, key: puts.append(key) if name == "put" else None):
+        attempt.commit(CONFIG)
+    assert puts == [f"{location.key}/.dckpt/commits/1.json", f"{location.key}/metadata.json"]
+
+
+def test_a_checkpoint_is_not_saved_over(location: ObjectPath) -> None:
+    first = save(location)
+    before = names(location)
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        begin(location)
+    assert names(location) == before
+    assert loaded(location) == first
+
+
+def test_a_save_in_progress_is_not_saved_over(location: ObjectPath) -> None:
+    attempt = begin(location)
+    put(attempt.folder / "x.bin", attempt.id.encode())
+    with pytest.raises(CheckpointExistsError, match="in use"):
+        begin(location)
+    attempt.commit(CONFIG)
+    assert loaded(location) == attempt.id
+
+
+def test_an_overwritten_checkpoint_stays_loadable_until_the_commit(location: ObjectPath) -> None:
+    first = save(location)
+    attempt = begin(location, overwrite=True)
+    put(attempt.folder / "x.bin", attempt.id.encode())
+    assert loaded(location) == first
+    attempt.commit(OTHER_CONFIG)
+    assert loaded(location) == attempt.id
+    assert location.store.list_folder((location / "data").prefix)[0] == [attempt.id]
+    content = location.store.get((location / "metadata.json").key)
+    assert json.loads(content)["sharded_backend"] == "zarr"
+
+
+@pytest.mark.parametrize("end", ["abandon", "release"])
+def test_a_failed_save_keeps_nobody_waiting(location: ObjectPath, end: str) -> None:
+    attempt = StoreAttempt.begin(location, ["x.bin"])  # its heartbeats are 20 s apart
+    put(attempt.folder / "x.bin", attempt.id.encode())
+    getattr(attempt, end)()
+    left = {name.split("/")[0] for name in names(location)}
+    assert left == ({".dckpt"} if end == "abandon" else {".dckpt", "data"})
+    assert save(location) == loaded(location)
+    assert len(location.store.list_folder((location / "data").prefix)[0]) == 1
+    attempt.abandon()  # twice is once
+    assert loaded(location) is not None
+
+
+def test_a_failed_overwrite_leaves_the_checkpoint(location: ObjectPath) -> None:
+    first = save(location)
+    attempt = begin(location, overwrite=True)
+    put(attempt.folder / "x.bin", attempt.id.encode())
+    attempt.abandon()
+    assert loaded(location) == first
+
+
+@pytest.mark.parametrize("next_save", ["same", "overwrite"])
+@pytest.mark.parametrize("has_old", [False, True])
+def test_a_save_killed_at_any_step(
+    folders: Iterator[ObjectPath], has_old: bool, next_save: str
+) -> None:
+    state: dict[str, ObjectPath | str | None] = {}
+
+    def prepare() -> None:
+        state["at"] = folder = next(folders)
+        state["old"] = save(folder) if has_old else None
+
+    def work() -> None:
+        at = state["at"]
+        assert isinstance(at, ObjectPath)
+        save(at, OTHER_CONFIG, overwrite=has_old)
+
+    points = []
+    for point in kill_points(work, prepare):
+        points.append(point)
+        at = state["at"]
+        assert isinstance(at, ObjectPath)
+        seen = loaded(at)
+        committed = read_commit(at)
+        has_committed = committed is not None and committed.config == OTHER_CONFIG
+        if not has_committed:
+            assert seen == state["old"], point
+        elif not has_old:
+            # Readers wait for metadata.json, which the next save puts.
+            assert seen in (None, committed.attempt if committed else None), point
+        if has_committed and next_save == "same":
+            with pytest.raises(CheckpointExistsError):
+                save(at)
+            assert loaded(at) == (committed.attempt if committed else None), point
+        elif has_old and next_save == "same":
+            with pytest.raises(CheckpointExistsError):
+                save(at)
+            assert loaded(at) == state["old"], point
+        else:
+            again = save(at, overwrite=next_save == "overwrite")
+            assert loaded(at) == again, point
+            assert at.store.list_folder((at / "data").prefix)[0] == [again], point
+    assert any("put" in point and point.endswith("metadata.json") for point in points)
+    assert any("put" in point and "commits/" in point for point in points)
+    assert any("put" in point and "claims/" in point for point in points)
+
+
+@pytest.mark.parametrize("then", ["save", "remove"])
+def test_a_removal_killed_at_any_step(folders: Iterator[ObjectPath], then: str) -> None:
+    state: dict[str, ObjectPath] = {}
+
+    def prepare() -> None:
+        state["at"] = at = next(folders)
+        attempt = begin(at)
+        attempt.abandon()
+        save(at)
+        save(at, OTHER_CONFIG, overwrite=True)
+
+    def work() -> None:
+        remove_from_store(state["at"], PERIOD)
+
+    for point in kill_points(work, prepare):
+        at = state["at"]
+        seen = loaded(at)  # whole, or not there
+        if seen is None and then == "save":
+            try:
+                again: str | None = save(at)
+            except CheckpointExistsError:
+                # Only metadata.json was gone: the whole is a checkpoint again.
+                again = None
+            assert loaded(at) == again or again is None, point
+            assert loaded(at) is not None, point
+        elif names(at):
+            if any("claims/" in name for name in names(at)):
+                remove_from_store(at, PERIOD)
+            assert names(at) == [], point
+
+
+def test_a_removal_leaves_nothing(location: ObjectPath) -> None:
+    save(location)
+    put(location.parent / "1001/metadata.json", b"of another checkpoint")
+    remove_from_store(location)
+    assert names(location.parent) == ["1001/metadata.json"]
+
+
+def test_a_removal_stays_away_from_a_save(location: ObjectPath) -> None:
+    save(location)
+    attempt = begin(location, overwrite=True)
+    with pytest.raises(CheckpointExistsError, match="in use"):
+        remove_from_store(location, PERIOD)
+    put(attempt.folder / "x.bin", attempt.id.encode())
+    attempt.commit(CONFIG)
+    assert loaded(location) == attempt.id
+
+
+def test_what_nobody_claimed_is_not_removed(location: ObjectPath) -> None:
+    put(location / "metadata.json", b"{}")
+    with pytest.raises(CheckpointingException, match="not deleted"):
+        remove_from_store(location)
+    with pytest.raises(CheckpointExistsError, match="cannot be overwritten"):
+        begin(location, overwrite=True)
+    assert names(location) == ["metadata.json"]
+
+
+@pytest.mark.parametrize("left", ["nothing", "a dead save", "a checkpoint"])
+def test_of_eight_savers_exactly_one_commits(location: ObjectPath, left: str) -> None:
+    if left == "a dead save":
+        begin(location)._claim.stop()
+    old = save(location) if left == "a checkpoint" else None
+    begun = Barrier(8)
+
+    def race(_: int) -> str | Exception:
+        begun.wait()
+        try:
+            return save(location, overwrite=old is not None)
+        except CheckpointingException as error:
+            return error
+
+    with ThreadPoolExecutor(8) as pool:
+        ends = list(pool.map(race, range(8)))
+    won = [end for end in ends if isinstance(end, str)]
+    lost = [end for end in ends if not isinstance(end, str)]
+    assert {type(error) for error in lost} <= {CheckpointExistsError}
+    assert loaded(location) in won
+    # Overwriting one after the other is allowed; a first save is there once.
+    assert len(won) == 1 or old is not None
+
+
+def test_a_save_that_was_stopped_too_long_loses_and_damages_nothing(location: ObjectPath) -> None:
+    stopped = begin(location)
+    put(stopped.folder / "x.bin", stopped.id.encode())
+    stopped._claim.stop()  # as SIGSTOP does
+    saved = save(location)
+    put(stopped.folder / "late.bin", b"by a rank that wakes up late")
+    with pytest.raises(CheckpointExistsError, match="taken over"):
+        stopped.commit(CONFIG)
+    assert loaded(location) == saved
+    assert save(location, overwrite=True) == loaded(location)
+    assert not any(stopped.id in name for name in names(location) if "data" in name)
+
+
+def test_a_save_that_was_stopped_while_all_was_removed_gives_up(location: ObjectPath) -> None:
+    stopped = begin(location)
+    stopped._claim.stop()
+    remove_from_store(location, PERIOD)
+    other = begin(location)  # has the same number
+    with pytest.raises(CheckpointExistsError, match="taken over"):
+        stopped.commit(CONFIG)
+    put(other.folder / "x.bin", other.id.encode())
+    other.commit(CONFIG)
+    assert loaded(location) == other.id
+
+
+def test_a_save_is_ended_between_its_last_look_and_its_commit(location: ObjectPath) -> None:
+    """The claim is lost after it was found to be the last one."""
+    stopped = begin(location)
+    put(stopped.folder / "x.bin", stopped.id.encode())
+    stopped._claim.stop()
+    saved: list[str] = []
+
+    def meanwhile(name: str, key: str) -> None:
+        if name == "put" and "commits/1" in key and not saved:
+            saved.append("")
+            saved[0] = save(location)
+
+    with (
+        calls_to_the_store(meanwhile),
+        pytest.raises(CheckpointExistsError, match="taken over"),
+    ):
+        stopped.commit(CONFIG)
+    assert loaded(location) == saved[0]
+
+
+def test_a_removal_that_was_stopped_too_long_spares_what_was_saved_since(
+    location: ObjectPath,
+) -> None:
+    save(location)
+    saved: list[str] = []
+
+    def meanwhile(name: str, key: str) -> None:
+        if name == "delete" and key.endswith("metadata.json']") and not saved:
+            # Another process takes the removal for dead.
+            store_claims.decide(location, 2, {"ended_by": "another"})
+            saved.append("")
+            saved[0] = save(location, overwrite=True)
+
+    with calls_to_the_store(meanwhile):
+        remove_from_store(location, PERIOD)
+    commit = read_commit(location)
+    assert commit is not None
+    assert commit.attempt == saved[0]
+    assert f"data/{saved[0]}/x.bin" in names(location)
+    with pytest.raises(CheckpointExistsError):
+        save(location)  # puts metadata.json again
+    assert loaded(location) == saved[0]
+
+
+def test_a_process_that_has_ended_is_not_watched(location: ObjectPath) -> None:
+    """Its heartbeats are an hour apart: this would not end otherwise."""
+    gone = replace(Holder.own(Kind.FILE), started=1)
+    claim = Claim(1, gone, 3600.0)
+    put(location / ".dckpt/claims/1.json", claim.to_json())
+    assert save(location) == loaded(location)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b'{"holder": {}, "period": 1}', b'{"period": 1e9}']
+)
+def test_a_claim_that_cannot_be_read_is_an_error(location: ObjectPath, content: bytes) -> None:
+    put(location / ".dckpt/claims/1.json", content)
+    with pytest.raises(CorruptCheckpointError, match="a claim cannot be read"):
+        begin(location)
+
+
+@pytest.mark.parametrize("attempt", ["a/../b", 7, None])
+def test_a_commit_that_names_no_attempt_is_an_error(location: ObjectPath, attempt: object) -> None:
+    outcome = {"attempt": attempt, "config": {"sharded_backend": "x"}, "seal": ""}
+    put(location / ".dckpt/commits/1.json", json.dumps(outcome).encode())
+    with pytest.raises(CorruptCheckpointError, match="a commit cannot be read"):
+        read_commit(location)
+
+
+def test_a_store_that_lies_is_refused_by_name(
+    location: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ObjectStore.put
+
+    def overwrites(
+        store: ObjectStore, key: str, data: bytes, *, create: bool = False
+    ) -> str | None:
+        del create
+        return real(store, key, data)
+
+    monkeypatch.setattr(ObjectStore, "put", overwrites)
+    with pytest.raises(UnsupportedFormatError, match="ignores conditional puts") as caught:
+        begin(location)
+    assert caught.value.findings[0].path == location.store.url
+    assert names(location) == []
+
+
+class Server:
+    """Loses answers to conditional puts, after or before they were carried out."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, carries_out: bool, times: int) -> None:
+        self.left = times
+        real = ObjectStore.put
+
+        def put(store: ObjectStore, key: str, data: bytes, *, create: bool = False) -> str | None:
+            if not create or "probe" in key or self.left == 0:
+                return real(store, key, data, create=create)
+            self.left -= 1
+            if carries_out:
+                real(store, key, data, create=create)
+            raise OSError(5, "the connection was lost", key)
+
+        patch.setattr(ObjectStore, "put", put)
+
+
+@pytest.mark.parametrize("carries_out", [True, False])
+def test_lost_answers_are_looked_up(
+    location: ObjectPath, monkeypatch: pytest.MonkeyPatch, carries_out: bool
+) -> None:
+    server = Server(monkeypatch, carries_out=carries_out, times=2)
+    assert save(location) == loaded(location)
+    assert server.left == 0
+    assert [name for name in names(location) if "claims" in name] == [".dckpt/claims/1.json"]
+
+
+def test_a_store_without_an_answer_is_an_error_with_the_last_one(
+    location: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    attempt = begin(location)
+    put(attempt.folder / "x.bin", attempt.id.encode())
+    Server(monkeypatch, carries_out=False, times=5)
+    with pytest.raises(CheckpointingException, match="the connection was lost") as caught:
+        attempt.commit(CONFIG)
+    assert caught.value.findings[0].path == f"{location}/.dckpt/commits/1.json"
+    attempt.abandon()
+    assert loaded(location) is None
+    assert save(location) == loaded(location)
+
+
+def test_a_forgotten_save_does_not_look_alive(location: ObjectPath) -> None:
+    attempt = begin(location)
+    thread = attempt._claim._thread
+    del attempt
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_eight_processes_that_watch_one_dead_save_take_it_over_once(location: ObjectPath) -> None:
+    begin(location)._claim.stop()
+    at_once = Barrier(8)
+
+    def take() -> HeldClaim | None:
+        at_once.wait()
+        try:
+            return HeldClaim.take(location, PERIOD)
+        except CheckpointExistsError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        taken = [future.result() for future in [pool.submit(partial(take)) for _ in range(8)]]
+    assert sum(claim is not None for claim in taken) == 1
