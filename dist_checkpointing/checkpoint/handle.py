@@ -7,6 +7,7 @@ needs a strategy or a value loads ``reads`` on first use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -62,10 +63,11 @@ class Checkpoint(Mapping[str, TensorHandle]):
         *,
         trusted: bool,
         stamp: object = None,
-        opened_at: str | PathLike[str] | None = None,
+        opened_at: Location | None = None,
     ) -> None:
         self.path = path
-        self._opened_at = location(path if opened_at is None else opened_at)
+        self._opened_at = path if opened_at is None else opened_at
+        self._is_in_place = self._opened_at == path
         self.trusted = trusted
         self._config = config
         self._save_number = save_number
@@ -84,11 +86,12 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CheckpointNotFoundError: nothing is committed there.
             CorruptCheckpointError: what says how to read it is damaged.
         """
-        folder = data_folder(path)
+        root = location(path)
+        folder = data_folder(root)
         # First: a save that begins in between must not go for the one whose config is read.
         stamp, save_number = _stamp(folder), number_of_save(folder)
         config = read_config(folder)
-        return cls(folder, config, save_number, trusted=trusted, stamp=stamp, opened_at=path)
+        return cls(folder, config, save_number, trusted=trusted, stamp=stamp, opened_at=root)
 
     @property
     def backend(self) -> tuple[str, int]:
@@ -118,11 +121,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
         Raises:
             CheckpointingException: if that cannot be found out.
         """
-        index = read_index(self.path)
-        if index is None:
-            index = self.reads.index()
-        self._require_same()
-        return index
+        with self.reading():
+            index = read_index(self.path)
+            return self.reads.index() if index is None else index
 
     @cached_property
     def reads(self) -> PartialReads:
@@ -146,9 +147,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @cached_property
     def common(self) -> dict[str, Any]:
         """The common state; unpickled with an allow-list of plain types unless ``trusted``."""
-        common = self.reads.common()
-        self._require_same()
-        return common
+        with self.reading():
+            return self.reads.common()
 
     @property
     def metadata(self) -> dict[str, Any] | None:
@@ -218,14 +218,25 @@ class Checkpoint(Mapping[str, TensorHandle]):
         rows = [(self[key].stored, box) for key, box in wanted]
         for stored, box in rows:
             _require_inside(stored.global_shape, stored.key, box)
+        with self.reading():
+            return self.reads.boxes(self.index, rows)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Make sure that what the body reads is of the checkpoint that was opened.
+
+        Raises:
+            CorruptCheckpointError: if it was deleted or overwritten.
+        """
         try:
-            found = self.reads.boxes(self.index, rows)
+            yield
         except Exception:
             # That it was deleted says more than that a file is gone.
             self.require_unchanged()
             raise
-        self._require_same()
-        return found
+        # The files of a save that has a folder of its own are never written again.
+        if self._is_in_place:
+            self.require_unchanged()
 
     def require_unchanged(self) -> None:
         """Make sure that what has been read is of the checkpoint that was opened.
@@ -239,11 +250,6 @@ class Checkpoint(Mapping[str, TensorHandle]):
             )
             message = "it changed: this is not the checkpoint that was opened"
             raise CorruptCheckpointError(message, [finding])
-
-    def _require_same(self) -> None:
-        # What lies in a folder of the save's own has been read, or is gone.
-        if self.path == self._opened_at:
-            self.require_unchanged()
 
     def __getitem__(self, key: str) -> TensorHandle:
         index = self.index

@@ -127,11 +127,8 @@ class TensorHandle:
         checkpoint, stored = self._checkpoint, self._stored
         selected = select(stored.global_shape, slices, stored.key)
         reads = checkpoint.reads
-        try:
+        with checkpoint.reading():
             parts = reads.boxes(checkpoint.index, [(stored, box) for box in selected.boxes])
-        finally:
-            # Also if it failed: that it was deleted says more than that a file is gone.
-            checkpoint.require_unchanged()
         return reads.joined(parts, selected)
 
     def location(self, number: int) -> str:
@@ -174,13 +171,10 @@ class ObjectHandle(Mapping[Ints, Any]):
         index = (cell,) if isinstance(cell, int) else tuple(cell)
         if index not in self:
             raise KeyError(f"{self.key!r} has no cell {index} in its grid {self.shape}")
-        try:
+        with self._checkpoint.reading():
             return self._checkpoint.reads.object_cell(
                 self._checkpoint.index, self.key, self.shape, index
             )
-        finally:
-            # Also if it failed: that it was deleted says more than that a file is gone.
-            self._checkpoint.require_unchanged()
 
     def __contains__(self, cell: object) -> bool:
         if not isinstance(cell, tuple) or len(cell) != len(self.shape):

@@ -31,6 +31,7 @@ from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
 from dist_checkpointing.filesystem.paths import local_folder, location
+from dist_checkpointing.filesystem.store_claims import CLAIMS
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -44,8 +45,6 @@ from dist_checkpointing.format.leftovers import (
 
 logger = logging.getLogger(__name__)
 
-CLAIMS = ".dckpt/claims"
-"""Folder in which the saves into an object store claim it."""
 COMMON_STATE_FNAME = "common.pt"
 CONTENT_METADATA_KEY = "content_metadata"
 _MAX_CONFIG_BYTES = 1 << 20

@@ -9,9 +9,9 @@ from typing import Any, Final
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.store_claims import COMMITS
 from dist_checkpointing.format.leftovers import CONFIG_FNAME
 
-COMMITS: Final = ".dckpt/commits"
 DATA: Final = "data"
 _ATTEMPT: Final = re.compile(r"[0-9a-f]{32}")
 _MAX_COMMIT_BYTES: Final = 1 << 20

@@ -15,7 +15,8 @@ import pytest
 from dist_checkpointing.filesystem import object_store
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore
-from dist_checkpointing.format.data_folder import COMMITS, DATA
+from dist_checkpointing.filesystem.store_claims import COMMITS
+from dist_checkpointing.format.data_folder import DATA
 
 
 def new_url(scheme: str = "memory") -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import json
 import math
 import re
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -163,9 +161,9 @@ def json_value(value: Any) -> Any:
     return value
 
 
-def bytes_on_disk(paths: Iterable[PathLike[str]]) -> int:
+def bytes_on_disk(paths: Iterable[Path]) -> int:
     """Bytes of the disk blocks that files take; 0 for a missing file."""
-    return sum(os.lstat(path).st_blocks * 512 for path in paths if os.path.exists(path))
+    return sum(path.lstat().st_blocks * 512 for path in paths if path.exists())
 
 
 def same_for_all_layers(key: str) -> str:
