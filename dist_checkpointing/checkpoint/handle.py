@@ -6,16 +6,17 @@ needs a strategy or a value loads ``reads`` on first use.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_checkpointing.checkpoint.lazy_values import ObjectHandle, TensorHandle
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
@@ -23,6 +24,7 @@ from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint,
     read_config,
 )
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, read_index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, number_of_save
@@ -38,7 +40,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
     """A committed checkpoint of any backend, also of Megatron and torch DCP; see ``open``.
 
     Attributes:
-        path: folder of the checkpoint.
+        path: folder of the files: in an object store that of the save below the URL.
         trusted: whether anything is unpickled.
 
     Example:
@@ -55,14 +57,17 @@ class Checkpoint(Mapping[str, TensorHandle]):
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         config: CheckpointingConfig,
         save_number: int,
         *,
         trusted: bool,
         stamp: object = None,
+        opened_at: Location | None = None,
     ) -> None:
         self.path = path
+        self._opened_at = path if opened_at is None else opened_at
+        self._is_in_place = self._opened_at == path
         self.trusted = trusted
         self._config = config
         self._save_number = save_number
@@ -81,10 +86,12 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CheckpointNotFoundError: nothing is committed there.
             CorruptCheckpointError: what says how to read it is damaged.
         """
-        folder = local_folder(path)
+        root = location(path)
+        folder = data_folder(root)
         # First: a save that begins in between must not go for the one whose config is read.
         stamp, save_number = _stamp(folder), number_of_save(folder)
-        return cls(folder, read_config(folder), save_number, trusted=trusted, stamp=stamp)
+        config = read_config(folder)
+        return cls(folder, config, save_number, trusted=trusted, stamp=stamp, opened_at=root)
 
     @property
     def backend(self) -> tuple[str, int]:
@@ -102,7 +109,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
         if self._stamp is not None and self._stamp == _stamp(self.path):
             return True
         return (
-            check_is_distributed_checkpoint(self.path)
+            data_folder(self._opened_at) == self.path
+            and check_is_distributed_checkpoint(self.path)
             and number_of_save(self.path) == self._save_number
         )
 
@@ -113,11 +121,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
         Raises:
             CheckpointingException: if that cannot be found out.
         """
-        index = read_index(self.path)
-        if index is None:
-            index = self.reads.index()
-        self.require_unchanged()
-        return index
+        with self.reading():
+            index = read_index(self.path)
+            return self.reads.index() if index is None else index
 
     @cached_property
     def reads(self) -> PartialReads:
@@ -141,9 +147,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @cached_property
     def common(self) -> dict[str, Any]:
         """The common state; unpickled with an allow-list of plain types unless ``trusted``."""
-        common = self.reads.common()
-        self.require_unchanged()
-        return common
+        with self.reading():
+            return self.reads.common()
 
     @property
     def metadata(self) -> dict[str, Any] | None:
@@ -213,10 +218,24 @@ class Checkpoint(Mapping[str, TensorHandle]):
         rows = [(self[key].stored, box) for key, box in wanted]
         for stored, box in rows:
             _require_inside(stored.global_shape, stored.key, box)
-        try:
+        with self.reading():
             return self.reads.boxes(self.index, rows)
-        finally:
-            # Also if it failed: that it was deleted says more than that a file is gone.
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Make sure that what the body reads is of the checkpoint that was opened.
+
+        Raises:
+            CorruptCheckpointError: if it was deleted or overwritten.
+        """
+        try:
+            yield
+        except Exception:
+            # That it was deleted says more than that a file is gone.
+            self.require_unchanged()
+            raise
+        # The files of a save that has a folder of its own are never written again.
+        if self._is_in_place:
             self.require_unchanged()
 
     def require_unchanged(self) -> None:
@@ -252,24 +271,13 @@ class Checkpoint(Mapping[str, TensorHandle]):
         return f"<Checkpoint {str(self.path)!r}: {name} {version}, {len(self)} tensors>"
 
 
-def _stamp(folder: Path) -> object:
+def _stamp(folder: Location) -> object:
     """Equal as long as what commits a checkpoint, and names its save, are the same files; or None.
 
-    It costs a tenth of reading them. They are opened because some network file systems look for
-    changes only then.
+    It costs a tenth of reading them.
     """
-    marks = []
-    for name in (CONFIG_FNAME, ATTEMPT_NAME):
-        try:
-            descriptor = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return None
-        try:
-            status = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
-        marks += [status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-    return marks
+    marks = [store.mark_of(folder, name, opens=True) for name in (CONFIG_FNAME, ATTEMPT_NAME)]
+    return None if None in marks else marks
 
 
 def _require_inside(shape: Ints, key: str, box: Box) -> None:

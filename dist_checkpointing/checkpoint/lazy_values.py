@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_checkpointing.checkpoint.slicing import select
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import StoredTensor
 
@@ -110,7 +110,7 @@ class TensorHandle:
         return self._stored.num_parts
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         """Folder of the checkpoint."""
         return self._checkpoint.path
 
@@ -127,11 +127,8 @@ class TensorHandle:
         checkpoint, stored = self._checkpoint, self._stored
         selected = select(stored.global_shape, slices, stored.key)
         reads = checkpoint.reads
-        try:
+        with checkpoint.reading():
             parts = reads.boxes(checkpoint.index, [(stored, box) for box in selected.boxes])
-        finally:
-            # Also if it failed: that it was deleted says more than that a file is gone.
-            checkpoint.require_unchanged()
         return reads.joined(parts, selected)
 
     def location(self, number: int) -> str:
@@ -174,13 +171,10 @@ class ObjectHandle(Mapping[Ints, Any]):
         index = (cell,) if isinstance(cell, int) else tuple(cell)
         if index not in self:
             raise KeyError(f"{self.key!r} has no cell {index} in its grid {self.shape}")
-        try:
+        with self._checkpoint.reading():
             return self._checkpoint.reads.object_cell(
                 self._checkpoint.index, self.key, self.shape, index
             )
-        finally:
-            # Also if it failed: that it was deleted says more than that a file is gone.
-            self._checkpoint.require_unchanged()
 
     def __contains__(self, cell: object) -> bool:
         if not isinstance(cell, tuple) or len(cell) != len(self.shape):

@@ -122,6 +122,16 @@ def files_below(path: Path, root: Path) -> Iterator[tuple[str, int | None]]:
                 yield os.path.relpath(entry.path, root), size
 
 
+def statuses_below(folder: Path) -> dict[str, os.stat_result]:
+    """The status of each file below a folder by its relative name."""
+    statuses = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)  # noqa: PTH118 - Paths cost ten times more
+            statuses[os.path.relpath(path, folder)] = os.lstat(path)
+    return statuses
+
+
 def _raise_unless_gone(error: OSError) -> None:
     if error.errno not in NOT_THERE:
         raise error
@@ -134,6 +144,22 @@ def _mode(path: Path, *, follows: bool) -> int | None:
         if error.errno in NOT_THERE:
             return None
         raise
+
+
+def mark_of(path: str, *, opens: bool) -> list[int] | None:
+    """What changes with a file; None if it is not there, or cannot be opened if that is wanted."""
+    try:
+        if not opens:
+            status = os.stat(path)  # noqa: PTH116 - for each slice
+        else:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                status = os.fstat(descriptor)
+            finally:
+                os.close(descriptor)
+    except OSError:
+        return None
+    return [status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def parse_json(data: bytes) -> Any:

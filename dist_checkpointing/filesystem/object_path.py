@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path, PurePosixPath
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.object_store import ObjectStore, ObjectStoreOptions, store_of
@@ -84,6 +84,3 @@ def _key(path: PurePosixPath) -> str:
 
 Location = Path | ObjectPath
 """Where a checkpoint or a file of it is: on a mounted file system or in an object store."""
-
-Place = TypeVar("Place", Path, ObjectPath)
-"""The kind of a location."""

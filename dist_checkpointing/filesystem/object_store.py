@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -107,15 +107,16 @@ class ObjectStore:
         while (block := _asked(self, key, lambda: next(left, None))) is not None:
             yield memoryview(block)
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Some ranges of one object, ``(offset, num_bytes)``; near ones share a request."""
+    def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
+        """A part of an object, which is shorter where the object ends, and the object's size."""
         import obstore  # noqa: PLC0415 - an extra
 
-        starts, lengths = zip(*ranges, strict=True)
-        found = _asked(
-            self, key, lambda: obstore.get_ranges(self._client, key, starts=starts, lengths=lengths)
-        )
-        return [memoryview(part) for part in found]
+        def request() -> tuple[memoryview, int]:
+            options: Any = {"range": (offset, offset + num_bytes)}
+            found = obstore.get(self._client, key, options=options)
+            return memoryview(found.bytes()), found.meta["size"]
+
+        return _asked(self, key, request)
 
     def head(self, key: str) -> ObjectInfo | None:
         """What an object is; None if there is none."""

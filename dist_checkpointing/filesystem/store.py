@@ -7,7 +7,9 @@ half-written objects, and what it has answered is durable.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +59,10 @@ def read_own_start(path: Location, num_bytes: int) -> bytes | None:
     """Like ``read_own``, but the first bytes of a file of any size."""
     if isinstance(path, Path):
         return own_files.read_own_start(path, num_bytes)
-    size = size_of(path)
-    if not size:
-        return None if size is None else b""
-    return bytes(path.store.get_ranges(path.key, [(0, min(size, num_bytes))])[0])
+    try:
+        return bytes(path.store.get_range(path.key, 0, num_bytes)[0])
+    except FileNotFoundError:
+        return None
 
 
 def is_there(path: Location) -> bool:
@@ -92,6 +94,37 @@ def size_of(path: Location) -> int | None:
         return path.stat().st_size if local.is_file(path) else None
     info = path.store.head(path.key) if path.key else None
     return None if info is None else info.num_bytes
+
+
+def mark_of(folder: Location, name: str, *, opens: bool) -> object:
+    """What changes with a file; None if it is not there, or would have to be asked for.
+
+    ``opens`` it, because some network file systems look for changes only then.
+    """
+    return local.mark_of(f"{folder}/{name}", opens=opens) if isinstance(folder, Path) else None
+
+
+def folders_with(
+    root: Location, name: str, skipped: str, on_error: Callable[[OSError], None]
+) -> Iterator[str]:
+    """Folders below ``root`` that hold a file of this name, by relative name.
+
+    Args:
+        root: looked through, in this order: a folder, then those in it.
+        name: of the file.
+        skipped: folders whose names end so are left out.
+        on_error: called where a folder cannot be listed.
+    """
+    if isinstance(root, ObjectPath):
+        for found, _ in files_below(root, root):
+            *above, last = found.split("/")
+            if last == name and not any(part.endswith(skipped) for part in above):
+                yield "/".join(above) or "."
+        return
+    for folder, names, files in os.walk(root, onerror=on_error):
+        names[:] = sorted(below for below in names if not below.endswith(skipped))
+        if name in files:
+            yield Path(folder).relative_to(root).as_posix()
 
 
 def names_in(folder: Location) -> list[str]:
@@ -126,6 +159,33 @@ def files_below(path: Location, root: Location) -> Iterator[tuple[str, int | Non
         return
     assert isinstance(root, Path)
     yield from local.files_below(path, root)
+
+
+@dataclass(frozen=True, slots=True)
+class FileUse:
+    """What a file takes.
+
+    Attributes:
+        num_bytes: Size.
+        num_bytes_stored: Bytes of its disk blocks, which are fewer for files with holes.
+        is_shared: Whether it has another name elsewhere, as in other checkpoints.
+    """
+
+    num_bytes: int
+    num_bytes_stored: int
+    is_shared: bool = False
+
+
+def use_below(folder: Location) -> dict[str, FileUse]:
+    """What each file below a folder takes, by its relative name."""
+    if isinstance(folder, ObjectPath):
+        found = files_below(folder, folder)
+        return {name: FileUse(size, size) for name, size in found if size is not None}
+    return {
+        # st_blocks counts units of 512 bytes on every file system.
+        name: FileUse(status.st_size, status.st_blocks * 512, status.st_nlink > 1)
+        for name, status in local.statuses_below(folder).items()
+    }
 
 
 def sizes_in(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.object_path import Location, Place
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.geometry import Box, Ints
 
 CHECKSUMS_NAME = ".dckpt/checksums"
@@ -261,13 +261,13 @@ def _to_bytes(
     return body + xxhash.xxh3_128_digest(body)
 
 
-def checksum_files(folder: Place) -> list[Place]:
+def checksum_files(folder: Location) -> list[Location]:
     """The tables of a checkpoint, in the order of their keys."""
     names = store.names_in(folder / CHECKSUMS_NAME)
     return [folder / CHECKSUMS_NAME / name for name in names if name.endswith(_SUFFIX)]
 
 
-def read_checksums(folder: Place) -> list[StoredPart]:
+def read_checksums(folder: Location) -> list[StoredPart]:
     """Everything that was noted about the tensors of a checkpoint.
 
     Raises:

@@ -32,6 +32,7 @@ from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
 from dist_checkpointing.filesystem.paths import local_folder, location
+from dist_checkpointing.filesystem.store_claims import CLAIMS
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -100,18 +101,21 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     """
     folder = location(checkpoint_dir)
     path = folder / CONFIG_FNAME
-    if not store.is_folder(folder):
-        problem = "it is a file, not a folder" if store.is_there(folder) else "no such folder"
-        finding = Finding(problem, path=str(folder))
-        raise CheckpointNotFoundError(f"Checkpoint directory {folder} does not exist", [finding])
-    if _is_plain_dcp(folder):
-        return _PLAIN_DCP
-    if not store.is_file(path):
-        raise _not_committed(folder)
     try:
         return _parsed_config(path)
-    except FileNotFoundError as error:
-        raise _not_committed(folder) from error  # overwritten since the first look
+    except OSError as error:
+        if error.errno not in {*local.NOT_THERE, errno.EISDIR}:
+            raise
+        missing = error
+    if _is_plain_dcp(folder):
+        return _PLAIN_DCP
+    if store.is_folder(folder):
+        raise _not_committed(folder) from missing
+    problem = "it is a file, not a folder" if store.is_there(folder) else "no such folder"
+    finding = Finding(problem, path=str(folder))
+    raise CheckpointNotFoundError(
+        f"Checkpoint directory {folder} does not exist", [finding]
+    ) from missing
 
 
 def _parsed_config(path: Location) -> CheckpointingConfig:
@@ -133,7 +137,7 @@ def _parsed_config(path: Location) -> CheckpointingConfig:
 
 
 def _not_committed(folder: Location) -> CheckpointNotFoundError:
-    half = store.is_there(folder / ATTEMPT_NAME)
+    half = store.is_there(folder / ATTEMPT_NAME) or store.is_there(folder / CLAIMS)
     finding = Finding(
         "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
         path=str(folder / CONFIG_FNAME),

@@ -174,7 +174,7 @@ class StoreAttempt:
     def _seal_checksum(self) -> str:
         path = self.folder / SEAL_NAME
         try:
-            start = path.store.get_ranges(path.key, [(0, _SEAL_START_BYTES)])[0]
+            start = path.store.get_range(path.key, 0, _SEAL_START_BYTES)[0]
         except FileNotFoundError:
             return ""
         return bytes(start)[-33:-1].decode(errors="replace")

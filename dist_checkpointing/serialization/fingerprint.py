@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from dist_checkpointing.comm import Comm, SingleProcess, default_comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.fingerprints import NOTHING, Sums, added, fingerprint_of
 from dist_checkpointing.format.geometry import Box
@@ -104,7 +104,7 @@ def fingerprint(
 
 def verify_restored(
     shards: Sequence[ShardedTensor],
-    folder: Path,
+    folder: Location,
     index: Index | None,
     make_reader: Callable[[], StorageReader] | None,
     comm: Comm,
@@ -218,7 +218,7 @@ def _counted(copies: Copies, misfits: set[str]) -> Bools:
     return is_counted
 
 
-def _kept(folder: Path) -> dict[str, str]:
+def _kept(folder: Location) -> dict[str, str]:
     index = read_index(folder)
     return {} if index is None else {**index.fingerprints}
 
@@ -275,7 +275,7 @@ def _other_than_saved(
             )
 
 
-def _warn_of_others(keys: Sequence[str], folder: Path) -> None:
+def _warn_of_others(keys: Sequence[str], folder: Location) -> None:
     if keys:
         named = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
         logger.warning(

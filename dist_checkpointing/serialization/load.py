@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
@@ -179,7 +179,7 @@ def load(
     flag = parse_strict_flag(strict)
     _require_known(cast, verify)
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
-        folder = local_folder(checkpoint_dir)
+        folder = data_folder(checkpoint_dir)
         save_number = number_of_save(folder)
         found = open_checkpoint(folder, sharded_strategy, common_strategy)
         if trusted:
@@ -258,7 +258,7 @@ def _take_apart(template: ShardedStateDict) -> Partition:
 
 def _read_index(
     found: LoadStrategies,
-    checkpoint_dir: str | PathLike[str],
+    checkpoint_dir: Location,
     parts: Partition,
     comm: Comm,
     *,
@@ -275,7 +275,7 @@ def _read_index(
     tensors. ``is_kept`` says that the reader is used more than once.
     """
     if isinstance(found.sharded, PlannedLoadStrategy):
-        reader = found.sharded.make_reader(Path(checkpoint_dir))
+        reader = found.sharded.make_reader(checkpoint_dir)
         reader.is_kept = is_kept
         shared = share_index(reader, comm)
         index = shared.whole
@@ -337,7 +337,7 @@ def _read_objects(
     objects: Mapping[TreePath, ShardedObject],
     common: LoadCommonStrategy,
     parts: Partition,
-    checkpoint_dir: Path,
+    checkpoint_dir: Location,
     comm: Comm,
 ) -> Mapping[TreePath, Any]:
     with comm.agreed("reading the sharded objects"):
@@ -352,7 +352,7 @@ def _read(
     reader: StorageReader | None,
     index: Index | None,
     parts: Partition,
-    checkpoint_dir: Path,
+    checkpoint_dir: Location,
     comm: Comm,
     meter: Meter,
 ) -> tuple[Mapping[TreePath, Any], Mapping[TreePath, Any]]:

@@ -17,6 +17,7 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.disk_names import disk_name
+from dist_checkpointing.filesystem.ranged_reads import FolderReads, reads_below
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.claims import (
     Backing,
@@ -280,9 +281,12 @@ class StorageReader(ABC):
         """Learn the folder of the checkpoint, before anything else is called."""
 
     @cached_property
-    def maps_files(self) -> bool:
-        """Whether the files of the checkpoint are read through a mapping."""
-        return self.options.maps_files(self.checkpoint_dir)
+    def files(self) -> FolderReads:
+        """Reads the files of the checkpoint."""
+        options = self.options
+        return reads_below(
+            self.checkpoint_dir, options.threads, options.buffer_bytes, options.maps_files
+        )
 
     def location(self, chunk: MetadataIndex) -> str:
         """Where a stored chunk is, for messages."""

@@ -20,6 +20,7 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import ChecksumColumns
 from dist_checkpointing.format.digests import (
@@ -40,7 +41,6 @@ from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import HostBlocks
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.raw_chunks import in_threads
 from dist_checkpointing.strategies.safe_pickle import serialize
 
 logger = logging.getLogger(__name__)

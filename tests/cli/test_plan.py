@@ -97,18 +97,17 @@ def test_the_files_it_names_are_those_that_are_needed(tmp_path: Path, backend: A
 def test_what_is_read_is_what_the_plan_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dist_checkpointing.strategies import filling, raw_chunks, windows
+    from dist_checkpointing.filesystem import ranged_reads
 
     folder = saved(tmp_path / "c", ("zarr", 2), 1024)
     counts: list[int] = []
-    own = windows.pread
+    own = ranged_reads.pread
 
     def counting(descriptor: int, target: Any, offset: int) -> None:
         counts.append(target.nbytes)
         own(descriptor, target, offset)
 
-    for module in (filling, raw_chunks, windows):
-        monkeypatch.setattr(module, "pread", counting)
+    monkeypatch.setattr(ranged_reads, "pread", counting)
     (cost, *_) = planned(folder, "--tp", 4, "--shard", "layers=0")["ranks"]
     assert counts == []
     boxes = [(key, Box((0, 0), (256, 1024))) for key in (QKV, PROJ)]

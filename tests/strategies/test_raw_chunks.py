@@ -15,6 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import CorruptCheckpointError
+from dist_checkpointing.filesystem import ranged_reads
+from dist_checkpointing.filesystem.ranged_reads import LocalFile, open_file, reads_below
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -26,13 +29,11 @@ from dist_checkpointing.planning import (
     ReadItem,
 )
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies import filling, raw_chunks
 from dist_checkpointing.strategies import windows as reading
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import (
     ChunkReads,
     Extent,
-    in_threads,
     read_chunks,
     read_extent,
 )
@@ -75,14 +76,14 @@ def read_all(
     """Read the items from chunks at (offset, bytes) of one file; how many bytes were reported."""
     options = options or StorageOptions()
     stored = Index.of([StoredTensor("w", dtype, (1,), (1,))])
-    most = max(1, options.buffer_bytes // options.threads)
+    files = reads_below(path.parent, options.threads, options.buffer_bytes, lambda _: maps_files)
     planner = _Destinations(tensors)
-    filler = Filler(LoadPlan(items), planner, stored, most, maps_files=maps_files)
+    filler = Filler(LoadPlan(items), planner, stored, files.limits)
     offsets, sizes = np.array(extents, dtype=np.int64).T
-    rows, files = np.arange(len(items)), np.zeros(len(items), dtype=np.int64)
+    rows, numbers = np.arange(len(items)), np.zeros(len(items), dtype=np.int64)
     reported: list[int] = []
-    reads = ChunkReads(rows, [str(path)], files, offsets, sizes)
-    read_chunks(reads, filler, options, report=reported.append)
+    reads = ChunkReads(rows, [path.name], numbers, offsets, sizes)
+    read_chunks(reads, filler, files, report=reported.append)
     return sum(reported)
 
 
@@ -183,7 +184,7 @@ def test_a_file_that_is_one_chunk_must_be_as_long(tmp_path: Path, num_bytes: int
     path = tmp_path / "data"
     path.write_bytes(bytes(num_bytes))
     with pytest.raises(CorruptCheckpointError, match="wrong size; expected 64 bytes; found"):
-        read_extent(Extent(str(path), 0, 64, file_bytes=64), "w")
+        read_extent(Extent(tmp_path, path.name, 0, 64, file_bytes=64), "w")
 
 
 @pytest.mark.parametrize("most_copied", [64, None], ids=["read", "mapped"])
@@ -195,8 +196,8 @@ def test_a_file_that_becomes_shorter_is_noticed(
     path = tmp_path / "data"
     path.write_bytes(bytes(4 * 200))
     window = Window(0, (16, 16), Box((0, 0), (16, columns)))
-    with path.open("rb") as file, pytest.raises(EOFError):
-        read_window(file.fileno(), 0, window, np.ones((16, columns), np.float32), most_copied)
+    with open_file(tmp_path, path.name) as file, pytest.raises(EOFError):
+        read_window(file, 0, window, np.ones((16, columns), np.float32), most_copied)
 
 
 def test_huge_pages_of_the_cache_are_seen_whole(
@@ -214,9 +215,9 @@ def test_huge_pages_of_the_cache_are_seen_whole(
     monkeypatch.setattr(mmap, "mmap", noting)
     window = Window(0, values[1].shape, Box((1, 5), (510, 1000)))
     target = np.zeros(window.box.shape, np.float32)
-    with path.open("rb") as file:
+    with open_file(tmp_path, path.name) as file:
         for number, start in enumerate((0, 2**21, 2**22)):
-            read_window(file.fileno(), start, window, target, None)
+            read_window(file, start, window, target, None)
             assert np.array_equal(target, values[number][window.box.slices()])
     assert mapped == [(0, 2**21), (2**21, 2**21), (2**22, 2**21)]
 
@@ -255,7 +256,7 @@ def test_the_first_error_ends_all_tasks(threads: int) -> None:
 
 def test_a_lost_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="missing") as caught:
-        read_extent(Extent(str(tmp_path / "gone"), 0, 1), "w")
+        read_extent(Extent(tmp_path, "gone", 0, 1), "w")
     assert caught.value.findings[0].path == str(tmp_path / "gone")
 
 
@@ -263,14 +264,13 @@ def test_a_lost_file_is_named(tmp_path: Path) -> None:
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How much every read of a part of a file has got."""
     counts: list[int] = []
-    own = reading.pread
+    own = ranged_reads.pread
 
     def counting(descriptor: int, target: Any, position: int) -> None:
         counts.append(target.nbytes)
         own(descriptor, target, position)
 
-    for module in (filling, raw_chunks, reading):
-        monkeypatch.setattr(module, "pread", counting)
+    monkeypatch.setattr(ranged_reads, "pread", counting)
     return counts
 
 
@@ -318,8 +318,8 @@ def test_runs_far_apart_are_mapped_only_if_they_are_cached(
 ) -> None:
     path, values = tmp_path / "data", np.random.default_rng(3).random((8, 2**18), np.float32)
     path.write_bytes(values.tobytes())
-    own = reading._is_cached
-    monkeypatch.setattr(reading, "_is_cached", lambda *where: is_cached and own(*where))
+    own = LocalFile.is_cached
+    monkeypatch.setattr(LocalFile, "is_cached", lambda *where: is_cached and own(*where))
     kind = dtypes.from_torch(torch.float32)
     for columns, is_mapped in ((2**18 - 2**13, True), (2**17 + 2**16, is_cached), (2**10, False)):
         bytes_read.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,8 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.strategies.zarr.unpacking import Codec, unpacked
@@ -90,7 +91,7 @@ def _write_all(descriptor: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
-def read_decoded(path: str, codec: Codec, num_bytes: int, key: str) -> Array:
+def read_decoded(path: Location, codec: Codec, num_bytes: int, key: str) -> Array:
     """The bytes of the values of a compressed chunk.
 
     Raises:
@@ -98,11 +99,11 @@ def read_decoded(path: str, codec: Codec, num_bytes: int, key: str) -> Array:
     """
 
     def corrupt(problem: str, **details: Any) -> CorruptCheckpointError:
-        finding = Finding(problem, key, path=path, **details)
+        finding = Finding(problem, key, path=str(path), **details)
         return CorruptCheckpointError("the checkpoint is damaged", [finding])
 
     try:
-        encoded = Path(path).read_bytes()
+        encoded = store.read_bytes(path, 2 * num_bytes + 2**20)
     except FileNotFoundError as error:
         raise corrupt("a chunk is missing") from error
     try:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.claims import (
     MOST_COMPRESSION,
@@ -47,7 +48,7 @@ from dist_checkpointing.storage.protocol import (
 from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.filling import Filler
-from dist_checkpointing.strategies.raw_chunks import ChunkReads, in_threads, read_chunks
+from dist_checkpointing.strategies.raw_chunks import ChunkReads, read_chunks
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
 from dist_checkpointing.strategies.zarr.shared_chunks import share_chunks
 from dist_checkpointing.strategies.zarr.unpacking import Codec
@@ -196,8 +197,7 @@ class ZarrFolderReader(StorageReader):
         sizes = _chunk_bytes(table, self._index).tolist()
         names = self.chunk_names(table)
         if is_encoded:
-            paths = [self.checkpoint_dir / name for name in names]
-            sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
+            sizes = [self.files.size_of(name) or 0 for name in names]
         return [
             ChunkPlace(name, num_bytes, is_encoded)
             for name, num_bytes in zip(names, sizes, strict=True)
@@ -221,35 +221,29 @@ class ZarrFolderReader(StorageReader):
         return None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        codec, options, table = self.codec(), self.options, plan.table
+        codec, table = self.codec(), plan.table
         names = self.chunk_names(table)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        paths = [f"{self.checkpoint_dir}/{name}" for name in numbers]
         files = np.fromiter(map(numbers.__getitem__, names), dtype=np.int64, count=len(names))
         sizes = _chunk_bytes(table, self._index)
-        filler = Filler(
-            plan,
-            planner,
-            self._index,
-            max(1, options.buffer_bytes // options.threads),
-            maps_files=self.maps_files,
-        )
+        filler = Filler(plan, planner, self._index, self.files.limits)
         if codec is None:
             starts = np.zeros_like(files)
             rows = np.arange(len(table))
-            reads = ChunkReads(rows, paths, files, starts, sizes, fill_files=True)
-            read_chunks(reads, filler, options, report=self.report)
+            reads = ChunkReads(rows, [*numbers], files, starts, sizes, fill_files=True)
+            read_chunks(reads, filler, self.files, report=self.report)
             return done(None)
         order = np.argsort(files, kind="stable")
         of_files = np.split(order, np.flatnonzero(np.diff(files[order])) + 1) if len(order) else []
 
         def read_file(rows: Int64s) -> None:
             first = int(rows[0])
-            values = read_decoded(paths[files[first]], codec, int(sizes[first]), table.key(first))
+            place = self.checkpoint_dir / names[first]
+            values = read_decoded(place, codec, int(sizes[first]), table.key(first))
             for row in rows.tolist():
                 self.report(filler.fill(row, values))
 
-        in_threads(read_file, of_files, options.threads)
+        in_threads(read_file, of_files, self.files.limits.threads)
         return done(None)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -24,8 +23,10 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.disk_names import check_raw_key
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
@@ -186,15 +187,19 @@ class ZarrV2Reader(ZarrFolderReader):
 
     def read_metadata(self) -> Index:
         root = self.checkpoint_dir
-        tensors: list[StoredTensor] = []
         damaged: list[Finding] = []
         going = noted_removal(root)
-        for key in _array_folders(root):
-            if key not in going:
-                try:
-                    tensors.append(_parse(root / key, key))
-                except CorruptCheckpointError as error:
-                    damaged += error.findings
+
+        def parse(key: str) -> StoredTensor | None:
+            try:
+                return _parse(root / key, key)
+            except CorruptCheckpointError as error:
+                damaged.extend(error.findings)
+                return None
+
+        keys = [key for key in _array_folders(root) if key not in going]
+        found = in_threads(parse, keys, self.files.limits.run_threads)
+        tensors = [tensor for tensor in found if tensor is not None]
         if damaged:
             raise CorruptCheckpointError("arrays have no readable metadata", damaged)
         return Index.of(sorted(tensors, key=lambda tensor: tensor.key))
@@ -217,13 +222,12 @@ class ZarrV2Reader(ZarrFolderReader):
         return names
 
 
-def _array_folders(root: Path, on_error: Callable[[OSError], None] | None = None) -> Iterator[str]:
+def _array_folders(
+    root: Location, on_error: Callable[[OSError], None] | None = None
+) -> Iterator[str]:
     """Keys of the folders that look like arrays. The arrays themselves are not read."""
-    for folder, names, files in os.walk(root, onerror=on_error or _raise):
-        # Megatron leaves lock folders behind that look like arrays and are none.
-        names[:] = sorted(name for name in names if not name.endswith(".sync"))
-        if _METADATA_NAME in files:
-            yield Path(folder).relative_to(root).as_posix()
+    # Megatron leaves lock folders behind that look like arrays and are none.
+    return store.folders_with(root, _METADATA_NAME, ".sync", on_error or _raise)
 
 
 def _raise(error: OSError) -> None:
@@ -237,10 +241,10 @@ def _raise_unless_gone(error: OSError) -> None:
         raise error
 
 
-def _parse(folder: Path, key: str) -> StoredTensor:
+def _parse(folder: Location, key: str) -> StoredTensor:
     path = folder / _METADATA_NAME
     with local.parsing("arrays have no readable metadata", path, key):
-        content = local.read_json(path, _MAX_METADATA_BYTES)
+        content = store.read_json(path, _MAX_METADATA_BYTES)
         shape = tuple(ints_from_json(content["shape"]))
         chunks = tuple(ints_from_json(content["chunks"]))
         options = {k: content.get(k) for k in _REQUIRED}

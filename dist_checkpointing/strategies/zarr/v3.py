@@ -19,8 +19,9 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.disk_names import disk_name
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import (
@@ -154,7 +155,7 @@ class ZarrV3Reader(ZarrFolderReader):
     """Reads what ZarrV3Writer wrote."""
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        has_index = (self.checkpoint_dir / INDEX_NAME).exists()
+        has_index = store.is_file(self.checkpoint_dir / INDEX_NAME)
         return super().describing_names(wanted) if has_index else [METADATA_NAME]
 
     def read_metadata(self) -> Index:
@@ -169,14 +170,15 @@ class ZarrV3Reader(ZarrFolderReader):
 
     def claimed_in(self, key: str) -> str:
         del key
-        name = INDEX_NAME if (self.checkpoint_dir / INDEX_NAME).exists() else METADATA_NAME
+        is_indexed = store.is_file(self.checkpoint_dir / INDEX_NAME)
+        name = INDEX_NAME if is_indexed else METADATA_NAME
         return str(self.checkpoint_dir / name)
 
     def chunk_names(self, table: ReadTable) -> list[str]:
         return chunk_keys_to_read(table, self._index)
 
 
-def rebuild_index(checkpoint_dir: Path) -> Index:
+def rebuild_index(checkpoint_dir: Location) -> Index:
     """The index, from the consolidated metadata that is written for other tools.
 
     Raises:
@@ -184,13 +186,13 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
     """
     path = checkpoint_dir / METADATA_NAME
     try:
-        root = local.read_json(path, _MAX_METADATA_BYTES)
+        root = store.read_json(path, _MAX_METADATA_BYTES)
         nodes = root["consolidated_metadata"]["metadata"]
         going = {
             name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
         }
-        names = local.names_in(checkpoint_dir)
-        found = {name for name in names if (checkpoint_dir / name / METADATA_NAME).exists()}
+        names = store.names_in(checkpoint_dir)
+        found = {name for name in names if store.is_file(checkpoint_dir / name / METADATA_NAME)}
         unlisted = sorted(found - going - nodes.keys())
         if unlisted:
             raise ValueError(f"it does not list these arrays: {', '.join(unlisted[:20])}")

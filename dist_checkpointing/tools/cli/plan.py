@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.tools.cli.screen import (
@@ -204,7 +205,7 @@ def _totals(opened: Checkpoint, found: Forecast) -> Table:
             "(FullyParallelLoadStrategyWrapper)",
         )
     files = found.files
-    size = sum(path.stat().st_size for name in files if (path := opened.path / name).is_file())
+    size = sum(store.size_of(opened.path / name) or 0 for name in files)
     grid.add_row("files", f"{len(files)} opened, {bytes_text(size)} in all")
     return grid
 

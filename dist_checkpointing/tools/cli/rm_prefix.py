@@ -145,7 +145,7 @@ def _as_json(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> dict[s
         "keys": list(planned.keys),
         "num_bytes": sum(opened.index[key].num_bytes for key in planned.keys),
         "files": list(planned.files),
-        "file_bytes": bytes_on_disk(opened.path / name for name in planned.files),
+        "file_bytes": bytes_on_disk(Path(opened.path) / name for name in planned.files),
         "bytes_not_freed": dict(planned.shared),
         "objects_kept": [key for key in opened.objects if key.startswith(prefix)],
     }
