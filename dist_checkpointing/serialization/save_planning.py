@@ -193,6 +193,6 @@ def prepare(
     with meter.phase("planning"):
         exchanged = exchange_tables(comm, PLANNING, bring, lambda facts: facts.identity)
         job = plannings[0].conclude(exchanged, comm)
-        if base is not None and job.writer is not None:
-            take_base(base, job.folder, job.strategy, job.writer, comm)
+        if base is not None:
+            take_base(base, job, comm)
     return job

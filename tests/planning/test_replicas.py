@@ -24,8 +24,8 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.planning import compared_values, replicas
 from dist_checkpointing.planning import copies as copies_module
-from dist_checkpointing.planning import replicas
 from dist_checkpointing.planning.compared_values import SAMPLES, OwnValues
 from dist_checkpointing.planning.copies import Copies, copies_of
 from dist_checkpointing.planning.describe import describe
@@ -290,7 +290,7 @@ def test_what_one_rank_holds_is_not_digested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digested: list[str] = []
-    values_of = replicas.values_of
+    values_of = compared_values.values_of
 
     def noted(own: OwnValues) -> torch.Tensor:
         digested.append(own.leaf.key)
