@@ -157,6 +157,8 @@ class ReplicaComparison:
         if self._is_off:
             return
         comm, kept = self._comm, self._kept
+        if any(own is None for own in brought):
+            brought = comm.exchange("comparing replicas", self.bring)
         facts = [own for own in brought if own is not None]
         if len(facts) == comm.world_size and len({(f.copies, f.sample) for f in facts}) == 1:
             assert kept.copies.value is not None
@@ -169,10 +171,12 @@ class ReplicaComparison:
         kept.num_samples += self._is_sampled
         told = dict(_unpacked(b"".join(spoken)))
         others = [(own.unit, digest) for own, digest in self._own if told[own.unit] != digest]
-        different = [dict(_unpacked(data)) for data in comm.all_gather(_packed(others))]
+        different: list[dict[int, bytes]] = []
+        if not comm.all_same(None if others else 0):
+            different = [dict(_unpacked(data)) for data in comm.all_gather(_packed(others))]
         if comm.rank == 0 and copies.num_apart:
             logger.info("%d parts of replicas are cut differently: not compared", copies.num_apart)
-        if not any(different):
+        if not different:
             return
         differences = list(_differences(copies, told, different))
         firsts = self._first_differences(copies, differences)
