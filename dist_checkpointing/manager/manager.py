@@ -153,7 +153,7 @@ class CheckpointManager:
             self._strategy,
             comm=self._comm,
             plan_cache=self._plan_cache,
-            **self._files.hooks(step),
+            **self._files.hooks(step, has_base=options["base"] is not None),
             **options,
         )
         with self._comm.agreed("moving the pointer"):
@@ -188,7 +188,7 @@ class CheckpointManager:
             step=step,
             capture=capture,
             on_committed=lambda: self._files.committed(step),
-            **self._files.hooks(step),
+            **self._files.hooks(step, has_base=options["base"] is not None),
             **options,
         )
 

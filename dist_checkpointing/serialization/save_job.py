@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Unpack
@@ -21,12 +21,15 @@ from dist_checkpointing.format.commit import (
     CheckpointingConfig,
     begin_attempt,
 )
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.format.store_commit import StoreAttempt
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning.base_grids import along_grids
+from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.serialization.leaf_copies import (
     Values,
@@ -87,6 +90,7 @@ class SaveJob:
         by_common: leaves of this rank that the common strategy writes.
         common: common state of this rank.
         attempt_id: name of the attempt, the same on every rank, once it is claimed.
+        index: what the checkpoint will hold, once it is planned; None for a third party's strategy.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class SaveJob:
         self._parts, self.common = parts, common
         self.by_strategy, self.by_common = by_strategy, by_common
         self._options = options
-        self._index: Index | None = None
+        self.index: Index | None = None
         self._plan: SavePlan | None = None
         self._own_plan: SavePlan | None = None
         self._planner: SavePlanner | None = None
@@ -162,8 +166,23 @@ class SaveJob:
         """Take what the ranks have decided, or the error of this rank for ``claim`` to tell."""
         self._planned, decided = planned, planned.result
         if decided is not None:
-            self._plan, self._index, self._planner = decided.plan, decided.index, decided.planner
+            self._plan, self.index, self._planner = decided.plan, decided.index, decided.planner
             self._objects = decided.objects
+
+    @property
+    def is_cut_in_row_blocks(self) -> bool:
+        """Whether all that is written of a tensor with a chunk grid are whole chunks."""
+        layout = None if self.writer is None else self.writer.layout
+        planner = self._planner
+        # A planner of a user may know what it has planned to the last item.
+        is_own = planner is not None and planner.settings is not None and not planner.makes_data
+        return is_own and isinstance(layout, RowBlockLayout)
+
+    def cut_along(self, grids: Mapping[str, Ints]) -> None:
+        """Write smaller chunks of some tensors, see ``nested_grids``."""
+        if self._plan is not None:
+            self._plan = along_grids(self._plan, grids)
+            self.index = self._plan.index
 
     def claim(self, comm: Comm, *, secured: bool = False) -> None:
         """Take possession of the folder, if all ranks have planned. Collective.
@@ -187,12 +206,12 @@ class SaveJob:
 
     def _begin_attempt(self, world_size: int, *, secured: bool) -> Claimed:
         if before_claim := self._options.get("before_claim"):
-            before_claim(self._index)
+            before_claim(self.index)
         objects = sorted(set(self._objects.key_column))
         names = [SEAL_NAME, *self._common_writer.created_names(objects)]
-        if self._index is not None and self.writer is not None:
-            names += self.writer.created_names(self._index, world_size=world_size)
-        refuse_clashes(names, self._objects, self._index)
+        if self.index is not None and self.writer is not None:
+            names += self.writer.created_names(self.index, world_size=world_size)
+        refuse_clashes(names, self._objects, self.index)
         overwrite = self._options.get("overwrite", False)
         self._attempt = begin_attempt(self.folder, names, self._durability, overwrite=overwrite)
         if after_claim := self._options.get("after_claim"):
@@ -368,8 +387,8 @@ class SaveJob:
             if self._attempt is not None:
                 # What a third party's strategy creates is not known: all that is there is sealed.
                 finished, created = driver.Finished(), None
-                if self._index is not None and self.writer is not None:
-                    finished = driver.finish_all(self._index, self._of_ranks, self.writer)
+                if self.index is not None and self.writer is not None:
+                    finished = driver.finish_all(self.index, self._of_ranks, self.writer)
                     created = self._attempt.creates
                 write_seal(
                     self.data_folder,

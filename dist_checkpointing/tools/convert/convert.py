@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from dist_checkpointing.tools.convert.file_targets import (
 )
 from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES, Budget, budget_of
 from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
+from dist_checkpointing.tools.convert.proof import prove
 from dist_checkpointing.tools.convert.rules import Rules
 from dist_checkpointing.tools.convert.safetensors_files import (
     INDEX_SUFFIX,
@@ -123,8 +125,8 @@ def convert(
     Streams: what is in memory at a time stays within the budget, whatever the size. Nothing is at
     the destination until all of it is; a conversion that was killed is begun again by the next one.
     Tensors are compared with the checksums of the source, so that damage does not get new ones.
-    If the source has fingerprints and the destination can keep them, they are computed again from
-    what is written, and must be the same wherever the dtype is.
+    If the source has fingerprints, they are computed again from what is written, and must be the
+    same wherever the dtype is.
 
     Args:
         source: a committed checkpoint of any backend (also of Megatron and torch DCP), safetensors
@@ -369,6 +371,22 @@ class _Job:
             else:
                 write_torch_file(self.plan, path, copier, common=self.common, objects=self.objects)
             self.source.check_unchanged()
+            self._prove(path)
+
+    def _prove(self, path: Path) -> None:
+        """Compare what was written with the fingerprints of the source, if it has any."""
+        written: Source
+        if not self.source.index.fingerprints:
+            return
+        if self.to == TORCH:
+            # It holds nothing but what torch.load takes without trust.
+            written = TorchFileSource(path, trusted=True, most_bytes=self.budget.mapped_bytes)
+        elif find_spec("safetensors") is not None:
+            written = SafetensorsSource(path)
+        else:
+            return  # the package that reads them is an extra
+        written.limit_mapped(self.budget.mapped_bytes)
+        self.num_proven = prove(self.plan, self.source, written, self.budget.box_bytes)
 
     def _is_alike(self, path: Path) -> bool:
         """Whether the destination holds the same kind of files as would be written there."""
