@@ -139,6 +139,17 @@ def names_in(folder: Location) -> list[str]:
     return sorted({*folders, *(info.key.rpartition("/")[2] for info in objects)})
 
 
+def folders_in(folder: Location) -> list[str]:
+    """The names of the folders in a folder, sorted; none if there is no such folder.
+
+    Raises:
+        OSError: if the folder cannot be read, which is not the same as empty.
+    """
+    if isinstance(folder, Path):
+        return [name for name in local.names_in(folder) if local.is_folder(folder / name)]
+    return folder.store.list_folder(folder.prefix)[0]
+
+
 def relative(path: Location, root: Location) -> str:
     """Name of a file relative to a folder that it is in, with ``/``."""
     if isinstance(path, Path):
@@ -261,6 +272,11 @@ def remove(path: Location, root: Location) -> None:
 def remove_below(folder: ObjectPath) -> None:
     """Delete all objects in a folder."""
     folder.store.delete([info.key for info in folder.store.list_below(folder.prefix)])
+
+
+def temporaries(names: Iterable[str], root: Location) -> list[Path]:
+    """Temporary files that killed writers of these files below ``root`` have left."""
+    return local.temporaries(names, root) if isinstance(root, Path) else []
 
 
 def fsync_folders(files: Iterable[Location], root: Location) -> None:

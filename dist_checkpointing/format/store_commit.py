@@ -16,9 +16,9 @@ from typing import Final
 
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
 from dist_checkpointing.filesystem import local, store_claims
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.store_claims import BEATS, CLAIMS, COMMITS, PERIOD, HeldClaim
-from dist_checkpointing.format.commit import CheckpointingConfig
+from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
 from dist_checkpointing.format.seal import SEAL_NAME
 
@@ -194,6 +194,15 @@ class StoreAttempt:
         if self._claim.is_held:
             with _tolerant("a save was not noted as ended: the next one waits for a while"):
                 self._claim.end()
+
+
+def begin_attempt(
+    folder: Location, creates: Iterable[str], durability: local.Durability, *, overwrite: bool
+) -> Attempt | StoreAttempt:
+    """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
+    if isinstance(folder, ObjectPath):
+        return StoreAttempt.begin(folder, creates, overwrite=overwrite)
+    return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability)
 
 
 def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:

@@ -21,7 +21,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.paths import location, require_local
 from dist_checkpointing.manager.checks import (
     asks_for_all,
     check_sealed_files,
@@ -109,7 +109,7 @@ class CheckpointManager:
     ) -> None:
         if on_error not in ("raise", "warn", "retry"):
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
-        self.root = local_folder(root)
+        self.root: Any = location(root)
         self._strategy = sharded_strategy
         self._comm = default_comm() if comm is None else comm
         self._files = RunFolder(self.root, Retention() if retention is None else retention)
@@ -117,6 +117,7 @@ class CheckpointManager:
         self._trusted = trusted
         self._is_incremental = incremental
         if incremental:
+            require_local(self.root, "an incremental save")
             require_sharing_strategy(sharded_strategy)
         self._save_options: dict[str, Any] = {"trusted": trusted, "fingerprints": fingerprints}
         self._save_options |= {"replicas": replicas, "on_replica_mismatch": on_replica_mismatch}
@@ -132,7 +133,7 @@ class CheckpointManager:
         self._signalled = threading.Event()
 
     def folder(self, step: int) -> Path:
-        """Folder of the checkpoint of a step, whether or not it exists."""
+        """Folder of the checkpoint of a step, or its ObjectPath; whether or not it exists."""
         return self._files.folder(step)
 
     def save(self, step: int, state: ShardedStateDict, **options: Any) -> None:
