@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -28,7 +29,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
 from dist_checkpointing.filesystem.paths import local_folder, location
 from dist_checkpointing.filesystem.store_claims import CLAIMS
@@ -42,6 +43,9 @@ from dist_checkpointing.format.leftovers import (
     note_attempt,
     refuse_foreign,
 )
+
+if TYPE_CHECKING:
+    from dist_checkpointing.format.store_commit import StoreAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -285,6 +289,17 @@ class Attempt:
         self._lock.release()
 
 
+def begin_attempt(
+    folder: Location, creates: Iterable[str], durability: local.Durability, *, overwrite: bool
+) -> Attempt | StoreAttempt:
+    """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
+    from dist_checkpointing.format.store_commit import StoreAttempt  # noqa: PLC0415 - a circle
+
+    if isinstance(folder, ObjectPath):
+        return StoreAttempt.begin(folder, creates, overwrite=overwrite)
+    return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability)
+
+
 def check_distinct(names: Sequence[str]) -> None:
     """Refuse to let two keys of a save have the same file.
 
@@ -336,7 +351,7 @@ def _end_commit(folder: Path) -> None:
     local.fsync_folder(folder)
 
 
-def remove_checkpoint(folder: Path) -> None:
+def remove_checkpoint(folder: Location) -> None:
     """Delete what the last save into a folder created, and the folder if that leaves it empty.
 
     The commit goes first: a crash in between leaves an uncommitted save.
@@ -346,6 +361,11 @@ def remove_checkpoint(folder: Path) -> None:
         CheckpointingException: if no save of this library noted what it created there.
         OSError: if the file system fails; what is left is an uncommitted save.
     """
+    if isinstance(folder, ObjectPath):
+        from dist_checkpointing.format.store_commit import remove_from_store  # noqa: PLC0415
+
+        remove_from_store(folder)
+        return
     with FolderLock.acquire(folder):
         names = leftovers(folder)
         if attempt_of(folder) is None and not is_spent(folder):

@@ -119,7 +119,7 @@ class StoreAttempt:
         try:
             commit = read_commit(location)
             if commit is not None and not _is_there(location / CONFIG_FNAME):
-                _publish(location, commit.config)  # cut off after the commit
+                _publish(location, commit.attempt, commit.config)  # cut off after the commit
             _refuse_committed(location, overwrite=overwrite)
             note = json.dumps({"attempt": attempt.id, "creates": names}, separators=(",", ":"))
             path = attempt.folder / ATTEMPT_NAME
@@ -164,7 +164,7 @@ class StoreAttempt:
         outcome = {"attempt": self.id, "config": asdict(config), "seal": self._seal_checksum()}
         if store_claims.decide(self._location, own, outcome) != outcome:
             raise self._claim.lost()
-        _publish(self._location, config)
+        _publish(self._location, self.id, config)
         self._claim.stop()
         with _tolerant("what a save has replaced was not deleted"):
             self._claim.forget()
@@ -264,9 +264,11 @@ def _is_there(path: ObjectPath) -> bool:
     return path.store.head(path.key) is not None
 
 
-def _publish(location: ObjectPath, config: CheckpointingConfig) -> None:
-    path = location / CONFIG_FNAME
-    path.store.put(path.key, json.dumps(asdict(config)).encode())
+def _publish(location: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
+    # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
+    for folder in (location / DATA / attempt, location):
+        path = folder / CONFIG_FNAME
+        path.store.put(path.key, json.dumps(asdict(config)).encode())
 
 
 def _clear(location: ObjectPath, attempts: Iterable[str]) -> None:

@@ -13,11 +13,17 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.failures import Outcome
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
-from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.paths import location
-from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, Attempt, CheckpointingConfig
+from dist_checkpointing.filesystem.store import relative
+from dist_checkpointing.format.commit import (
+    CONTENT_METADATA_KEY,
+    Attempt,
+    CheckpointingConfig,
+    begin_attempt,
+)
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
+from dist_checkpointing.format.store_commit import StoreAttempt
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
@@ -75,13 +81,12 @@ class SaveJob:
         rank: whose job it is.
         folder: absolute path of the checkpoint.
         data_folder: where its files are; another one in an object store, once it is claimed.
-        strategy: writes the sharded state.
-        writer: of a strategy that is made of one, else None.
+        strategy, writer: write the sharded state; the writer of a strategy made of one, else None.
         meter: counts what is done.
         by_strategy: leaves of this rank that the strategy writes.
         by_common: leaves of this rank that the common strategy writes.
         common: common state of this rank.
-        attempt_id: name of the attempt, the same on every rank, once the folder is claimed.
+        attempt_id: name of the attempt, the same on every rank, once it is claimed.
     """
 
     def __init__(
@@ -141,7 +146,7 @@ class SaveJob:
         self._own_plan: SavePlan | None = None
         self._planner: SavePlanner | None = None
         self._copies: Values | None = None
-        self._attempt: Attempt | None = None
+        self._attempt: Attempt | StoreAttempt | None = None
         self.attempt_id = ""
         self._written: driver.Written | None = None
         self._of_ranks: Sequence[driver.Written] = ()
@@ -181,8 +186,7 @@ class SaveJob:
         self.data_folder = data_folder
 
     def _begin_attempt(self, world_size: int, *, secured: bool) -> Claimed:
-        before_claim = self._options.get("before_claim")
-        if before_claim is not None:
+        if before_claim := self._options.get("before_claim"):
             before_claim(self._index)
         objects = sorted(set(self._objects.key_column))
         names = [SEAL_NAME, *self._common_writer.created_names(objects)]
@@ -190,15 +194,12 @@ class SaveJob:
             names += self.writer.created_names(self._index, world_size=world_size)
         refuse_clashes(names, self._objects, self._index)
         overwrite = self._options.get("overwrite", False)
-        self._attempt = Attempt.begin(
-            self.folder, names, overwrite=overwrite, durability=self._durability
-        )
-        after_claim = self._options.get("after_claim")
-        if after_claim is not None:
+        self._attempt = begin_attempt(self.folder, names, self._durability, overwrite=overwrite)
+        if after_claim := self._options.get("after_claim"):
             after_claim(self._attempt.id)
         if secured:
             self._attempt.secure()
-        data = store.relative(self._attempt.folder, self.folder)
+        data = relative(self._attempt.folder, self.folder)
         return Claimed(self._attempt.id, str(self.folder), data, self._config)
 
     def secure(self, comm: Comm) -> None:
