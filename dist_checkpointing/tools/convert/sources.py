@@ -93,7 +93,7 @@ class CheckpointSource(Source):
     def __init__(self, path: Location, *, trusted: bool = False) -> None:
         super().__init__(path)
         self._checkpoint = Checkpoint.open(path, trusted=trusted)
-        self._folder = self._checkpoint.path
+        self._folder = self._checkpoint.folder
         # Threads are the caller's, and pages of a mapped file would count as memory in use.
         self._checkpoint.reads.options = StorageOptions(
             threads=1, buffer_bytes=STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
