@@ -158,6 +158,15 @@ def relative(path: Location, root: Location) -> str:
     return path.key.removeprefix(root.prefix) if isinstance(root, ObjectPath) else path.key
 
 
+def overlap(one: Location, other: Location) -> bool:
+    """Whether one of two files or folders is, or is in, the other."""
+    if isinstance(one, Path) and isinstance(other, Path):
+        first, second = one.resolve(), other.resolve()
+        return first.is_relative_to(second) or second.is_relative_to(first)
+    names = [f"{place}/" for place in (one, other)]
+    return names[0].startswith(names[1]) or names[1].startswith(names[0])
+
+
 def files_below(path: Location, root: Location) -> Iterator[tuple[str, int | None]]:
     """All files below a folder: name relative to ``root``, and size, None if it is no regular file.
 

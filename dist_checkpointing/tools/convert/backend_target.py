@@ -6,14 +6,15 @@ import copy
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.commit import remove_checkpoint
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import read_index
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -48,7 +49,7 @@ ItemId = tuple[str, Ints | None]
 def convert_to_backend(
     source: Source,
     plan: ConversionPlan,
-    destination: Path,
+    destination: Location,
     backend: tuple[str, int],
     budget: Budget,
     *,
@@ -104,13 +105,13 @@ def convert_to_backend(
     return _proven(plan, fingerprints, destination) if proves else 0
 
 
-def _proven(plan: ConversionPlan, fingerprints: Mapping[str, str], destination: Path) -> int:
+def _proven(plan: ConversionPlan, fingerprints: Mapping[str, str], destination: Location) -> int:
     """How many tensors have the fingerprint of the source; all must that keep their dtype.
 
     Raises:
         CorruptCheckpointError: if any has another one. Nothing is left of the checkpoint then.
     """
-    written = read_index(destination)
+    written = read_index(data_folder(destination))
     assert written is not None
     kept = [
         (tensor.key, fingerprints[tensor.source.key])
