@@ -216,14 +216,12 @@ def sizes_in(
     Args:
         root: the folder.
         names: of files and folders in it; None for all that is there.
-        reported: sizes of the files that have been written. An object store answers when a file is
-            there: it is neither listed nor asked for these again, unless ``names`` is None.
+        reported: sizes of the files that have been written. In an object store these are all that
+            is in ``names``: it has answered for each, and is not asked again.
     """
-    sizes: dict[str, int] = {}
     if isinstance(root, ObjectPath) and names is not None:
-        sizes.update(reported)
-        parents = {parent for name in reported for parent in _and_parents(name)}
-        names = [name for name in names if name not in parents]
+        return dict(reported)
+    sizes: dict[str, int] = {}
     for name in [""] if names is None else sorted(names):
         path = root / name
         size = size_of(path)
@@ -233,12 +231,6 @@ def sizes_in(
             found = files_below(path, root)
             sizes.update((own, size) for own, size in found if size is not None)
     return sizes
-
-
-def _and_parents(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition("/")[0]
 
 
 def make_own_folder(folder: Location) -> None:
@@ -286,6 +278,12 @@ def remove_below(folder: ObjectPath) -> None:
 def temporaries(names: Iterable[str], root: Location) -> list[Path]:
     """Temporary files that killed writers of these files below ``root`` have left."""
     return local.temporaries(names, root) if isinstance(root, Path) else []
+
+
+def fsync_file(path: Location) -> None:
+    """Make the content of a file durable."""
+    if isinstance(path, Path):
+        local.fsync_file(path)
 
 
 def fsync_folders(files: Iterable[Location], root: Location) -> None:

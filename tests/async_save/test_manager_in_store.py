@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from dist_checkpointing import CheckpointManager, Retention, ShardedTensor
-from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, UnsupportedFormatError
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    UnsupportedFormatError,
+)
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.mapping import ShardedStateDict
