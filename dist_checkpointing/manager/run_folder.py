@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,13 +52,20 @@ class RunFolder:
     Args:
         root: folder of the run.
         retention: which checkpoints are kept.
+        also_kept: gives steps that must be kept for another reason.
     """
 
-    def __init__(self, root: Any, retention: Retention) -> None:
+    def __init__(
+        self,
+        root: Any,
+        retention: Retention,
+        also_kept: Callable[[], Iterable[int]] = lambda: (),
+    ) -> None:
         if retention.drop_optimizer_after is not None:
             require_local(root, "drop_optimizer_after")
         self.root: Path = root
         self._retention = retention
+        self._also_kept = also_kept
         self._is_tidy = False
         self._without_optimizer: set[int] = set()
         # One thread commits and moves the pointer while the training may ask for steps.
@@ -67,6 +74,16 @@ class RunFolder:
     def folder(self, step: int) -> Path:
         """Folder of the checkpoint of a step, whether or not it exists."""
         return self.root / f"step-{step:08d}"
+
+    def place(self, step: int) -> Path:
+        """Where a step can be read."""
+        return self.folder(step)
+
+    def skip(self, step: int) -> None:
+        """Learn that what would be read of a step is damaged."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is done beside the training."""
 
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
@@ -155,8 +172,13 @@ class RunFolder:
             known = StepRecord(attempt_of(data_folder(self.folder(step))))
             record = replace(self._current().with_step(step, known), latest=step)
             self._write(record, Durability.FSYNC)
+            self.thin_out()
+
+    def thin_out(self) -> None:
+        """Delete what retention asks for."""
+        with self._lock:
             try:
-                self._thin_out(record)
+                self._thin_out(self._current())
             except (OSError, CheckpointingException) as error:
                 # A folder that cannot be read must not end a training.
                 logger.warning("retention could not go through %s: %s", self.root, error)
@@ -212,9 +234,11 @@ class RunFolder:
         committed = self.committed_steps()
         # After going back to an older step, only steps up to the latest count; later ones stay.
         latest = record.latest
-        assert latest is not None
+        if latest is None:
+            return
         own = [step for step in committed if self._is_own(record, step) and step <= latest]
-        protected = [step for step in (latest, record.last_verified) if step is not None]
+        named = (latest, record.last_verified, *self._also_kept())
+        protected = [step for step in named if step is not None]
         due = self._retention.due(own, protected)
         leftovers = [
             step for step in record.steps if step < latest and is_leftover(self.folder(step))
