@@ -4,7 +4,7 @@
 #   make test-all [ARGS='-k tree']   everything
 #   make test-megatron                Megatron's own models, with its checkpoints and with ours
 #   make test-s3                      object stores on a real S3 server (Ceph, which it starts)
-#   make chaos [ARGS='--kills 200']
+#   make chaos [ARGS='--kills 200']   make chaos ARGS='--store s3://bucket/chaos'
 #   make bench [ARGS='--only small-tensors']   make bench-planning   make docs
 PYTHON ?= python3
 BACKEND ?=

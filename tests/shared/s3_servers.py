@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -68,6 +69,8 @@ rgw max chunk size = 4194304
 rgw dynamic resharding = false
 rgw enable usage log = false
 rgw gc obj min wait = 1
+rgw gc processor period = 5
+rgw gc processor max time = 5
 rgw thread pool size = 64
 """
 
@@ -246,6 +249,7 @@ def main() -> None:
     reason = missing()
     if reason is not None:
         sys.exit(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with ceph_server() as server:
         lines = [f"export {name}={value}" for name, value in server.environment.items()]
         lines.append(f"# a bucket: s3://{BUCKET}    Ctrl-C ends the server")
