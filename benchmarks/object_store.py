@@ -20,7 +20,6 @@ import numpy as np
 import obstore
 import torch
 from obstore.store import ObjectStore as Client
-from obstore.store import from_url
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -83,9 +82,10 @@ class Calls:
 def _raw(work: Work) -> Calls:
     def each(move: Callable[[Client, str, LocalTensor], None], part: Sequence[LocalTensor]) -> Any:
         def run(url: str) -> None:
-            client = from_url(url, client_options={"allow_http": True, "timeout": "120s"})
+            folder = ObjectPath.of(url)
+            client = folder.store._client  # noqa: SLF001 - open connections, as ours has
             with ThreadPoolExecutor(_REQUESTS) as pool:
-                list(pool.map(lambda tensor: move(client, tensor.key, tensor), part))
+                list(pool.map(lambda t: move(client, (folder / t.key).key, t), part))
 
         return run
 
@@ -118,8 +118,6 @@ def _ours(work: Work, options: StorageOptions) -> Calls:
 
 
 def _dcp(work: Work) -> Calls:
-    if find_spec("s3fs") is None:
-        raise SkippedError("s3fs is not installed")
     source, target = by_key(work.saved), by_key(work.target)
 
     def write(url: str) -> None:
@@ -134,7 +132,7 @@ def _dcp(work: Work) -> Calls:
 def open_store(stage: Stage) -> list[Way]:
     """The ways of the case; see ``Case.open``."""
     if not stage.settings.store:
-        raise OSError("this case needs --store")
+        raise OSError("the case object-store needs --store")
     work = Work.alone(_STATE.at_most(4, 64) if stage.settings.tiny else _STATE)
     return [
         StoreWay(RAW, "raw", f"put and get, {_REQUESTS} at a time", _raw, work, stage),
@@ -170,6 +168,9 @@ class StoreWay(Way):
         self._calls: Calls | None = None
 
     def warm_up(self) -> Mapping[str, float]:
+        is_s3 = self._stage.settings.store.startswith("s3:")
+        if self.name == DCP and is_s3 and find_spec("s3fs") is None:
+            raise SkippedError("s3fs is not installed")
         self._calls = self._open(self._work)
         self.round()
         return {}
