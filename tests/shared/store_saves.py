@@ -71,8 +71,9 @@ def calls_to_the_store(before: Callable[[str, str], None]) -> Iterator[None]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("get", "get_ranges", "head", "put", "list_below", "list_folder", "delete"):
-            patch.setattr(ObjectStore, name, watched(name, getattr(ObjectStore, name)))
+        for name, method in list(vars(ObjectStore).items()):
+            if callable(method) and not name.startswith("_"):
+                patch.setattr(ObjectStore, name, watched(name, method))
         yield
 
 
