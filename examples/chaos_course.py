@@ -69,7 +69,7 @@ class Job:
     @property
     def slowness(self) -> float:
         """How much longer saves take than those on a disk."""
-        return 1.0 if isinstance(self.folder, Path) else 8.0
+        return 1.0 if isinstance(self.folder, Path) else 4.0
 
 
 @dataclass(frozen=True, slots=True)

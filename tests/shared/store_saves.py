@@ -4,9 +4,12 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 
+from dist_checkpointing import ShardedTensor
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.format.commit import CheckpointingConfig
@@ -51,6 +54,12 @@ def loaded(location: ObjectPath) -> str | None:
     found = commit.folder(location) / "x.bin"
     assert found.store.get(found.key).decode() == commit.attempt
     return commit.attempt
+
+
+def numbered(number: int) -> dict[str, Any]:
+    """A whole state of which everything is this number."""
+    weight = ShardedTensor.from_rank_offsets("w", torch.full((64, 64), float(number)))
+    return {"w": weight, "number": number}
 
 
 class Killed(BaseException):
