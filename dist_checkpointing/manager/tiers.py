@@ -63,7 +63,7 @@ class TieredRun:
         self._retention, self._drain = retention, drain
         self._unusable: set[int] = set()
         self._pending: set[int] | None = None
-        self._failed: dict[int, Exception] = {}
+        self._failed: dict[int, str] = {}
         self._changed = threading.Condition()
         self._copying = threading.Lock()
         self._worker: threading.Thread | None = None
@@ -152,7 +152,7 @@ class TieredRun:
         newest = max(self._pending or (), default=None)
         if newest is not None:
             finding = Finding(
-                str(self._failed.get(newest, "it was not copied")),
+                self._failed.get(newest, "it was not copied"),
                 path=str(self.folder(newest)),
                 remedy="It is on the disk; the next manager of this run tries again.",
             )
@@ -213,7 +213,7 @@ class TieredRun:
                     self._copy(step)
             except (OSError, CheckpointingException) as error:
                 logger.warning("step %d is not in the store yet: %s", step, error)
-                self._failed[step] = error
+                self._failed[step] = str(error)
                 continue
             with self._changed:
                 self._undrained().discard(step)

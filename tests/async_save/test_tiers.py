@@ -127,9 +127,9 @@ def test_a_copy_that_is_cut_off_is_made_again(
             raise OSError(5, "the server is on fire", key)
         return own(self, key, *args, **kwargs)
 
+    monkeypatch.setattr("time.sleep", lambda _: None)  # also while a dead claim is watched
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "put", put)
-        patch.setattr("time.sleep", lambda _: None)
         manager = CheckpointManager(root, fast=tmp_path)
         manager.save(1, state(1))
         with pytest.raises(CheckpointingException, match="step 1 is not in the store"):
