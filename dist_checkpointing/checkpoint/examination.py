@@ -176,9 +176,9 @@ class Notes:
         """Tensors that only the checksums name, in a format without an index."""
         if checkpoint.backend != ("zarr", 1):
             return
-        going = noted_removal(checkpoint.path)
+        going = noted_removal(checkpoint.folder)
         for key in sorted(set(digests) - set(index)):
-            folder = checkpoint.path / key
+            folder = checkpoint.folder / key
             if key in going:
                 self.remarks.append(
                     Finding("its removal was cut off", key, remedy="Remove it once more.")
@@ -200,7 +200,7 @@ class Notes:
         from dist_checkpointing.strategies.zarr.v3 import rebuild_index  # noqa: PLC0415
 
         try:
-            rebuild_index(checkpoint.path)
+            rebuild_index(checkpoint.folder)
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
             self.findings += (
                 replace(f, problem=f"zarr-python cannot open it, our own readers can: {f.problem}")

@@ -40,7 +40,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
     """A committed checkpoint of any backend, also of Megatron and torch DCP; see ``open``.
 
     Attributes:
-        path: folder of the files: in an object store that of the save below the URL.
+        path: where it is.
+        folder: folder of its files: on a disk ``path``, in an object store below it.
         trusted: whether anything is unpickled.
 
     Example:
@@ -63,11 +64,11 @@ class Checkpoint(Mapping[str, TensorHandle]):
         *,
         trusted: bool,
         stamp: object = None,
-        opened_at: Location | None = None,
+        folder: Location | None = None,
     ) -> None:
         self.path = path
-        self._opened_at = path if opened_at is None else opened_at
-        self._is_in_place = self._opened_at == path
+        self.folder = path if folder is None else folder
+        self._is_in_place = self.folder == path
         self.trusted = trusted
         self._config = config
         self._save_number = save_number
@@ -91,7 +92,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         # First: a save that begins in between must not go for the one whose config is read.
         stamp, save_number = _stamp(folder), number_of_save(folder)
         config = read_config(folder)
-        return cls(folder, config, save_number, trusted=trusted, stamp=stamp, opened_at=root)
+        return cls(root, config, save_number, trusted=trusted, stamp=stamp, folder=folder)
 
     @property
     def backend(self) -> tuple[str, int]:
@@ -106,12 +107,12 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @property
     def is_committed(self) -> bool:
         """Whether what was opened is still there: not deleted, not overwritten by another save."""
-        if self._stamp is not None and self._stamp == _stamp(self.path):
+        if self._stamp is not None and self._stamp == _stamp(self.folder):
             return True
         return (
-            data_folder(self._opened_at) == self.path
-            and check_is_distributed_checkpoint(self.path)
-            and number_of_save(self.path) == self._save_number
+            data_folder(self.path) == self.folder
+            and check_is_distributed_checkpoint(self.folder)
+            and number_of_save(self.folder) == self._save_number
         )
 
     @cached_property
@@ -122,7 +123,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CheckpointingException: if that cannot be found out.
         """
         with self.reading():
-            index = read_index(self.path)
+            index = read_index(self.folder)
             return self.reads.index() if index is None else index
 
     @cached_property
@@ -131,7 +132,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         # Not at the top: it imports torch.
         from dist_checkpointing.checkpoint.reads import PartialReads  # noqa: PLC0415
 
-        return PartialReads(self.path, self._config, trusted=self.trusted)
+        return PartialReads(self.folder, self._config, trusted=self.trusted)
 
     @cached_property
     def objects(self) -> Mapping[str, ObjectHandle]:

@@ -112,7 +112,7 @@ class TensorHandle:
     @property
     def folder(self) -> Location:
         """Folder of the checkpoint."""
-        return self._checkpoint.path
+        return self._checkpoint.folder
 
     def __getitem__(self, slices: Slices) -> torch.Tensor:
         """Read a part.

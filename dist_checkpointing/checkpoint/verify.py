@@ -113,15 +113,15 @@ def examine_checkpoint(
     except CorruptCheckpointError as error:
         return Examination(_findings(error))
     seen = Notes()
-    seal = seen.found(lambda: read_seal(checkpoint.path))
+    seal = seen.found(lambda: read_seal(checkpoint.folder))
     index = seen.found(lambda: checkpoint.index)
     if rank == 0:
         seen.look_at_state(checkpoint)
     if index is None:
-        seen.look_at_files(checkpoint.path, seal, rank, world_size)
+        seen.look_at_files(checkpoint.folder, seal, rank, world_size)
         return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
     keys = seen.plausible(checkpoint, index, sorted(index)[rank::world_size])
-    digests = seen.checksums(checkpoint.path, index)
+    digests = seen.checksums(checkpoint.folder, index)
     if rank == 0:
         seen.look_for_lost(checkpoint, index, digests)
         seen.look_at_what_others_read(checkpoint)
@@ -137,7 +137,7 @@ def examine_checkpoint(
     if rank == 0 and seal is not None:
         with seen.noting():
             seen.findings += stored_objects_damage(checkpoint, seen.cells)
-    seen.look_at_files(checkpoint.path, seal, rank, world_size)
+    seen.look_at_files(checkpoint.folder, seal, rank, world_size)
     sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
     return Examination(
         said_once(merge_findings(seen.findings), len(keys)),
@@ -196,7 +196,7 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     read({}, index, strategy.planner, reader, SingleProcess())
     # An index of another format, or of another save, may name what this reader does not find.
     unknown = dict.fromkeys(part.key for part in parts if part.key not in index)
-    where = str(checkpoint.path)
+    where = str(checkpoint.folder)
     findings = [Finding("in the index, and nowhere else", key, path=where) for key in unknown]
     known = [part for part in parts if part.key not in unknown]
     return findings + damage_of(known, strategy, reader, index, meter)
@@ -207,7 +207,7 @@ def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredObject])
     strategy = checkpoint.reads.sharded
     if not isinstance(strategy, PlannedLoadStrategy) or not checkpoint.index.objects:
         return []
-    reader = strategy.make_reader(checkpoint.path)
+    reader = strategy.make_reader(checkpoint.folder)
     set_up_reader(
         reader, checkpoint.reads.index_for(reader, checkpoint.index), rank=0, world_size=1
     )

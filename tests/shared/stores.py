@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -18,15 +18,21 @@ from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.filesystem.store_claims import COMMITS
 from dist_checkpointing.format.data_folder import DATA
 
+Url = TypeVar("Url", str, ObjectPath)
+
 
 def new_url(scheme: str = "memory") -> str:
     """A URL that no other test uses."""
     return f"{scheme}://bucket/{uuid.uuid4().hex}/1000"
 
 
-def put(url: str, name: str, data: bytes) -> None:
+def _place(url: str | ObjectPath) -> ObjectPath:
+    return ObjectPath.of(url) if isinstance(url, str) else url
+
+
+def put(url: str | ObjectPath, name: str, data: bytes) -> None:
     """Put an object below a URL."""
-    place = ObjectPath.of(url) / name
+    place = _place(url) / name
     place.store.put(place.key, data)
 
 
@@ -37,7 +43,7 @@ def data_url(url: str) -> str:
     return f"{url}/{DATA}/{attempt}"
 
 
-def copied_up(folder: Path, url: str) -> str:
+def copied_up(folder: Path, url: Url) -> Url:
     """Copy a checkpoint into a store as a save there would leave it; ``url`` again."""
     attempt = uuid.uuid4().hex
     for path in sorted(folder.rglob("*")):

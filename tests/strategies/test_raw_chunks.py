@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import ranged_reads
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectStoreOptions
 from dist_checkpointing.filesystem.ranged_reads import LocalFile, open_file, reads_below
 from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
@@ -38,6 +40,7 @@ from dist_checkpointing.strategies.raw_chunks import (
     read_extent,
 )
 from dist_checkpointing.strategies.windows import axes_apart, read_window
+from stores import new_url, put
 
 
 class _Destinations(DefaultLoadPlanner):
@@ -72,11 +75,17 @@ def read_all(
     *,
     options: StorageOptions | None = None,
     maps_files: bool = False,
+    in_store: bool = False,
 ) -> int:
     """Read the items from chunks at (offset, bytes) of one file; how many bytes were reported."""
     options = options or StorageOptions()
     stored = Index.of([StoredTensor("w", dtype, (1,), (1,))])
-    files = reads_below(path.parent, options.threads, options.buffer_bytes, lambda _: maps_files)
+    folder: Location = path.parent
+    if in_store:
+        parts = ObjectStoreOptions(part_bytes=2**10, parallelism=4)
+        folder = ObjectPath.of(new_url(), parts)
+        put(folder, path.name, path.read_bytes())
+    files = reads_below(folder, options.threads, options.buffer_bytes, lambda _: maps_files)
     planner = _Destinations(tensors)
     filler = Filler(LoadPlan(items), planner, stored, files.limits)
     offsets, sizes = np.array(extents, dtype=np.int64).T
@@ -100,7 +109,7 @@ def windows(draw: st.DrawFn) -> Window:
     parts=st.lists(windows(), min_size=1, max_size=6),
     gaps=st.lists(st.sampled_from([0, 1, 40, 70_000, 300_000]), min_size=6, max_size=6),
     dtype=st.sampled_from([row for row in dtypes.DTYPES if row.name != "bool"]),
-    maps_files=st.booleans(),
+    kind=st.sampled_from(["mapped", "read", "in a store"]),
     buffer_bytes=st.sampled_from([1, 64, 2**20]),
     most_gap=st.sampled_from([0, 8, 2**16]),
     destination=st.sampled_from(["dense", "strided", "rows of a wider one", "other dtype"]),
@@ -110,7 +119,7 @@ def test_every_window_arrives(
     parts: list[Window],
     gaps: list[int],
     dtype: dtypes.DType,
-    maps_files: bool,
+    kind: str,
     buffer_bytes: int,
     most_gap: int,
     destination: str,
@@ -141,12 +150,23 @@ def test_every_window_arrives(
         else:
             tensors.append(torch.empty(box, dtype=wide))
     path.write_bytes(content)
+    in_store = kind == "in a store"
+    # Each part is a request.
+    buffer_bytes = max(buffer_bytes, 64) if in_store else buffer_bytes
     options = StorageOptions(threads=2, buffer_bytes=buffer_bytes)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_MOST_GAP_BYTES", "_MOST_MAPPED_GAP_BYTES"):
             patch.setattr(reading, name, most_gap)
+        patch.setattr(ranged_reads.StoreFile, "most_gap", most_gap)
         reported = read_all(
-            items, extents, path, dtype, tensors, options=options, maps_files=maps_files
+            items,
+            extents,
+            path,
+            dtype,
+            tensors,
+            options=options,
+            maps_files=kind == "mapped",
+            in_store=in_store,
         )
     for tensor, want in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.to(wide), want)

@@ -27,6 +27,11 @@ class Places:
         # A copy in another process finds out for itself.
         return Places, (self._folder,)
 
+    @property
+    def are_known(self) -> bool:
+        """Whether a tree is remembered."""
+        return self._tree is not None
+
     def find(self, keys: Sequence[bytes], *, keeps_nodes: bool) -> Values:
         """Where values are.
 

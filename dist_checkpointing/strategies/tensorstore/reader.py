@@ -52,7 +52,7 @@ class TensorStoreReader(StorageReader):
         self._index = metadata
         if not (metadata or metadata.objects):
             return  # nothing was saved, so no database was made
-        if not store.is_file(self.checkpoint_dir / MANIFEST_NAME):
+        if not (self._places.are_known or store.is_file(self.checkpoint_dir / MANIFEST_NAME)):
             path = str(self.checkpoint_dir / MANIFEST_NAME)
             raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.byte_sizes import parse_bytes
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
@@ -39,7 +40,9 @@ _MOST_LISTED = 50
 
 def diff(
     first: CheckpointArgument,
-    second: Annotated[Path, typer.Argument(help="The checkpoint to compare it with.")],
+    second: Annotated[
+        Path, typer.Argument(parser=location, help="The checkpoint to compare it with.")
+    ],
     pattern: Annotated[
         str | None,
         typer.Argument(help="Only these keys, as in dckpt ls: a glob or a part of the key."),

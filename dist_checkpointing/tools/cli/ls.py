@@ -95,7 +95,7 @@ def ls(
             _print_table([*tensors, *others], prints)
             _print_total(tensors, others)
             _print_subtotals(tensors)
-            if pattern is None and (files := count_files(opened.path)).num_bytes_shared:
+            if pattern is None and (files := count_files(opened.folder)).num_bytes_shared:
                 say(f"of its own: {files.own_text()}")
 
 

@@ -205,7 +205,7 @@ def _totals(opened: Checkpoint, found: Forecast) -> Table:
             "(FullyParallelLoadStrategyWrapper)",
         )
     files = found.files
-    size = sum(store.size_of(opened.path / name) or 0 for name in files)
+    size = sum(store.size_of(opened.folder / name) or 0 for name in files)
     grid.add_row("files", f"{len(files)} opened, {bytes_text(size)} in all")
     return grid
 

@@ -17,6 +17,8 @@ import typer
 from rich.cells import cell_len
 from rich.console import Console
 
+from dist_checkpointing.filesystem.paths import location
+
 if TYPE_CHECKING:
     from dist_checkpointing.storage.progress import Progress
 
@@ -28,7 +30,9 @@ out = Console(soft_wrap=False, highlight=False)
 errors = Console(stderr=True, highlight=False)
 """The standard error, for errors and progress."""
 
-CheckpointArgument = Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]
+CheckpointArgument = Annotated[
+    Path, typer.Argument(parser=location, help="Folder or URL of a checkpoint.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Regex = Annotated[bool, typer.Option("--regex", "-E", help="PATTERN is a regular expression.")]
 Trusted = Annotated[

@@ -6,12 +6,12 @@ import copy
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.commit import remove_checkpoint
 from dist_checkpointing.format.geometry import Box, Ints
@@ -48,7 +48,7 @@ ItemId = tuple[str, Ints | None]
 def convert_to_backend(
     source: Source,
     plan: ConversionPlan,
-    destination: Path,
+    destination: Location,
     backend: tuple[str, int],
     budget: Budget,
     *,

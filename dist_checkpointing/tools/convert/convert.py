@@ -20,8 +20,9 @@ from dist_checkpointing.errors import (
     RankFailedError,
     StrategyNotFoundError,
 )
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import local_folder, location
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint
 from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
@@ -160,7 +161,7 @@ def convert(
     if backend is None and rules.reshards:
         finding = Finding("only checkpoints are cut into parts", found=to)
         raise CheckpointingException(f"reshard makes no sense for {to}", [finding])
-    place = local_folder(destination)
+    place = location(destination) if backend is not None else local_folder(destination)
     opened = open_source(source, trusted=options.trusted, most_bytes=options.memory_bytes // 2)
     try:
         job = _Job(opened, place, to, backend, rules, options, progress)
@@ -215,14 +216,15 @@ def open_source(
     Raises:
         CheckpointNotFoundError: if nothing is there that is read.
     """
-    place = local_folder(path)
-    if place.is_dir():
-        if not check_is_distributed_checkpoint(place) and holds_safetensors(place):
-            return SafetensorsSource(place)
-        return CheckpointSource(place, trusted=trusted)
-    if not place.is_file():
-        finding = Finding("no such file or folder", path=str(place))
-        raise CheckpointNotFoundError(f"{place} does not exist", [finding])
+    found = location(path)
+    if store.is_folder(found):
+        if not check_is_distributed_checkpoint(found) and holds_safetensors(found):
+            return SafetensorsSource(Path(found))
+        return CheckpointSource(found, trusted=trusted)
+    if not store.is_file(found):
+        finding = Finding("no such file or folder", path=str(found))
+        raise CheckpointNotFoundError(f"{found} does not exist", [finding])
+    place = Path(found)
     if place.name.endswith((SUFFIX, INDEX_SUFFIX)):
         return SafetensorsSource(place)
     with place.open("rb") as file:
@@ -239,7 +241,7 @@ def open_source(
 @dataclass(slots=True, eq=False)
 class _Job:
     source: Source
-    destination: Path
+    destination: Location
     to: str
     backend: tuple[str, int] | None
     rules: Rules
@@ -257,7 +259,7 @@ class _Job:
     @property
     def as_folder(self) -> bool:
         """Whether safetensors files go into a folder."""
-        return self.to == SAFETENSORS and self.destination.suffix != SUFFIX
+        return self.to == SAFETENSORS and not self.destination.name.endswith(SUFFIX)
 
     def check(self) -> None:
         """Find out all that can be wrong before a byte is written."""
@@ -270,7 +272,7 @@ class _Job:
             self._choose_texts()
         else:
             self._choose_for_torch()
-        local.check_room(self.destination.absolute().parent, self.plan.num_bytes)
+        store.check_room(self.destination.absolute().parent, self.plan.num_bytes)
         if self.backend is not None:
             # Imports what will be used, so that its memory counts before the rest is divided.
             lazy_strategy(self.backend, Budget(1, 1, 1, 1))
@@ -354,7 +356,7 @@ class _Job:
     def _write_files(self, stop: threading.Event) -> None:
         meter = Meter("convert", 0, self.progress)
         beside = written_beside(
-            self.destination, overwrite=self.options.overwrite, replaceable=self._is_alike
+            Path(self.destination), overwrite=self.options.overwrite, replaceable=self._is_alike
         )
         with beside as path, meter.phase("writing"):
             meter.expect(self.plan.num_bytes)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.index import read_index
 from dist_checkpointing.planning.part_sums import fingerprints_by_reading
 from dist_checkpointing.tools.convert.plan import ConversionPlan
 from dist_checkpointing.tools.convert.sources import CheckpointSource, Source
 
 
-def prove_checkpoint(plan: ConversionPlan, source: Source, folder: Path, most_bytes: int) -> int:
+def prove_checkpoint(
+    plan: ConversionPlan, source: Source, folder: Location, most_bytes: int
+) -> int:
     """Compare a checkpoint that was written; see ``prove``.
 
     The fingerprints are those that were taken of the values on their way into it. A format that
     does not keep any is read again.
     """
-    index = read_index(folder)
+    index = read_index(data_folder(folder))
     if index is not None and index.fingerprints:
         return _compare(_expected(plan, source), index.fingerprints)
     return prove(plan, source, CheckpointSource(folder), most_bytes)

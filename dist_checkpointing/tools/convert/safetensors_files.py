@@ -23,7 +23,8 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.element_types import DType, from_name
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
@@ -118,7 +119,7 @@ class SafetensorsSource(MappedSource[dict[Path, Any]]):
             view: torch.Tensor = content[file].get_slice(key)[box.slices() or ...]
         return view
 
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[Location, ...]:
         return (self.path, *self._files)
 
 
@@ -155,9 +156,9 @@ def _stored(key: str, mapped: Any) -> StoredTensor:
     return StoredTensor.undivided(key, from_name(DTYPE_NAMES[code]), shape)
 
 
-def holds_safetensors(folder: Path) -> bool:
+def holds_safetensors(folder: Location) -> bool:
     """Whether a folder looks like one of safetensors files."""
-    return any(folder.glob(f"*{SUFFIX}")) or any(folder.glob(f"*{INDEX_SUFFIX}"))
+    return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in store.names_in(folder))
 
 
 def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:

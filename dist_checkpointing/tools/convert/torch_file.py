@@ -79,7 +79,9 @@ class TorchFileSource(MappedSource[_FileContent]):
         )
 
     def _open(self) -> _FileContent:
-        content = deserialize_file(self.path, trusted=self._trusted, maps_file=self._is_mapped)
+        content = deserialize_file(
+            Path(self.path), trusted=self._trusted, maps_file=self._is_mapped
+        )
         common: dict[Any, Any] = {}
         cells: dict[str, dict[Ints, Any]] = {}
         if isinstance(content, torch.Tensor):

@@ -84,7 +84,7 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
         CheckpointingException: if the index cannot be read.
     """
     index = checkpoint.index
-    uses = store.use_below(checkpoint.path)
+    uses = store.use_below(checkpoint.folder)
     sizes = {name: use.num_bytes for name, use in uses.items()}
     shares: dict[str, TensorTotal] = {}
     by_owner = {True: TensorTotal(), False: TensorTotal()}

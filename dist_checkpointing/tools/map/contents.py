@@ -71,7 +71,7 @@ def checkpoint_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) ->
     wanted = [checkpoint[key].key for key in (checkpoint if keys is None else keys)]
     index = checkpoint.index
     parts: dict[str, list[StoredPart]] = {key: [] for key in wanted}
-    for part in read_checksums(checkpoint.path):
+    for part in read_checksums(checkpoint.folder):
         if part.key in parts:
             parts[part.key].append(part)
     silent = [key for key in wanted if not parts[key]]

@@ -1,0 +1,320 @@
+"""Checkpoints in object stores are read: load, slices, verify, errors, requests and memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+
+from dist_checkpointing import (
+    Checkpoint,
+    check_is_distributed_checkpoint,
+    fingerprint,
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_tensors_metadata,
+    save,
+    verify_checkpoint,
+)
+from dist_checkpointing.checkpoint import examine_checkpoint
+from dist_checkpointing.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RankFailedError,
+)
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectStore, ObjectStoreOptions
+from dist_checkpointing.filesystem.store_claims import CLAIMS, COMMITS
+from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.storage import StorageOptions
+from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
+from dist_checkpointing.testing.conformance.shards import assert_same_bits
+from s3_proxy import Fault, Proxy, proxy_before
+from samples import BACKENDS, METADATA, RANKS, Sample, Samples, save_sample
+from states import blanks, rows, save_on, shard
+from stores import copied_up, counted_requests, data_url, new_url, put
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    urlopen(Request(f"http://{host}:{port}/bucket", method="PUT")).close()
+    with proxy_before(f"http://{host}:{port}") as proxy:
+        yield proxy
+    server.stop()
+
+
+def over_http(proxy: Proxy, url: str, **changes: Any) -> ObjectPath:
+    options = ObjectStoreOptions(
+        endpoint=proxy.url,
+        region="us-east-1",
+        access_key_id="testing",
+        secret_access_key="testingtesting",
+        max_retries=1,
+        retry_timeout=5.0,
+    )
+    return ObjectPath.of(url, replace(options, **changes))
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
+    made: dict[str, Sample] = {}
+
+    def get(name: str) -> Sample:
+        if name not in made:
+            made[name] = save_sample(tmp_path_factory.mktemp("c") / name, BACKENDS[name]())
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(params=list(BACKENDS))
+def sample(request: pytest.FixtureRequest, samples: Samples) -> Sample:
+    return samples(request.param)
+
+
+def assert_reads(sample: Sample, place: Any) -> None:
+    """All that reads a checkpoint finds the sample there."""
+    sample.assert_is(load(sample.template(), place, verify=True))
+    plain = load_plain_tensors(place)
+    opened = Checkpoint.open(place)
+    for key, tensor in sample.tensors.items():
+        assert_same_bits(plain[key], tensor, key)
+        if tensor.ndim:
+            assert_same_bits(opened[key][1:, ...], tensor[1:], key)
+            assert_same_bits(opened[key][..., ::2], tensor[..., ::2], key)
+    assert [*opened.objects["rng"]] == [(rank,) for rank in range(RANKS)]
+    assert opened.objects["rng"][1] == {"seed": [1, 5]}
+    assert load_common_state_dict(place)["iteration"] == 1000
+    assert load_content_metadata(place) == opened.metadata == METADATA
+    assert load_tensors_metadata(place).keys() == sample.tensors.keys()
+    assert load_sharded_metadata(place).keys() > sample.tensors.keys()
+    assert opened.fingerprints() == Checkpoint.open(sample.folder).fingerprints()
+    found = examine_checkpoint(place)
+    assert (found.findings, found.refused, found.is_sealed) == ((), (), True)
+    verify_checkpoint(place)
+
+
+def test_everything_is_read_as_from_a_disk(sample: Sample) -> None:
+    assert_reads(sample, copied_up(sample.folder, new_url()))
+
+
+@pytest.mark.parametrize("name", ["tensorstore", "torch_dist"])
+def test_everything_is_read_over_http(samples: Samples, proxy: Proxy, name: str) -> None:
+    place = over_http(proxy, new_url("s3"))
+    copied_up(samples(name).folder, place)
+    assert_reads(samples(name), place)
+
+
+def test_a_plain_copy_of_a_folder_is_a_checkpoint(sample: Sample) -> None:
+    url = data_url(copied_up(sample.folder, new_url()))
+    assert_reads(sample, url)
+
+
+def test_ranks_load_what_is_restored_and_compare_it(samples: Samples) -> None:
+    sample, seen = samples("tensorstore"), list[Any]()
+    url = copied_up(sample.folder, new_url())
+    full = sample.tensors["decoder.weight"]
+    from dist_checkpointing.testing import run_ranks
+
+    def load_rank(comm: Any) -> None:
+        own = rows("decoder.weight", torch.zeros_like(full), comm, axis=1)
+        load({"w": own}, url, comm=comm, verify="restored")
+        seen.append((comm.rank, own.data))
+
+    run_ranks(3, load_rank)
+    found = torch.cat([data for _, data in sorted(seen, key=lambda row: row[0])], dim=1)
+    assert torch.equal(found, full)
+
+
+def damage(url: str, name: str, change: Any) -> str:
+    """Change an object below the data folder; its URL."""
+    place = data_folder(url) / name
+    assert isinstance(place, ObjectPath)
+    data = change(place.store.get(place.key))
+    place.store.delete([place.key])
+    if data is not None:
+        place.store.put(place.key, data)
+    return str(place)
+
+
+def data_names(sample: Sample) -> list[str]:
+    """Files with values, by relative name."""
+    named = (p.relative_to(sample.folder).as_posix() for p in sample.folder.rglob("*"))
+    ends = (".distcp", "/c.0.0", "decoder.weight/0.0")
+    return [n for n in named if n.startswith("data/model/") or n.endswith(ends)]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda _: None, lambda data: data[: len(data) // 3]], ids=["gone", "short"]
+)
+def test_a_lost_or_short_object_is_named(sample: Sample, change: Any) -> None:
+    url = copied_up(sample.folder, new_url())
+    hurt = [damage(url, name, change) for name in data_names(sample)]
+    assert hurt
+    with pytest.raises(CorruptCheckpointError) as caught:
+        load(blanks(sample.tensors), url)
+    paths = [str(finding.path) for finding in caught.value.findings]
+    assert paths
+    assert all(any(path.startswith(place) for place in hurt) for path in paths)
+    found = examine_checkpoint(url)
+    assert {f.path for f in found.findings if f.path in hurt} | {
+        str(f.path).split(",")[0] for f in found.findings
+    } >= {hurt[0]}
+
+
+def test_a_flipped_bit_is_found(sample: Sample) -> None:
+    url = copied_up(sample.folder, new_url())
+    for name in data_names(sample):
+        damage(url, name, lambda data: bytes(byte ^ 64 for byte in data))
+    with pytest.raises(CorruptCheckpointError):
+        load(blanks(sample.tensors), url, verify=True)
+    with pytest.raises(CorruptCheckpointError):
+        verify_checkpoint(url)
+
+
+@pytest.mark.parametrize(
+    "lost", ["manifest.ocdbt", "d/", "common.pt", ".dckpt/seal.json", "metadata.json"]
+)
+def test_what_describes_a_checkpoint_is_missed(samples: Samples, lost: str) -> None:
+    sample = samples("tensorstore")
+    url = copied_up(sample.folder, new_url())
+    for path in sample.folder.rglob("*"):
+        name = path.relative_to(sample.folder).as_posix()
+        if path.is_file() and (name == lost or (lost.endswith("/") and name.startswith(lost))):
+            damage(url, name, lambda _: None)
+    error = CheckpointNotFoundError if lost == "metadata.json" else CorruptCheckpointError
+    with pytest.raises(error, match=url):
+        load(sample.template(), url, verify=True)
+
+
+def test_states_without_a_commit_are_no_checkpoints(samples: Samples) -> None:
+    folder, url = samples("tensorstore").folder, new_url()
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        Checkpoint.open(url)
+    put(url, f"{CLAIMS}/1.json", b"{}")
+    with pytest.raises(CheckpointNotFoundError, match="begun here and never committed"):
+        Checkpoint.open(url)
+    copied_up(folder, url)
+    assert Checkpoint.open(url).is_committed
+    # A later save that was ended by another one changes nothing.
+    put(url, f"{COMMITS}/2.json", b'{"ended_by": "another"}')
+    opened = Checkpoint.open(url)
+    assert opened.is_committed
+    put(url, f"{COMMITS}/10.json", b'{"attempt": "../../secret"}')
+    with pytest.raises(CorruptCheckpointError, match="no name of a save"):
+        Checkpoint.open(url)
+    put(url, f"{COMMITS}/10.json", b"{")
+    with pytest.raises(CorruptCheckpointError, match=f"{url}/{COMMITS}/10.json"):
+        load({}, url)
+    place = ObjectPath.of(url)
+    place.store.delete([(place / f"{COMMITS}/10.json").key, (place / "metadata.json").key])
+    assert not check_is_distributed_checkpoint(url)
+    assert [opened.is_committed] == [False]
+    with pytest.raises(CheckpointNotFoundError, match="never committed"):
+        load({}, url)
+    with pytest.raises(CorruptCheckpointError, match="not the checkpoint that was opened"):
+        opened.require_unchanged()
+
+
+def test_a_deleted_checkpoint_says_so(samples: Samples) -> None:
+    url = copied_up(samples("tensorstore").folder, new_url())
+    opened = Checkpoint.open(url)
+    assert len(opened["decoder.weight"][:1]) == 1
+    place = ObjectPath.of(url)
+    place.store.delete([info.key for info in place.store.list_below(place.prefix)])
+    with pytest.raises(CorruptCheckpointError, match="deleted or overwritten"):
+        opened["decoder.weight"][:1]
+
+
+def test_a_store_that_is_down_is_no_damage(samples: Samples, proxy: Proxy) -> None:
+    place = over_http(proxy, new_url("s3"))
+    sample = samples("tensorstore")
+    copied_up(sample.folder, place)
+    opened = Checkpoint.open(place)
+    _ = opened.index
+    proxy.fault = lambda _method, _path: Fault(status=503)
+    try:
+        for read in (lambda: opened["decoder.weight"][:], lambda: verify_checkpoint(place)):
+            with pytest.raises((OSError, RankFailedError), match=r"503(.|\n)*" + place.key):
+                read()
+        with pytest.raises(RankFailedError, match=r"503(.|\n)*" + place.key):
+            load(sample.template(), place)
+    finally:
+        proxy.fault = lambda _method, _path: None
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "torch_dist"])
+def test_small_tensors_share_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    full = {f"w{i:04d}": torch.full((100,), float(i)) for i in range(1000)}
+    save_on(2, lambda comm: {k: rows(k, t, comm) for k, t in full.items()}, tmp_path / "c", backend)
+    url = copied_up(tmp_path / "c", new_url())
+    wanted = blanks(full)
+    with counted_requests(monkeypatch) as counts:
+        load(wanted, url)
+    assert all(torch.equal(wanted[key].data, tensor) for key, tensor in full.items())
+    assert counts.total() <= 60, counts
+    opened = Checkpoint.open(url)
+    _ = opened["w0000"][:]
+    with counted_requests(monkeypatch) as counts:
+        assert torch.equal(opened["w0001"][:], full["w0001"])
+    assert counts.total() <= 2, counts
+
+
+def test_large_reads_are_cut_and_stay_within_the_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = {f"w{i}": torch.randn(512, 1024) for i in range(4)}  # 2 MiB each
+    url = new_url()
+    save({key: shard(key, tensor) for key, tensor in full.items()}, tmp_path / "c")
+    copied_up(tmp_path / "c", url)
+    place = ObjectPath.of(url, ObjectStoreOptions(part_bytes=2**18, parallelism=16))
+    lock, held, most, largest = threading.Lock(), [0], [0], [0]
+    own = ObjectStore.get_range
+
+    def noting(self: ObjectStore, key: str, offset: int, num_bytes: int) -> Any:
+        with lock:
+            held[0] += num_bytes
+            most[0], largest[0] = max(most[0], held[0]), max(largest[0], num_bytes)
+        try:
+            return own(self, key, offset, num_bytes)
+        finally:
+            with lock:
+                held[0] -= num_bytes
+
+    monkeypatch.setattr(ObjectStore, "get_range", noting)
+    buffer_bytes = 2**20
+    options = StorageOptions(buffer_bytes=buffer_bytes)
+    strategy = TensorStoreLoadShardedStrategy(options=options)
+    wanted = {key: shard(key, torch.zeros(512, 256), (1, 1, 4)) for key in full}
+    load(wanted, place, strategy)
+    for key, tensor in full.items():
+        data = wanted[key].data
+        assert data is not None
+        assert torch.equal(data, tensor[:, 256:512])
+    whole = blanks(full)
+    load(whole, place, strategy)
+    assert all(torch.equal(whole[key].data, tensor) for key, tensor in full.items())
+    assert 2**17 < largest[0] <= 2**18
+    assert most[0] <= buffer_bytes
+
+
+def test_fingerprints_of_the_save_are_kept(tmp_path: Path) -> None:
+    state = {"w": shard("w", torch.arange(6.0))}
+    save(state, tmp_path / "c", fingerprints=True)
+    url = copied_up(tmp_path / "c", new_url())
+    assert Checkpoint.open(url).fingerprint("w") == fingerprint(state)["w"]
