@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 from moto.server import ThreadedMotoServer
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from dist_checkpointing import (
     Checkpoint,
@@ -30,25 +29,21 @@ from dist_checkpointing import (
 )
 from dist_checkpointing.checkpoint import examine_checkpoint
 from dist_checkpointing.errors import (
-    CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     RankFailedError,
-    UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore, ObjectStoreOptions
 from dist_checkpointing.filesystem.store_claims import CLAIMS, COMMITS
-from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.interop.torch_dcp import DCPReader
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_checkpointing.testing.conformance.shards import assert_same_bits
-from dist_checkpointing.tools.convert import convert
 from s3_proxy import Fault, Proxy, proxy_before
-from samples import BACKENDS, METADATA, RANKS, Run, Sample, Samples, save_sample
+from samples import METADATA, RANKS, Sample, Samples
 from states import blanks, rows, save_on, shard
-from stores import copied_up, counted_requests, data_url, new_url, put
+from stores import copied_up, counted_requests, damage, data_names, data_url, new_url, put
 
 
 @pytest.fixture(scope="module")
@@ -72,23 +67,6 @@ def over_http(proxy: Proxy, url: str, **changes: Any) -> ObjectPath:
         retry_timeout=5.0,
     )
     return ObjectPath.of(url, replace(options, **changes))
-
-
-@pytest.fixture(scope="session")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    made: dict[str, Sample] = {}
-
-    def get(name: str) -> Sample:
-        if name not in made:
-            made[name] = save_sample(tmp_path_factory.mktemp("c") / name, BACKENDS[name]())
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(params=list(BACKENDS))
-def sample(request: pytest.FixtureRequest, samples: Samples) -> Sample:
-    return samples(request.param)
 
 
 def assert_reads(sample: Sample, place: Any) -> None:
@@ -143,24 +121,6 @@ def test_ranks_load_what_is_restored_and_compare_it(samples: Samples) -> None:
     run_ranks(3, load_rank)
     found = torch.cat([data for _, data in sorted(seen, key=lambda row: row[0])], dim=1)
     assert torch.equal(found, full)
-
-
-def damage(url: str, name: str, change: Any) -> str:
-    """Change an object below the data folder; its URL."""
-    place = data_folder(url) / name
-    assert isinstance(place, ObjectPath)
-    data = change(place.store.get(place.key))
-    place.store.delete([place.key])
-    if data is not None:
-        place.store.put(place.key, data)
-    return str(place)
-
-
-def data_names(sample: Sample) -> list[str]:
-    """Files with values, by relative name."""
-    named = (p.relative_to(sample.folder).as_posix() for p in sample.folder.rglob("*"))
-    ends = (".distcp", "/c.0.0", "decoder.weight/0.0")
-    return [n for n in named if n.startswith("data/model/") or n.endswith(ends)]
 
 
 @pytest.mark.parametrize(
@@ -331,108 +291,8 @@ def test_dcp_loads_from_a_store(samples: Samples) -> None:
     url = copied_up(samples("tensorstore").folder, new_url())
     full = samples("tensorstore").tensors["decoder.weight"]
     state = {"decoder.weight": torch.zeros_like(full)}
-    dcp.load(state, storage_reader=DCPReader("elsewhere"), checkpoint_id=url, no_dist=True)
+    dcp_load(state, storage_reader=DCPReader("elsewhere"), checkpoint_id=url, no_dist=True)
     assert torch.equal(state["decoder.weight"], full)
     assert DCPReader.validate_checkpoint_id(url)
     assert not DCPReader.validate_checkpoint_id(new_url())
     assert not DCPReader.validate_checkpoint_id("ftp://bucket/x")
-
-
-@pytest.mark.parametrize("to", ["tensorstore", "zarr:2", "torch_dist", "safetensors"])
-def test_a_checkpoint_is_converted_out_of_a_store(
-    samples: Samples, to: str, tmp_path: Path
-) -> None:
-    sample = samples("tensorstore")
-    url = copied_up(sample.folder, new_url())
-    done = convert(url, tmp_path / "out", to)
-    assert done.verified_bytes == sum(tensor.nbytes for tensor in sample.tensors.values())
-    if to != "safetensors":
-        sample.assert_is(load(sample.template(), tmp_path / "out"))
-
-
-def test_a_checkpoint_is_converted_into_a_store_and_within_it(samples: Samples) -> None:
-    sample, first, second = samples("zarr-2"), new_url(), new_url()
-    convert(sample.folder, first)
-    convert(first, second)
-    sample.assert_is(load(sample.template(), second, verify=True))
-    with pytest.raises(CheckpointExistsError, match="a checkpoint is here"):
-        convert(sample.folder, first)
-    with pytest.raises(CheckpointExistsError, match="overlap"):
-        convert(first, f"{first}/below")
-    put(url := new_url(), "notes.txt", b"mine")
-    with pytest.raises(CheckpointExistsError, match=r"holds 'notes\.txt'"):
-        convert(sample.folder, url)
-    with pytest.raises(UnsupportedFormatError, match="not a local path"):
-        convert(sample.folder, new_url(), "safetensors")
-    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
-        convert(new_url(), second)
-
-
-def test_a_conversion_finds_damage_in_a_store(samples: Samples, tmp_path: Path) -> None:
-    sample = samples("tensorstore")
-    url = copied_up(sample.folder, new_url())
-    hurt = [
-        damage(url, name, lambda data: bytes(byte ^ 64 for byte in data))
-        for name in data_names(sample)
-    ]
-    with pytest.raises(CorruptCheckpointError, match="not what was saved") as caught:
-        convert(url, tmp_path / "out")
-    assert any(str(caught.value.findings[0].path).startswith(name) for name in hurt)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("ls", "--fingerprint"),
-        ("show", "decoder.weight"),
-        ("stats",),
-        ("verify",),
-        ("plan", "--tp", "2"),
-        ("diff",),
-    ],
-    ids=lambda command: command[0],
-)
-def test_a_command_prints_the_same_as_of_a_disk(
-    sample: Sample, dckpt: Run, command: tuple[str, ...]
-) -> None:
-    url = copied_up(sample.folder, new_url())
-    name, *rest = command
-    rest = [str(sample.folder), "--equal-nan"] if name == "diff" else rest
-    of_store, of_disk = (dckpt(name, place, *rest) for place in (url, sample.folder))
-    assert (of_store.code, of_store.err) == (of_disk.code, of_disk.err)
-    assert of_store.code == 0
-    if name != "stats":  # which tells the blocks of files on a disk
-        shown = re.sub(r"\s+", "", of_store.out).replace(url, str(sample.folder))
-        assert shown == re.sub(r"\s+", "", of_disk.out)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("ls", "{none}"), "does not exist"),
-        (("verify", "{none}"), "does not exist"),
-        (("rm-prefix", "{url}", "optimizer.", "--yes"), "this is in an object store"),
-        (("ls", "ftp://bucket/x"), "'ftp' are not supported"),
-        (("ls", "s3://"), "names no bucket"),
-        (("convert", "{url}", "{url}", "--to", "tensorstore"), "overlap"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_an_error_of_a_command_names_the_url(
-    samples: Samples, dckpt: Run, arguments: tuple[str, ...], said: str
-) -> None:
-    urls = {"url": copied_up(samples("tensorstore").folder, new_url()), "none": new_url()}
-    given = [argument.format(**urls) for argument in arguments]
-    ended = dckpt(*given)
-    assert ended.code == 2
-    assert ended.err.startswith("error: ")
-    assert said in ended.err
-    assert given[1] in ended.err
-    assert "Traceback" not in ended.err
-
-
-def test_the_map_of_a_checkpoint_in_a_store(samples: Samples, dckpt: Run, tmp_path: Path) -> None:
-    url = copied_up(samples("tensorstore").folder, new_url())
-    assert dckpt("map", url, "-o", tmp_path / "map.html").code == 0
-    assert "/".join(url.split("/")[-2:]) in (tmp_path / "map.html").read_text()
