@@ -3,7 +3,8 @@
 #   make test [ARGS='-k tree']       each test function once, nothing is killed
 #   make test-all [ARGS='-k tree']   everything
 #   make test-megatron                Megatron's own models, with its checkpoints and with ours
-#   make chaos [ARGS='--kills 200']
+#   make test-s3                      object stores on a real S3 server (Ceph, which it starts)
+#   make chaos [ARGS='--kills 200']   make chaos ARGS='--store s3://bucket/chaos'
 #   make bench [ARGS='--only small-tensors']   make bench-planning   make docs
 PYTHON ?= python3
 BACKEND ?=
@@ -21,7 +22,7 @@ MEGATRON_VERSIONS := 0.15.3 0.16.1
 EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 
-.PHONY: demo test test-all test-megatron lint bench bench-planning chaos docs clean
+.PHONY: demo test test-all test-megatron test-s3 lint bench bench-planning chaos docs clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -54,6 +55,10 @@ $(MEGATRON)/%: $(READY)
 test-megatron: $(READY) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%)
 	MEGATRON_CORE=$(subst $(SPACE),:,$(MEGATRON_VERSIONS:%=$(MEGATRON)/%)) \
 	  $(BIN)/python -m pytest -q tests/megatron $(ARGS)
+
+# Without Debian's radosgw, ceph-mon and ceph-osd, and without root, it says so and skips.
+test-s3: $(READY)
+	TEST_S3=ceph $(BIN)/python -m pytest -q tests/s3 $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -3,6 +3,7 @@
 python benchmarks/bench.py                             # saves and loads, 12 minutes
 python benchmarks/bench.py --planning                  # plans, 5 minutes
 python benchmarks/bench.py --only small-tensors async  # some cases; --list names them
+python benchmarks/bench.py --store                     # an object store: Ceph, or the one of a URL
 python benchmarks/bench.py --tiny                      # that all of it runs
 """
 
@@ -16,7 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from cases import CASES
 from goals import judge
+from object_store import store_url
 from probes import environment
 from report import case_table, draw, goals_table, markdown
 from runner import Case, Settings, Stage, run_case
@@ -65,6 +68,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="CASE", help="run these cases")
     parser.add_argument("--list", action="store_true", help="name the cases, and end")
     parser.add_argument("--planning", action="store_true", help="the cases about planning")
+    parser.add_argument(
+        "--store", nargs="?", const="", metavar="URL", help="the object store of a URL, or Ceph"
+    )
     parser.add_argument("--tiny", action="store_true", help="small sizes; numbers mean nothing")
     parser.add_argument("--rounds", type=int, help="counted rounds of every case")
     parser.add_argument("--loads", type=int, default=default.loads, help="of repeated-loads")
@@ -73,6 +79,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default --output")
     parser.add_argument("--output", type=Path, default=Path("bench-output"), help="for the results")
     arguments = parser.parse_args()
+    if arguments.store is not None:
+        arguments.only = [*(arguments.only or ()), "object-store"]
     unknown = sorted(set(arguments.only or ()) - CASES.keys())
     if unknown:
         parser.error(f"no such case: {', '.join(unknown)}; there are: {', '.join(CASES)}")
@@ -130,7 +138,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     settings = Settings(arguments.tiny, arguments.rounds, arguments.loads, arguments.async_mib)
     begin = time.monotonic()
-    reports = run(_chosen(arguments), settings, folder, arguments.minutes)
+    with nullcontext("") if arguments.store is None else store_url(arguments.store) as url:
+        settings = replace(settings, store=url)
+        reports = run(_chosen(arguments), settings, folder, arguments.minutes)
     seconds = time.monotonic() - begin
     verdicts = [v for name, report in reports.items() for v in judge(report, CASES[name].goals)]
     result = {"environment": environment(), "settings": vars(arguments), "seconds": seconds}

@@ -10,6 +10,7 @@ from goals import Goal, as_fast, at_most
 from incremental import FULL as _FULL
 from incremental import INCREMENTAL as _SHARED
 from incremental import ChangedPart
+from object_store import DCP, RAW, open_store
 from planning import PlanCase, flattened_job, model_job, open_cached, pieces_job
 from reads import open_repeated_loads, open_slices
 from runner import Case
@@ -268,6 +269,18 @@ CONVERSIONS = Case(
     gib=16,
 )
 
+STORE = Case(
+    "object-store",
+    "512 MiB in 32 tensors, saved to an object store and loaded from it",
+    open_store,
+    seconds=400,
+    goals=(
+        *(as_fast(_OURS, f"{what} s", RAW, 0.8) for what in ("save", "load")),
+        *(as_fast(_OURS, f"{what} s", DCP, 3) for what in ("save", "load")),
+    ),
+    by_name=True,
+)
+
 INCREMENTAL = tuple(
     Case(
         f"incremental-{name}",
@@ -371,6 +384,7 @@ CASES = {
         *READS,
         BEHIND,
         TRUST,
+        STORE,
         CONVERSIONS,
         *PLANNING,
     )

@@ -29,12 +29,14 @@ class Settings:
         rounds: Counted rounds of every case; None: as the case says.
         loads: Loads of the case ``repeated-loads``.
         async_mib: Size of the state of the case ``async``.
+        store: URL below which the case ``object-store`` works.
     """
 
     tiny: bool = False
     rounds: int | None = None
     loads: int = 100
     async_mib: int = 512
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)

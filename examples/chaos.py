@@ -2,6 +2,7 @@
 
     python examples/chaos.py [--kills 40] [--minutes 4] [--world 2] [--seed 0] [--steps 120]
     python examples/chaos.py --incremental
+    python examples/chaos.py --store s3://bucket/chaos
 
 The small GPT is trained with tensor parallelism by real processes, which save behind the training
 every few steps. One rank or all of them die of SIGKILL, or only the worker that writes for a rank;
@@ -14,7 +15,8 @@ step, another one begins with the next backend, and with or without workers. Thi
 * every checkpoint that is left at the end of a training is whole.
 
 With ``--incremental`` the embedding is frozen, and each checkpoint shares it with the one before,
-which retention deletes. Then the checkpoints that are left must share files.
+which retention deletes. Then the checkpoints that are left must share files. With ``--store`` the
+checkpoints are in an object store, and there is one backend.
 
 The seed decides who dies and when, but not what the victims are doing at that moment.
 """
@@ -23,12 +25,12 @@ from __future__ import annotations
 
 import argparse
 import random
-import shutil
 import time
+from pathlib import Path
 
 from rich.console import Console
 
-from chaos_course import ChaosError, Course, Job, Mayhem, Worker
+from chaos_course import ChaosError, Course, Job, Mayhem, Worker, remove_run
 from chaos_report import course_line, draw_chaos, summary_table
 from harness import add_folder, output_folder, wide_console
 
@@ -50,8 +52,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=5, help="steps")
     parser.add_argument("--worker", choices=WORKERS, help="who writes; by default they take turns")
     parser.add_argument("--incremental", action="store_true", help="share what has not changed")
+    parser.add_argument("--store", metavar="URL", help="an object store for the checkpoints")
     add_folder(parser)
     arguments = parser.parse_args()
+    if arguments.store and arguments.incremental:
+        parser.error("objects cannot share bytes: --store or --incremental")
     if arguments.minutes is None:
         arguments.minutes = max(1.0, arguments.kills / 10)
     if arguments.seed is None:
@@ -74,7 +79,8 @@ def main() -> None:
     try:
         courses = _wreak(mayhem, arguments, console)
     except ChaosError as error:
-        console.print(f"the checkpoints are still in {arguments.folder}", soft_wrap=True)
+        place = arguments.store or arguments.folder
+        console.print(f"the checkpoints are still in {place}", soft_wrap=True)
         raise SystemExit(f"FAILED ({repeat}): {error}") from error
     finally:
         mayhem.end()
@@ -97,11 +103,14 @@ def _wreak(mayhem: Mayhem, arguments: argparse.Namespace, console: Console) -> l
             status.update(f"{name}: {done}, {course.resumes} resumes")
 
         # The format torch_dist cannot share files.
-        backends = BACKENDS[:2] if arguments.incremental else BACKENDS
+        backends: tuple[str, ...] = BACKENDS[:2] if arguments.incremental else BACKENDS
+        root: Path | str = arguments.folder
+        if arguments.store:
+            backends, root = BACKENDS[:1], f"{arguments.store}/{arguments.folder.name}"
         while not courses or mayhem.goes_on:
             number = max(0, len(courses) - 1)
             job = Job(
-                arguments.folder / f"training-{len(courses)}",
+                _place(root, f"training-{len(courses)}"),
                 backends[number % len(backends)],
                 arguments.steps,
                 arguments.save_every,
@@ -112,8 +121,12 @@ def _wreak(mayhem: Mayhem, arguments: argparse.Namespace, console: Console) -> l
             mayhem.run(course, courses[0].losses if courses else None, tell)
             console.print(course_line(len(courses), course))
             courses.append(course)
-            shutil.rmtree(job.folder)
+            remove_run(job.folder)
     return courses
+
+
+def _place(root: Path | str, name: str) -> Path | str:
+    return root / name if isinstance(root, Path) else f"{root}/{name}"
 
 
 if __name__ == "__main__":

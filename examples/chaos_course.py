@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 
 from dist_checkpointing import CheckpointingException, CheckpointManager, Retention
 from dist_checkpointing.comm import Comm, SingleProcess, TorchComm
+from dist_checkpointing.filesystem.object_path import ObjectPath
 from harness import Launch, LaunchError, Tell
 from managed_training import train_managed
 from tensor_parallel import Ranks
@@ -49,7 +51,7 @@ class Job:
     """What the ranks of a life do.
 
     Attributes:
-        folder: Folder of the run: its checkpoints.
+        folder: Folder of the run, its checkpoints; a text is the URL of an object store.
         backend: Backend that they are saved with.
         steps: Number of steps to reach.
         save_every: Steps between two saves.
@@ -57,12 +59,17 @@ class Job:
         incremental: Whether the embedding is frozen, and checkpoints share what has not changed.
     """
 
-    folder: Path
+    folder: Path | str
     backend: str
     steps: int
     save_every: int
     worker: Worker = "thread"
     incremental: bool = False
+
+    @property
+    def slowness(self) -> float:
+        """How much longer saves take than those on a disk."""
+        return 1.0 if isinstance(self.folder, Path) else 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +188,9 @@ def train(job: Job, ranks: Ranks, tell: Tell) -> None:
     """What each rank does."""
     comm: Comm = SingleProcess()
     if ranks.size > 1:
-        comm = TorchComm(torch.distributed.new_group(), DEAD_AFTER_SECONDS[job.worker])
+        comm = TorchComm(
+            torch.distributed.new_group(), job.slowness * DEAD_AFTER_SECONDS[job.worker]
+        )
     retention = Retention(keep_last=3, keep_every=50)
     manager = CheckpointManager(
         job.folder,
@@ -320,7 +329,7 @@ class Mayhem:
         while True:
             kill = None
             if expected is not None and self.goes_on and course.reached < course.job.steps:
-                kill = self._next_kill(course.job.worker)
+                kill = self._next_kill(course.job)
             life, self._standby = self._standby or Life(self._world_size), None
             try:
                 story = life.run(course.job, kill, self._prepare)
@@ -340,13 +349,16 @@ class Mayhem:
         if self._standby is not None:
             self._standby.end()
 
-    def _next_kill(self, worker: Worker) -> Kill:
-        choices: list[Whom] = ["rank", "all"] if worker == "thread" else ["rank", "all", "worker"]
+    def _next_kill(self, job: Job) -> Kill:
+        choices: list[Whom] = ["rank", "all"]
+        if job.worker == "process":
+            choices.append("worker")
         whom = self._random.choice(choices)
         rank = self._random.randrange(self._world_size)
         if whom != "worker" and self._random.random() < RESUMING_SHARE:
             return Kill(whom, rank, "meeting", self._random.uniform(0, LONGEST_RESUMING_SECONDS))
-        return Kill(whom, rank, "first step", self._random.uniform(0, LONGEST_SECONDS[worker]))
+        longest = job.slowness * LONGEST_SECONDS[job.worker]
+        return Kill(whom, rank, "first step", self._random.uniform(0, longest))
 
     def _prepare(self) -> None:
         """The next processes import torch while the survivors of this life find out."""
@@ -360,8 +372,25 @@ def _check_folder(course: Course) -> bool:
     if newest < course.reached:
         raise ChaosError(f"step {course.reached} was committed, and now the newest is {newest}")
     course.reached = newest
-    folders = [path for path in course.job.folder.glob("step-*") if path.is_dir()]
-    return any(int(path.name.removeprefix("step-")) > newest for path in folders)
+    steps = (name for name in _names_in(course.job.folder) if name.startswith("step-"))
+    return any(int(name.removeprefix("step-")) > newest for name in steps)
+
+
+def _names_in(folder: Path | str) -> list[str]:
+    """Names of the folders in a folder."""
+    if isinstance(folder, Path):
+        return [path.name for path in folder.iterdir() if path.is_dir()] if folder.exists() else []
+    place = ObjectPath.of(folder)
+    return place.store.list_folder(place.prefix)[0]
+
+
+def remove_run(folder: Path | str) -> None:
+    """Delete all checkpoints of a training."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder)
+        return
+    place = ObjectPath.of(folder)
+    place.store.delete(info.key for info in place.store.list_below(place.prefix))
 
 
 def _check_story(
@@ -391,8 +420,9 @@ def _check_whole(course: Course) -> None:
         except CheckpointingException as error:
             raise ChaosError(f"step {step} is committed, but not whole: {error}") from error
         course.verified += 1
-    files = {path.stat() for path in job.folder.rglob("*") if path.is_file()}
-    course.shared = len({status.st_ino for status in files if status.st_nlink > 1})
+    if isinstance(job.folder, Path):
+        files = {path.stat() for path in job.folder.rglob("*") if path.is_file()}
+        course.shared = len({status.st_ino for status in files if status.st_nlink > 1})
     if job.incremental and not course.shared:
         raise ChaosError(f"{job.backend}: the checkpoints share nothing")
     if course.losses.keys() != set(range(1, job.steps + 1)) or course.reached != job.steps:

@@ -89,6 +89,30 @@ def create(path: Location, *, makes_room: bool = False) -> NewFile:
     return _LocalFile(path, makes_room=makes_room) if isinstance(path, Path) else _Upload(path)
 
 
+def put(folder: Location, name: str, data: Any, *, is_new: bool = True) -> str | None:
+    """Write a file, in a folder that exists, at once; its ETag if it is an object.
+
+    Args:
+        folder: that ``name`` is relative to.
+        name: of the file.
+        data: contiguous bytes.
+        is_new: whether it is an error if the file exists, where that can be told at no cost.
+    """
+    if isinstance(folder, ObjectPath):
+        file = _Upload(folder / name)
+        file.write([data], len(data), stays=True)
+        return file.close(is_durable=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if is_new else os.O_TRUNC)
+    descriptor = os.open(f"{folder}/{name}", flags, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+    finally:
+        os.close(descriptor)
+    return None
+
+
 def makes_room(folder: Location) -> bool:
     """Whether files in a folder are written faster if room is made for them first."""
     return isinstance(folder, Path) and file_system_type(folder) in _MAKING_ROOM
@@ -111,10 +135,12 @@ class _LocalFile(NewFile):
         del stays
         written = os.writev(self._descriptor, parts)
         if written < num_bytes:
-            # Rare: a signal came, or the disk is nearly full.
-            rest = memoryview(b"".join(parts))[written:]
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            # Rare: a signal came, the disk is nearly full, or it is more than Linux takes at once.
+            for part in parts:
+                view = memoryview(part).cast("B")
+                rest, written = view[written:], max(0, written - len(view))
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
         self.position += num_bytes
 
     def write_memory(self, addresses: Int64s, lengths: Int64s) -> None:
@@ -174,10 +200,14 @@ class _Upload(NewFile):
 
     def write(self, parts: Sequence[Any], num_bytes: int, *, stays: bool = False) -> None:
         self.position += num_bytes
-        for part in parts if stays else [b"".join(parts)]:
+        if not stays and num_bytes <= self._part_bytes:
+            parts = [b"".join(parts)]
+            stays = True
+        for part in parts:
             view = memoryview(part).cast("B")
             for start in range(0, len(view), self._part_bytes):
-                self._add(view[start : start + self._part_bytes])
+                block = view[start : start + self._part_bytes]
+                self._add(block if stays else memoryview(bytes(block)))
 
     def write_memory(self, addresses: Int64s, lengths: Int64s) -> None:
         # Small ones: to send them one by one costs more than to copy them.

@@ -90,6 +90,20 @@ class ObjectStore:
     url: str
     options: ObjectStoreOptions = ObjectStoreOptions()
 
+    def __getstate__(self) -> tuple[str, ObjectStoreOptions]:
+        if self.url.startswith("memory:"):
+            finding = Finding(
+                "memory:// is in one process",
+                path=self.url,
+                remedy="Write with a thread, or to another store.",
+            )
+            raise UnsupportedFormatError("an object store cannot be handed on", [finding])
+        return self.url, self.options
+
+    def __setstate__(self, state: tuple[str, ObjectStoreOptions]) -> None:
+        object.__setattr__(self, "url", state[0])
+        object.__setattr__(self, "options", state[1])
+
     def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
         """The content of an object, whose size is checked before it is read."""
         import obstore  # noqa: PLC0415 - an extra

@@ -142,6 +142,17 @@ def names_in(folder: Location) -> list[str]:
     return sorted({*folders, *(info.key.rpartition("/")[2] for info in objects)})
 
 
+def folders_in(folder: Location) -> list[str]:
+    """The names of the folders in a folder, sorted; none if there is no such folder.
+
+    Raises:
+        OSError: if the folder cannot be read, which is not the same as empty.
+    """
+    if isinstance(folder, Path):
+        return [name for name in local.names_in(folder) if local.is_folder(folder / name)]
+    return folder.store.list_folder(folder.prefix)[0]
+
+
 def relative(path: Location, root: Location) -> str:
     """Name of a file relative to a folder that it is in, with ``/``."""
     if isinstance(path, Path):
@@ -208,14 +219,12 @@ def sizes_in(
     Args:
         root: the folder.
         names: of files and folders in it; None for all that is there.
-        reported: sizes of the files that have been written. An object store answers when a file is
-            there: it is neither listed nor asked for these again, unless ``names`` is None.
+        reported: sizes of the files that have been written. In an object store these are all that
+            is in ``names``: it has answered for each, and is not asked again.
     """
-    sizes: dict[str, int] = {}
     if isinstance(root, ObjectPath) and names is not None:
-        sizes.update(reported)
-        parents = {parent for name in reported for parent in _and_parents(name)}
-        names = [name for name in names if name not in parents]
+        return dict(reported)
+    sizes: dict[str, int] = {}
     for name in [""] if names is None else sorted(names):
         path = root / name
         size = size_of(path)
@@ -225,12 +234,6 @@ def sizes_in(
             found = files_below(path, root)
             sizes.update((own, size) for own, size in found if size is not None)
     return sizes
-
-
-def _and_parents(name: str) -> Iterator[str]:
-    while name:
-        yield name
-        name = name.rpartition("/")[0]
 
 
 def make_own_folder(folder: Location) -> None:
@@ -273,6 +276,17 @@ def remove(path: Location, root: Location) -> None:
 def remove_below(folder: ObjectPath) -> None:
     """Delete all objects in a folder."""
     folder.store.delete([info.key for info in folder.store.list_below(folder.prefix)])
+
+
+def temporaries(names: Iterable[str], root: Location) -> list[Path]:
+    """Temporary files that killed writers of these files below ``root`` have left."""
+    return local.temporaries(names, root) if isinstance(root, Path) else []
+
+
+def fsync_file(path: Location) -> None:
+    """Make the content of a file durable."""
+    if isinstance(path, Path):
+        local.fsync_file(path)
 
 
 def fsync_folders(files: Iterable[Location], root: Location) -> None:

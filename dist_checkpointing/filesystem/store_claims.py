@@ -123,11 +123,15 @@ def require_conditions(folder: ObjectPath) -> None:
     _probed.add(folder.store)
 
 
-def numbers_in(folder: ObjectPath) -> list[int]:
-    """The numbers of the claims or commits in a folder of them, ascending."""
-    names = (info.key.rpartition("/")[2] for info in folder.store.list_below(folder.prefix))
-    numbers = (name.removesuffix(".json") for name in names)
-    return sorted(int(number) for number in numbers if number.isdecimal())
+def numbers_in(folder: ObjectPath) -> tuple[list[int], list[int]]:
+    """The numbers of the claims of a checkpoint, and of those that are decided; ascending."""
+    found: dict[str, list[int]] = {CLAIMS: [], COMMITS: []}
+    for info in folder.store.list_below((folder / ".dckpt").prefix):
+        kind, _, name = info.key.removeprefix(folder.prefix).rpartition("/")
+        number = name.removesuffix(".json")
+        if kind in found and number.isdecimal():
+            found[kind].append(int(number))
+    return sorted(found[CLAIMS]), sorted(found[COMMITS])
 
 
 def delete_below(folder: ObjectPath) -> None:
@@ -239,8 +243,7 @@ class HeldClaim:
         Raises:
             CheckpointExistsError: if another process has the claim, and is alive.
         """
-        numbers = numbers_in(folder / CLAIMS)
-        decided = numbers_in(folder / COMMITS)
+        numbers, decided = numbers_in(folder)
         undecided = sorted({*numbers} - {*decided})
         if undecided and undecided[-1] == numbers[-1]:
             # Those below it were decided before it was made.
@@ -264,15 +267,16 @@ class HeldClaim:
         """Say no more that this process is alive. What becomes of the claim stays open."""
         self._stop()
 
-    def require_last(self) -> None:
-        """Check that no other process has claimed the folder since.
+    def require_held(self) -> None:
+        """Check that no other process has ended the claim, or removed it with all else.
 
         Raises:
-            CheckpointExistsError: if one has, or has removed the claim with all else.
+            CheckpointExistsError: if one has.
         """
-        own = self._folder / f"{CLAIMS}/{self.claim.number}.json"
-        is_last = numbers_in(self._folder / CLAIMS)[-1:] == [self.claim.number]
-        if not is_last or read_object(own) != self.claim.to_json():
+        path = self._folder / f"{CLAIMS}/{self.claim.number}.json"
+        if read_object(path) != self.claim.to_json() or read_outcome(
+            self._folder, self.claim.number
+        ):
             raise self.lost()
 
     def lost(self) -> CheckpointExistsError:
@@ -288,7 +292,11 @@ class HeldClaim:
     def end(self) -> dict[str, Any]:
         """Give the claim up unless it is decided; what has become of it."""
         mine = {"ended_by": self.claim.attempt}
-        outcome = decide(self._folder, self.claim.number, mine)
+        try:
+            outcome = decide(self._folder, self.claim.number, mine)
+        except BaseException:
+            self.stop()  # the next save finds it dead
+            raise
         self.forget()
         return outcome
 

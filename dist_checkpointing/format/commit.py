@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dist_checkpointing.errors import (
     CheckpointExistsError,
@@ -43,9 +42,6 @@ from dist_checkpointing.format.leftovers import (
     note_attempt,
     refuse_foreign,
 )
-
-if TYPE_CHECKING:
-    from dist_checkpointing.format.store_commit import StoreAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -289,17 +285,6 @@ class Attempt:
         self._lock.release()
 
 
-def begin_attempt(
-    folder: Location, creates: Iterable[str], durability: local.Durability, *, overwrite: bool
-) -> Attempt | StoreAttempt:
-    """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
-    from dist_checkpointing.format.store_commit import StoreAttempt  # noqa: PLC0415 - a circle
-
-    if isinstance(folder, ObjectPath):
-        return StoreAttempt.begin(folder, creates, overwrite=overwrite)
-    return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability)
-
-
 def check_distinct(names: Sequence[str]) -> None:
     """Refuse to let two keys of a save have the same file.
 
@@ -380,6 +365,19 @@ def remove_checkpoint(folder: Location) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or is_spent(folder):
             raise
         logger.warning("%s is not empty: it holds files that no save of ours made", folder)
+
+
+def is_leftover(folder: Location) -> bool:
+    """Whether what is in a folder is of a save of ours that has not committed, or was removed.
+
+    Raises:
+        OSError: if that cannot be found out.
+    """
+    if is_committed(folder):
+        return False
+    if isinstance(folder, ObjectPath):
+        return bool(store.names_in(folder / CLAIMS))
+    return attempt_of(folder) is not None or is_spent(folder)
 
 
 def is_spent(folder: Path) -> bool:

@@ -194,9 +194,10 @@ def write_seal(
         # Ranks that write into one file have seen it grow.
         if file.name not in files or files[file.name].num_bytes < file.num_bytes:
             files[file.name] = file
-    names = None if created is None else {*created, ATTEMPT_NAME}
+    if ATTEMPT_NAME not in files:
+        files[ATTEMPT_NAME] = _digested(folder, ATTEMPT_NAME)
     sizes = {file.name: file.num_bytes for file in files.values()}
-    found = store.sizes_in(folder, names, sizes)
+    found = store.sizes_in(folder, created, sizes)
     _require_reported(folder, files, found)
     for name in found.keys() - files.keys():
         if _is_unsealed(name):

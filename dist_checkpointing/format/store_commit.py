@@ -16,9 +16,9 @@ from typing import Final
 
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
 from dist_checkpointing.filesystem import local, store_claims
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.store_claims import BEATS, CLAIMS, COMMITS, PERIOD, HeldClaim
-from dist_checkpointing.format.commit import CheckpointingConfig
+from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
 from dist_checkpointing.format.seal import SEAL_NAME
 
@@ -58,7 +58,7 @@ def read_commit(location: ObjectPath) -> Commit | None:
         CorruptCheckpointError: if a commit cannot be read.
         OSError: if the store does not answer.
     """
-    for number in reversed(store_claims.numbers_in(location / COMMITS)):
+    for number in reversed(store_claims.numbers_in(location)[1]):
         outcome = store_claims.read_outcome(location, number)
         if "attempt" in outcome:
             path = location / f"{COMMITS}/{number}.json"
@@ -83,6 +83,7 @@ class StoreAttempt:
         self._location = location
         self._claim = claim
         self._creates = creates
+        self._replaces: Commit | None = None
 
     @classmethod
     def begin(
@@ -124,6 +125,7 @@ class StoreAttempt:
             note = json.dumps({"attempt": attempt.id, "creates": names}, separators=(",", ":"))
             path = attempt.folder / ATTEMPT_NAME
             path.store.put(path.key, note.encode())
+            attempt._replaces = commit
             _clear(location, {*found} - {commit.attempt if commit else ""})
         except Exception:
             attempt.release()
@@ -159,8 +161,8 @@ class StoreAttempt:
             CheckpointingException: if it cannot be found out whether the save has committed.
             OSError: if the store does not answer.
         """
-        own, before = self._claim.claim.number, read_commit(self._location)
-        self._claim.require_last()
+        own = self._claim.claim.number
+        self._claim.require_held()
         outcome = {"attempt": self.id, "config": asdict(config), "seal": self._seal_checksum()}
         if store_claims.decide(self._location, own, outcome) != outcome:
             raise self._claim.lost()
@@ -168,8 +170,8 @@ class StoreAttempt:
         self._claim.stop()
         with _tolerant("what a save has replaced was not deleted"):
             self._claim.forget()
-            if before is not None:
-                _clear(self._location, {before.attempt})
+            if self._replaces is not None:
+                _clear(self._location, {self._replaces.attempt})
 
     def _seal_checksum(self) -> str:
         path = self.folder / SEAL_NAME
@@ -196,6 +198,15 @@ class StoreAttempt:
                 self._claim.end()
 
 
+def begin_attempt(
+    folder: Location, creates: Iterable[str], durability: local.Durability, *, overwrite: bool
+) -> Attempt | StoreAttempt:
+    """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
+    if isinstance(folder, ObjectPath):
+        return StoreAttempt.begin(folder, creates, overwrite=overwrite)
+    return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability)
+
+
 def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
     """Delete a checkpoint, and what unfinished saves left below its prefix.
 
@@ -212,7 +223,7 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
         OSError: if the store does not answer; what is left is as after a crash.
     """
     store = location.store
-    if not store_claims.numbers_in(location / CLAIMS):
+    if not store_claims.numbers_in(location)[0]:
         finding = Finding("no save of this library claimed this prefix", path=str(location))
         raise CheckpointingException(f"{location} is not deleted", [finding])
     # Before the claim: nothing that a later save writes is in these lists.
@@ -221,9 +232,8 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
     claim = HeldClaim.take(location, period)
     try:
         commit = read_commit(location)
-        claims = store_claims.numbers_in(location / CLAIMS)
-        decided = store_claims.numbers_in(location / COMMITS)
-        claim.require_last()
+        claims, decided = store_claims.numbers_in(location)
+        claim.require_held()
         store.delete([(location / CONFIG_FNAME).key])
         last = set() if commit is None else {commit.number}
         for some in ({*decided} - last, last):  # an older commit must not come to light again

@@ -21,7 +21,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.manager.checks import (
     asks_for_all,
     check_sealed_files,
@@ -30,7 +30,7 @@ from dist_checkpointing.manager.checks import (
     judge,
 )
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.run_folder import RunFolder
+from dist_checkpointing.manager.tiers import Drain, run_files
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
@@ -67,16 +67,18 @@ class CheckpointManager:
         sharded_strategy: see ``save``.
         comm: the ranks of the run; by default all of torch.distributed, or this process.
         retention: which checkpoints are kept; by default all.
-        on_error: what the next call does if an asynchronous save has failed. ``"raise"``: it raises
-            the error. ``"warn"``: it logs the error, and training goes on without that checkpoint.
-            ``"retry"``: the save is repeated, and the call raises if all attempts failed.
+        on_error: what the next call does if an asynchronous save has failed. ``"raise"`` the error;
+            ``"warn"``: log it and go on; ``"retry"`` the save, and raise if all attempts failed.
         retries: number of repeated attempts, for ``"retry"``.
         finalize: see ``AsyncSaver``.
         worker: see ``AsyncSaver``.
         trusted: save anything that can be pickled, and unpickle anything when loading; see ``save``
             and ``load``.
-        incremental: whether each save shares what has not changed with the latest checkpoint, see
-            ``base`` of ``save``. A strategy that cannot do that is refused.
+        incremental: whether each save shares files with the latest checkpoint, see ``base`` of
+            ``save``. A strategy that cannot do that is refused.
+        fast: folder on a disk that is saved to, and from which a thread of rank 0 copies to
+            ``root``, a URL. A step is read from where it is whole, the disk first.
+        drain: ``"wait"`` for saves that wait for the copy.
         fingerprints: see ``save``; for all saves that do not say otherwise.
         replicas: likewise.
         on_replica_mismatch: likewise.
@@ -103,23 +105,23 @@ class CheckpointManager:
         worker: Worker = "thread",
         trusted: bool = False,
         incremental: bool = False,
+        fast: str | PathLike[str] | None = None,
+        drain: Drain = "background",
         fingerprints: bool = False,
         replicas: ReplicaCheck = ReplicaCheck.OFF,
         on_replica_mismatch: OnReplicaMismatch = "raise",
     ) -> None:
         if on_error not in ("raise", "warn", "retry"):
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
-        self.root = local_folder(root)
+        self.root: Any = location(root)
         self._strategy = sharded_strategy
         self._comm = default_comm() if comm is None else comm
-        self._files = RunFolder(self.root, Retention() if retention is None else retention)
-        self._on_error = on_error
-        self._trusted = trusted
-        self._is_incremental = incremental
+        self._files = run_files(root, retention, fast, drain, self._comm.rank)
+        self._on_error, self._trusted, self._is_incremental = on_error, trusted, incremental
         if incremental:
-            require_sharing_strategy(sharded_strategy)
-        self._save_options: dict[str, Any] = {"trusted": trusted, "fingerprints": fingerprints}
-        self._save_options |= {"replicas": replicas, "on_replica_mismatch": on_replica_mismatch}
+            require_sharing_strategy(sharded_strategy, self._files.folder(0))
+        given = {"replicas": replicas, "on_replica_mismatch": on_replica_mismatch}
+        self._save_options = {"trusted": trusted, "fingerprints": fingerprints, **given}
         self._plan_cache = PlanCache()
         self._saver = AsyncSaver(
             comm=self._comm,
@@ -132,8 +134,8 @@ class CheckpointManager:
         self._signalled = threading.Event()
 
     def folder(self, step: int) -> Path:
-        """Folder of the checkpoint of a step, whether or not it exists."""
-        return self._files.folder(step)
+        """Folder of the checkpoint of a step, or its ObjectPath; whether or not it exists."""
+        return self._files.place(step)
 
     def save(self, step: int, state: ShardedStateDict, **options: Any) -> None:
         """Save a step and return when it is committed.
@@ -149,7 +151,7 @@ class CheckpointManager:
         options = self._begin(step, options)
         save(
             state,
-            self.folder(step),
+            self._files.folder(step),
             self._strategy,
             comm=self._comm,
             plan_cache=self._plan_cache,
@@ -183,7 +185,7 @@ class CheckpointManager:
         options = self._begin(step, options)
         return self._saver.save(
             state,
-            self.folder(step),
+            self._files.folder(step),
             self._strategy,
             step=step,
             capture=capture,
@@ -209,6 +211,8 @@ class CheckpointManager:
         """Wait for the save in progress, and free the buffers and threads of the manager."""
         try:
             self.wait()
+            with self._comm.agreed("copying checkpoints into the store"):
+                self._files.close()
         finally:
             self._saver.close()
 
@@ -390,6 +394,7 @@ class CheckpointManager:
         if isinstance(error, RankFailedError):
             raise error  # this is about the ranks, not about the checkpoint
         logger.warning("step %d is skipped: %s", step, error)
+        self._files.skip(step)
         if isinstance(error, CorruptCheckpointError):
             self._damaged[step] = number
         return Finding(str(error), path=str(self.folder(step)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,15 @@ from typing import Any, Final
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem.local import check_room, is_folder, is_there
+from dist_checkpointing.filesystem.paths import require_local
+from dist_checkpointing.filesystem.store import check_room, folders_in, is_there
 from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint,
     is_committed,
-    is_spent,
+    is_leftover,
     remove_checkpoint,
 )
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import attempt_of, number_of_save
 from dist_checkpointing.manager.retention import Retention
@@ -50,11 +52,20 @@ class RunFolder:
     Args:
         root: folder of the run.
         retention: which checkpoints are kept.
+        also_kept: gives steps that must be kept for another reason.
     """
 
-    def __init__(self, root: Path, retention: Retention) -> None:
-        self.root = root
+    def __init__(
+        self,
+        root: Any,
+        retention: Retention,
+        also_kept: Callable[[], Iterable[int]] = lambda: (),
+    ) -> None:
+        if retention.drop_optimizer_after is not None:
+            require_local(root, "drop_optimizer_after")
+        self.root: Path = root
         self._retention = retention
+        self._also_kept = also_kept
         self._is_tidy = False
         self._without_optimizer: set[int] = set()
         # One thread commits and moves the pointer while the training may ask for steps.
@@ -64,17 +75,24 @@ class RunFolder:
         """Folder of the checkpoint of a step, whether or not it exists."""
         return self.root / f"step-{step:08d}"
 
+    def place(self, step: int) -> Path:
+        """Where a step can be read."""
+        return self.folder(step)
+
+    def skip(self, step: int) -> None:
+        """Learn that what would be read of a step is damaged."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is done beside the training."""
+
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
-        if not is_folder(self.root):
-            return []
-        found = (_FOLDER.fullmatch(path.name) for path in self.root.iterdir())
-        steps = {int(match[1]) for match in found if match is not None}
-        return sorted((step for step in steps if is_folder(self.folder(step))), reverse=True)
+        found = {int(match[1]) for match in map(_FOLDER.fullmatch, folders_in(self.root)) if match}
+        return sorted(found, reverse=True)
 
     def all_saves(self) -> list[tuple[int, int]]:
         """Every step that has a folder, newest first, with the number of its save."""
-        return [(step, number_of_save(self.folder(step))) for step in self.all_steps()]
+        return [(step, number_of_save(data_folder(self.folder(step)))) for step in self.all_steps()]
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
@@ -98,7 +116,7 @@ class RunFolder:
         for other in [self.latest(), *reversed(self.committed_steps())]:
             if other is None or other == step:
                 continue
-            if damaged.get(other) != number_of_save(self.folder(other)):
+            if damaged.get(other) != number_of_save(data_folder(self.folder(other))):
                 return other
         return None
 
@@ -136,7 +154,7 @@ class RunFolder:
                 self._write(record, Durability.PAGE_CACHE)
             return (
                 damaged is not None
-                and damaged == number_of_save(folder)
+                and damaged == number_of_save(data_folder(folder))
                 and self._is_own(record, step)
             )
 
@@ -151,11 +169,16 @@ class RunFolder:
     def committed(self, step: int) -> None:
         """Move the pointer to a committed step, durably; then delete what retention asks for."""
         with self._lock:
-            known = StepRecord(attempt_of(self.folder(step)))
+            known = StepRecord(attempt_of(data_folder(self.folder(step))))
             record = replace(self._current().with_step(step, known), latest=step)
             self._write(record, Durability.FSYNC)
+            self.thin_out()
+
+    def thin_out(self) -> None:
+        """Delete what retention asks for."""
+        with self._lock:
             try:
-                self._thin_out(record)
+                self._thin_out(self._current())
             except (OSError, CheckpointingException) as error:
                 # A folder that cannot be read must not end a training.
                 logger.warning("retention could not go through %s: %s", self.root, error)
@@ -173,7 +196,7 @@ class RunFolder:
             folder = self.folder(step)
             if not is_committed(folder):
                 continue
-            if known.begun is not None and known.begun == attempt_of(folder):
+            if known.begun is not None and known.begun == attempt_of(data_folder(folder)):
                 record = replace(record.with_step(step, StepRecord(known.begun)), latest=step)
             elif known.attempt is None and (record.latest is None or step > record.latest):
                 # Recorded by an older version, or saved without a manager: it exists, but no
@@ -211,16 +234,14 @@ class RunFolder:
         committed = self.committed_steps()
         # After going back to an older step, only steps up to the latest count; later ones stay.
         latest = record.latest
-        assert latest is not None
+        if latest is None:
+            return
         own = [step for step in committed if self._is_own(record, step) and step <= latest]
-        protected = [step for step in (latest, record.last_verified) if step is not None]
+        named = (latest, record.last_verified, *self._also_kept())
+        protected = [step for step in named if step is not None]
         due = self._retention.due(own, protected)
         leftovers = [
-            step
-            for step in record.steps
-            if step < latest
-            and not is_committed(self.folder(step))
-            and (attempt_of(self.folder(step)) is not None or is_spent(self.folder(step)))
+            step for step in record.steps if step < latest and is_leftover(self.folder(step))
         ]
         for step in (*leftovers, *due.delete):
             self._try_to(self._remove, step)
@@ -241,7 +262,7 @@ class RunFolder:
         return (
             known is not None
             and known.attempt is not None
-            and known.attempt == attempt_of(self.folder(step))
+            and known.attempt == attempt_of(data_folder(self.folder(step)))
         )
 
     def _remove(self, step: int) -> None:

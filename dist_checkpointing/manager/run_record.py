@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 from dist_checkpointing.errors import CorruptCheckpointError
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem.object_path import Location
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class RunRecord:
         )
 
 
-def read_record(root: Path) -> RunRecord:
+def read_record(root: Location) -> RunRecord:
     """The record of a folder; an empty one if it is missing or cannot be read.
 
     It is safe to lose the record: a manager deletes only what its record names.
@@ -75,7 +75,7 @@ def read_record(root: Path) -> RunRecord:
     path = root / RECORD_NAME
     try:
         with local.parsing("it cannot be read and is not used", path):
-            return _parsed(local.read_json(path, _MAX_BYTES))
+            return _parsed(store.read_json(path, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return RunRecord()
     except CorruptCheckpointError as error:
@@ -98,21 +98,21 @@ def _parsed(content: Any) -> RunRecord:
     return RunRecord(latest, steps)
 
 
-def clear_temporaries(root: Path) -> None:
+def clear_temporaries(root: Location) -> None:
     """Delete the temporary files of a killed ``write_record``."""
-    for path in local.temporaries([RECORD_NAME], root):
+    for path in store.temporaries([RECORD_NAME], root):
         path.unlink()
 
 
-def write_record(record: RunRecord, root: Path, durability: local.Durability) -> None:
+def write_record(record: RunRecord, root: Location, durability: local.Durability) -> None:
     """Replace the record."""
     content = {
         "format": _FORMAT,
         "latest": record.latest,
         "steps": {str(step): _as_json(known) for step, known in sorted(record.steps.items())},
     }
-    root.mkdir(parents=True, exist_ok=True)
-    local.write_atomic(root / RECORD_NAME, json.dumps(content).encode(), durability)
+    store.make_folder(root)
+    store.write(root / RECORD_NAME, json.dumps(content).encode(), durability)
 
 
 def _as_json(known: StepRecord) -> dict[str, object]:

@@ -22,13 +22,14 @@ from dist_checkpointing.strategies.selection import Selection, select_strategy
 logger = logging.getLogger(__name__)
 
 
-def require_sharing_strategy(selection: Selection[SaveShardedStrategy]) -> None:
-    """Refuse a strategy whose checkpoints cannot share files.
+def require_sharing_strategy(selection: Selection[SaveShardedStrategy], folder: Location) -> None:
+    """Refuse a strategy whose checkpoints cannot share files, and a place where files cannot.
 
     Raises:
-        UnsupportedFormatError: naming the strategy.
+        UnsupportedFormatError: naming the strategy, or the place.
         StrategyNotFoundError: if there is no such strategy.
     """
+    require_local(folder, "an incremental save")
     strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
     writer = strategy.make_writer(Path()) if isinstance(strategy, PlannedSaveStrategy) else None
     require_sharing(strategy, writer)

@@ -19,11 +19,10 @@ from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     Attempt,
     CheckpointingConfig,
-    begin_attempt,
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
-from dist_checkpointing.format.store_commit import StoreAttempt
+from dist_checkpointing.format.store_commit import StoreAttempt, begin_attempt
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan, SavePlanner

@@ -165,7 +165,7 @@ def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter)
         index = with_fingerprints(index, [written.sums for written in of_ranks])
     noted = [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])]
     unreported = writer.finish(Metadata.from_index(index), noted)
-    files = [*unreported] if writer.shares_files and unreported else []
+    files = [*(unreported or ())]
     files += [file for written in of_ranks for file in written.files]
     tables = {}
     if any(written.rows for written in of_ranks):

@@ -249,11 +249,10 @@ class StorageWriter(ABC):
             results: of each rank, see ``gathers_results``.
 
         Returns:
-            Of a writer that shares files, files that no rank has reported.
+            Files that no rank has reported. In an object store it must be all of them.
         """
         del results
-        write_index(metadata, self.checkpoint_dir, self.options.durability)
-        return None
+        return [write_index(metadata, self.checkpoint_dir, self.options.durability)]
 
 
 class StorageReader(ABC):

@@ -7,6 +7,7 @@ import io
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from report import case_table, draw, goals_table, markdown
 from runner import Case, Settings, Stage, run_case
 from world import World
 
-TINY = Settings(tiny=True, loads=5)
+TINY = Settings(tiny=True, loads=5, store="memory://bench/tiny")
 IN_PROCESS = [name for name, case in CASES.items() if case.ranks == 1 and name != "async"]
 SPAWNED = [name for name in CASES if name not in IN_PROCESS]
 
@@ -80,7 +81,9 @@ def test_goals_name_ways_that_there_are(tmp_path: Path) -> None:
         if case.ranks == 1 and name not in ("async", "conversions"):
             folder = tmp_path / name
             folder.mkdir()
-            found = {way.name for way in case.open(stage(folder, Settings(tiny=not case.planning)))}
+            found = {
+                way.name for way in case.open(stage(folder, replace(TINY, tiny=not case.planning)))
+            }
             assert {way for where, way in named if where == name} <= found
 
 

@@ -66,15 +66,17 @@ def unfinished_uploads(place: ObjectPath) -> int:
     return sum(key.startswith(place.prefix) for key in re.findall("<Key>(.*?)</Key>", listed))
 
 
-def test_a_checkpoint_comes_back_from_s3(s3_place: ObjectPath) -> None:
-    save(big_state(), s3_place)
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_a_checkpoint_comes_back_from_s3(s3_place: ObjectPath, backend: str) -> None:
+    save(big_state(), s3_place, backend)
     require_big(load(big_state(empty=True), s3_place, verify=True))
     verify_checkpoint(s3_place)
     assert unfinished_uploads(s3_place) == 0
 
 
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
 def test_what_is_put_is_sealed_and_not_listed(
-    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """The store answers for every put: a save neither lists its own files nor reads them again."""
     asked: list[tuple[str, str]] = []
@@ -90,13 +92,13 @@ def test_what_is_put_is_sealed_and_not_listed(
 
     for name in ("get", "get_range", "head", "list_below", "list_folder", "blocks"):
         monkeypatch.setattr(ObjectStore, name, noting(name))
-    save(big_state(), s3_place)
+    save(big_state(), s3_place, backend)
     monkeypatch.undo()
     folder = data_folder(s3_place)
     assert isinstance(folder, ObjectPath)
     of_data = [(name, key) for name, key in asked if key.startswith(folder.key)]
     names = {key.removeprefix(folder.prefix) for _, key in of_data}
-    assert names <= {".dckpt/attempt.json", ".dckpt/seal.json", "metadata.json"}
+    assert names <= {".dckpt/attempt.json", ".dckpt/seal.json"}
     seal = read_seal(folder)
     assert seal is not None
     assert sorted([*seal.files, ".dckpt/seal.json", "metadata.json"]) == keys_below(folder)
@@ -119,10 +121,11 @@ def test_large_objects_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     require_big(load(big_state(empty=True), url, verify=True))
 
 
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
 def test_the_folder_of_the_data_is_a_checkpoint_on_a_disk(
-    s3_place: ObjectPath, tmp_path: Path
+    s3_place: ObjectPath, tmp_path: Path, backend: str
 ) -> None:
-    save(big_state(), s3_place)
+    save(big_state(), s3_place, backend)
     folder = data_folder(s3_place)
     assert isinstance(folder, ObjectPath)
     for name in keys_below(folder):
@@ -138,11 +141,12 @@ def sharded(rank: int, world_size: int, rows: torch.Tensor) -> dict[str, Any]:
     return {"rows": ShardedTensor.from_rank_offsets("rows", own, (0, rank, world_size))}
 
 
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
 @pytest.mark.parametrize("loading", [1, 2, 8])
 @pytest.mark.parametrize("saving", [1, 4])
-def test_other_ranks_load_it(saving: int, loading: int) -> None:
+def test_other_ranks_load_it(saving: int, loading: int, backend: str) -> None:
     url = new_url()
-    run_ranks(saving, lambda c: save(sharded(c.rank, saving, BIG[:2048]), url, comm=c))
+    run_ranks(saving, lambda c: save(sharded(c.rank, saving, BIG[:2048]), url, backend, comm=c))
 
     def read(comm: Comm) -> torch.Tensor:
         template = sharded(comm.rank, loading, torch.zeros_like(BIG[:2048]))

@@ -2,11 +2,9 @@
 
 import gc
 import json
-import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Barrier
@@ -24,108 +22,28 @@ from dist_checkpointing.filesystem.lock_holder import Holder, Kind
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.filesystem.store_claims import Claim, HeldClaim
-from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.store_commit import (
     StoreAttempt,
     read_commit,
     remove_from_store,
 )
-
-CONFIG = CheckpointingConfig("tensorstore")
-OTHER_CONFIG = CheckpointingConfig("zarr", 2)
-PERIOD = 0.02
-"""Seconds. Nothing here is timed: a heartbeat either comes again or never."""
+from store_saves import (
+    CONFIG,
+    OTHER_CONFIG,
+    PERIOD,
+    begin,
+    calls_to_the_store,
+    kill_points,
+    loaded,
+    names,
+    put,
+    save,
+)
 
 
 @pytest.fixture
 def location() -> ObjectPath:
     return ObjectPath.of(f"memory://{uuid.uuid4().hex}/run/1000")
-
-
-def put(path: ObjectPath, data: bytes) -> None:
-    path.store.put(path.key, data)
-
-
-def names(location: ObjectPath) -> list[str]:
-    prefix = location.prefix
-    return [info.key.removeprefix(prefix) for info in location.store.list_below(prefix)]
-
-
-def begin(location: ObjectPath, *, overwrite: bool = False) -> StoreAttempt:
-    return StoreAttempt.begin(location, ["x.bin"], overwrite=overwrite, period=PERIOD)
-
-
-def save(location: ObjectPath, config: CheckpointingConfig = CONFIG, **options: bool) -> str:
-    """Save an object that names its attempt, so that a mix of two attempts is seen."""
-    attempt = begin(location, **options)
-    attempt.secure()
-    put(attempt.folder / "x.bin", attempt.id.encode())
-    put(attempt.folder / ".dckpt/seal.json", b'{"checksum":"%032x",' % 7)
-    attempt.commit(config)
-    return attempt.id
-
-
-def loaded(location: ObjectPath) -> str | None:
-    """What a reader finds: the name of the attempt that is the checkpoint."""
-    if location.store.head((location / "metadata.json").key) is None:
-        return None
-    commit = read_commit(location)
-    assert commit is not None
-    found = commit.folder(location) / "x.bin"
-    assert found.store.get(found.key).decode() == commit.attempt
-    return commit.attempt
-
-
-class Killed(BaseException):
-    """The process ends here."""
-
-
-@contextmanager
-def calls_to_the_store(before: Callable[[str, str], None]) -> Iterator[None]:
-    """Tell ``before`` the name and the key of each call that this thread makes."""
-    thread = threading.get_ident()
-
-    def watched(name: str, method: Callable[..., object]) -> Callable[..., object]:
-        def call(store: ObjectStore, key: object, *args: object, **options: object) -> object:
-            if threading.get_ident() == thread:
-                before(name, str(key))
-            return method(store, key, *args, **options)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("get", "get_ranges", "head", "put", "list_below", "list_folder", "delete"):
-            patch.setattr(ObjectStore, name, watched(name, getattr(ObjectStore, name)))
-        yield
-
-
-def killed_at(step: int, work: Callable[[], object]) -> str | None:
-    """Run ``work`` and kill it before a call to the store; that call, or None if it has ended."""
-    calls: list[str] = []
-
-    def count(name: str, key: str) -> None:
-        calls.append(f"{name} {key}")
-        if len(calls) > step:
-            raise Killed
-
-    try:
-        with calls_to_the_store(count):
-            work()
-    except Killed:
-        return calls[-1]
-    return None
-
-
-def kill_points(work: Callable[[], object], prepare: Callable[[], object]) -> Iterator[str]:
-    """Prepare and kill ``work`` at each of its calls to the store, one after the other."""
-    step = 0
-    while True:
-        prepare()
-        point = killed_at(step, work)
-        if point is None:
-            return
-        yield point
-        step += 1
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import new_files, store
 from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.claims import (
@@ -121,8 +121,7 @@ class ZarrFolderWriter(StorageWriter):
             self.report(int(sizes[list(shared)].sum()))
 
         def describe(file: FileContent) -> None:
-            with open(f"{self.checkpoint_dir}/{file.name}", "wb", buffering=0) as stream:  # noqa: PTH123 - many
-                stream.write(file.data)
+            new_files.put(self.checkpoint_dir, file.name, file.data, is_new=False)
 
         most_bytes, of_thread = self.options.buffer_bytes // self.options.threads, threading.local()
 
@@ -155,8 +154,8 @@ class ZarrFolderWriter(StorageWriter):
         files += [file for written in in_threads(write, rows, threads) for file in written]
         if self.options.durability is Durability.FSYNC:
             paths = [self.checkpoint_dir / file.name for file in files]
-            in_threads(local.fsync_file, paths, threads)
-            local.fsync_folders(paths, self.checkpoint_dir)
+            in_threads(store.fsync_file, paths, threads)
+            store.fsync_folders(paths, self.checkpoint_dir)
         results = WriteResults(table, sizes, files=tuple(files))
         if with_checksums:
             uppers, checksums = digests.columns.T
@@ -166,7 +165,7 @@ class ZarrFolderWriter(StorageWriter):
     def make_folders(self, names: Iterable[str]) -> None:
         """Make folders, given relative to the checkpoint."""
         for name in sorted(names):
-            (self.checkpoint_dir / name).mkdir(parents=True, exist_ok=True)
+            store.make_folder(self.checkpoint_dir / name)
 
 
 class ZarrFolderReader(StorageReader):

@@ -121,9 +121,10 @@ class ZarrV2Writer(ZarrFolderWriter):
     ) -> SealedFile:
         grid, own = tensor.grid, tensor.grid.box(index)
         name = f"{tensor.key}/{chunk_name(index)}"
-        path = f"{self.checkpoint_dir}/{name}"
         if box == own:
-            return SealedFile(name, write_chunk(path, chunk_array(data, grid.chunk_shape), None))
+            array = chunk_array(data, grid.chunk_shape)
+            return write_chunk(self.checkpoint_dir, name, array, None)
+        path = f"{self.checkpoint_dir}/{name}"
         array = chunk_array(data, box.shape)
         size = write_part(path, array, grid.chunk_shape, box.relative_to(own.offset))
         return SealedFile(name, size)

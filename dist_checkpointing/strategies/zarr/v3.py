@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -99,6 +99,7 @@ class ZarrV3Writer(ZarrFolderWriter):
     """
 
     layout = RowBlockLayout()
+    uses_object_stores: ClassVar[bool] = True
 
     def __init__(self, checkpoint_dir: Path, codec: str | None = None) -> None:
         super().__init__(checkpoint_dir)
@@ -131,8 +132,7 @@ class ZarrV3Writer(ZarrFolderWriter):
 
         def write(row: int, data: torch.Tensor) -> list[SealedFile]:
             array = chunk_array(data, tuple(full[row] or data.shape))
-            size = write_chunk(f"{self.checkpoint_dir}/{names[row]}", array, self._codec)
-            return [SealedFile(names[row], size)]
+            return [write_chunk(self.checkpoint_dir, names[row], array, self._codec)]
 
         return write
 
@@ -142,13 +142,16 @@ class ZarrV3Writer(ZarrFolderWriter):
     def chunk_files(self, table: ShardTable, index: Index) -> Sequence[str]:
         return chunk_keys_to_write(table, index)
 
-    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+    def finish(
+        self, metadata: Index, results: Sequence[Sequence[WriteResult]]
+    ) -> Sequence[SealedFile] | None:
         del results
         metadata = replace(metadata, codec=self._codec_name)
         durability = self.options.durability
-        path = self.checkpoint_dir / METADATA_NAME
-        local.write_atomic(path, _root_json(metadata), durability)
-        write_index(metadata, self.checkpoint_dir, durability)
+        root = _root_json(metadata)
+        store.write(self.checkpoint_dir / METADATA_NAME, root, durability)
+        index = write_index(metadata, self.checkpoint_dir, durability)
+        return [SealedFile.of_bytes(METADATA_NAME, root), index]
 
 
 class ZarrV3Reader(ZarrFolderReader):

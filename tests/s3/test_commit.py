@@ -1,0 +1,115 @@
+"""The commit protocol over HTTP: a whole life, races, kills, and a server that is not well."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+
+from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.format.store_commit import read_commit, remove_from_store
+from s3_proxy import LOST_ANSWER, LOST_REQUEST, Fault, Proxy
+from s3_servers import Server
+from store_saves import CONFIG, OTHER_CONFIG, begin, kill_points, loaded, names, put, save
+
+
+def test_a_checkpoint_lives_and_ends(server: Server) -> None:
+    location = server.place()
+    first = save(location)
+    with pytest.raises(CheckpointExistsError):
+        save(location)
+    assert loaded(location) == first
+    second = save(location, overwrite=True)
+    assert loaded(location) == second
+    assert location.store.list_folder((location / "data").prefix)[0] == [second]
+    remove_from_store(location)
+    assert names(location) == []
+
+
+def test_of_eight_savers_exactly_one_commits(server: Server) -> None:
+    location = server.place()
+    at_once = Barrier(8)
+
+    def race(_: int) -> str:
+        at_once.wait()
+        try:
+            return save(location)
+        except CheckpointExistsError:
+            return ""
+
+    with ThreadPoolExecutor(8) as pool:
+        won = [attempt for attempt in pool.map(race, range(8)) if attempt]
+    assert [loaded(location)] == won
+
+
+@pytest.mark.parametrize("has_old", [False, True])
+def test_a_save_killed_at_any_step(server: Server, has_old: bool) -> None:
+    folders = iter([server.place() for _ in range(1000)])
+    at, old = next(folders), None
+
+    def prepare() -> None:
+        nonlocal at, old
+        at = next(folders)
+        old = save(at) if has_old else None
+
+    for point in kill_points(lambda: save(at, OTHER_CONFIG, overwrite=has_old), prepare):
+        committed = read_commit(at)
+        if committed is None or committed.config != OTHER_CONFIG:
+            assert loaded(at) == old, point
+        else:
+            assert loaded(at) in ({committed.attempt} if has_old else {None, committed.attempt})
+        again = save(at, overwrite=True) if has_old or loaded(at) else saved_or_rolled_on(at)
+        assert loaded(at) == again, point
+        assert at.store.list_folder((at / "data").prefix)[0] == [again], point
+
+
+def saved_or_rolled_on(at: ObjectPath) -> str | None:
+    try:
+        return save(at)
+    except CheckpointExistsError:
+        return loaded(at)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        LOST_ANSWER,
+        LOST_REQUEST,
+        Fault(forwards=True, status=500),
+        Fault(status=429),
+        Fault(forwards=True, seconds=0.2),
+    ],
+    ids=["answer", "request", "500-after-it-worked", "429", "slow"],
+)
+def test_lost_answers_do_not_end_a_save(server: Server, proxy: Proxy, fault: Fault) -> None:
+    faults: dict[str, int] = {}
+
+    def first_put(method: str, path: str) -> Fault | None:
+        if method != "PUT" or "probe" in path:
+            return None
+        faults[path] = faults.get(path, 0) + 1
+        return fault if faults[path] == 1 else None
+
+    proxy.fault = first_put
+    location = server.place(proxy.url)
+    assert save(location) == loaded(location)
+    kinds = {path.rpartition("/")[0].rpartition("/")[2] for path in faults}
+    assert {"claims", "commits", "beats"} <= kinds
+    is_repeated = not fault.seconds
+    assert all((times > 1) == is_repeated for path, times in faults.items() if "commits" in path)
+
+
+def test_a_commit_without_an_answer_is_named_and_settled_by_the_next_save(
+    server: Server, proxy: Proxy
+) -> None:
+    location = server.place(proxy.url)
+    attempt = begin(location)
+    put(attempt.folder / "x.bin", attempt.id.encode())
+    proxy.fault = lambda _, path: LOST_ANSWER if "commits/1" in path else None
+    with pytest.raises((CheckpointingException, OSError), match="commits/1"):
+        attempt.commit(CONFIG)
+    attempt.abandon()  # cannot find out either: nothing may be deleted
+    proxy.fault = lambda _method, _path: None
+    with pytest.raises(CheckpointExistsError):
+        save(location)  # rolls on
+    assert loaded(location) == attempt.id
