@@ -79,7 +79,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         """Open a checkpoint to look into it. Not collective; reads a few bytes.
 
         Args:
-            path: a committed checkpoint.
+            path: folder or URL of a committed checkpoint.
             trusted: unpickle anything in common state and objects. Lets the checkpoint run any
                 code.
 

@@ -41,7 +41,7 @@ from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_checkpointing.testing.conformance.shards import assert_same_bits
 from s3_proxy import Fault, Proxy, proxy_before
-from samples import METADATA, RANKS, Sample, Samples
+from samples import GOLDEN_NAMES, METADATA, RANKS, Sample, Samples
 from states import blanks, rows, save_on, shard
 from stores import copied_up, counted_requests, damage, data_names, data_url, new_url, put
 
@@ -296,3 +296,30 @@ def test_dcp_loads_from_a_store(samples: Samples) -> None:
     assert DCPReader.validate_checkpoint_id(url)
     assert not DCPReader.validate_checkpoint_id(new_url())
     assert not DCPReader.validate_checkpoint_id("ftp://bucket/x")
+
+
+@pytest.mark.parametrize("name", ["dcp", *GOLDEN_NAMES])
+def test_checkpoints_of_other_programs_are_read_from_a_store(samples: Samples, name: str) -> None:
+    sample, url = samples(name), new_url()
+    for path in sample.folder.rglob("*"):
+        if path.is_file():
+            put(url, path.relative_to(sample.folder).as_posix(), path.read_bytes())
+    plain, opened = load_plain_tensors(url), Checkpoint.open(url)
+    for key, tensor in sample.tensors.items():
+        assert_same_bits(plain[key], tensor, key)
+        assert_same_bits(opened[key][...], tensor, key)
+    assert opened.common.keys() == Checkpoint.open(sample.folder).common.keys()
+    verify_checkpoint(url)
+
+
+def test_the_tree_of_many_tensors_is_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = {f"layers.{i:05d}.a.rather.long.key.of.a.tensor": torch.tensor(i) for i in range(8000)}
+    save({key: shard(key, value) for key, value in full.items()}, tmp_path / "c")
+    url = copied_up(tmp_path / "c", new_url())
+    wanted = blanks(full)
+    with counted_requests(monkeypatch) as counts:
+        load(wanted, url)
+    assert all(torch.equal(wanted[key].data, value) for key, value in full.items())
+    assert counts.total() <= 15, counts
