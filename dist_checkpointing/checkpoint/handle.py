@@ -79,7 +79,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         """Open a checkpoint to look into it. Not collective; reads a few bytes.
 
         Args:
-            path: a committed checkpoint.
+            path: folder or URL of a committed checkpoint.
             trusted: unpickle anything in common state and objects. Lets the checkpoint run any
                 code.
 
@@ -235,6 +235,10 @@ class Checkpoint(Mapping[str, TensorHandle]):
             # That it was deleted says more than that a file is gone.
             self.require_unchanged()
             raise
+        self.require_same()
+
+    def require_same(self) -> None:
+        """Like ``require_unchanged``, after something was read."""
         # The files of a save that has a folder of its own are never written again.
         if self._is_in_place:
             self.require_unchanged()
@@ -277,8 +281,7 @@ def _stamp(folder: Location) -> object:
 
     It costs a tenth of reading them.
     """
-    marks = [store.mark_of(folder, name, opens=True) for name in (CONFIG_FNAME, ATTEMPT_NAME)]
-    return None if None in marks else marks
+    return store.marks_of(folder, (CONFIG_FNAME, ATTEMPT_NAME), opens=True)
 
 
 def _require_inside(shape: Ints, key: str, box: Box) -> None:

@@ -52,7 +52,7 @@ def verify_checkpoint(
     cannot be decoded, but no flipped bits. That a checkpoint has no seal is logged.
 
     Args:
-        checkpoint_dir: a committed checkpoint.
+        checkpoint_dir: folder or URL of a committed checkpoint.
         rank: number of the part of the work that is done here.
         world_size: number of parts.
         trusted: unpickle anything, see ``load``.
@@ -95,7 +95,7 @@ def examine_checkpoint(
     tensor once, at every part (its checksum, if there is one), and at objects and common state.
 
     Args:
-        checkpoint_dir: a committed checkpoint.
+        checkpoint_dir: folder or URL of a committed checkpoint.
         rank: number of the part of the work that is done here; rank 0 also looks at all that is
             not a tensor.
         world_size: number of parts.

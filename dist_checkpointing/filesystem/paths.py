@@ -31,7 +31,14 @@ def location(path: str | os.PathLike[str]) -> Location:
     """
     if isinstance(path, ObjectPath):
         return path
-    return ObjectPath.of(os.fspath(path)) if is_url(path) else local_folder(path)
+    text = os.fspath(path)
+    return _without_dots(path) if _URL.match(text) is None else ObjectPath.of(text)
+
+
+def _without_dots(path: str | os.PathLike[str]) -> Path:
+    plain = path if isinstance(path, Path) else Path(path)
+    # TensorStore refuses paths with "..".
+    return plain.resolve() if ".." in os.fspath(path) and ".." in plain.parts else plain
 
 
 def require_local(path: Location, what: str) -> None:
@@ -60,8 +67,7 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     """
     match = _URL.match(os.fspath(path))
     if match is None:
-        # TensorStore refuses paths with "..".
-        return Path(path).resolve() if ".." in Path(path).parts else Path(path)
+        return _without_dots(path)
     finding = Finding(
         f"URLs of scheme {match[1]!r} are not supported",
         expected="a folder of a mounted file system",

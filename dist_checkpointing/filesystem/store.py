@@ -96,12 +96,15 @@ def size_of(path: Location) -> int | None:
     return None if info is None else info.num_bytes
 
 
-def mark_of(folder: Location, name: str, *, opens: bool) -> object:
-    """What changes with a file; None if it is not there, or would have to be asked for.
+def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
+    """What changes with any of some files; None if one is not there, or would have to be asked for.
 
-    ``opens`` it, because some network file systems look for changes only then.
+    Args:
+        folder: of the files.
+        names: of the files.
+        opens: open them, because some network file systems look for changes only then.
     """
-    return local.mark_of(f"{folder}/{name}", opens=opens) if isinstance(folder, Path) else None
+    return local.marks_of(folder, names, opens=opens) if isinstance(folder, Path) else None
 
 
 def folders_with(

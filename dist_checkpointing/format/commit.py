@@ -92,7 +92,7 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     Raises:
         CheckpointNotFoundError: if the folder is missing or nothing was committed in it.
         CorruptCheckpointError: if ``metadata.json`` is not what it should be.
-        UnsupportedFormatError: if the path is a URL.
+        UnsupportedFormatError: for a URL of a scheme that is not known.
         OSError: if the file system fails.
     """
     folder = location(checkpoint_dir)

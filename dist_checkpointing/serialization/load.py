@@ -127,7 +127,8 @@ def load(
     Args:
         sharded_state_dict: sharded leaves say what is wanted; of other values those of the
             checkpoint are returned, and tensors among them must have one there.
-        checkpoint_dir: a committed checkpoint.
+        checkpoint_dir: a committed checkpoint: a folder, or a URL such as ``s3://bucket/run/1000``
+            (an ``ObjectPath`` says how its store is reached).
         sharded_strategy: backend name (that of the checkpoint means the version which the
             checkpoint has, any other its newest), (name, version), or a strategy; by default the
             one that the checkpoint names.
@@ -162,7 +163,8 @@ def load(
             a tensor of the template would be left as it is.
         CorruptCheckpointError: something the checkpoint says it holds is missing or damaged. A note
             names the given tensors that may be filled with parts of it.
-        UnsupportedFormatError: a format or a pickled class that is not read; a URL for a path.
+        UnsupportedFormatError: a format or a pickled class that is not read; a URL of a scheme that
+            is not known.
         StrategyNotFoundError: the backend is unknown here.
         RankFailedError: anything else that failed, on the ranks it names.
         ValueError: for a ``strict``, ``cast`` or ``verify`` that does not exist.

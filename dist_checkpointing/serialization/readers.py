@@ -47,7 +47,7 @@ def load_common_state_dict(
     """The common state of a checkpoint. Not collective.
 
     Args:
-        checkpoint_dir: a committed checkpoint.
+        checkpoint_dir: folder or URL of a committed checkpoint.
         trusted: unpickle anything, see ``load``.
 
     Example:

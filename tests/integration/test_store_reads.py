@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 from moto.server import ThreadedMotoServer
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from dist_checkpointing import (
     Checkpoint,
@@ -35,14 +36,14 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore, ObjectStoreOptions
 from dist_checkpointing.filesystem.store_claims import CLAIMS, COMMITS
-from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.interop.torch_dcp import DCPReader
 from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_checkpointing.testing.conformance.shards import assert_same_bits
 from s3_proxy import Fault, Proxy, proxy_before
-from samples import BACKENDS, METADATA, RANKS, Sample, Samples, save_sample
+from samples import GOLDEN_NAMES, METADATA, RANKS, Sample, Samples
 from states import blanks, rows, save_on, shard
-from stores import copied_up, counted_requests, data_url, new_url, put
+from stores import copied_up, counted_requests, damage, data_names, data_url, new_url, put
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +67,6 @@ def over_http(proxy: Proxy, url: str, **changes: Any) -> ObjectPath:
         retry_timeout=5.0,
     )
     return ObjectPath.of(url, replace(options, **changes))
-
-
-@pytest.fixture(scope="session")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    made: dict[str, Sample] = {}
-
-    def get(name: str) -> Sample:
-        if name not in made:
-            made[name] = save_sample(tmp_path_factory.mktemp("c") / name, BACKENDS[name]())
-        return made[name]
-
-    return get
-
-
-@pytest.fixture(params=list(BACKENDS))
-def sample(request: pytest.FixtureRequest, samples: Samples) -> Sample:
-    return samples(request.param)
 
 
 def assert_reads(sample: Sample, place: Any) -> None:
@@ -137,24 +121,6 @@ def test_ranks_load_what_is_restored_and_compare_it(samples: Samples) -> None:
     run_ranks(3, load_rank)
     found = torch.cat([data for _, data in sorted(seen, key=lambda row: row[0])], dim=1)
     assert torch.equal(found, full)
-
-
-def damage(url: str, name: str, change: Any) -> str:
-    """Change an object below the data folder; its URL."""
-    place = data_folder(url) / name
-    assert isinstance(place, ObjectPath)
-    data = change(place.store.get(place.key))
-    place.store.delete([place.key])
-    if data is not None:
-        place.store.put(place.key, data)
-    return str(place)
-
-
-def data_names(sample: Sample) -> list[str]:
-    """Files with values, by relative name."""
-    named = (p.relative_to(sample.folder).as_posix() for p in sample.folder.rglob("*"))
-    ends = (".distcp", "/c.0.0", "decoder.weight/0.0")
-    return [n for n in named if n.startswith("data/model/") or n.endswith(ends)]
 
 
 @pytest.mark.parametrize(
@@ -318,3 +284,42 @@ def test_fingerprints_of_the_save_are_kept(tmp_path: Path) -> None:
     save(state, tmp_path / "c", fingerprints=True)
     url = copied_up(tmp_path / "c", new_url())
     assert Checkpoint.open(url).fingerprint("w") == fingerprint(state)["w"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_dcp_loads_from_a_store(samples: Samples) -> None:
+    url = copied_up(samples("tensorstore").folder, new_url())
+    full = samples("tensorstore").tensors["decoder.weight"]
+    state = {"decoder.weight": torch.zeros_like(full)}
+    dcp_load(state, storage_reader=DCPReader("elsewhere"), checkpoint_id=url, no_dist=True)
+    assert torch.equal(state["decoder.weight"], full)
+    assert DCPReader.validate_checkpoint_id(url)
+    assert not DCPReader.validate_checkpoint_id(new_url())
+    assert not DCPReader.validate_checkpoint_id("ftp://bucket/x")
+
+
+@pytest.mark.parametrize("name", ["dcp", *GOLDEN_NAMES])
+def test_checkpoints_of_other_programs_are_read_from_a_store(samples: Samples, name: str) -> None:
+    sample, url = samples(name), new_url()
+    for path in sample.folder.rglob("*"):
+        if path.is_file():
+            put(url, path.relative_to(sample.folder).as_posix(), path.read_bytes())
+    plain, opened = load_plain_tensors(url), Checkpoint.open(url)
+    for key, tensor in sample.tensors.items():
+        assert_same_bits(plain[key], tensor, key)
+        assert_same_bits(opened[key][...], tensor, key)
+    assert opened.common.keys() == Checkpoint.open(sample.folder).common.keys()
+    verify_checkpoint(url)
+
+
+def test_the_tree_of_many_tensors_is_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = {f"layers.{i:05d}.a.rather.long.key.of.a.tensor": torch.tensor(i) for i in range(8000)}
+    save({key: shard(key, value) for key, value in full.items()}, tmp_path / "c")
+    url = copied_up(tmp_path / "c", new_url())
+    wanted = blanks(full)
+    with counted_requests(monkeypatch) as counts:
+        load(wanted, url)
+    assert all(torch.equal(wanted[key].data, value) for key, value in full.items())
+    assert counts.total() <= 15, counts

@@ -16,7 +16,8 @@ from dist_checkpointing.filesystem import object_store
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.filesystem.store_claims import COMMITS
-from dist_checkpointing.format.data_folder import DATA
+from dist_checkpointing.format.data_folder import DATA, data_folder
+from samples import Sample
 
 Url = TypeVar("Url", str, ObjectPath)
 
@@ -74,3 +75,21 @@ def counted_requests(patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         for name in ("get", "get_range", "head", "list_folder", "list_below", "blocks", "put"):
             within.setattr(object_store.ObjectStore, name, counting(name))
         yield counts
+
+
+def damage(url: str, name: str, change: Any) -> str:
+    """Change an object below the data folder; its URL."""
+    place = data_folder(url) / name
+    assert isinstance(place, ObjectPath)
+    data = change(place.store.get(place.key))
+    place.store.delete([place.key])
+    if data is not None:
+        place.store.put(place.key, data)
+    return str(place)
+
+
+def data_names(sample: Sample) -> list[str]:
+    """Files with values, by relative name."""
+    named = (p.relative_to(sample.folder).as_posix() for p in sample.folder.rglob("*"))
+    ends = (".distcp", "/c.0.0", "decoder.weight/0.0")
+    return [n for n in named if n.startswith("data/model/") or n.endswith(ends)]

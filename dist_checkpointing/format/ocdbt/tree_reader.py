@@ -16,7 +16,7 @@ import numpy as np
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.ranged_reads import WrongSizeError, open_file
+from dist_checkpointing.filesystem.ranged_reads import OpenFile, WrongSizeError, open_file
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.columns import Malformed
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME, Manifest, Root
@@ -108,7 +108,10 @@ class Tree:
         self._room = _ROOM
         self._seen: set[tuple[str, int]] = set()
         self.files: set[str] = set()
+        # Files of a store that stay open, with the nodes that were read ahead.
+        self._open: dict[str, OpenFile] = {}
         root = _newest_root(folder)
+        self._tree_bytes = 0 if root is None else root.statistics.num_tree_bytes
         self.num_keys = 0 if root is None else root.statistics.num_keys
         self._root = None if root is None else _place_of(root)
 
@@ -230,7 +233,7 @@ class Tree:
     def _read(self, place: _Place) -> Leaf | Interior:
         path = self._folder / place.file.path
         try:
-            record = _read_at(self._folder, place.file.path, place.offset, place.length)
+            record = self._read_at(place.file.path, place.offset, place.length)
             node = decode(record, place.height, place.file.folder, place.prefix)
             held = len(node.keys) if isinstance(node, Leaf) else sum(node.num_keys.tolist())
             if held != place.num_keys:
@@ -249,6 +252,32 @@ class Tree:
             raise _corrupt(problem, path) from error
         self.files.add(place.file.path)
         return node
+
+    def _read_at(self, name: str, offset: int, length: int) -> bytes:
+        """The bytes of a node.
+
+        Raises:
+            Malformed: if they are not there.
+        """
+        if length > MOST_BODY_BYTES:
+            raise Malformed(f"it has {length} bytes")
+        try:
+            with self._open.get(name) or open_file(self._folder, name) as file:
+                file.require(offset + length, is_all=False)
+                if file.descriptor < 0 and name not in self._open:
+                    # The first node to be read is the root, which is written after all others.
+                    begin = max(0, offset + length - self._tree_bytes)
+                    file.expect(begin, offset + length - begin)
+                    self._open[name] = file
+                return file.view(offset, length).tobytes()
+        except WrongSizeError as error:
+            raise Malformed(f"its file ends at {error.found}, before it") from error
+        except EOFError as error:
+            raise Malformed("its file became shorter") from error
+        except OSError as error:
+            if error.errno in (*local.NOT_THERE, errno.ENAMETOOLONG):
+                raise Malformed("its file is missing") from error
+            raise
 
 
 _NOTHING: Final = Extents(
@@ -312,28 +341,6 @@ def _read_manifest(path: Location) -> Manifest:
         raise _corrupt("missing", path) from error
     except Malformed as error:
         raise _corrupt(f"the manifest is damaged: {error}", path) from error
-
-
-def _read_at(folder: Location, name: str, offset: int, length: int) -> bytes:
-    """The bytes of a node.
-
-    Raises:
-        Malformed: if they are not there.
-    """
-    try:
-        with open_file(folder, name) as file:
-            if length > MOST_BODY_BYTES:
-                raise Malformed(f"it has {length} bytes")
-            file.require(offset + length, is_all=False)
-            return file.view(offset, length).tobytes()
-    except WrongSizeError as error:
-        raise Malformed(f"its file ends at {error.found}, before it") from error
-    except EOFError as error:
-        raise Malformed("its file became shorter") from error
-    except OSError as error:
-        if error.errno in (*local.NOT_THERE, errno.ENAMETOOLONG):
-            raise Malformed("its file is missing") from error
-        raise
 
 
 def _corrupt(problem: str, path: Location) -> CorruptCheckpointError:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Final
 
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
 from dist_checkpointing.format.ocdbt.tree_reader import Tree, Values
+
+_NAMES: Final = (MANIFEST_NAME,)
 
 
 class Places:
@@ -53,7 +56,7 @@ class Places:
             return Tree(self._folder)
         with self._lock:
             # Every change puts a new manifest in its place; an object of a save stays as it is.
-            version = store.mark_of(self._folder, MANIFEST_NAME, opens=False)
+            version = store.marks_of(self._folder, _NAMES, opens=False)
             if self._tree is None or version != self._version:
                 self._tree, self._version = Tree(self._folder, keeps_nodes=True), version
             return self._tree
