@@ -225,6 +225,14 @@ class Derivation:
         sources = dict.fromkeys(map(_of_layers, tensor.sources)) if len(tensor.sources) > 1 else {}
         return ", ".join([*(sources or tensor.sources), *dict.fromkeys(fills)]) or "nothing"
 
+    def as_json(self) -> dict[str, Any]:
+        """The same as ``str()``, for JSON."""
+        return {
+            "rules": [{"rule": str(rule), "matched": count} for rule, count in self.counts],
+            "tensors": {key: self.origin(key) for key in self.changed},
+            "left_out": self.left_out,
+        }
+
     def __str__(self) -> str:
         lines = []
         for number, (rule, count) in enumerate(self.counts, 1):

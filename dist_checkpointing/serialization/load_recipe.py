@@ -60,7 +60,7 @@ def preview_recipe(
     """
     folder = local_folder(checkpoint_dir)
     found = open_checkpoint(folder)
-    wanted = None if template is None else _shapes_of(partition(template).tensors.values())
+    wanted = None if template is None else shapes_of(partition(template).tensors.values())
     index = _planned(found).make_reader(folder).read_metadata()
     return derive(recipe, index, _objects(found, folder), wanted)
 
@@ -83,7 +83,7 @@ def _planned(found: LoadStrategies) -> PlannedLoadStrategy:
     raise UnsupportedFormatError("this checkpoint cannot be loaded by a recipe", [finding])
 
 
-def _shapes_of(leaves: Iterable[ShardedTensor]) -> dict[str, tuple[Ints, dtypes.DType]]:
+def shapes_of(leaves: Iterable[ShardedTensor]) -> dict[str, tuple[Ints, dtypes.DType]]:
     """Global shape and dtype of what a template wants, by key."""
     return {
         leaf.key: (
@@ -109,7 +109,7 @@ def apply_recipe(
     with comm.agreed("applying the recipe"), paused_collector():
         _planned(found)
         assert index is not None
-        made = derive(recipe, index, objects, _shapes_of(parts.tensors.values()))
+        made = derive(recipe, index, objects, shapes_of(parts.tensors.values()))
         to_read = {
             path: replace(leaf, key=made.objects[leaf.key])
             for path, leaf in parts.objects.items()

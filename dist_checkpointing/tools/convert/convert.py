@@ -14,15 +14,14 @@ from typing import Any
 
 from dist_checkpointing.errors import (
     CheckpointingException,
-    CheckpointNotFoundError,
     Finding,
     RankFailedError,
     StrategyNotFoundError,
 )
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.filesystem.paths import local_folder
-from dist_checkpointing.format.commit import check_is_distributed_checkpoint
 from dist_checkpointing.format.near_names import hint
+from dist_checkpointing.planning.recipe import Derivation, Recipe
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 from dist_checkpointing.tools.convert.backend_target import convert_to_backend, lazy_strategy
@@ -41,23 +40,20 @@ from dist_checkpointing.tools.convert.file_targets import (
     write_torch_file,
 )
 from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES, Budget, budget_of
+from dist_checkpointing.tools.convert.model_files import MODEL_FILES_KEY, files_to_write
+from dist_checkpointing.tools.convert.opening import open_source
 from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
+from dist_checkpointing.tools.convert.recipe_source import RecipeSource
 from dist_checkpointing.tools.convert.rules import Rules
 from dist_checkpointing.tools.convert.safetensors_files import (
     INDEX_SUFFIX,
     SUFFIX,
-    SafetensorsSource,
-    holds_safetensors,
 )
-from dist_checkpointing.tools.convert.sources import CheckpointSource, Source
-from dist_checkpointing.tools.convert.torch_file import TorchFileSource
+from dist_checkpointing.tools.convert.sources import Source
 from dist_checkpointing.tools.convert.verification import PartChecks
 
 SAFETENSORS = "safetensors"
 TORCH = "torch"
-
-_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
-"""How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +92,7 @@ class Conversion:
         not_verified: what was not verified, and why, in words; None if all tensors were (or would
             be).
         num_proven: number of tensors whose fingerprint in the destination is that of the source.
+        made: what the recipe made of the source; ``str()`` of it says what comes from where.
         seconds: time that it took.
     """
 
@@ -106,6 +103,7 @@ class Conversion:
     verified_bytes: int
     not_verified: str | None
     num_proven: int
+    made: Derivation | None
     seconds: float
 
 
@@ -115,6 +113,7 @@ def convert(
     to: str = "tensorstore",
     *,
     rules: Rules | None = None,
+    recipe: Recipe | None = None,
     options: ConvertOptions | None = None,
     progress: ProgressCallback | None = None,
 ) -> Conversion:
@@ -123,6 +122,8 @@ def convert(
     Streams: what is in memory at a time stays within the budget, whatever the size. Nothing is at
     the destination until all of it is; a conversion that was killed is begun again by the next one.
     Tensors are compared with the checksums of the source, so that damage does not get new ones.
+    The configuration and tokenizer files of a Hugging Face folder become common state, and come
+    back into the next such folder.
     If the source has fingerprints and the destination can keep them, they are computed again from
     what is written, and must be the same wherever the dtype is.
 
@@ -132,6 +133,7 @@ def convert(
         destination: a folder; a file for ``torch``, and for ``safetensors`` if its name says so.
         to: ``backend`` or ``backend:version``, ``safetensors`` or ``torch``.
         rules: which keys, by what names, dtypes and cuts.
+        recipe: what to make of the tensors first; the rules apply to the result.
         options: memory, threads and the like.
         progress: called with a Progress, from any thread.
 
@@ -139,6 +141,7 @@ def convert(
         CheckpointNotFoundError: ``source`` holds nothing that is read.
         CheckpointExistsError: ``destination`` is taken. Nothing was touched.
         CorruptCheckpointError: the source is damaged. Nothing new is at the destination.
+        StateMismatchError: the recipe does not fit the source; it names the rule.
         CheckpointingException: anything else. Nothing new is at the destination.
 
     Example:
@@ -160,7 +163,11 @@ def convert(
         raise CheckpointingException(f"reshard makes no sense for {to}", [finding])
     place = local_folder(destination)
     opened = open_source(source, trusted=options.trusted, most_bytes=options.memory_bytes // 2)
+    made = None
     try:
+        if recipe is not None:
+            opened = RecipeSource(opened, recipe)
+            made = opened.made
         job = _Job(opened, place, to, backend, rules, options, progress)
         job.check()
         if not options.dry_run:
@@ -173,6 +180,7 @@ def convert(
             verified_bytes=0 if job.checks is None else job.checks.num_bytes,
             not_verified=job.not_verified,
             num_proven=job.num_proven,
+            made=made,
             seconds=time.perf_counter() - began,
         )
     finally:
@@ -200,40 +208,6 @@ def parse_backend(text: str) -> tuple[str, int]:
     return max(found, key=lambda backend: backend[1])
 
 
-def open_source(
-    path: str | PathLike[str], *, trusted: bool = False, most_bytes: int = DEFAULT_MEMORY_BYTES
-) -> Source:
-    """Whatever there is to convert at a path.
-
-    Args:
-        path: see ``convert``.
-        trusted: unpickle anything in it.
-        most_bytes: size of a file that may be loaded as a whole, if it must.
-
-    Raises:
-        CheckpointNotFoundError: if nothing is there that is read.
-    """
-    place = local_folder(path)
-    if place.is_dir():
-        if not check_is_distributed_checkpoint(place) and holds_safetensors(place):
-            return SafetensorsSource(place)
-        return CheckpointSource(place, trusted=trusted)
-    if not place.is_file():
-        finding = Finding("no such file or folder", path=str(place))
-        raise CheckpointNotFoundError(f"{place} does not exist", [finding])
-    if place.name.endswith((SUFFIX, INDEX_SUFFIX)):
-        return SafetensorsSource(place)
-    with place.open("rb") as file:
-        signature = file.read(4)
-    if signature in _SIGNATURES:
-        return TorchFileSource(place, trusted=trusted, most_bytes=most_bytes)
-    finding = Finding(
-        "neither a folder with a checkpoint, nor a file of safetensors or torch.save",
-        path=str(place),
-    )
-    raise CheckpointNotFoundError(f"{place} cannot be converted", [finding])
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
     source: Source
@@ -246,6 +220,7 @@ class _Job:
     left_out: list[str] = field(default_factory=list)
     common: dict[Any, Any] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
     plan: ConversionPlan = field(init=False)
     budget: Budget = field(init=False)
     checks: PartChecks | None = None
@@ -293,7 +268,9 @@ class _Job:
             return
         common = self.source.common
         self.common = texts_for_safetensors(common)
-        lost = [name for name in common if name not in self.common]
+        self.files = files_to_write(common) if self.as_folder else {}
+        kept = {*self.common, *([MODEL_FILES_KEY] if self.files else [])}
+        lost = [name for name in common if name not in kept]
         if lost:
             self.left_out.append(f"common state that is no text ({_few(lost)})")
         if self.plan.objects:
@@ -366,6 +343,8 @@ class _Job:
                     shard_bytes=self.options.shard_bytes,
                     texts=self.common,
                 )
+                for name, data in self.files.items():
+                    (path / name).write_bytes(data)
             else:
                 write_torch_file(self.plan, path, copier, common=self.common, objects=self.objects)
             self.source.check_unchanged()
@@ -376,7 +355,8 @@ class _Job:
             return path.is_file()
         if not path.is_dir():
             return False
-        return all(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in path.iterdir())
+        names = [entry.name for entry in path.iterdir() if entry.name not in self.files]
+        return all(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
 def _few(names: Iterable[object]) -> str:

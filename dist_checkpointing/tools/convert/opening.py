@@ -1,0 +1,55 @@
+"""Finds out what there is to convert at a path."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+from dist_checkpointing.errors import CheckpointNotFoundError, Finding
+from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.format.commit import check_is_distributed_checkpoint
+from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES
+from dist_checkpointing.tools.convert.safetensors_files import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    SafetensorsSource,
+    holds_safetensors,
+)
+from dist_checkpointing.tools.convert.sources import CheckpointSource, Source
+from dist_checkpointing.tools.convert.torch_file import TorchFileSource
+
+_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
+"""How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
+
+
+def open_source(
+    path: str | PathLike[str], *, trusted: bool = False, most_bytes: int = DEFAULT_MEMORY_BYTES
+) -> Source:
+    """Whatever there is to convert at a path.
+
+    Args:
+        path: see ``convert``.
+        trusted: unpickle anything in it.
+        most_bytes: size of a file that may be loaded as a whole, if it must.
+
+    Raises:
+        CheckpointNotFoundError: if nothing is there that is read.
+    """
+    place = local_folder(path)
+    if place.is_dir():
+        if not check_is_distributed_checkpoint(place) and holds_safetensors(place):
+            return SafetensorsSource(place)
+        return CheckpointSource(place, trusted=trusted)
+    if not place.is_file():
+        finding = Finding("no such file or folder", path=str(place))
+        raise CheckpointNotFoundError(f"{place} does not exist", [finding])
+    if place.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return SafetensorsSource(place)
+    with place.open("rb") as file:
+        signature = file.read(4)
+    if signature in _SIGNATURES:
+        return TorchFileSource(place, trusted=trusted, most_bytes=most_bytes)
+    finding = Finding(
+        "neither a folder with a checkpoint, nor a file of safetensors or torch.save",
+        path=str(place),
+    )
+    raise CheckpointNotFoundError(f"{place} cannot be converted", [finding])
