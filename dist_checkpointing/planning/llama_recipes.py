@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
 from dist_checkpointing.planning.recipe import Recipe
-from dist_checkpointing.planning.recipe_rules import Drop, Keep, Rename, Rule
+from dist_checkpointing.planning.recipe_rules import Drop, Keep, Missing, Rename, Rule
 from dist_checkpointing.planning.recipe_shapes import Concat, Resize, Split, Stack, Unstack
 
 Layers = Literal["stacked", "apart"]
@@ -51,9 +51,11 @@ def llama_to_megatron(
     Example:
         >>> from dist_checkpointing.planning.llama_recipes import llama_to_megatron
         >>> len(llama_to_megatron(8).rules)
-        14
+        15
     """
     rules: list[Rule] = [
+        # Megatron asks for a state of each linear layer, which only Transformer Engine has.
+        Missing("{module*}._extra_state", fill="template"),
         Drop(f"{_HF}.self_attn.rotary_emb.inv_freq"),
         *(Rename(theirs, to=ours) for theirs, ours in _NAMES.items()),
         Concat(_QKV, into=_MEGATRON_QKV, groups=num_query_groups),
