@@ -158,7 +158,13 @@ class EachRule(Rule):
 
 @dataclass(frozen=True)
 class Rename(NameRule):
-    """Gives tensors and sharded objects another name."""
+    """Gives tensors and sharded objects another name.
+
+    Example:
+        >>> from dist_checkpointing.planning import Rename
+        >>> print(Rename("model.layers.{i}.{x*}", to="blocks.{i}.{x}"))
+        rename 'model.layers.{i}.{x*}', to='blocks.{i}.{x}'
+    """
 
     name: ClassVar = "rename"
     pattern: str
@@ -175,7 +181,13 @@ class Rename(NameRule):
 
 @dataclass(frozen=True)
 class Drop(NameRule):
-    """Leaves out the tensors and sharded objects that any of its patterns matches."""
+    """Leaves out the tensors and sharded objects that any of its patterns matches.
+
+    Example:
+        >>> from dist_checkpointing.planning import Drop
+        >>> print(Drop(["lm_head.weight", "{x*}.inv_freq"]))
+        drop ['lm_head.weight', '{x*}.inv_freq']
+    """
 
     name: ClassVar = "drop"
     patterns: str | Sequence[str]
@@ -191,7 +203,13 @@ class Drop(NameRule):
 
 @dataclass(frozen=True)
 class Keep(Drop):
-    """Leaves out all tensors and sharded objects that none of its patterns matches."""
+    """Leaves out all tensors and sharded objects that none of its patterns matches.
+
+    Example:
+        >>> from dist_checkpointing.planning import Keep
+        >>> print(Keep("model.{x*}"))
+        keep 'model.{x*}'
+    """
 
     name: ClassVar = "keep"
 
@@ -204,7 +222,13 @@ class Keep(Drop):
 
 @dataclass(frozen=True)
 class CastTo(EachRule):
-    """Gives floating-point tensors another dtype. Values are converted once, as they are read."""
+    """Gives floating-point tensors another dtype. Values are converted once, as they are read.
+
+    Example:
+        >>> from dist_checkpointing.planning import CastTo
+        >>> print(CastTo("model.{x*}", "float32"))
+        cast 'model.{x*}', dtype='float32'
+    """
 
     name: ClassVar = "cast"
     pattern: str
@@ -238,6 +262,11 @@ class Missing(Rule):
 
     ``"template"`` leaves them as they are in the template, ``"error"`` refuses. The first rule that
     matches counts; without one it is an error.
+
+    Example:
+        >>> from dist_checkpointing.planning import Missing
+        >>> print(Missing("adapter.{x*}", fill="template"))
+        missing 'adapter.{x*}', fill='template'
     """
 
     name: ClassVar = "missing"

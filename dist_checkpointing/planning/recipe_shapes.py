@@ -26,6 +26,11 @@ class Resize(EachRule):
 
     Without ``size`` it gets the extent that it has in the template, where the tensor must have the
     name that it has here; without a template it stays as it is.
+
+    Example:
+        >>> from dist_checkpointing.planning import Resize
+        >>> print(Resize("embedding.weight", axis=0, size=32128))
+        resize 'embedding.weight', size=32128
     """
 
     name: ClassVar = "resize"
@@ -67,6 +72,11 @@ class Split(EachRule):
 
     The parts are alike, or as large as ``sizes`` in proportion. With ``groups`` the axis consists
     of so many groups, each of which is cut: Megatron's query, key and value lie so.
+
+    Example:
+        >>> from dist_checkpointing.planning import Split
+        >>> print(Split("{m*}.gate_up.weight", into=["{m}.gate.weight", "{m}.up.weight"]))
+        split '{m*}.gate_up.weight', into=['{m}.gate.weight', '{m}.up.weight']
     """
 
     name: ClassVar = "split"
@@ -112,6 +122,11 @@ class Concat(Rule):
 
     Those belong together whose new name is the same. With ``groups`` each is cut into so many
     groups, and the new tensor has the first group of all, then the second of all, and so on.
+
+    Example:
+        >>> from dist_checkpointing.planning import Concat
+        >>> print(Concat(["{m*}.q.weight", "{m*}.k.weight"], into="{m}.qk.weight"))
+        concat ['{m*}.q.weight', '{m*}.k.weight'], into='{m}.qk.weight'
     """
 
     name: ClassVar = "concat"
@@ -171,7 +186,13 @@ class Concat(Rule):
 
 @dataclass(frozen=True)
 class Transpose(EachRule):
-    """Puts the axes of tensors in another order; without ``axes`` it turns them round."""
+    """Puts the axes of tensors in another order; without ``axes`` it turns them round.
+
+    Example:
+        >>> from dist_checkpointing.planning import Transpose
+        >>> print(Transpose("{m*}.kernel"))
+        transpose '{m*}.kernel'
+    """
 
     name: ClassVar = "transpose"
     pattern: str
@@ -190,7 +211,13 @@ class Transpose(EachRule):
 
 @dataclass(frozen=True)
 class Stack(EachRule):
-    """Puts the tensors of all layers into one, along a new first axis; ``{i}`` is the layer."""
+    """Puts the tensors of all layers into one, along a new first axis; ``{i}`` is the layer.
+
+    Example:
+        >>> from dist_checkpointing.planning import Stack
+        >>> print(Stack("layers.{i}.{x*}", into="layers.{x}"))
+        stack 'layers.{i}.{x*}', into='layers.{x}'
+    """
 
     name: ClassVar = "stack"
     pattern: str
@@ -233,7 +260,13 @@ class Stack(EachRule):
 
 @dataclass(frozen=True)
 class Unstack(EachRule):
-    """Makes a tensor of each row of the first axis; ``{i}`` in the new name is its number."""
+    """Makes a tensor of each row of the first axis; ``{i}`` in the new name is its number.
+
+    Example:
+        >>> from dist_checkpointing.planning import Unstack
+        >>> print(Unstack("layers.{x*}", into="layers.{i}.{x}"))
+        unstack 'layers.{x*}', into='layers.{i}.{x}'
+    """
 
     name: ClassVar = "unstack"
     pattern: str

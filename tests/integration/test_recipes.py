@@ -26,6 +26,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.planning.recipe_rules import CastTo, Drop, Keep, Missing, Rename, Rule
 from dist_checkpointing.planning.recipe_shapes import (
@@ -40,6 +41,7 @@ from dist_checkpointing.serialization.load_recipe import preview_recipe
 from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from dist_checkpointing.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.tools.convert import convert, open_source
 from states import BACKEND, blanks, flat, shard, wholes
 from tiers import examples
 
@@ -242,6 +244,41 @@ def test_any_chain_on_any_grids(
 
         run_ranks(worlds[0], save_rank)
         run_ranks(worlds[1], load_rank)
+
+
+@examples(60)
+@given(
+    chain=chains(),
+    world=st.integers(1, 3),
+    axis=st.integers(0, 2),
+    to=st.sampled_from(["tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch"]),
+)
+def test_a_conversion_makes_the_same(chain: Any, world: int, axis: int, to: str) -> None:
+    stored, rules, full = chain
+    with tempfile.TemporaryDirectory(prefix="recipes") as name:
+        folder, out = Path(name) / "ckpt", Path(name) / "out"
+
+        def save_rank(comm: Comm) -> None:
+            state = {}
+            for key, own in stored.items():
+                box = cut(own, comm, axis)
+                state[key] = part(key, own, box, own[box].clone(), comm.rank)
+            save(state, folder, comm=comm)
+
+        run_ranks(world, save_rank)
+        done = convert(folder, out, to, recipe=Recipe(*rules))
+        assert done.not_verified is None
+        source = open_source(out)
+        found = source.read([(key, Box.whole(source.index[key].global_shape)) for key in full])
+        assert sorted(source.index) == sorted(full)
+        for key, own in zip(full, found, strict=True):
+            assert torch.equal(own, full[key]), (key, rules)
+
+
+def test_what_is_only_renamed_is_proven(tmp_path: Path) -> None:
+    save(wholes({"a": numbered(4, 3), "b": numbered(2)}), tmp_path / "c", fingerprints=True)
+    recipe = Recipe(Rename("a", to="c"), Resize("b", size=3))
+    assert convert(tmp_path / "c", tmp_path / "d", recipe=recipe).num_proven == 1
 
 
 @BACKEND
