@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
@@ -20,6 +20,7 @@ from dist_checkpointing.planning.recipe_rules import (
     CastTo,
     Drop,
     Keep,
+    Misfit,
     Missing,
     NameRule,
     Rename,
@@ -239,19 +240,11 @@ class Derivation:
             found = f"{count} matched" if count else "matches nothing"
             lines.append(f"rule {number}: {rule}: {found}")
         changed, left = self.changed, self.left_out
-        rows = [
-            (key, f"{own.dtype.name}{list(own.shape)}", self.origin(key))
-            for key in changed
-            for own in (self.tensors[key],)
-        ]
-        groups = Counter((_of_layers(key), kind, _of_layers(origin)) for key, kind, origin in rows)
-        for key, kind, origin in rows:
-            count = groups.pop((_of_layers(key), kind, _of_layers(origin)), 0)
-            if count == 1:
-                lines.append(f"{key}  {kind} <- {origin}")
-            elif count:
-                lines.append(f"{_of_layers(key)}  {kind} <- {_of_layers(origin)}  ({count})")
-        lines += [f"left out: {key}" for key in left]
+        texts = []
+        for key in changed:
+            own = self.tensors[key]
+            texts.append(f"{key}  {own.dtype.name}{list(own.shape)} <- {self.origin(key)}")
+        lines += _together([*texts, *(f"left out: {key}" for key in left)])
         lines.append(
             f"{len(self.tensors)} tensors: {len(changed)} by rules, "
             f"{len(self.tensors) - len(changed)} as stored; {len(left)} stored ones left out; "
@@ -263,6 +256,16 @@ class Derivation:
 def _of_layers(key: str) -> str:
     """The key with ``*`` for the numbers in it, which those of all layers share."""
     return _NUMBERS.sub("*", key)
+
+
+def _together(texts: Iterable[str]) -> Iterator[str]:
+    """One text for those that differ in the number of a layer only."""
+    own = list(texts)
+    counts = Counter(map(_of_layers, own))
+    for text in own:
+        count = counts.pop(_of_layers(text), 0)
+        if count:
+            yield text if count == 1 else f"{_of_layers(text)}  ({count})"
 
 
 def derive(
@@ -290,7 +293,9 @@ def derive(
         change = rule.change(tensors, wanted)
         count = change.count
         taken = {*change.taken}
-        rest = {key: tensor for key, tensor in tensors.items() if key not in taken}
+        rest = tensors
+        if taken:
+            rest = {key: tensor for key, tensor in tensors.items() if key not in taken}
         findings = list(change.findings)
         for key, tensor in change.made:
             if rest.setdefault(key, tensor) is not tensor or not key:
@@ -312,7 +317,11 @@ def _renamed(
     rule: NameRule, names: Mapping[str, str], findings: list[Finding]
 ) -> tuple[dict[str, str], int]:
     """The sharded objects by their new names, and how many the rule matches."""
-    matched, changed = rule.new_names(names)
+    try:
+        matched, changed = rule.new_names(names)
+    except Misfit as misfit:
+        findings.append(misfit.finding)
+        return {}, 0
     found: dict[str, str] = {}
     for key, stored in names.items():
         new = changed.get(key, key)

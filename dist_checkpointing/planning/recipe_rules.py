@@ -72,9 +72,13 @@ class Rule(ABC):
     def invalid(self, problem: str) -> CheckpointingException:
         return CheckpointingException(f"the rule `{self}` is invalid", [Finding(problem)])
 
-    def compiled(self, text: object) -> re.Pattern[str]:
-        if not (isinstance(text, str) and text):
-            raise self.invalid(f"a pattern must be a text, not {text!r}")
+    def require_texts(self, *values: object) -> None:
+        for value in values:
+            if not (isinstance(value, str) and value):
+                raise self.invalid(f"a pattern or a name must be a text, not {value!r}")
+
+    def compiled(self, text: str) -> re.Pattern[str]:
+        self.require_texts(text)
         is_exact = not _SPECIAL.intersection(_PLACEHOLDER.sub("", text))
         expression, begin, seen = "", 0, set[str]()
         for found in (*_PLACEHOLDER.finditer(text), None):
@@ -91,11 +95,8 @@ class Rule(ABC):
             raise self.invalid(f"{text!r} is not a regular expression: {error}") from error
 
     def expanded(self, match: re.Match[str], text: str) -> str:
-        named = _PLACEHOLDER.sub(
-            lambda own: rf"\g<{own[1]}>" if own[1] in match.re.groupindex else own[0], text
-        )
         try:
-            return match.expand(named)
+            return match.expand(_PLACEHOLDER.sub(r"\\g<\1>", text))
         except (re.error, IndexError) as error:
             raise Misfit(Finding(f"{text!r} names what is not matched: {error}")) from error
 
@@ -172,6 +173,7 @@ class Rename(NameRule):
 
     def __post_init__(self) -> None:
         self.compiled(self.pattern)
+        self.require_texts(self.to)
 
     def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
         found = self.matches(keys, self.pattern)

@@ -91,6 +91,7 @@ class Split(EachRule):
         sizes = _sizes(self)
         if isinstance(self.into, str) or not self.into or len(sizes) != len(self.into):
             raise self.invalid("into must be a list of names, and sizes as many numbers")
+        self.require_texts(*self.into)
         if not all(_is_count(size, 1) for size in (*sizes, self.groups)):
             raise self.invalid("sizes and groups must be positive numbers")
 
@@ -142,6 +143,7 @@ class Concat(Rule):
             raise self.invalid("groups must be a positive number")
         for pattern in self.patterns:
             self.compiled(pattern)
+        self.require_texts(self.into)
 
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:  # noqa: ARG002
         parts: dict[str, dict[int, str]] = {}
@@ -198,6 +200,11 @@ class Transpose(EachRule):
     pattern: str
     axes: Sequence[int] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.axes is not None and not all(_is_count(axis, 0) for axis in self.axes):
+            raise self.invalid("axes must be a list of axes, counted from 0")
+
     def made(
         self, tensor: DerivedTensor, key: str, match: re.Match[str], wanted: Wanted | None
     ) -> list[tuple[str, DerivedTensor]]:
@@ -225,6 +232,7 @@ class Stack(EachRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_texts(self.into)
         if NUMBER not in self.compiled(self.pattern).groupindex:
             raise self.invalid("the pattern needs {i}, which stands for the number of the layer")
 
@@ -274,6 +282,7 @@ class Unstack(EachRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_texts(self.into)
         if NUMBER in self.compiled(self.pattern).groupindex or f"{{{NUMBER}}}" not in self.into:
             raise self.invalid(
                 "the new name needs {i} for the number of the row; the pattern has none"
