@@ -22,6 +22,7 @@ from dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
     StateMismatchError,
+    UnsupportedFormatError,
     load,
     load_plain_tensors,
     save,
@@ -40,6 +41,7 @@ from dist_checkpointing.planning.recipe_shapes import (
 )
 from dist_checkpointing.serialization.load_recipe import preview_recipe
 from dist_checkpointing.storage import Durability, StorageOptions
+from dist_checkpointing.strategies.base import LoadShardedStrategy
 from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
@@ -509,6 +511,27 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, said: st
         Recipe.read(tmp_path / "r.json")
     assert said in str(caught.value)
     assert str(tmp_path / "r.json") in str(caught.value)
+
+
+def test_a_strategy_without_plans_is_refused(ckpt: Path) -> None:
+    class Plain(LoadShardedStrategy):
+        def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+            raise AssertionError
+
+        def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
+            return TensorStoreLoadShardedStrategy().load_tensors_metadata(checkpoint_dir)
+
+        def load_sharded_metadata(self, checkpoint_dir: Any) -> Any:
+            return TensorStoreLoadShardedStrategy().load_sharded_metadata(checkpoint_dir)
+
+        def check_backend_compatibility(self, loaded_backend: str) -> None:
+            assert loaded_backend == "tensorstore"
+
+        def check_version_compatibility(self, loaded_version: int) -> None:
+            assert loaded_version == 1
+
+    with pytest.raises(UnsupportedFormatError, match="makes no plans; found Plain"):
+        load(blanks({"emb": torch.empty(5, 2)}), ckpt, Plain(), recipe=Recipe(Drop("x")))
 
 
 def test_restored_values_are_verified(ckpt: Path) -> None:
