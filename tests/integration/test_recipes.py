@@ -516,6 +516,7 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, said: st
 def test_a_strategy_without_plans_is_refused(ckpt: Path) -> None:
     class Plain(LoadShardedStrategy):
         def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+            del sharded_state_dict, checkpoint_dir
             raise AssertionError
 
         def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
