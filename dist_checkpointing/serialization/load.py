@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, TypeVar, overload
 
 import torch
 
@@ -20,31 +21,34 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.mapping import (
     ShardedBase,
-    ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     StateDict,
 )
-from dist_checkpointing.mapping.nesting import AtPaths, joined, value_at
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import Partition, partition
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
+from dist_checkpointing.planning.recipe import Recipe
 from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.serialization.load_checks import (
     check_access,
     noting_filled,
     require_one_save,
 )
+from dist_checkpointing.serialization.load_reads import (
+    read_index,
+    read_wanted,
+    replaced,
+    split_objects,
+)
+from dist_checkpointing.serialization.load_recipe import RecipeLoad, apply_recipe, object_keys
 from dist_checkpointing.serialization.load_verification import Verification
-from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter, ProgressCallback
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, share_index
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,
-    handles_objects,
     open_checkpoint,
 )
 from dist_checkpointing.validation.compare import (
@@ -80,6 +84,7 @@ def load(  # type: ignore[overload-overlap]  # any other flag returns one value
     *,
     strict: _ReturningFlag,
     comm: Comm | None = ...,
+    recipe: Recipe | None = ...,
     cast: Cast = ...,
     trusted: bool = ...,
     verify: Verify = ...,
@@ -97,6 +102,7 @@ def load(
     strict: StrictHandling | str = ...,
     *,
     comm: Comm | None = ...,
+    recipe: Recipe | None = ...,
     cast: Cast = ...,
     trusted: bool = ...,
     verify: Verify = ...,
@@ -113,6 +119,7 @@ def load(
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
     comm: Comm | None = None,
+    recipe: Recipe | None = None,
     cast: Cast = "error",
     trusted: bool = False,
     verify: Verify = False,
@@ -137,6 +144,8 @@ def load(
             tensor exactly once. Without it a template may be partial or overlap.
         strict: what to do about keys that only one side has; see StrictHandling.
         comm: the ranks that load together; by default all of torch.distributed, or this process.
+        recipe: what to make of the tensors of the checkpoint before the template asks for them:
+            other names, shapes and dtypes. Shapes, dtypes and ``strict`` mean the result.
         cast: what to do where stored and wanted dtype differ: raise ("error"), convert if no
             value can change ("widen"), or convert always ("any").
         trusted: unpickle anything in common state and objects. Lets the checkpoint run any code.
@@ -183,62 +192,60 @@ def load(
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
         folder = data_folder(checkpoint_dir)
         save_number = number_of_save(folder)
-        found = open_checkpoint(folder, sharded_strategy, common_strategy)
-        if trusted:
-            found = replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
+        found = _trusting(open_checkpoint(folder, sharded_strategy, common_strategy), trusted)
         parts = _take_apart(sharded_state_dict)
         common = found.common.load_common(folder)
     require_one_save(comm.all_same(save_number), folder)
     if validate_access_integrity:
         check_access(parts, comm)
 
-    reader, index, stored, stored_keys = _read_index(
-        found, folder, parts, comm, is_kept=bool(verify)
+    reader, index, stored, stored_keys = read_index(
+        found, folder, parts, comm, is_kept=bool(verify), is_whole=recipe is not None
     )
-    missing, unexpected = set[str](), set[str]()
-    if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
-        objects = comm.from_rank0(
-            "listing the sharded objects",
-            lambda: {leaf.key for leaf in _stored_objects(found, folder)},
-        )
-        missing, unexpected = handle_strictly(parts, {*stored_keys()} | objects, flag, comm)
+    made = apply_recipe(recipe, found, index, parts, folder, comm)
+    stored = stored if made is None else made.shapes
+    missing, unexpected = _compare_keys(parts, stored_keys, found, folder, made, flag, comm)
     with comm.agreed("comparing template and checkpoint"), paused_collector():
         tensors = _asked(parts.tensors, unexpected)
         wanted_objects = _asked(parts.objects, unexpected)
         wanted = TensorColumns.of(tensors.values())
         own_planner = getattr(found.sharded, "planner", None) is not None
-        alike = compare(tensors, wanted, stored, cast, planner_knows_keys=own_planner)
+        with nullcontext() if made is None else made.checking(tensors, wanted_objects):
+            finds_keys = own_planner and made is None  # a planner of a user may know other names
+            alike = compare(tensors, wanted, stored, cast, planner_knows_keys=finds_keys)
         check_filled(parts, common, flag)
         filled = wanted
         # Copies of the leaves are for others than our own planner, who may change them.
         if own_planner or reader is None or not (alike and wanted.are_ready):
-            filled = TensorColumns.of(_with_memory(wanted, stored, reader, index))
-        to_fill = WantedLeaves(_replaced(tensors, filled.leaves), filled)
+            filled = TensorColumns.of(_with_memory(wanted, stored, reader, index, made))
+        to_fill = WantedLeaves(replaced(tensors, filled.leaves), filled)
     # Only now that all ranks agree may a tensor of the caller be touched.
     if filled is not wanted:
         clear_partly_stored(wanted.leaves, stored)
+    to_read = to_fill
+    if made is not None:
+        to_read, wanted_objects = made.to_read(to_fill, wanted_objects, comm)
     verification = Verification(
-        to_fill, [*wanted_objects.values()], found, folder, index, reader, meter, comm
+        to_read, [*wanted_objects.values()], found, folder, index, reader, meter, comm
     )
     to_verify = verification.begin() if verify is True else None
-    cells: Mapping[TreePath, ShardedObject] = {}
-    of_common: Mapping[TreePath, Any] = {}
-    if handles_objects(found.sharded):
-        cells = _replaced(wanted_objects, [leaf.without_data() for leaf in wanted_objects.values()])
-    else:
-        of_common = _read_objects(wanted_objects, found.common, parts, folder, comm)
+    cells, of_common = split_objects(wanted_objects, found, parts, folder, comm)
     with (
         noting_filled(wanted),
         verification.of_restored(is_wanted=verify == "restored"),
         verification.finding_damage(to_verify),
         meter.phase("reading"),
     ):
-        loaded, of_strategy = _read(
-            to_fill, cells, found.sharded, reader, index, parts, folder, comm, meter
+        loaded, of_strategy = read_wanted(
+            to_read, cells, found.sharded, reader, index, parts, folder, comm, meter
         )
+    of_objects = of_strategy or of_common
+    if made is not None:
+        loaded = replaced(tensors, [leaf.data for leaf in filled.leaves])
+        of_objects = {**of_objects, **made.kept}
     with comm.agreed("rebuilding the state dict"), paused_collector():
         require_one_save(number_of_save(folder) == save_number, folder)
-        state_dict: StateDict = parts.rebuild(common, loaded, of_strategy or of_common)
+        state_dict: StateDict = parts.rebuild(common, loaded, of_objects)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected
@@ -252,45 +259,36 @@ def _require_known(cast: str, verify: object) -> None:
         raise ValueError(f"verify must be True, False or 'restored', not {verify!r}")
 
 
+def _trusting(found: LoadStrategies, trusted: bool) -> LoadStrategies:
+    if not trusted:
+        return found
+    return replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
+
+
 def _take_apart(template: ShardedStateDict) -> Partition:
     parts = partition(template)
     refuse_distributed(parts, {})
     return parts
 
 
-def _read_index(
-    found: LoadStrategies,
-    checkpoint_dir: Location,
+def _compare_keys(
     parts: Partition,
+    stored_keys: Callable[[], Iterable[str]],
+    found: LoadStrategies,
+    folder: Location,
+    made: RecipeLoad | None,
+    flag: StrictHandling,
     comm: Comm,
-    *,
-    is_kept: bool,
-) -> tuple[
-    StorageReader | None,
-    Index | None,
-    Mapping[str, tuple[Ints, torch.dtype]],
-    Callable[[], Iterable[str]],
-]:
-    """What is stored: a reader and its index, for planned strategies; global shapes and dtypes.
-
-    The index may hold no more than what ``parts`` asks for; the last value gives the keys of all
-    tensors. ``is_kept`` says that the reader is used more than once.
-    """
-    if isinstance(found.sharded, PlannedLoadStrategy):
-        reader = found.sharded.make_reader(checkpoint_dir)
-        reader.is_kept = is_kept
-        shared = share_index(reader, comm)
-        index = shared.whole
-        if index is None:
-            asked = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
-            index = shared.index(found.sharded.needed_keys(asked))
-        stored: Mapping[str, tuple[Ints, torch.dtype]] = StoredTensors(index)
-        return reader, index, stored, shared.keys
-    metadata = comm.from_rank0(
-        "reading the index", lambda: found.sharded.load_tensors_metadata(checkpoint_dir)
+) -> tuple[set[str], set[str]]:
+    """Keys that only the checkpoint, and that only the template has, if anybody wants to know."""
+    if not StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
+        return set(), set()
+    known = (
+        made.keys(parts)
+        if made is not None
+        else {*stored_keys(), *object_keys(found, folder, comm)}
     )
-    stored = {key: (tuple(t.global_shape), t.dtype) for key, t in metadata.items()}
-    return None, None, stored, stored.keys
+    return handle_strictly(parts, known, flag, comm)
 
 
 def _asked(leaves: Mapping[TreePath, T], unexpected: set[str]) -> Mapping[TreePath, T]:
@@ -300,23 +298,19 @@ def _asked(leaves: Mapping[TreePath, T], unexpected: set[str]) -> Mapping[TreePa
     return {path: leaf for path, leaf in leaves.items() if leaf.key not in unexpected}
 
 
-def _replaced(leaves: Mapping[TreePath, Any], others: Sequence[Any]) -> Mapping[TreePath, Any]:
-    """Other values at the same paths."""
-    if isinstance(leaves, AtPaths):
-        return leaves.replaced(others)
-    return dict(zip(leaves, others, strict=True))
-
-
 def _with_memory(
     wanted: TensorColumns,
     stored: Mapping[str, tuple[Ints, torch.dtype]],
     reader: StorageReader | None,
     index: Index | None,
+    made: RecipeLoad | None,
 ) -> list[ShardedTensor]:
     """Copies of the leaves, all with memory to fill."""
     if reader is not None and index is not None:
         # Shapes of a template may be those that the checkpoint says it has.
         large = {leaf.key for leaf in wanted.leaves if leaf.data is None and _is_large(leaf)}
+        if made is not None:
+            large = {key for own in large for key in made.made.tensors[own].sources}
         reader.require_stored(large_tensors(index, large.intersection(index)), index)
     if isinstance(stored, StoredTensors):
         stored = stored.of(wanted.keys)
@@ -325,54 +319,3 @@ def _with_memory(
 
 def _is_large(leaf: ShardedTensor) -> bool:
     return math.prod(leaf.local_shape) * leaf.dtype.itemsize > LARGE_BYTES
-
-
-def _stored_objects(
-    found: LoadStrategies, checkpoint_dir: str | PathLike[str]
-) -> list[ShardedObject]:
-    strategy = found.sharded if handles_objects(found.sharded) else found.common
-    metadata = strategy.load_sharded_metadata(checkpoint_dir)
-    return [leaf for leaf in metadata.values() if isinstance(leaf, ShardedObject)]
-
-
-def _read_objects(
-    objects: Mapping[TreePath, ShardedObject],
-    common: LoadCommonStrategy,
-    parts: Partition,
-    checkpoint_dir: Location,
-    comm: Comm,
-) -> Mapping[TreePath, Any]:
-    with comm.agreed("reading the sharded objects"):
-        values = common.load_sharded_objects(parts.nested(objects), checkpoint_dir)
-        return {path: value_at(values, path) for path in objects}
-
-
-def _read(
-    tensors: WantedLeaves,
-    cells: Mapping[TreePath, ShardedObject],
-    strategy: LoadShardedStrategy,
-    reader: StorageReader | None,
-    index: Index | None,
-    parts: Partition,
-    checkpoint_dir: Location,
-    comm: Comm,
-    meter: Meter,
-) -> tuple[Mapping[TreePath, Any], Mapping[TreePath, Any]]:
-    """Read tensors, and the objects that lie among them; the values of both."""
-    if reader is not None and index is not None:
-        reader.report = meter.add
-        meter.expect(int(tensors.tensors.num_bytes.sum()))
-        assert isinstance(strategy, PlannedLoadStrategy)
-        leaves = WantedLeaves(joined(tensors.by_path, cells), tensors.tensors)
-        read(leaves, index, strategy.planner, reader, comm, strategy.plan_reader)
-        own, others = tensors.tensors.leaves, cells.values()
-        return (
-            _replaced(tensors.by_path, [leaf.data for leaf in own]),
-            _replaced(cells, [leaf.data for leaf in others]),
-        )
-    with comm.agreed("reading"):
-        result = strategy.load(parts.nested({**tensors, **cells}), checkpoint_dir)
-        of_tensors, of_cells = (
-            {path: value_at(result, path) for path in own} for own in (tensors, cells)
-        )
-        return of_tensors, of_cells

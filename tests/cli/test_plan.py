@@ -339,3 +339,48 @@ def test_bytes_of_windows() -> None:
     # The gaps are larger than those that are read over.
     assert bytes_read(columns, 4, maps_files=False) == 7 * 4096 + 2048
     assert bytes_read(far, 4, maps_files=False) == 8 * 64
+
+
+def test_a_recipe_is_planned_and_shown(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", ("tensorstore", 1), 256)
+    recipe = tmp_path / "rules.json"
+    rules = [
+        {"split": QKV, "into": ["q_proj.weight", "k_proj.weight"]},
+        {"transpose": "{x}_proj.weight"},
+        {"drop": "norm.weight"},
+    ]
+    recipe.write_text(json.dumps(rules))
+    plan = planned(folder, "--tp", 2, "--recipe", recipe)
+    assert plan["findings"] == []
+    assert plan["recipe"]["left_out"] == [NORM]
+    assert plan["recipe"]["tensors"] == {"q_proj.weight": QKV, "k_proj.weight": QKV}
+    cuts = {cut["key"]: cut["axis"] for cut in plan["cuts"]}
+    assert cuts == {PROJ: 1, "q_proj.weight": 0, "k_proj.weight": 0}
+    output = invoke(folder, "--recipe", recipe, columns=120)
+    assert f"q_proj.weight  float32[256, 128] <- {QKV}" in output
+    assert f"left out: {NORM}" in output
+
+
+def test_a_template_gives_a_recipe_its_extents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "c", ("tensorstore", 1), 256)
+    (tmp_path / "wants.py").write_text(
+        "import torch\nfrom dist_checkpointing import ShardedTensor\n"
+        "def wants(rank, world):\n"
+        "    part = torch.empty(300 // world, 256)\n"
+        "    return {'w': ShardedTensor.from_rank_offsets('w', part, (0, rank, world)),\n"
+        "        'x': ShardedTensor.from_rank_offsets('x', torch.empty(3), replica_id=rank)}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "rules.json"
+    rules = [{"rename": QKV, "to": "w"}, {"resize": "w"}]
+    recipe.write_text(json.dumps(rules))
+    arguments = (folder, "--template", "wants:wants", "--ranks", 2, "--recipe", recipe)
+    plan = planned(*arguments, exit_code=1)
+    assert [finding["key"] for finding in plan["findings"]] == ["x"]
+    recipe.write_text(json.dumps([*rules, {"missing": "x"}]))
+    plan = planned(*arguments)
+    assert plan["findings"] == []
+    assert plan["read_bytes"] == 256 * 256 * 4
+    assert plan["wanted_bytes"] == 300 * 256 * 4 + 2 * 12

@@ -31,6 +31,7 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
 )
+from tiny_llama import hf_weights
 
 Names = dict[str, Any]
 Scene = Callable[[int, Names], None]
@@ -102,6 +103,21 @@ def converting(number: int, names: Names) -> None:
     del number, names
     weight = ShardedTensor.from_rank_offsets("model.w", torch.ones(4, 2))
     dist_checkpointing.save({"w": weight, "step": 1000}, "ckpt/1000")
+
+
+def recipes(number: int, names: Names) -> None:
+    whole = ShardedTensor.from_rank_offsets
+    if number == 0:
+        stored = {f"transformer.h.0.{name}.weight": torch.ones(2, 2) for name in "qkv"}
+        stored["wte.weight"] = torch.ones(3, 2)
+        dist_checkpointing.save({k: whole(k, own) for k, own in stored.items()}, "ckpt/1000")
+        wanted = {"layers.0.qkv.weight": 6, "wte.weight": 4, "reward_head.weight": 1}
+        names["template"] = {k: whole(k, torch.zeros(rows, 2)) for k, rows in wanted.items()}
+    elif number == 2:
+        hf = hf_weights()
+        dist_checkpointing.save({key: whole(key, own) for key, own in hf.items()}, "hf/0")
+        vocabulary = torch.empty(24, 16)
+        names["model_template"] = {"wte": whole("embedding.word_embeddings.weight", vocabulary)}
 
 
 @dataclass
@@ -188,6 +204,7 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/async.md": asynchronous,
     "docs/concepts.md": concepts,
     "docs/converting.md": converting,
+    "docs/recipes.md": recipes,
     "docs/formats.md": formats,
     "docs/fully_parallel.md": fully_parallel,
     "docs/incremental.md": incremental,

@@ -74,6 +74,15 @@ def convert(
         ),
     ] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow --cast to change values.")] = False,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rules in JSON or YAML that make other tensors of those of SOURCE, applied before "
+            "all other options. --dry-run shows what comes from where.",
+            show_default=False,
+        ),
+    ] = None,
     reshard: Annotated[
         Texts | None,
         typer.Option(
@@ -124,6 +133,7 @@ def convert(
     Example: dckpt convert ckpt/1000 model --to safetensors --include ^model
     """
     # Imported here, because it imports torch.
+    from dist_checkpointing.planning.recipe import Recipe  # noqa: PLC0415
     from dist_checkpointing.tools import convert  # noqa: PLC0415
 
     rules = convert.Rules.parse(
@@ -148,7 +158,13 @@ def convert(
     try:
         with progress_bar("planning", None) as bar:
             done = convert.convert(
-                source, destination, to, rules=rules, options=options, progress=bar.show
+                source,
+                destination,
+                to,
+                rules=rules,
+                recipe=None if recipe is None else Recipe.read(recipe),
+                options=options,
+                progress=bar.show,
             )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"nothing of {destination} is left") from None
@@ -161,13 +177,11 @@ def convert(
 def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
     plan = done.plan
     if dry_run:
-        for tensor in plan.tensors:
-            old = tensor.source
-            arrow = "" if old.key == tensor.key else f"{one_line(old.key)} -> "
-            dtype = tensor.dtype.name
-            change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
-            say(f"{arrow}{one_line(tensor.key)}  {change}{list(tensor.shape)}")
+        _show_tensors(done)
     say(f"{_summary(done, dry_run=dry_run)}: {one_line(str(destination))}")
+    if done.made is not None and done.made.idle and not dry_run:
+        idle = counted(len(done.made.idle), "rule")
+        say(f"  recipe: {idle} of {len(done.made.counts)} matched nothing, see --dry-run")
     if plan.num_left:
         say(f"  left: {counted(plan.num_left, 'key')} that include and exclude do not take")
     if plan.num_renamed:
@@ -188,6 +202,17 @@ def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
         say(f"  not verified: {done.not_verified}")
     for what in done.left_out:
         say(f"  left out, {done.target} cannot hold it: {one_line(what)}")
+
+
+def _show_tensors(done: Conversion) -> None:
+    for line in str(done.made or "").splitlines():
+        say(one_line(line))
+    for tensor in done.plan.tensors:
+        old = tensor.source
+        arrow = "" if old.key == tensor.key else f"{one_line(old.key)} -> "
+        dtype = tensor.dtype.name
+        change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
+        say(f"{arrow}{one_line(tensor.key)}  {change}{list(tensor.shape)}")
 
 
 def _summary(done: Conversion, *, dry_run: bool) -> str:
@@ -231,4 +256,5 @@ def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
         "verified_bytes": done.verified_bytes,
         "not_verified": done.not_verified,
         "num_proven": done.num_proven,
+        "recipe": None if done.made is None else done.made.as_json(),
     }

@@ -8,6 +8,7 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,6 +74,15 @@ def plan(
             help="What each rank wants: function(rank, world_size) returns a sharded state dict.",
         ),
     ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            metavar="FILE",
+            help="Load what these rules (JSON or YAML) make of the checkpoint, and show what comes "
+            "from where.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a load on many ranks and show what it costs. Nothing is allocated or loaded.
@@ -96,22 +106,35 @@ def plan(
     if template is not None and (tp > 1 or dp > 1 or rules):
         raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
     # Imported here, because forecasts import torch.
+    from dist_checkpointing.planning.recipe import Recipe, derive  # noqa: PLC0415
+    from dist_checkpointing.serialization.load_recipe import shapes_of  # noqa: PLC0415
     from dist_checkpointing.tools.forecast.forecast import forecast_of  # noqa: PLC0415
     from dist_checkpointing.tools.forecast.templates import (  # noqa: PLC0415
         of_function,
         of_tensor_parallel,
     )
 
+    rows = None if recipe is None else Recipe.read(recipe)
+    made, index = None, opened.index
     if template is None or ranks is None:
-        cuts = cut_keys(opened.index, tp, [*rules, *guessed_rules(opened.index)])
-        wants = of_tensor_parallel(opened.index, cuts, parts=tp, replicas=dp)
+        if rows is not None:
+            made = derive(rows, opened.index, opened.objects)
+            index = made.index
+        cuts = cut_keys(index, tp, [*rules, *guessed_rules(index)])
+        wants = of_tensor_parallel(index, cuts, parts=tp, replicas=dp)
     else:
         wants = of_function(template, ranks)
-    found = forecast_of(opened, wants)
+        if rows is not None:
+            leaves = [leaf for want in wants for leaf in want.tensors.values()]
+            made = derive(rows, opened.index, opened.objects, shapes_of(leaves))
+    found = forecast_of(opened, wants, made)
     if as_json:
-        print_json(_as_json(opened, found, cuts))
+        answer = _as_json(opened, found, cuts)
+        print_json(answer if made is None else {**answer, "recipe": made.as_json()})
     else:
-        _show(opened, found, cuts, tp)
+        for line in str(made).splitlines() if made is not None else ():
+            out.print(one_line(line), markup=False, highlight=False, soft_wrap=True)
+        _show(opened, index, found, cuts, tp)
     if found.findings:
         raise typer.Exit(_DOES_NOT_FIT)
 
@@ -119,7 +142,9 @@ def plan(
 # The text that is printed.
 
 
-def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], tp: int) -> None:
+def _show(
+    opened: Checkpoint, index: Index, found: Forecast, cuts: Sequence[KeyCut], tp: int
+) -> None:
     backend, version = opened.backend
     stored = sum(handle.num_bytes for handle in opened.values())
     size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
@@ -134,7 +159,7 @@ def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], tp: int) 
     out.print(_totals(opened, found))
     if cuts and tp > 1:
         out.print()
-        _show_cuts(opened, cuts, tp)
+        _show_cuts(index, cuts, tp)
     if found.unasked:
         count = counted(len(found.unasked), "tensor")
         out.print(f"\nwanted by no rank: {count}", style="yellow")
@@ -210,7 +235,7 @@ def _totals(opened: Checkpoint, found: Forecast) -> Table:
     return grid
 
 
-def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut], tp: int) -> None:
+def _show_cuts(index: Index, cuts: Sequence[KeyCut], tp: int) -> None:
     axes = Counter((cut.axis, cut.reason) for cut in cuts if cut.axis is not None)
     for (axis, reason), count in sorted(axes.items(), key=lambda item: item[0][0]):
         how = f", {reason.value}" if reason is Reason.STORED else ""
@@ -218,14 +243,14 @@ def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut], tp: int) -> None:
     for reason in (Reason.NO_RULE, Reason.STORED, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
-            size = bytes_text(sum(opened.index[key].num_bytes for key in keys))
+            size = bytes_text(sum(index[key].num_bytes for key in keys))
             why = f"{reason.value} by {tp}" if reason is Reason.NOT_DIVISIBLE else reason.value
             out.print(
                 f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}",
                 style="yellow" if reason is Reason.NOT_DIVISIBLE else None,
             )
-            _show_keys(sorted(keys, key=lambda key: -opened.index[key].num_bytes))
-        if reason is Reason.STORED and (rule := _example_rule(opened.index, cuts, tp)):
+            _show_keys(sorted(keys, key=lambda key: -index[key].num_bytes))
+        if reason is Reason.STORED and (rule := _example_rule(index, cuts, tp)):
             out.print(f"To cut them, say how: --shard {rule}", markup=False, soft_wrap=True)
 
 

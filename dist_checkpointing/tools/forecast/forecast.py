@@ -14,6 +14,8 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.reads import WantedShard, plan_load
+from dist_checkpointing.planning.recipe import Derivation
+from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader
@@ -95,8 +97,15 @@ class Forecast:
         return frozenset().union(*(cost.files for cost in self.costs))
 
 
-def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
+def forecast_of(
+    checkpoint: Checkpoint, wants: Sequence[RankWants], made: Derivation | None = None
+) -> Forecast:
     """Plan the load of every rank from an open checkpoint, and add up what it takes.
+
+    Args:
+        checkpoint: what is loaded.
+        wants: what the ranks want.
+        made: what a recipe makes of the checkpoint, if one is used.
 
     Raises:
         UnsupportedFormatError: if its strategy does not tell where things are.
@@ -109,7 +118,7 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     set_up_reader(reader, index, rank=0, world_size=1)
     options = strategy.options
-    stored = StoredTensors(index)
+    stored = StoredTensors(index if made is None else made.index)
     findings: dict[tuple[str, str | None], Finding] = {}
     costs = []
     planner = _Planner(index, reader)
@@ -127,10 +136,11 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
         wanted_bytes = 0
         for leaf in want.tensors.values():
             if leaf.key not in unfit:
-                shard = WantedShard(leaf.key, leaf.box, leaf.flat_range, 0)
-                parts, uncovered = planner.parts_of(shard)
-                touched += parts
-                misfits += uncovered
+                for own in (leaf,) if made is None else source_leaves(made, leaf):
+                    shard = WantedShard(own.key, own.box, own.flat_range, 0)
+                    parts, uncovered = planner.parts_of(shard)
+                    touched += parts
+                    misfits += uncovered
                 start, stop = leaf.flat_range or (0, leaf.box.num_elements)
                 wanted_bytes += (stop - start) * leaf.dtype.itemsize
         for finding in misfits:
@@ -139,11 +149,13 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
             findings[finding.problem, finding.key] = replace(known, ranks=ranks)
         costs.append(_cost(want, touched, wanted_bytes, options))
     result = Forecast(
-        tuple(costs), tuple(findings.values()), tuple(key for key in index if key not in asked)
+        tuple(costs),
+        tuple(findings.values()),
+        tuple(key for key in (index if made is None else made.tensors) if key not in asked),
     )
     lost = _missing_files(result.files, reader)
     if any(want.objects for want in wants):
-        lost += unknown_objects(wants, checkpoint.objects)
+        lost += unknown_objects(wants, checkpoint.objects if made is None else made.objects)
     return replace(result, findings=(*result.findings, *lost))
 
 
