@@ -231,7 +231,7 @@ def open_source(
         "neither a folder with a checkpoint, nor a file of safetensors or torch.save",
         path=str(place),
     )
-    raise CheckpointNotFoundError(f"{place} cannot be converted", [finding])
+    raise CheckpointNotFoundError(f"{place} cannot be read", [finding])
 
 
 @dataclass(slots=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
         CheckpointingException: if the index cannot be read.
     """
     index = checkpoint.index
-    statuses = _file_statuses(checkpoint.path)
+    statuses = file_statuses(checkpoint.path)
     sizes = {name: status.st_size for name, status in statuses.items()}
     shares: dict[str, TensorTotal] = {}
     by_owner = {True: TensorTotal(), False: TensorTotal()}
@@ -103,7 +104,7 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
     biggest_files = sorted(sizes.items(), key=_by_size)
     by_size = sorted(shares.items(), key=lambda row: (-row[1].num_bytes, row[0]))
     return Inventory(
-        _totals(statuses.values()),
+        totals(statuses.values()),
         tuple(biggest_files[:most_listed]),
         TensorTotal(len(index), sum(share.num_bytes for share in by_owner.values())),
         dict(by_size),
@@ -139,10 +140,11 @@ def _chunks(stored: StoredTensor) -> tuple[int, int]:
 
 def count_files(folder: Path) -> Files:
     """The files below a folder."""
-    return _totals(_file_statuses(folder).values())
+    return totals(file_statuses(folder).values())
 
 
-def _totals(statuses: Collection[os.stat_result]) -> Files:
+def totals(statuses: Collection[os.stat_result]) -> Files:
+    """The number of some files, and their bytes."""
     return Files(
         len(statuses),
         sum(status.st_size for status in statuses),
@@ -152,18 +154,23 @@ def _totals(statuses: Collection[os.stat_result]) -> Files:
     )
 
 
-def _file_statuses(folder: Path) -> dict[str, os.stat_result]:
-    """The status of each file by its relative name."""
+def file_statuses(folder: Path) -> dict[str, os.stat_result]:
+    """The status of each file by its relative name; of a file its own."""
+    if folder.is_file():
+        return {folder.name: folder.stat()}
     statuses = {}
     for parent, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(parent, name)  # noqa: PTH118 - Paths cost ten times more
-            statuses[os.path.relpath(path, folder)] = os.lstat(path)
+            with suppress(FileNotFoundError):  # a save that is going on renames files
+                statuses[os.path.relpath(path, folder)] = os.lstat(path)
     return statuses
 
 
 def _facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
     backend, version = checkpoint.backend
+    if backend in ("safetensors", "torch"):
+        return {}
     facts = {}
     tables = [n for n in sizes if n.startswith(f"{CHECKSUMS_NAME}/") and n.endswith(".bin")]
     facts["checksums"] = f"in {_count(tables, 'table')}" if tables else "none were kept"
