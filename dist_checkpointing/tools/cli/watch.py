@@ -68,7 +68,7 @@ def _watch_run(root: Path) -> None:
                 size = look_at("", before[-1]).files.num_bytes if before else None
                 if _follow(name, folder, size):
                     known.add(name)
-        time.sleep(_SECONDS)
+        _pause()
         folders = step_folders(root)
 
 
@@ -86,7 +86,7 @@ def _follow(name: str, folder: Path, expected_bytes: int | None) -> bool:
             size = min(files.num_bytes, files.num_bytes_on_disk)
             bar.advance(size - done)
             done = size
-            time.sleep(_SECONDS)
+            _pause()
     return _tell(name, folder)
 
 
@@ -111,3 +111,7 @@ def say(line: str) -> None:
     """Print a line at once, into a pipe too."""
     say_later(line)
     sys.stdout.flush()
+
+
+def _pause() -> None:
+    time.sleep(_SECONDS)
