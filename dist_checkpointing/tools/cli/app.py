@@ -69,18 +69,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _name, _function, _what in (
-    ("ls", ls.ls, "List a checkpoint, or the steps of a run."),
-    ("show", show.show, "Show one tensor, object or value."),
-    ("stats", stats.stats, "Count what it consists of, or what moved."),
-    ("watch", watch.watch, "Follow a save that is going on."),
-    ("verify", verify.verify, "Read all of it and name what is damaged."),
-    ("diff", diff.diff, "Compare two checkpoints."),
-    ("convert", convert.convert, "Convert it into another format."),
-    ("plan", plan.plan, "Forecast a load on many ranks."),
-    ("map", map_command.map_tensors, "Draw chunks and who wrote them (HTML)."),
-    ("rm-prefix", rm_prefix.rm_prefix, "Remove tensors for good."),
-):
+COMMANDS: Final = {
+    "ls": (ls.ls, "List a checkpoint, or the steps of a run."),
+    "show": (show.show, "Show one tensor, object or value."),
+    "stats": (stats.stats, "Count what it consists of, or what moved."),
+    "watch": (watch.watch, "Follow a save that is going on."),
+    "verify": (verify.verify, "Read all of it and name what is damaged."),
+    "diff": (diff.diff, "Compare two checkpoints."),
+    "convert": (convert.convert, "Convert it into another format."),
+    "plan": (plan.plan, "Forecast a load on many ranks."),
+    "map": (map_command.map_tensors, "Draw chunks and who wrote them (HTML)."),
+    "rm-prefix": (rm_prefix.rm_prefix, "Remove tensors for good."),
+}
+"""Every command: its function, and what it does in a few words."""
+
+for _name, (_function, _what) in COMMANDS.items():
     app.command(_name, short_help=_what)(_function)
 
 

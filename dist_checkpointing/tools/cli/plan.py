@@ -22,12 +22,12 @@ from dist_checkpointing.tools.cli.screen import (
     facts_lines,
     in_columns,
     one_line,
-    out,
     painted,
     print_json,
     same_for_all_layers,
     say,
     say_wrapped,
+    terminal_width,
 )
 from dist_checkpointing.tools.forecast.topology import (
     KeyCut,
@@ -170,7 +170,7 @@ _LEFT_OUT_IF_NARROW = ("tensors", "ratio", "boxes")
 
 
 def _table(costs: Sequence[RankCost]) -> Iterator[str]:
-    is_narrow = out.width < _WIDE
+    is_narrow = (terminal_width() or _WIDE) < _WIDE
     columns = [c for c in _COLUMNS if not (is_narrow and c[0] in _LEFT_OUT_IF_NARROW)]
     if len(costs) <= _MOST_ROWS:
         rows = [

@@ -18,6 +18,7 @@ from dist_checkpointing.tools.cli.screen import (
     CheckpointArgument,
     Trusted,
     counted,
+    facts_lines,
     in_columns,
     one_line,
     painted,
@@ -140,8 +141,7 @@ def _lines(opened: Checkpoint, found: Inventory) -> Iterator[str]:
         ("chunks", chunks if found.num_chunks else "none"),
         *((one_line(fact), one_line(text)) for fact, text in found.facts.items()),
     ]
-    for row in rows:
-        yield f"{row[0]:<20}{row[1]}"
+    yield from facts_lines(rows)
     shares = {"model": found.model, "optimizer": found.optimizer}
     yield from _share_lines("SHARE", {key: one for key, one in shares.items() if one.num_tensors})
     yield from _share_lines("DTYPE", found.by_dtype)
