@@ -240,3 +240,25 @@ def test_errors_are_json_where_json_is_asked_for(tmp_path: Path, dckpt: Run) -> 
     assert error["message"] == f"{tmp_path} is not a distributed checkpoint"
     assert error["findings"][0]["problem"] == "metadata.json is missing"
     assert finished.err.startswith("error: ")
+
+
+def test_a_run_without_steps(tmp_path: Path, dckpt: Run) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "latest_checkpointed_iteration.txt").write_text("0")
+    finished = dckpt("ls", root)
+    assert finished.code == 0
+    assert "0 steps, 0 B, none is committed" in finished.out
+    assert "it is a run with 0 steps" in dckpt("stats", root).err
+    assert "no steps of a run are here" in dckpt("stats", f"{root}@latest").err
+
+
+def test_a_release_of_megatron(tmp_path: Path, dckpt: Run) -> None:
+    root = of_megatron(tmp_path / "run", pointer="release")
+    save(at_step(7), root / "release", ("torch_dist", 1))
+    document = dckpt("ls", root, "--json").json
+    assert ([row["step"] for row in document["steps"]], document["latest"]) == (
+        ["release", "100", "200"],
+        "release",
+    )
+    assert dckpt("show", f"{root}@latest", "step", "--json").json["value"] == 7

@@ -212,8 +212,9 @@ def test_a_damaged_chunk_is_named(samples: Samples, tmp_path: Path, dckpt: Run) 
 
 def histogram(tensor: torch.Tensor, tmp_path: Path, dckpt: Run, *more: str) -> dict[str, Any]:
     save({"w": shard("w", tensor)}, tmp_path / "c")
-    found: dict[str, Any] = dckpt("show", tmp_path / "c", "w", "--plot", "--json", *more).json
-    return found["histogram"]
+    document = dckpt("show", tmp_path / "c", "w", "--plot", "--json", *more).json
+    found: dict[str, Any] = document["histogram"]
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int16])

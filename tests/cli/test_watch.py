@@ -38,7 +38,7 @@ def holding_commits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return may_commit.set
 
 
-def while_saving(work: Callable[[], None], folder: Path) -> threading.Thread:
+def while_saving(work: Callable[[], object], folder: Path) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
     while not (folder / ".dckpt.lock").exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import typer
@@ -69,7 +70,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS: Final = {
+COMMANDS: Final[dict[str, tuple[Callable[..., None], str]]] = {
     "ls": (ls.ls, "List a checkpoint, or the steps of a run."),
     "show": (show.show, "Show one tensor, object or value."),
     "stats": (stats.stats, "Count what it consists of, or what moved."),

@@ -41,7 +41,7 @@ from dist_checkpointing.tools.inspect.listing import (
     tensor_entries,
 )
 from dist_checkpointing.tools.inspect.opening import open_tensors
-from dist_checkpointing.tools.inspect.runs import LATEST, located, read_run, step_folders
+from dist_checkpointing.tools.inspect.runs import LATEST, is_run, located, read_run
 
 _NARROW = 90
 _MOST_SUBTOTALS = 12
@@ -97,7 +97,7 @@ def ls(
     """
     wanted = name_filter(pattern, regex=regex)
     checkpoint = located(checkpoint)
-    if step_folders(checkpoint):
+    if is_run(checkpoint):
         if pattern is not None or everything or fingerprint or tree or depth is not None:
             raise ValueError(f"{checkpoint} is a run: name a step of it, as {checkpoint}@{LATEST}")
         print_run(read_run(checkpoint), as_json=as_json)

@@ -16,7 +16,7 @@ from dist_checkpointing.format.leftovers import ATTEMPT_NAME
 from dist_checkpointing.tools.cli.screen import one_line, painted, progress_bar
 from dist_checkpointing.tools.cli.screen import say as say_later
 from dist_checkpointing.tools.inspect.opening import explaining
-from dist_checkpointing.tools.inspect.runs import State, located, look_at, step_folders
+from dist_checkpointing.tools.inspect.runs import State, is_run, located, look_at, step_folders
 
 _SECONDS = 0.5
 _NOT_SAVED = 1
@@ -41,7 +41,7 @@ def watch(
     """
     place = located(path)
     try:
-        if step_folders(place) or (place.is_dir() and not any(place.iterdir())):
+        if is_run(place) or (place.is_dir() and not any(place.iterdir())):
             _watch_run(place)
         elif holder_of(place) is None or is_committed(place):
             with explaining(place):

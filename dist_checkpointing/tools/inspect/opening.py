@@ -11,7 +11,7 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME
-from dist_checkpointing.tools.inspect.runs import LATEST, located, step_folders
+from dist_checkpointing.tools.inspect.runs import LATEST, is_run, located, step_folders
 
 _SAFETENSORS: Final = "*.safetensors*"
 _FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
@@ -104,11 +104,12 @@ def _what_it_is(path: Path) -> tuple[str, str] | None:
     """What a path is instead of a checkpoint, and what to do."""
     if not path.is_dir() or (path / ATTEMPT_NAME).exists():
         return None
-    if folders := step_folders(path):
+    if is_run(path):
+        number = len(step_folders(path))
         remedy = f"dckpt ls {path} lists them; name one, such as {path}@{LATEST}."
-        return f"it is a run with {len(folders)} step{'s' * (len(folders) != 1)}", remedy
+        return f"it is a run with {number} step{'s' * (number != 1)}", remedy if number else ""
     folders_inside = sorted(inside for inside in path.iterdir() if inside.is_dir())
-    for what, holds in (("checkpoints", is_committed), ("runs", step_folders)):
+    for what, holds in (("checkpoints", is_committed), ("runs", is_run)):
         names = [inside.name for inside in folders_inside if holds(inside)]
         if names:
             return f"it holds {what}: {', '.join(names[:8])}", "Name one of them."

@@ -74,11 +74,6 @@ class RunStep:
     notes: tuple[str, ...] = ()
     inodes: frozenset[tuple[int, int, int]] = frozenset()
 
-    @property
-    def number(self) -> int:
-        """Number of the step; -1 for "release"."""
-        return int(self.name) if self.name.isdecimal() else -1
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -122,6 +117,11 @@ def located(path: Path) -> Path:
     return found
 
 
+def is_run(root: Path) -> bool:
+    """Whether a folder is that of a run, which may have no steps yet."""
+    return bool(step_folders(root)) or (_is_marked(root) and not is_committed(root))
+
+
 def read_run(root: Path) -> Run:
     """What is known about each step of a run. Reads no values.
 
@@ -136,25 +136,13 @@ def read_run(root: Path) -> Run:
     for step in steps:
         for inode in step.inodes:
             holders.setdefault(inode, []).append(step.name)
-    return Run(
-        root,
-        tuple(
-            replace(
-                step,
-                shared_with=tuple(
-                    dict.fromkeys(
-                        other.name
-                        for other in steps
-                        if other is not step and step.inodes & other.inodes
-                    )
-                ),
-                notes=notes(step),
-            )
-            for step in steps
-        ),
-        latest,
-        remark,
-    )
+
+    def known(step: RunStep) -> RunStep:
+        others = {name for inode in step.inodes for name in holders[inode]} - {step.name}
+        shared_with = tuple(other.name for other in steps if other.name in others)
+        return replace(step, shared_with=shared_with, notes=notes(step))
+
+    return Run(root, tuple(map(known, steps)), latest, remark)
 
 
 def look_at(name: str, folder: Path) -> RunStep:
@@ -197,18 +185,21 @@ def _has_all(seal: Seal, sizes: dict[str, int]) -> bool:
 
 
 def step_folders(root: Path) -> dict[str, Path]:
-    """The folders of the steps by name, oldest first; none if this is no run."""
+    """The folders of the steps of a run by name, oldest first; none if it is no run."""
     if not root.is_dir() or is_committed(root) or (root / ATTEMPT_NAME).exists():
         return {}
-    is_known = any((root / name).is_file() for name in (MANAGER_RECORD, MEGATRON_POINTER))
     found: dict[str, Path] = {}
     for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
         match = _NUMBERED.fullmatch(entry.name)
         if match is not None and entry.is_dir():
             found[entry.name if match[1] is None else str(int(match[1]))] = Path(entry.path)
-    if not is_known and not any(_may_be_checkpoint(folder) for folder in found.values()):
+    if not _is_marked(root) and not any(_may_be_checkpoint(folder) for folder in found.values()):
         return {}
-    return dict(sorted(found.items(), key=lambda row: (len(row[0]), row[0])))
+    return dict(sorted(found.items(), key=lambda row: int(row[0]) if row[0].isdecimal() else -1))
+
+
+def _is_marked(root: Path) -> bool:
+    return any((root / name).is_file() for name in (MANAGER_RECORD, MEGATRON_POINTER))
 
 
 def _may_be_checkpoint(folder: Path) -> bool:
@@ -244,7 +235,7 @@ def _notes_of(root: Path) -> Callable[[RunStep], tuple[str, ...]]:
     steps = read_record(root).steps
 
     def notes(step: RunStep) -> Iterator[str]:
-        known = steps.get(step.number)
+        known = steps.get(int(step.name)) if step.name.isdecimal() else None
         if known is not None and known.verified:
             yield "verified"
         if known is not None and known.stripped:
