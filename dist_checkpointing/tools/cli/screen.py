@@ -42,7 +42,7 @@ Trusted = Annotated[
 ]
 
 _GAP = "  "
-_LEAST_FIRST = 24
+_LEAST_FIRST = 20
 _LEAST_FOR_BAR = 2**25
 _SECONDS_BETWEEN_REPORTS = 0.05
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
