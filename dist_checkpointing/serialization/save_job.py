@@ -313,15 +313,18 @@ class SaveJob:
 
     def capture(self, buffers: StagingBuffers) -> None:
         """Copy what this rank will write, and let go of the caller's state. Not collective."""
-        common = detached_copy(self.common) if self.rank == 0 else {}
-        objects = copied_objects(self.by_common)
-        leaves: Leaves = {}
-        planner: SavePlanner | None = None
-        if self._own_plan is not None:
-            assert self._planner is not None
-            planner = stage_plan(self._own_plan, self._planner, buffers)
-        else:
-            leaves = copied_leaves(self.by_strategy, buffers)
+        with self.meter.phase("copying"):
+            self.meter.expect(self.num_bytes)
+            common = detached_copy(self.common) if self.rank == 0 else {}
+            objects = copied_objects(self.by_common)
+            leaves: Leaves = {}
+            planner: SavePlanner | None = None
+            if self._own_plan is not None:
+                assert self._planner is not None
+                planner = stage_plan(self._own_plan, self._planner, buffers)
+            else:
+                leaves = copied_leaves(self.by_strategy, buffers)
+            self.meter.add(self.num_bytes)
         self._copies = self._nested(common, objects, leaves, planner)
         self._let_go()
 

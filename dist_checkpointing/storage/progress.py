@@ -17,7 +17,8 @@ class Progress:
     """A report to the caller.
 
     Attributes:
-        phase: "planning", "writing", "reading", "verifying" or "committing".
+        phase: "planning", "copying" (of an async save), "writing", "reading", "verifying" or
+            "committing".
         bytes_done: Bytes of this rank that are done in this phase.
         bytes_total: Bytes of this rank in this phase; 0 for a phase that moves no data.
         rank: Whose report it is.

@@ -353,6 +353,7 @@ def test_progress(tmp_path: Path) -> None:
     assert handle.progress.phase == "committing"
     assert [p for i, p in enumerate(phases) if phases[i - 1 : i] != [p]] == [
         "planning",
+        "copying",
         "writing",
         "committing",
     ]

@@ -17,6 +17,8 @@ from dist_checkpointing.tools.cli.screen import (
     progress_bar,
     say,
 )
+from dist_checkpointing.tools.inspect.opening import explaining
+from dist_checkpointing.tools.inspect.runs import located
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion
@@ -155,10 +157,11 @@ def convert(
         dry_run=dry_run,
     )
     convert.return_freed_memory()
+    place = located(source)
     try:
-        with progress_bar("planning", None) as bar:
+        with progress_bar("planning", None) as bar, explaining(place):
             done = convert.convert(
-                source,
+                place,
                 destination,
                 to,
                 rules=rules,
@@ -223,8 +226,8 @@ def _summary(done: Conversion, *, dry_run: bool) -> str:
     way = f"{done.source} -> {done.target}"
     if dry_run:
         return f"would convert {what}, {way}"
-    speed = plan.num_bytes / 1e9 / max(done.seconds, 1e-9)
-    return f"converted {what}, {way}, in {done.seconds:.1f} s ({speed:.2f} GB/s)"
+    speed = bytes_text(plan.num_bytes / max(done.seconds, 1e-9))
+    return f"converted {what}, {way}, in {done.seconds:.1f} s ({speed}/s)"
 
 
 def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:

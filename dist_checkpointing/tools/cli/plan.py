@@ -7,12 +7,11 @@ import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.filesystem import store
@@ -22,10 +21,15 @@ from dist_checkpointing.tools.cli.screen import (
     AsJson,
     CheckpointArgument,
     counted,
+    facts_lines,
+    in_columns,
     one_line,
-    out,
+    painted,
     print_json,
     same_for_all_layers,
+    say,
+    say_wrapped,
+    terminal_width,
 )
 from dist_checkpointing.tools.forecast.topology import (
     KeyCut,
@@ -33,8 +37,10 @@ from dist_checkpointing.tools.forecast.topology import (
     cut_keys,
     guessed_rules,
     parse_rule,
+    stacked_keys,
     stored_axis,
 )
+from dist_checkpointing.tools.inspect.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.forecast.forecast import Forecast, RankCost
@@ -99,7 +105,7 @@ def plan(
     Example: dckpt plan ckpt/1000 --tp 2 --shard 'experts.*=0'
     """
     rules = [parse_rule(text) for text in shard or []]
-    opened = Checkpoint.open(checkpoint)
+    opened = open_checkpoint(checkpoint)
     cuts: list[KeyCut] = []
     if (template is None) != (ranks is None):
         raise ValueError("--template and --ranks go together: pass both, or neither")
@@ -133,7 +139,7 @@ def plan(
         print_json(answer if made is None else {**answer, "recipe": made.as_json()})
     else:
         for line in str(made).splitlines() if made is not None else ():
-            out.print(one_line(line), markup=False, highlight=False, soft_wrap=True)
+            say(one_line(line))
         _show(opened, index, found, cuts, tp)
     if found.findings:
         raise typer.Exit(_DOES_NOT_FIT)
@@ -148,28 +154,31 @@ def _show(
     backend, version = opened.backend
     stored = sum(handle.num_bytes for handle in opened.values())
     size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
-    out.print(f"{opened.path} ({backend} {version}): {size}", markup=False)
+    say_wrapped(f"{opened.path} ({backend} {version}): {size}")
     topology = f"Load on {counted(found.num_ranks, 'rank')}"
     if cuts and found.num_ranks > 1:
         topology += f": {counted(tp, 'tensor-parallel rank')}"
         topology += f" x {found.num_ranks // tp} replicas" if found.num_ranks > tp else ""
-    out.print(f"{topology}\n")
-    out.print(_table(found.costs))
-    out.print()
-    out.print(_totals(opened, found))
+    say_wrapped(topology)
+    say()
+    for line in (*_table(found.costs), "", *_totals(opened, found)):
+        say(line)
     if cuts and tp > 1:
-        out.print()
+        say()
         _show_cuts(index, cuts, tp)
     if found.unasked:
         count = counted(len(found.unasked), "tensor")
-        out.print(f"\nwanted by no rank: {count}", style="yellow")
+        say()
+        say_wrapped(f"wanted by no rank: {count}", "yellow")
         _show_keys(found.unasked)
     if found.findings:
-        out.print(f"\n[bold red]This load would fail[/]: {counted(len(found.findings), 'finding')}")
+        say(
+            f"\n{painted('This load would fail', 'red')}: {counted(len(found.findings), 'finding')}"
+        )
         for finding in found.findings[:_MOST_LISTED]:
-            out.print(f"  {one_line(str(finding))}", markup=False)
+            say_wrapped(f"  {one_line(str(finding))}")
         if len(found.findings) > _MOST_LISTED:
-            out.print(f"  and {len(found.findings) - _MOST_LISTED} more (see --json)")
+            say(f"  and {len(found.findings) - _MOST_LISTED} more (see --json)")
 
 
 _COLUMNS: tuple[tuple[str, Callable[[RankCost], float], Callable[[float], str]], ...] = (
@@ -186,28 +195,27 @@ _COLUMNS: tuple[tuple[str, Callable[[RankCost], float], Callable[[float], str]],
 _LEFT_OUT_IF_NARROW = ("tensors", "ratio", "boxes")
 
 
-def _table(costs: Sequence[RankCost]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("rank", style="bold", no_wrap=True)
-    is_narrow = out.width < _WIDE
+def _table(costs: Sequence[RankCost]) -> Iterator[str]:
+    is_narrow = (terminal_width() or _WIDE) < _WIDE
     columns = [c for c in _COLUMNS if not (is_narrow and c[0] in _LEFT_OUT_IF_NARROW)]
-    for name, _, _ in columns:
-        table.add_column(name, justify="right", no_wrap=True)
     if len(costs) <= _MOST_ROWS:
-        for cost in costs:
-            cells = [text(value(cost)) for _, value, text in columns]
-            table.add_row(_ranks_text(cost.ranks), *cells)
-        return table
-    every = [cost for cost in costs for _ in cost.ranks]
-    choices: dict[str, Callable[[list[float]], float]] = {
-        "min": min,
-        "median": statistics.median_low,
-        "max": max,
-    }
-    for name, choose in choices.items():
-        cells = [text(choose([value(cost) for cost in every])) for _, value, text in columns]
-        table.add_row(name, *cells)
-    return table
+        rows = [
+            (_ranks_text(cost.ranks), *(text(value(cost)) for _, value, text in columns))
+            for cost in costs
+        ]
+    else:
+        every = [cost for cost in costs for _ in cost.ranks]
+        choices: dict[str, Callable[[list[float]], float]] = {
+            "min": min,
+            "median": statistics.median_low,
+            "max": max,
+        }
+        rows = [
+            (name, *(text(choose([value(cost) for cost in every])) for _, value, text in columns))
+            for name, choose in choices.items()
+        ]
+    headers = ("rank", *(name for name, _, _ in columns))
+    return in_columns(headers, rows, right=range(1, len(headers)))
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -216,42 +224,39 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
 
 
-def _totals(opened: Checkpoint, found: Forecast) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
+def _totals(opened: Checkpoint, found: Forecast) -> Iterator[str]:
     ratio = found.read_bytes / found.wanted_bytes if found.wanted_bytes else 1.0
     wanted, read = bytes_text(found.wanted_bytes), bytes_text(found.read_bytes)
-    grid.add_row("all ranks", f"want {wanted}, read {read} ({ratio:.2f} x)")
+    rows = [("all ranks", f"want {wanted}, read {read} ({ratio:.2f} x)")]
     if found.shared_read_bytes != found.read_bytes:
-        grid.add_row(
-            "",
-            f"{bytes_text(found.shared_read_bytes)} if replicas pass on what one of them reads "
-            "(FullyParallelLoadStrategyWrapper)",
-        )
+        shared = bytes_text(found.shared_read_bytes)
+        how = "(FullyParallelLoadStrategyWrapper)"
+        rows.append(("", f"{shared} if replicas pass on what one of them reads {how}"))
     files = found.files
     size = sum(store.size_of(opened.folder / name) or 0 for name in files)
-    grid.add_row("files", f"{len(files)} opened, {bytes_text(size)} in all")
-    return grid
+    rows.append(("files", f"{len(files)} opened, {bytes_text(size)} in all"))
+    if not files and found.read_bytes:
+        rows[-1] = ("files", "no other: the values lie with what describes the checkpoint")
+    return facts_lines(rows)
 
 
 def _show_cuts(index: Index, cuts: Sequence[KeyCut], tp: int) -> None:
     axes = Counter((cut.axis, cut.reason) for cut in cuts if cut.axis is not None)
     for (axis, reason), count in sorted(axes.items(), key=lambda item: item[0][0]):
         how = f", {reason.value}" if reason is Reason.STORED else ""
-        out.print(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
+        say_wrapped(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
     for reason in (Reason.NO_RULE, Reason.STORED, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
             size = bytes_text(sum(index[key].num_bytes for key in keys))
             why = f"{reason.value} by {tp}" if reason is Reason.NOT_DIVISIBLE else reason.value
-            out.print(
+            say_wrapped(
                 f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}",
-                style="yellow" if reason is Reason.NOT_DIVISIBLE else None,
+                "yellow" if reason is Reason.NOT_DIVISIBLE else None,
             )
             _show_keys(sorted(keys, key=lambda key: -index[key].num_bytes))
         if reason is Reason.STORED and (rule := _example_rule(index, cuts, tp)):
-            out.print(f"To cut them, say how: --shard {rule}", markup=False, soft_wrap=True)
+            say(f"To cut them, say how: --shard {rule}")
 
 
 def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
@@ -263,12 +268,13 @@ def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
     }
     if sum(whole.values()) < _WORTH_CUTTING * sum(index[cut.key].num_bytes for cut in cuts):
         return None
+    stacked = stacked_keys(index)
     for key in sorted(whole, key=lambda key: -whole[key]):
-        stored = index[key]
-        extents = enumerate(stored.global_shape)
+        stored, is_stacked = index[key], key in stacked
+        extents = list(enumerate(stored.global_shape))[is_stacked:]
         fits = [axis for axis, extent in extents if extent and extent % tp == 0]
         if fits:
-            own = stored_axis(stored)
+            own = stored_axis(stored, is_stacked=is_stacked)
             # The part after the number of the layer, which all layers share.
             name = same_for_all_layers(key).rpartition("*.")[2]
             pattern = re.escape(name).replace(r"\.", ".")
@@ -281,9 +287,9 @@ def _show_keys(keys: Sequence[str]) -> None:
     groups = Counter(map(same_for_all_layers, keys))
     for name, count in list(groups.items())[:_MOST_LISTED]:
         times = f"  ({count})" if count > 1 else ""
-        out.print(f"  {one_line(name)}{times}", markup=False, style="dim", soft_wrap=True)
+        say(painted(f"  {one_line(name)}{times}", "dim"))
     if len(groups) > _MOST_LISTED:
-        out.print(f"  and {len(groups) - _MOST_LISTED} more", style="dim")
+        say(painted(f"  and {len(groups) - _MOST_LISTED} more", "dim"))
 
 
 def _as_json(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut]) -> dict[str, Any]:

@@ -55,4 +55,4 @@ def open_source(
         "neither a folder with a checkpoint, nor a file of safetensors or torch.save",
         path=str(place),
     )
-    raise CheckpointNotFoundError(f"{place} cannot be converted", [finding])
+    raise CheckpointNotFoundError(f"{place} cannot be read", [finding])

@@ -125,6 +125,9 @@ class SafetensorsSource(MappedSource[dict[Path, Any]]):
             view: torch.Tensor = content[file].get_slice(key)[box.slices() or ...]
         return view
 
+    def file_of(self, key: str) -> Path:
+        return self._file_of[key]
+
     def files(self) -> tuple[Location, ...]:
         return (self.path, *self._files)
 

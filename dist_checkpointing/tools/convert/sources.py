@@ -80,6 +80,10 @@ class Source(ABC):
         """The paths that must not be written to while it is read."""
         return (self.path,)
 
+    def file_of(self, key: str) -> Location:  # noqa: ARG002 - a hook
+        """The file or folder that holds a tensor."""
+        return self.path
+
     def check_unchanged(self) -> None:  # noqa: B027 - a hook
         """Raise CorruptCheckpointError if it is no longer what was opened."""
 

@@ -153,6 +153,8 @@ def _totals(uses: Collection[store.FileUse]) -> Files:
 
 def _facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
     backend, version = checkpoint.backend
+    if backend in ("safetensors", "torch"):
+        return {}
     facts = {}
     tables = [n for n in sizes if n.startswith(f"{CHECKSUMS_NAME}/") and n.endswith(".bin")]
     facts["checksums"] = f"in {_count(tables, 'table')}" if tables else "none were kept"
