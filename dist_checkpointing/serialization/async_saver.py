@@ -25,7 +25,7 @@ from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
 from dist_checkpointing.storage.background import Ownership
 from dist_checkpointing.storage.driver import write_plan
-from dist_checkpointing.storage.progress import Meter, Progress
+from dist_checkpointing.storage.progress import Meter, Progress, chosen_callback
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 from dist_checkpointing.storage.worker import WriterProcess
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
@@ -146,7 +146,8 @@ class AsyncSaver:
             ValueError: if the saver is closed; and see ``async_save``.
         """
         require_known("AsyncSaver.save", options)
-        progress, step = options.pop("progress", None), options.pop("step", None)
+        step, rank = options.pop("step", None), self._comm.rank
+        progress = chosen_callback(options.pop("progress", None), "asynchronous save", rank)
         capture = options.pop("capture", "copy")
         detect_changes = options.pop("detect_changes", "versions")
         _check_choice("capture", capture, ("copy", "background"))
@@ -270,7 +271,7 @@ class AsyncSaver:
         last = self._last
         if last is None:
             return
-        is_through = last.is_through_in(timeout_seconds)
+        is_through = last.wait(timeout_seconds)
         if timeout_seconds is not None and not self._comm.all_same(0 if is_through else None):
             raise TimeoutError(
                 f"the save into {last.checkpoint_dir} goes on after {timeout_seconds:g} s"
@@ -293,7 +294,7 @@ class AsyncSaver:
 
     def close_alone(self, timeout_seconds: float) -> None:
         """Like ``close``, but without the other ranks: what failed is not raised, it was logged."""
-        if self._last is None or self._last.is_through_in(timeout_seconds):
+        if self._last is None or self._last.wait(timeout_seconds):
             self._let_go()
 
     def _let_go(self) -> None:

@@ -37,7 +37,7 @@ from dist_checkpointing.serialization.load_checks import (
 )
 from dist_checkpointing.serialization.load_verification import Verification
 from dist_checkpointing.storage.driver import read
-from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, share_index
@@ -83,7 +83,7 @@ def load(  # type: ignore[overload-overlap]  # any other flag returns one value
     cast: Cast = ...,
     trusted: bool = ...,
     verify: Verify = ...,
-    progress: ProgressCallback | None = ...,
+    progress: ProgressOption | None = ...,
 ) -> tuple[StateDict, set[str], set[str]]: ...
 
 
@@ -100,7 +100,7 @@ def load(
     cast: Cast = ...,
     trusted: bool = ...,
     verify: Verify = ...,
-    progress: ProgressCallback | None = ...,
+    progress: ProgressOption | None = ...,
 ) -> StateDict: ...
 
 
@@ -116,7 +116,7 @@ def load(
     cast: Cast = "error",
     trusted: bool = False,
     verify: Verify = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressOption | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load what a template asks for, however it was sharded when it was saved. Collective.
 
@@ -149,7 +149,8 @@ def load(
             the save did not keep are computed from what is stored, which is read once more. Where
             the ranks do not hold all of a tensor in its stored dtype and shape there is nothing to
             compare, and a warning names it.
-        progress: called with a Progress, from any thread, whenever there is something to report.
+        progress: called with a Progress, from any thread, whenever there is something to report;
+            or ``"bar"``: rank 0 shows its own part on the standard error.
 
     Returns:
         The state dict, nested as the template, with all common state of the checkpoint. With a

@@ -28,6 +28,7 @@ WITHOUT = {
     "FactoryMergeFn",
     "PathOrStr",
     "ProgressCallback",
+    "ProgressOption",
     "ReplicaId",
     "ShardedBase",
     "ShardedStateDict",

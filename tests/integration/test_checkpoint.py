@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -150,6 +151,27 @@ def test_iterating_gives_the_rows(samples: Samples) -> None:
     sample = samples("tensorstore")
     rows = list(Checkpoint.open(sample.folder)["decoder.weight"])  # type: ignore[call-overload]
     assert torch.equal(torch.stack(rows), sample.tensors["decoder.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_tensor_is_an_array(tmp_path: Path, dtype: torch.dtype) -> None:
+    rows, scalar = torch.arange(6).reshape(2, 3).to(dtype), torch.tensor(1).to(dtype)
+    save({"w": shard("w", rows), "s": shard("s", scalar)}, tmp_path)
+    opened = Checkpoint.open(tmp_path)
+    handle = opened["w"]
+    assert (handle.ndim, len(handle), handle.numel(), bool(handle)) == (2, 2, 6, True)
+    for made in (handle.read(), torch.as_tensor(handle), torch.from_dlpack(handle)):
+        assert_same_bits(made, rows, "rows")
+    assert_same_bits(torch.as_tensor(opened["s"]), scalar, "scalar")
+    array = np.asarray(handle)
+    assert array.dtype == handle.stored.dtype.numpy
+    assert array.tolist() == rows.tolist()
+    assert np.asarray(handle, np.float64).dtype == np.float64
+    assert handle.read(device="meta").device.type == "meta"
+    with pytest.raises(TypeError, match="'s' has no axes"):
+        len(opened["s"])
+    with pytest.raises(ValueError, match="without being read"):
+        np.array(handle, copy=False)
 
 
 def test_many_boxes_at_once(any_sample: Sample) -> None:
