@@ -57,7 +57,9 @@ class Finding:
             word = "rank" if len(self.ranks) == 1 else "ranks"
             parts.append(f"{word} {', '.join(map(str, self.ranks))}")
         text = "; ".join(parts)
-        return f"{text}. {self.remedy}" if self.remedy is not None else text
+        if self.remedy is None:
+            return text
+        return f"{text}{'' if text.endswith('?') else '.'} {self.remedy}"
 
 
 class CheckpointingException(Exception):

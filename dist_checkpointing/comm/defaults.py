@@ -71,6 +71,22 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
     return comm
 
 
+def chosen_comm(comm: Comm | None) -> Comm:
+    """``comm``, or by default ``default_comm()``.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    if comm is None:
+        return default_comm()
+    if isinstance(comm, Comm):
+        return comm
+    group = " (comm.group_comm makes one of a process group)"
+    is_group = isinstance(comm, dist.ProcessGroup)
+    message = f"comm must be a Comm or None, not {type(comm).__name__}{group if is_group else ''}"
+    raise TypeError(message)
+
+
 def _require_alone() -> None:
     """Raise an error if this is one of several processes, such as torchrun starts."""
     count = os.environ.get("WORLD_SIZE", "").strip()

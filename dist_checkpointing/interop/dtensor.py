@@ -15,7 +15,8 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.mapping import (
@@ -68,7 +69,7 @@ def shard_state_dict(state_dict: StateDict, *, comm: Comm | None = None) -> Shar
         >>> sorted(load_tensors_metadata("ckpt/17"))
         ['model.bias', 'model.weight']
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     leaves, skeleton = flatten(state_dict, only=containers_with(state_dict, _is_tensor))
     with comm.agreed("describing the tensors"):
         held = _describe_all({path: leaf for path, leaf in leaves.items() if _is_tensor(leaf)})

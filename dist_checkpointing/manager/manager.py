@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from dist_checkpointing.checkpoint.verify import verify_checkpoint
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import (
     CheckpointingException,
     CheckpointNotFoundError,
@@ -111,7 +112,7 @@ class CheckpointManager:
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
         self.root = local_folder(root)
         self._strategy = sharded_strategy
-        self._comm = default_comm() if comm is None else comm
+        self._comm = chosen_comm(comm)
         self._files = RunFolder(self.root, Retention() if retention is None else retention)
         self._on_error = on_error
         self._trusted = trusted

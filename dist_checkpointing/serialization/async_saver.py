@@ -10,7 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
@@ -107,7 +108,7 @@ class AsyncSaver:
         if is_apart and not self._buffers.is_shared:
             raise ValueError("worker='process' needs StagingBuffers(shared=True)")
         self._process = WriterProcess(self._buffers) if is_apart else None
-        self._comm = default_comm() if comm is None else comm
+        self._comm = chosen_comm(comm)
         self._own_comm = self._comm.duplicate() if finalize == "background" else None
         self._retries = retries
         self._plan_cache = PlanCache() if plan_cache is None else plan_cache

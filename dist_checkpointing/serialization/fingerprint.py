@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dist_checkpointing.comm import Comm, SingleProcess, default_comm
+from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.fingerprints import NOTHING, Sums, added, fingerprint_of
@@ -65,7 +66,7 @@ def fingerprint(
         >>> fingerprint({"w": whole})
         {'w': '2e183e35fa38af98a434abd585d434f1'}
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     shards: list[ShardedTensor] = []
 
     def describe_own() -> tuple[dict[str, ShardTable], None]:

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
 from dist_checkpointing.format.gc_pause import paused_collector
@@ -33,6 +34,7 @@ from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.serialization.load_checks import (
     check_access,
     noting_filled,
+    rebuilt,
     require_one_save,
 )
 from dist_checkpointing.serialization.load_verification import Verification
@@ -134,7 +136,9 @@ def load(
         common_strategy: likewise, for common state.
         validate_access_integrity: also demand that the shards of all ranks make up each global
             tensor exactly once. Without it a template may be partial or overlap.
-        strict: what to do about keys that only one side has; see StrictHandling.
+        strict: what to do about keys that only one side has; see StrictHandling. By default rank 0
+            logs one warning if there are stored tensors, such as ``optimizer.…``, with a first name
+            that no rank asks for; ``"raise_unexpected"`` does the same without a warning.
         comm: the ranks that load together; by default all of torch.distributed, or this process.
         cast: what to do where stored and wanted dtype differ: raise ("error"), convert if no
             value can change ("widen"), or convert always ("any").
@@ -175,7 +179,7 @@ def load(
         >>> load({"w": second_half}, "ckpt/1000")
         {'w': tensor([2., 3.]), 'step': 1000}
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     meter = Meter("load", comm.rank, progress)
     flag = parse_strict_flag(strict)
     _require_known(cast, verify)
@@ -206,7 +210,14 @@ def load(
         wanted_objects = _asked(parts.objects, unexpected)
         wanted = TensorColumns.of(tensors.values())
         own_planner = getattr(found.sharded, "planner", None) is not None
-        alike = compare(tensors, wanted, stored, cast, planner_knows_keys=own_planner)
+        alike = compare(
+            tensors,
+            wanted,
+            stored,
+            cast,
+            planner_knows_keys=own_planner,
+            stored_keys=stored_keys,
+        )
         check_filled(parts, common, flag)
         filled = wanted
         # Copies of the leaves are for others than our own planner, who may change them.
@@ -235,9 +246,14 @@ def load(
         loaded, of_strategy = _read(
             to_fill, cells, found.sharded, reader, index, parts, folder, comm, meter
         )
-    with comm.agreed("rebuilding the state dict"), paused_collector():
+
+    @paused_collector()
+    def rebuild() -> StateDict:
         require_one_save(number_of_save(folder) == save_number, folder)
-        state_dict: StateDict = parts.rebuild(common, loaded, of_strategy or of_common)
+        return parts.rebuild(common, loaded, of_strategy or of_common)
+
+    is_silent = own_planner or flag is not StrictHandling.ASSUME_OK_UNEXPECTED
+    state_dict = rebuilt(rebuild, () if is_silent else wanted.keys, stored_keys, comm)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
@@ -118,7 +119,7 @@ def save(
         >>> sorted(load_tensors_metadata("ckpt/1000"))
         ['decoder.weight']
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     meter = Meter("save", comm.rank, progress)
     job = prepare(
         sharded_state_dict,

@@ -63,4 +63,8 @@ def parse_strict_flag(strict: StrictHandling | str) -> StrictHandling:
         return StrictHandling(strict)
     except ValueError:
         names = ", ".join(member.value for member in StrictHandling)
-        raise ValueError(f"Invalid strict flag: {strict!r}; expected one of {names}") from None
+        instead = {True: "; 'raise_all' is the strictest", False: "; 'ignore_all' is the mildest"}
+        near = instead[strict] if isinstance(strict, bool) else ""
+        raise ValueError(
+            f"Invalid strict flag: strict={strict!r}; expected one of {names}{near}"
+        ) from None
