@@ -31,6 +31,7 @@ from dist_checkpointing.manager.run_record import (
     read_record,
     write_record,
 )
+from dist_checkpointing.manager.save_log import tell
 from dist_checkpointing.serialization.readers import remove_sharded_tensors
 from dist_checkpointing.storage.options import Durability
 
@@ -50,10 +51,14 @@ class RunFolder:
     Args:
         root: folder of the run.
         retention: which checkpoints are kept.
+        on_deleted: called with each step whose checkpoint was deleted.
     """
 
-    def __init__(self, root: Path, retention: Retention) -> None:
+    def __init__(
+        self, root: Path, retention: Retention, on_deleted: Callable[[int], object]
+    ) -> None:
         self.root = root
+        self._on_deleted = on_deleted
         self._retention = retention
         self._is_tidy = False
         self._without_optimizer: set[int] = set()
@@ -88,6 +93,12 @@ class RunFolder:
             return pointer
         return max(self.committed_steps(), default=None)
 
+    def best(self) -> int | None:
+        """The committed step with the best metric."""
+        metrics = self._current().metrics
+        best = self._retention.best_steps(metrics)
+        return next((s for s in best if check_is_distributed_checkpoint(self.folder(s))), None)
+
     def base_of(self, step: int, damaged: Mapping[int, int]) -> int | None:
         """The newest committed step that a save of a step may share files with.
 
@@ -102,14 +113,18 @@ class RunFolder:
                 return other
         return None
 
-    def hooks(self, step: int) -> dict[str, Any]:
+    def hooks(
+        self, step: int, metric: float | None, note_bytes: Callable[[int], None]
+    ) -> dict[str, Any]:
         """What a save of a step calls before and after it has claimed the folder."""
 
         def check(index: Index | None) -> None:
             stored = () if index is None else (index[key] for key in index)
-            check_room(self.folder(step), sum(tensor.num_bytes for tensor in stored))
+            num_bytes = sum(tensor.num_bytes for tensor in stored)
+            note_bytes(num_bytes)
+            check_room(self.folder(step), num_bytes)
 
-        return {"before_claim": check, "after_claim": partial(self.claimed, step)}
+        return {"before_claim": check, "after_claim": partial(self.claimed, step, metric)}
 
     def begin(self, step: int, damaged: int | None) -> bool:
         """Record that this manager will write the folder of a step, before the folder exists.
@@ -140,18 +155,18 @@ class RunFolder:
                 and self._is_own(record, step)
             )
 
-    def claimed(self, step: int, attempt: str) -> None:
+    def claimed(self, step: int, metric: float | None, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
         with self._lock:
             record = self._current()
             known = record.steps.get(step, StepRecord())
-            changed = record.with_step(step, replace(known, begun=attempt))
+            changed = record.with_step(step, replace(known, begun=attempt, metric=metric))
             self._write(changed, Durability.PAGE_CACHE)
 
-    def committed(self, step: int) -> None:
+    def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer to a committed step, durably; then delete what retention asks for."""
         with self._lock:
-            known = StepRecord(attempt_of(self.folder(step)))
+            known = StepRecord(attempt_of(self.folder(step)), metric=metric)
             record = replace(self._current().with_step(step, known), latest=step)
             self._write(record, Durability.FSYNC)
             try:
@@ -174,7 +189,10 @@ class RunFolder:
             if not is_committed(folder):
                 continue
             if known.begun is not None and known.begun == attempt_of(folder):
-                record = replace(record.with_step(step, StepRecord(known.begun)), latest=step)
+                record = replace(
+                    record.with_step(step, StepRecord(known.begun, metric=known.metric)),
+                    latest=step,
+                )
             elif known.attempt is None and (record.latest is None or step > record.latest):
                 # Recorded by an older version, or saved without a manager: it exists, but no
                 # manager of this root may delete it.
@@ -205,7 +223,7 @@ class RunFolder:
             if record.latest == step:
                 others = [other for other in self.committed_steps() if other != step]
                 self._write(replace(record, latest=max(others, default=None)), Durability.FSYNC)
-            self._remove(step)
+            self._delete(step)
 
     def _thin_out(self, record: RunRecord) -> None:
         committed = self.committed_steps()
@@ -214,7 +232,7 @@ class RunFolder:
         assert latest is not None
         own = [step for step in committed if self._is_own(record, step) and step <= latest]
         protected = [step for step in (latest, record.last_verified) if step is not None]
-        due = self._retention.due(own, protected)
+        due = self._retention.due(own, protected, record.metrics)
         leftovers = [
             step
             for step in record.steps
@@ -222,8 +240,10 @@ class RunFolder:
             and not is_committed(self.folder(step))
             and (attempt_of(self.folder(step)) is not None or is_spent(self.folder(step)))
         ]
-        for step in (*leftovers, *due.delete):
+        for step in leftovers:
             self._try_to(self._remove, step)
+        for step in due.delete:
+            self._try_to(self._delete, step)
         for step in due.strip:
             if not record.steps[step].stripped and step not in self._without_optimizer:
                 self._try_to(self._strip, step)
@@ -243,6 +263,10 @@ class RunFolder:
             and known.attempt is not None
             and known.attempt == attempt_of(self.folder(step))
         )
+
+    def _delete(self, step: int) -> None:
+        self._remove(step)
+        tell(self._on_deleted, step)
 
     def _remove(self, step: int) -> None:
         if is_there(self.folder(step)):

@@ -89,6 +89,8 @@ def asynchronous(number: int, names: Names) -> None:
         names |= {"manager": CheckpointManager("second"), "step": 10}
     if number == 2:
         names["manager"].close()
+        names["root"] = "third"
+    if number == 3:
         names |= {"AsyncCallsQueue": AsyncCallsQueue, "state": state, "path": "ckpt/1"}
 
 

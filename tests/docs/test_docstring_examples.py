@@ -46,6 +46,7 @@ WITHOUT = {
     "ReadItem",
     "ReadMode",
     "SavePlan",
+    "SavedStep",
     "StoredChunk",
     "StrategyAction",
     "TensorWriteData",
