@@ -35,7 +35,7 @@ from dist_checkpointing.strategies.verification import (
     not_covered,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def verify_checkpoint(

@@ -77,13 +77,14 @@ def chosen_comm(comm: Comm | None) -> Comm:
     Raises:
         TypeError: if it is something else.
     """
-    if comm is None:
+    given: object = comm  # whatever it is
+    if given is None:
         return default_comm()
-    if isinstance(comm, Comm):
-        return comm
-    group = " (comm.group_comm makes one of a process group)"
-    is_group = isinstance(comm, dist.ProcessGroup)
-    message = f"comm must be a Comm or None, not {type(comm).__name__}{group if is_group else ''}"
+    if isinstance(given, Comm):
+        return given
+    message = f"comm must be a Comm or None, not {type(given).__name__}"
+    if isinstance(given, dist.ProcessGroup):
+        message += "; comm.group_comm makes one of a process group"
     raise TypeError(message)
 
 

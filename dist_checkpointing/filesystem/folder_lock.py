@@ -26,7 +26,7 @@ from typing import Final, Self
 from dist_checkpointing.errors import CheckpointExistsError, Finding
 from dist_checkpointing.filesystem.lock_holder import Holder, Kind
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LOCK_NAME: Final = ".dckpt.lock"
 _NO_FLOCK: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})

@@ -35,7 +35,7 @@ from dist_checkpointing.serialization.save_options import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "warn", "retry"]
 
@@ -107,7 +107,7 @@ class CheckpointManager:
     ) -> None:
         if on_error not in ("raise", "warn", "retry"):
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
-        self.root = local_folder(root)
+        self.root: Path = local_folder(root)
         self._strategy = sharded_strategy
         self._comm = chosen_comm(comm)
         self._files = RunFolder(self.root, retention or Retention(), on_deleted)

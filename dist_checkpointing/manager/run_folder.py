@@ -35,7 +35,7 @@ from dist_checkpointing.manager.save_log import tell
 from dist_checkpointing.serialization.readers import remove_sharded_tensors
 from dist_checkpointing.storage.options import Durability
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _NO_PREFIX: Final = "\0no tensor\0"
 """A prefix that no key has."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import local
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 RECORD_NAME: Final = "manager.json"
 _FORMAT: Final = 1

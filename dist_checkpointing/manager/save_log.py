@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from dist_checkpointing.errors import CheckpointingException
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -83,13 +83,13 @@ class JsonLinesLog:
         >>> log = JsonLinesLog("saves.jsonl")
         >>> with CheckpointManager("run", on_saved=log) as manager:
         ...     manager.save(100, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3))})
-        >>> line = json.loads(open("saves.jsonl").read())
+        >>> line = json.loads(Path("saves.jsonl").read_text())
         >>> line["step"], line["num_bytes"], sorted(line)
         (100, 12, ['blocked_seconds', 'metric', 'num_bytes', 'seconds', 'step', 'time'])
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path: Path = Path(path)
 
     def __call__(self, saved: SavedStep) -> None:
         """Append a line; ``time`` is the Unix time of the commit."""
@@ -130,7 +130,7 @@ def _summary_writer(folder: str) -> Any:
     except ImportError as error:
         message = "TensorBoardLog needs tensorboard: pip install 'dist_checkpointing[tensorboard]'"
         raise CheckpointingException(message) from error
-    return SummaryWriter(folder)  # type: ignore[no-untyped-call]
+    return SummaryWriter(folder)
 
 
 def _numbers(saved: SavedStep) -> dict[str, float | None]:

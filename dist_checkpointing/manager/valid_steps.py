@@ -28,7 +28,7 @@ from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.serialization.load import load
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class ValidSteps:

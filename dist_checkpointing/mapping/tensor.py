@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -349,8 +349,8 @@ class ShardedTensor(ShardedBase):
         cls,
         key: str,
         data: torch.Tensor,
-        global_shape: Sequence[SupportsIndex],
-        offset: Sequence[SupportsIndex],
+        global_shape: Iterable[SupportsIndex],
+        offset: Iterable[SupportsIndex],
         *,
         replica_id: ReplicaId = 0,
     ) -> ShardedTensor:

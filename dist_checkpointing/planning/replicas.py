@@ -27,7 +27,7 @@ from dist_checkpointing.planning.shard_table import (
     concatenate,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 SAMPLES: Final = 16
 """Saves after which ``ReplicaCheck.SAMPLE`` has looked at everything."""

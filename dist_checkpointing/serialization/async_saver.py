@@ -32,7 +32,7 @@ from dist_checkpointing.storage.worker import WriterProcess
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Finalize = Literal["background", "caller"]
 Worker = Literal["thread", "process"]

@@ -35,7 +35,7 @@ from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.validation.unwrapped import refuse_distributed
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _ROW = np.dtype([("number", "<i4"), ("sums", "<u8", (2,))])
 

@@ -248,12 +248,12 @@ def load(
         )
 
     @paused_collector()
-    def rebuild() -> StateDict:
+    def rebuild() -> Any:
         require_one_save(number_of_save(folder) == save_number, folder)
         return parts.rebuild(common, loaded, of_strategy or of_common)
 
-    is_silent = own_planner or flag is not StrictHandling.ASSUME_OK_UNEXPECTED
-    state_dict = rebuilt(rebuild, () if is_silent else wanted.keys, stored_keys, comm)
+    asked = () if own_planner or flag is not StrictHandling.ASSUME_OK_UNEXPECTED else wanted.keys
+    state_dict = rebuilt(rebuild, asked, stored_keys, comm)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected

@@ -19,7 +19,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.storage.background import Ownership, run_in_background
 from dist_checkpointing.storage.progress import Progress
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class _Captured(threading.Event):

@@ -58,7 +58,7 @@ from dist_checkpointing.validation.unwrapped import (
     warn_of_large_tensors,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class SaveJob:
@@ -100,7 +100,7 @@ class SaveJob:
         selected: SaveShardedStrategy = select_strategy(
             StrategyAction.SAVE_SHARDED, options.get("sharded_strategy")
         )
-        self.strategy = selected.resolved()
+        self.strategy: SaveShardedStrategy = selected.resolved()
         common_writer: SaveCommonStrategy = select_strategy(
             StrategyAction.SAVE_COMMON, options.get("common_strategy")
         )

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ def _bar(operation: str) -> ProgressCallback:
         with lock:
             if report.phase != phase:
                 phase = report.phase
-                for task in bar.task_ids:
-                    bar.remove_task(task)
+                for number in bar.task_ids:
+                    bar.remove_task(number)
             if not report.bytes_total:
                 return
             if not bar.task_ids:

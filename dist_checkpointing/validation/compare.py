@@ -24,7 +24,7 @@ from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.validation.strictness import StrictHandling
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Cast = Literal["error", "widen", "any"]
 
@@ -137,7 +137,7 @@ def compare(
     cast: Cast,
     *,
     planner_knows_keys: bool,
-    stored_keys: Callable[[], Iterable[str]],
+    stored_keys: Callable[[], Iterable[str]] | None = None,
 ) -> bool:
     """Check every wanted tensor against what is stored.
 
@@ -147,7 +147,7 @@ def compare(
         stored: key -> global shape and dtype.
         cast: what to do about dtypes that differ.
         planner_knows_keys: a user's planner may find a key under another name, and says so if not.
-        stored_keys: gives the keys of all stored tensors.
+        stored_keys: gives the keys of all stored tensors, if ``stored`` holds only some.
 
     Returns:
         Whether all are stored with just their global shapes and dtypes.
@@ -155,6 +155,7 @@ def compare(
     Raises:
         StateMismatchError: with all keys, shapes and dtypes that differ.
     """
+    known_keys = stored.keys if stored_keys is None else stored_keys
     if isinstance(stored, StoredTensors):
         # What has an address is not on the meta device.
         without = np.flatnonzero(columns.addresses < 0).tolist()
@@ -192,7 +193,7 @@ def compare(
                 key,
                 remedy="Remove it from the template, or pass strict=.",
             )
-            for key, near in _hinted(missing, stored_keys())
+            for key, near in _hinted(missing, known_keys())
         ]
     if findings:
         message = (

@@ -159,7 +159,7 @@ def test_curves_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             made.append(Writer(folder))
             return made[-1]
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Module())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Module())
     logs = TensorBoardLog(tmp_path / "logs")
     assert not made  # other ranks make no file
     with CheckpointManager(tmp_path, on_saved=[TensorBoardLog(writer, "c/"), logs]) as manager:
@@ -179,7 +179,7 @@ def test_curves_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_without_tensorboard_the_log_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     saved = SavedStep(1, tmp_path, None, 1.0, 1.0, 1)
     with pytest.raises(CheckpointingException, match=r"pip install 'dist_checkpointing\[tensor"):
         TensorBoardLog(tmp_path)(saved)

@@ -110,7 +110,7 @@ class Tree:
         self._seen: set[tuple[str, int]] = set()
         self.files: set[str] = set()
         root = _newest_root(folder)
-        self.num_keys = 0 if root is None else root.statistics.num_keys
+        self.num_keys: int = 0 if root is None else root.statistics.num_keys
         self._root = None if root is None else _place_of(root)
 
     def all(self) -> tuple[list[bytes], Values]:

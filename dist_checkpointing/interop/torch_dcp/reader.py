@@ -6,6 +6,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class DCPReader(dcp_storage.StorageReader):
         trusted: bool = False,
     ) -> None:
         super().__init__()
-        self.path = local_folder(path)
+        self.path: Path = local_folder(path)
         self.trusted = trusted
         self._backend = backend
         self._found: LoadStrategies | None = None

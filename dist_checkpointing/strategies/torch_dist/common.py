@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
@@ -42,7 +42,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         >>> TorchDistCommonLoadStrategy().check_backend_compatibility("torch_dist")
     """
 
-    reads = frozenset({("torch_dist", 1)})
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch_dist", 1)})
     argument = "common_strategy"
 
     def __init__(self, *, trusted: bool = False) -> None:

@@ -49,7 +49,8 @@ class OpenRecord:
 
     def __init__(self, descriptor: int, place: Place) -> None:
         self.descriptor = descriptor
-        self.start, self.length = place.offset, place.length
+        self.start: int = place.offset
+        self.length: int = place.length
         size = os.fstat(descriptor).st_size
         # A mapped file that is too short would kill the process instead of raising.
         if self.start + self.length > size:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -97,7 +97,7 @@ class ZarrV3Writer(ZarrFolderWriter):
         codec: name of the compression; None for raw bytes.
     """
 
-    layout = RowBlockLayout()
+    layout: RowBlockLayout = RowBlockLayout()
 
     def __init__(self, checkpoint_dir: Path, codec: str | None = None) -> None:
         super().__init__(checkpoint_dir)
@@ -260,8 +260,8 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
         >>> save(state, "ckpt", Zarr3SaveShardedStrategy(codec="zstd"))
     """
 
-    writer_type = ZarrV3Writer
-    writes = ("zarr", 2)
+    writer_type: ClassVar[type[ZarrV3Writer]] = ZarrV3Writer
+    writes: ClassVar[tuple[str, int]] = ("zarr", 2)
 
     def __init__(
         self,
@@ -292,8 +292,8 @@ class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
         >>> loaded = load(state, "ckpt", Zarr3LoadShardedStrategy())
     """
 
-    reader_type = ZarrV3Reader
-    reads = frozenset({("zarr", 2)})
+    reader_type: ClassVar[type[ZarrV3Reader]] = ZarrV3Reader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("zarr", 2)})
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)
