@@ -15,6 +15,7 @@ WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 
 BIN := .venv/bin
 READY := .venv/ready
+DEMO_READY := .venv/demo-ready
 DOCS_READY := .venv/docs-ready
 # Each in a folder of its own: what imports megatron.core elsewhere finds none.
 MEGATRON := .venv/megatron-core
@@ -26,19 +27,22 @@ SPACE := $(EMPTY) $(EMPTY)
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Python >= 3.11 is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@PYTHON=$(PYTHON) .ci/set-up dev
+	@touch $@
+
+# The demo needs less, unless there is all of it already.
+$(DEMO_READY): pyproject.toml constraints.txt
+	@{ test $(READY) -nt pyproject.toml && test $(READY) -nt constraints.txt; } || \
+	  PYTHON=$(PYTHON) .ci/set-up demo
 	@touch $@
 
 # Apart, so that no other target waits for what only the site needs.
 $(DOCS_READY): $(READY)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@PYTHON=$(PYTHON) .ci/set-up dev,docs
 	@touch $@
 
-demo: $(READY)
-	$(BIN)/python examples/reshard_gpt.py $(if $(BACKEND),--backend $(BACKEND)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+demo: $(DEMO_READY)
+	@$(BIN)/python examples/reshard_gpt.py $(if $(BACKEND),--backend $(BACKEND)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -q --once-each $(WORKERS) $(ARGS)

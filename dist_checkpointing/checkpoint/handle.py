@@ -271,6 +271,15 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def __len__(self) -> int:
         return len(self.index)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return [*self]
+
+    def _repr_html_(self) -> str:
+        # Not at the top: only notebooks ask for it.
+        from dist_checkpointing.checkpoint.html_view import html_of  # noqa: PLC0415
+
+        return html_of(self)
+
     def __repr__(self) -> str:
         name, version = self.backend
         return f"<Checkpoint {str(self.path)!r}: {name} {version}, {len(self)} tensors>"

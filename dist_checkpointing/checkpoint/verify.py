@@ -27,7 +27,7 @@ from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.shard_table import concatenate
 from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
-from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.verification import (
     damage_of,
@@ -35,7 +35,7 @@ from dist_checkpointing.strategies.verification import (
     not_covered,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def verify_checkpoint(
@@ -87,7 +87,7 @@ def examine_checkpoint(
     rank: int = 0,
     world_size: int = 1,
     trusted: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressOption | None = None,
 ) -> Examination:
     """Read all of a checkpoint and say what is wrong with it. Not collective.
 

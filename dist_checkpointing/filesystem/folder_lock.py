@@ -27,7 +27,7 @@ from dist_checkpointing.errors import CheckpointExistsError, Finding
 from dist_checkpointing.filesystem.local import read_bytes
 from dist_checkpointing.filesystem.lock_holder import Holder, Kind
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LOCK_NAME: Final = ".dckpt.lock"
 _NO_FLOCK: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})

@@ -43,7 +43,7 @@ from dist_checkpointing.format.leftovers import (
     refuse_foreign,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 COMMON_STATE_FNAME = "common.pt"
 CONTENT_METADATA_KEY = "content_metadata"
@@ -170,7 +170,7 @@ class Attempt:
     def __init__(
         self, folder: Path, lock: FolderLock, creates: tuple[str, ...], durability: local.Durability
     ) -> None:
-        self.id = uuid.uuid4().hex
+        self.id: str = uuid.uuid4().hex
         self._folder = folder
         self._lock = lock
         self._creates = creates

@@ -33,10 +33,11 @@ from dist_checkpointing.manager.run_record import (
     read_record,
     write_record,
 )
+from dist_checkpointing.manager.save_log import tell
 from dist_checkpointing.serialization.readers import remove_sharded_tensors
 from dist_checkpointing.storage.options import Durability
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _NO_PREFIX: Final = "\0no tensor\0"
 """A prefix that no key has."""
@@ -52,6 +53,7 @@ class RunFolder:
     Args:
         root: folder of the run.
         retention: which checkpoints are kept.
+        on_deleted: called with each step whose checkpoint was deleted.
         also_kept: gives steps that must be kept for another reason.
     """
 
@@ -59,11 +61,13 @@ class RunFolder:
         self,
         root: Any,
         retention: Retention,
+        on_deleted: Callable[[int], object] = lambda _: None,
         also_kept: Callable[[], Iterable[int]] = lambda: (),
     ) -> None:
         if retention.drop_optimizer_after is not None:
             require_local(root, "drop_optimizer_after")
         self.root: Path = root
+        self._on_deleted = on_deleted
         self._retention = retention
         self._also_kept = also_kept
         self._is_tidy = False
@@ -106,6 +110,16 @@ class RunFolder:
             return pointer
         return max(self.committed_steps(), default=None)
 
+    def metrics(self) -> dict[int, float]:
+        """The metrics of steps that have one."""
+        return self._current().metrics
+
+    def best(self) -> int | None:
+        """The committed step with the best metric."""
+        metrics = self.metrics()
+        best = self._retention.best_steps(metrics)
+        return next((s for s in best if check_is_distributed_checkpoint(self.folder(s))), None)
+
     def base_of(self, step: int, damaged: Mapping[int, int]) -> int | None:
         """The newest committed step that a save of a step may share files with.
 
@@ -120,15 +134,24 @@ class RunFolder:
                 return other
         return None
 
-    def hooks(self, step: int, *, has_base: bool) -> dict[str, Any]:
+    def hooks(
+        self,
+        step: int,
+        metric: float | None,
+        note_bytes: Callable[[int], None],
+        *,
+        has_base: bool,
+    ) -> dict[str, Any]:
         """What a save of a step calls before and after it has claimed the folder."""
 
         def check(index: Index | None) -> None:
+            stored = () if index is None else (index[key] for key in index)
+            num_bytes = sum(tensor.num_bytes for tensor in stored)
+            note_bytes(num_bytes)
             # How much a base leaves to write is known when its parts have been compared.
-            stored = () if index is None or has_base else (index[key] for key in index)
-            check_room(self.folder(step), sum(tensor.num_bytes for tensor in stored))
+            check_room(self.folder(step), 0 if has_base else num_bytes)
 
-        return {"before_claim": check, "after_claim": partial(self.claimed, step)}
+        return {"before_claim": check, "after_claim": partial(self.claimed, step, metric)}
 
     def begin(self, step: int, damaged: int | None) -> bool:
         """Record that this manager will write the folder of a step, before the folder exists.
@@ -159,18 +182,18 @@ class RunFolder:
                 and self._is_own(record, step)
             )
 
-    def claimed(self, step: int, attempt: str) -> None:
+    def claimed(self, step: int, metric: float | None, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
         with self._lock:
             record = self._current()
             known = record.steps.get(step, StepRecord())
-            changed = record.with_step(step, replace(known, begun=attempt))
+            changed = record.with_step(step, replace(known, begun=attempt, metric=metric))
             self._write(changed, Durability.PAGE_CACHE)
 
-    def committed(self, step: int) -> None:
+    def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer to a committed step, durably; then delete what retention asks for."""
         with self._lock:
-            known = StepRecord(attempt_of(data_folder(self.folder(step))))
+            known = StepRecord(attempt_of(data_folder(self.folder(step))), metric=metric)
             record = replace(self._current().with_step(step, known), latest=step)
             self._write(record, Durability.FSYNC)
             self.thin_out()
@@ -198,7 +221,10 @@ class RunFolder:
             if not is_committed(folder):
                 continue
             if known.begun is not None and known.begun == attempt_of(data_folder(folder)):
-                record = replace(record.with_step(step, StepRecord(known.begun)), latest=step)
+                record = replace(
+                    record.with_step(step, StepRecord(known.begun, metric=known.metric)),
+                    latest=step,
+                )
             elif known.attempt is None and (record.latest is None or step > record.latest):
                 # Recorded by an older version, or saved without a manager: it exists, but no
                 # manager of this root may delete it.
@@ -229,7 +255,7 @@ class RunFolder:
             if record.latest == step:
                 others = [other for other in self.committed_steps() if other != step]
                 self._write(replace(record, latest=max(others, default=None)), Durability.FSYNC)
-            self._remove(step)
+            self._delete(step)
 
     def _thin_out(self, record: RunRecord) -> None:
         committed = self.committed_steps()
@@ -240,12 +266,14 @@ class RunFolder:
         own = [step for step in committed if self._is_own(record, step) and step <= latest]
         named = (latest, record.last_verified, *self._also_kept())
         protected = [step for step in named if step is not None]
-        due = self._retention.due(own, protected)
+        due = self._retention.due(own, protected, record.metrics)
         leftovers = [
             step for step in record.steps if step < latest and is_leftover(self.folder(step))
         ]
-        for step in (*leftovers, *due.delete):
+        for step in leftovers:
             self._try_to(self._remove, step)
+        for step in due.delete:
+            self._try_to(self._delete, step)
         for step in due.strip:
             if not record.steps[step].stripped and step not in self._without_optimizer:
                 self._try_to(self._strip, step)
@@ -265,6 +293,10 @@ class RunFolder:
             and known.attempt is not None
             and known.attempt == attempt_of(data_folder(self.folder(step)))
         )
+
+    def _delete(self, step: int) -> None:
+        self._remove(step)
+        tell(self._on_deleted, step)
 
     def _remove(self, step: int) -> None:
         if is_there(self.folder(step)):

@@ -11,7 +11,7 @@ from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.object_path import Location
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 RECORD_NAME: Final = "manager.json"
 _FORMAT: Final = 1
@@ -28,12 +28,14 @@ class StepRecord:
             committed.
         verified: Whether all of it has been read back and compared.
         stripped: Whether its optimizer state has been deleted.
+        metric: Metric that was passed to its save.
     """
 
     attempt: str | None = None
     verified: bool = False
     stripped: bool = False
     begun: str | None = None
+    metric: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,11 @@ class RunRecord:
     def without_step(self, step: int) -> RunRecord:
         """The record without a step."""
         return replace(self, steps={s: r for s, r in self.steps.items() if s != step})
+
+    @property
+    def metrics(self) -> dict[int, float]:
+        """The metric of each step that has one."""
+        return {s: r.metric for s, r in self.steps.items() if r.metric is not None}
 
     @property
     def last_verified(self) -> int | None:
@@ -93,7 +100,8 @@ def _parsed(content: Any) -> RunRecord:
     for record in steps.values():
         flags, names = (record.verified, record.stripped), (record.attempt, record.begun)
         texts = {type(value) for value in names} - {str, type(None)}
-        if texts or {type(value) for value in flags} != {bool}:
+        is_number = type(record.metric) in (float, int, type(None))
+        if texts or not is_number or {type(value) for value in flags} != {bool}:
             raise ValueError(f"{record!r}")
     return RunRecord(latest, steps)
 
@@ -116,5 +124,6 @@ def write_record(record: RunRecord, root: Location, durability: local.Durability
 
 
 def _as_json(known: StepRecord) -> dict[str, object]:
-    # Older versions do not know ``begun``; it is rarely there.
-    return {k: v for k, v in asdict(known).items() if k != "begun" or v is not None}
+    # Older versions do not know these, which are rarely there.
+    unknown = ("begun", "metric")
+    return {k: v for k, v in asdict(known).items() if k not in unknown or v is not None}

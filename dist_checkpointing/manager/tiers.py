@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -47,19 +47,27 @@ class TieredRun:
         fast: folder of the run on the fast disk.
         root: folder of the run in the store.
         retention: which checkpoints are kept.
+        on_deleted: called with each step whose last checkpoint was deleted.
         drain: whether a commit waits for the copy.
     """
 
     def __init__(
-        self, fast: str | PathLike[str], root: Location, retention: Retention, drain: Drain
+        self,
+        fast: str | PathLike[str],
+        root: Location,
+        retention: Retention,
+        on_deleted: Callable[[int], object],
+        drain: Drain,
     ) -> None:
         if drain not in ("background", "wait"):
             raise ValueError(f"drain must be 'background' or 'wait', not {drain!r}")
         if not is_url(root):
             finding = Finding("fast= needs a root in an object store", found=str(root))
             raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-        self._fast = RunFolder(local_folder(fast).absolute(), retention, self._not_copied)
-        self._stored = RunFolder(root, retention)
+        disk = local_folder(fast).absolute()
+        self._fast = RunFolder(disk, retention, self._deleted, self._not_copied)
+        self._stored = RunFolder(root, retention, self._deleted)
+        self.root, self._on_deleted = root, on_deleted
         self._retention, self._drain = retention, drain
         self._unusable: set[int] = set()
         self._pending: set[int] | None = None
@@ -101,9 +109,24 @@ class TieredRun:
         """See RunFolder: a step on the disk."""
         return self._fast.base_of(step, damaged)
 
-    def hooks(self, step: int, *, has_base: bool) -> dict[str, Any]:
+    def best(self) -> int | None:
+        """The committed step with the best metric."""
+        metrics, steps = self._metrics(), set(self.committed_steps())
+        return next((s for s in self._retention.best_steps(metrics) if s in steps), None)
+
+    def _metrics(self) -> dict[int, float]:
+        return self._stored.metrics() | self._fast.metrics()
+
+    def hooks(
+        self,
+        step: int,
+        metric: float | None,
+        note_bytes: Callable[[int], None],
+        *,
+        has_base: bool,
+    ) -> dict[str, Any]:
         """See RunFolder."""
-        return self._fast.hooks(step, has_base=has_base)
+        return self._fast.hooks(step, metric, note_bytes, has_base=has_base)
 
     def begin(self, step: int, damaged: int | None) -> bool:
         """See RunFolder; refuses a step that only the store has, unless it is damaged there."""
@@ -114,12 +137,12 @@ class TieredRun:
             raise CheckpointExistsError(f"step {step} is in the store already", [finding])
         return self._fast.begin(step, damaged)
 
-    def committed(self, step: int) -> None:
+    def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer on the disk, and copy the step or let it be copied."""
         with self._changed:
             self._undrained().add(step)
             self._unusable.discard(step)
-        self._fast.committed(step)
+        self._fast.committed(step, metric)
         self.start()
 
     def start(self) -> None:
@@ -171,6 +194,10 @@ class TieredRun:
                 place.delete(step)
             self._undrained().discard(step)
 
+    def _deleted(self, step: int) -> None:
+        if not any(is_committed(run.folder(step)) for run in (self._fast, self._stored)):
+            self._on_deleted(step)
+
     def _not_copied(self) -> set[int]:
         with self._changed:
             return set(self._undrained())
@@ -193,7 +220,7 @@ class TieredRun:
             if not pending:
                 return None
             known = {*self._stored.committed_steps(), *pending}
-            due = self._retention.due(known, [max(pending)])
+            due = self._retention.due(known, [max(pending)], self._metrics())
             pending.difference_update(due.delete)
             return min((step for step in pending if step not in self._failed), default=None)
 
@@ -229,17 +256,18 @@ class TieredRun:
             raise CorruptCheckpointError(f"step {step} cannot be copied", [finding])
         names = [*seal.files, SEAL_NAME, CONFIG_FNAME]
         self._stored.begin(step, None)
+        metric = self._fast.metrics().get(step)
         # A copy of an older save of this step, which was found damaged.
         attempt = begin_attempt(target, names, Durability.FSYNC, overwrite=is_committed(target))
         try:
-            self._stored.claimed(step, seal.attempt)
+            self._stored.claimed(step, metric, seal.attempt)
             in_threads(lambda name: _put(source / name, attempt.folder / name), names, _THREADS)
             verify_checkpoint(attempt.folder)
             attempt.commit(config)
         except BaseException:
             attempt.abandon()
             raise
-        self._stored.committed(step)
+        self._stored.committed(step, metric)
 
 
 def _put(source: Path, target: Location) -> None:
@@ -257,6 +285,7 @@ def _put(source: Path, target: Location) -> None:
 def run_files(
     root: str | PathLike[str],
     retention: Retention | None,
+    on_deleted: Callable[[int], object],
     fast: str | PathLike[str] | None,
     drain: Drain,
     rank: int,
@@ -264,8 +293,8 @@ def run_files(
     """The checkpoints of a run, in one place or in two, as one rank has them."""
     place, kept = location(root), Retention() if retention is None else retention
     if fast is None:
-        return RunFolder(place, kept)
-    run = TieredRun(fast, place, kept, drain)
+        return RunFolder(place, kept, on_deleted)
+    run = TieredRun(fast, place, kept, on_deleted, drain)
     if rank == 0:
         run.start()
     return run

@@ -35,7 +35,7 @@ from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.plan_save import described
 from dist_checkpointing.planning.shard_table import ShardTable
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _KEPT_AS: Final = "replicas"
 _DIGEST: Final = np.dtype([("unit", "<i4"), ("digest", "V16")])

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from dist_checkpointing.comm import Comm, SingleProcess, default_comm
+from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
@@ -34,7 +35,7 @@ from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.validation.unwrapped import refuse_distributed
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _ROW = np.dtype([("number", "<i4"), ("sums", "<u8", (2,))])
 
@@ -65,7 +66,7 @@ def fingerprint(
         >>> fingerprint({"w": whole})
         {'w': '2e183e35fa38af98a434abd585d434f1'}
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     shards: list[ShardedTensor] = []
 
     def describe_own() -> tuple[dict[str, ShardTable], None]:

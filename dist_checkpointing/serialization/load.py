@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
-from typing import Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
 from dist_checkpointing.format.data_folder import data_folder
@@ -33,6 +34,7 @@ from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.serialization.load_checks import (
     check_access,
     noting_filled,
+    rebuilt,
     require_one_save,
 )
 from dist_checkpointing.serialization.load_reads import (
@@ -43,7 +45,7 @@ from dist_checkpointing.serialization.load_reads import (
 )
 from dist_checkpointing.serialization.load_recipe import RecipeLoad, apply_recipe, object_keys
 from dist_checkpointing.serialization.load_verification import Verification
-from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
 from dist_checkpointing.strategies.selection import (
@@ -88,7 +90,7 @@ def load(  # type: ignore[overload-overlap]  # any other flag returns one value
     cast: Cast = ...,
     trusted: bool = ...,
     verify: Verify = ...,
-    progress: ProgressCallback | None = ...,
+    progress: ProgressOption | None = ...,
 ) -> tuple[StateDict, set[str], set[str]]: ...
 
 
@@ -106,7 +108,7 @@ def load(
     cast: Cast = ...,
     trusted: bool = ...,
     verify: Verify = ...,
-    progress: ProgressCallback | None = ...,
+    progress: ProgressOption | None = ...,
 ) -> StateDict: ...
 
 
@@ -123,7 +125,7 @@ def load(
     cast: Cast = "error",
     trusted: bool = False,
     verify: Verify = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressOption | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load what a template asks for, however it was sharded when it was saved. Collective.
 
@@ -142,7 +144,9 @@ def load(
         common_strategy: likewise, for common state.
         validate_access_integrity: also demand that the shards of all ranks make up each global
             tensor exactly once. Without it a template may be partial or overlap.
-        strict: what to do about keys that only one side has; see StrictHandling.
+        strict: what to do about keys that only one side has; see StrictHandling. By default rank 0
+            logs one warning if there are stored tensors, such as ``optimizer.…``, with a first name
+            that no rank asks for; ``"raise_unexpected"`` does the same without a warning.
         comm: the ranks that load together; by default all of torch.distributed, or this process.
         recipe: what to make of the tensors of the checkpoint before the template asks for them:
             other names, shapes and dtypes. Shapes, dtypes and ``strict`` mean the result.
@@ -159,7 +163,8 @@ def load(
             the save did not keep are computed from what is stored, which is read once more. Where
             the ranks do not hold all of a tensor in its stored dtype and shape there is nothing to
             compare, and a warning names it.
-        progress: called with a Progress, from any thread, whenever there is something to report.
+        progress: called with a Progress, from any thread, whenever there is something to report;
+            or ``"bar"``: rank 0 shows its own part on the standard error.
 
     Returns:
         The state dict, nested as the template, with all common state of the checkpoint. With a
@@ -185,7 +190,7 @@ def load(
         >>> load({"w": second_half}, "ckpt/1000")
         {'w': tensor([2., 3.]), 'step': 1000}
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     meter = Meter("load", comm.rank, progress)
     flag = parse_strict_flag(strict)
     _require_known(cast, verify)
@@ -211,8 +216,15 @@ def load(
         wanted = TensorColumns.of(tensors.values())
         own_planner = getattr(found.sharded, "planner", None) is not None
         with nullcontext() if made is None else made.checking(tensors, wanted_objects):
-            finds_keys = own_planner and made is None  # a planner of a user may know other names
-            alike = compare(tensors, wanted, stored, cast, planner_knows_keys=finds_keys)
+            alike = compare(
+                tensors,
+                wanted,
+                stored,
+                cast,
+                # A planner of a user may know other names.
+                planner_knows_keys=own_planner and made is None,
+                stored_keys=stored_keys,
+            )
         check_filled(parts, common, flag)
         filled = wanted
         # Copies of the leaves are for others than our own planner, who may change them.
@@ -243,9 +255,14 @@ def load(
     if made is not None:
         loaded = replaced(tensors, [leaf.data for leaf in filled.leaves])
         of_objects = {**of_objects, **made.kept}
-    with comm.agreed("rebuilding the state dict"), paused_collector():
+
+    @paused_collector()
+    def rebuild() -> Any:
         require_one_save(number_of_save(folder) == save_number, folder)
-        state_dict: StateDict = parts.rebuild(common, loaded, of_objects)
+        return parts.rebuild(common, loaded, of_objects)
+
+    is_asked = not own_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
+    state_dict = rebuilt(rebuild, wanted.keys if is_asked else (), stored_keys, comm)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected

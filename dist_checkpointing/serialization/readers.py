@@ -8,7 +8,8 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.folder_lock import FolderLock
 from dist_checkpointing.filesystem.paths import local_folder
@@ -168,7 +169,7 @@ def remove_sharded_tensors(
         >>> list(Checkpoint.open("ckpt"))
         ['model.w']
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     with comm.agreed("removing tensors"):
         if comm.rank == 0:
             folder = local_folder(checkpoint_dir)

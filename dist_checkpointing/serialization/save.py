@@ -6,7 +6,8 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
@@ -15,7 +16,7 @@ from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
-from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
@@ -41,7 +42,7 @@ def save(
     *,
     comm: Comm | None = None,
     overwrite: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressOption | None = None,
     plan_cache: PlanCache | None = None,
     before_claim: Callable[[Index | None], None] | None = None,
     trusted: bool = False,
@@ -76,7 +77,8 @@ def save(
         comm: the ranks that save together; by default all of torch.distributed, or this process.
         overwrite: give up a committed checkpoint at ``checkpoint_dir`` as soon as the new one is
             planned. From then on the old one is gone, also if this save fails.
-        progress: called with a Progress, from any thread, whenever there is something to report.
+        progress: called with a Progress, from any thread, whenever there is something to report;
+            or ``"bar"``: rank 0 shows its own part on the standard error.
         plan_cache: the same object for every save of one training run: while nothing but values
             has changed, on any rank, the plan of the last save is used again.
         before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
@@ -117,7 +119,7 @@ def save(
         >>> sorted(load_tensors_metadata("ckpt/1000"))
         ['decoder.weight']
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     meter = Meter("save", comm.rank, progress)
     job = prepare(
         sharded_state_dict,

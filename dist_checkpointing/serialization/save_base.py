@@ -23,7 +23,7 @@ from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def require_sharing_strategy(selection: Selection[SaveShardedStrategy], folder: Location) -> None:

@@ -63,7 +63,7 @@ from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import handles_objects, select_strategy
 from dist_checkpointing.validation.unwrapped import refuse_distributed
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class SaveJob:
@@ -106,7 +106,7 @@ class SaveJob:
         selected: SaveShardedStrategy = select_strategy(
             StrategyAction.SAVE_SHARDED, options.get("sharded_strategy")
         )
-        self.strategy = selected.resolved()
+        self.strategy: SaveShardedStrategy = selected.resolved()
         common_writer: SaveCommonStrategy = select_strategy(
             StrategyAction.SAVE_COMMON, options.get("common_strategy")
         )

@@ -33,7 +33,7 @@ from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.validation.common_state import CommonDigests, compare_common_state
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _BY_STRATEGY, _BY_COMMON = "shards", "objects"
 

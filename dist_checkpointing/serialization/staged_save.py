@@ -16,7 +16,7 @@ from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.storage.driver import PlanWriter, write_plan
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class StagedSave:
@@ -66,7 +66,8 @@ class StagedSave:
 
     def capture(self) -> None:
         """Copy what this rank will write, and let go of the caller's state."""
-        self._job.capture(self._buffers)
+        with self._job.meter.phase("copying"):
+            self._job.capture(self._buffers)
 
     def write_own(self) -> None:
         """Write what this rank has to write. Not collective.

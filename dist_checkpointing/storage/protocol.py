@@ -189,7 +189,7 @@ class StorageWriter(ABC):
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
         self.checkpoint_dir: Path = checkpoint_dir
-        self.options = StorageOptions()
+        self.options: StorageOptions = StorageOptions()
         self.takes_fingerprints = False
         self.report: Callable[[int], None] = _ignore
         self.base: Path | None = None
@@ -271,7 +271,7 @@ class StorageReader(ABC):
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
         self.checkpoint_dir: Path = checkpoint_dir
-        self.options = StorageOptions()
+        self.options: StorageOptions = StorageOptions()
         self.trusted = False
         self.is_kept = False
         self.report: Callable[[int], None] = _ignore

@@ -43,7 +43,7 @@ from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.safe_pickle import serialize
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _LARGE_BYTES = 2**20
 
@@ -171,8 +171,8 @@ class PlanDigests:
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, options: StorageOptions) -> None:
-        self.known = np.zeros(len(plan.table), dtype=np.bool_)
-        self.columns = np.zeros((len(plan.table), 2), dtype=np.uint64)
+        self.known: Bools = np.zeros(len(plan.table), dtype=np.bool_)
+        self.columns: npt.NDArray[np.uint64] = np.zeros((len(plan.table), 2), dtype=np.uint64)
         self._table, self._options = plan.table, options
         self._plan, self._planner = plan, planner
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from os import PathLike
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
@@ -170,7 +170,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         {'step': 7}
     """
 
-    reads = frozenset({("torch", 1)})
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch", 1)})
     argument = "common_strategy"
 
     def __init__(self, *, trusted: bool = False) -> None:

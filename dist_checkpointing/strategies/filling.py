@@ -66,7 +66,7 @@ class Filler:
             table.storage_starts, table.storage_shapes, table.storage_boxes, table.lengths
         )
         self._starts = np.where(is_run, starts * items, -1)
-        self.num_bytes = table.num_elements * items
+        self.num_bytes: Int64s = table.num_elements * items
         addresses = self._destinations.addresses(self._torch_types, self._type_of)
         if addresses is not None:
             addresses[~is_run] = -1

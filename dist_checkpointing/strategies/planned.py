@@ -132,7 +132,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
             )
         self.planner = planner
         self.comm = comm
-        self.options = options or StorageOptions()
+        self.options: StorageOptions = options or StorageOptions()
         self.share_replicas: ReplicaSharing | None = None
 
     def make_writer(self, checkpoint_dir: Any) -> StorageWriter:
@@ -292,7 +292,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
     ) -> None:
         self.planner = planner
         self.comm = comm
-        self.options = options or StorageOptions()
+        self.options: StorageOptions = options or StorageOptions()
         self.trusted = False
         self.plan_reader: PlanReader = read_plan
 

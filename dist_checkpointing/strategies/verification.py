@@ -53,7 +53,7 @@ from dist_checkpointing.strategies.filled_rows import FilledRows, filled_rows
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 64
 

@@ -90,6 +90,8 @@ def asynchronous(number: int, names: Names) -> None:
         names |= {"manager": CheckpointManager("second"), "step": 10}
     if number == 2:
         names["manager"].close()
+        names["root"] = "third"
+    if number == 3:
         names |= {"AsyncCallsQueue": AsyncCallsQueue, "state": state, "path": "ckpt/1"}
 
 
@@ -183,6 +185,38 @@ def torch_dcp(number: int, names: Names) -> None:
         names["state"] = names["template"] = {"w": _weight()}
 
 
+def partial_loads(number: int, names: Names) -> None:
+    names |= _public() | _interop() | {"torch": torch}
+    if number == 0:
+        model = _model()
+        state = {"model": {"body": model.state_dict()}, "optim": {"step": torch.tensor(1)}}
+        table = ShardedTensor.from_rank_offsets("table.weight", torch.ones(10, 4))
+        wrapped = interop.shard_state_dict(state)
+        dist_checkpointing.save({**wrapped, "table": table}, "ckpt/1000")
+        names |= {"body": model, "model": torch.nn.ModuleDict({"body": model})}
+    if number == 3:
+        assert names["new"] == {"model.head.weight", "model.head.bias"}
+        assert torch.equal(names["table"].weight[:10], torch.ones(10, 4))
+        assert torch.equal(names["table"].weight[10:], names["new_rows"])
+        names |= _trained()
+    if number == 4:
+        names |= {f"fresh_{name}": value for name, value in _trained(steps=0).items()}
+
+
+def _trained(steps: int = 2) -> Names:
+    """A model and its optimizer after some steps."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 if steps else 0.2)
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def backend(number: int, names: Names) -> None:
+    del number, names
+
+
 def from_megatron(number: int, names: Names) -> None:
     del number
     names |= {"state": {"w": _weight()}, "path": "ckpt/1"}
@@ -202,6 +236,7 @@ def from_torch_save(number: int, names: Names) -> None:
 SCENES: Final[dict[str, Scene]] = {
     "README.md": readme,
     "docs/async.md": asynchronous,
+    "docs/backend.md": backend,
     "docs/concepts.md": concepts,
     "docs/converting.md": converting,
     "docs/recipes.md": recipes,
@@ -213,6 +248,7 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/migrating/megatron.md": from_megatron,
     "docs/migrating/torch_dcp.md": from_torch_dcp,
     "docs/migrating/torch_save.md": from_torch_save,
+    "docs/partial.md": partial_loads,
     "docs/reference/planning.md": planning,
     "docs/torch_dcp.md": torch_dcp,
 }

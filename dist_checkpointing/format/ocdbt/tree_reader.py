@@ -112,7 +112,7 @@ class Tree:
         self._open: dict[str, OpenFile] = {}
         root = _newest_root(folder)
         self._tree_bytes = 0 if root is None else root.statistics.num_tree_bytes
-        self.num_keys = 0 if root is None else root.statistics.num_keys
+        self.num_keys: int = 0 if root is None else root.statistics.num_keys
         self._root = None if root is None else _place_of(root)
 
     def all(self) -> tuple[list[bytes], Values]:

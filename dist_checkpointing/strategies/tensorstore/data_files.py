@@ -62,9 +62,9 @@ class DataFiles:
         self._pending: list[Any] = []
         self._pending_bytes = self._unreported = 0
         self.names: list[str] = []
-        self.file = array("q")
-        self.offset = array("q")
-        self.length = array("q")
+        self.file: array[int] = array("q")
+        self.offset: array[int] = array("q")
+        self.length: array[int] = array("q")
 
     def put(self, value: Any, num_bytes: int, reported: int) -> None:
         """Add a value, which is written soon and must stay as it is until then.

@@ -34,7 +34,7 @@ from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
 from dist_checkpointing.strategies.zarr_v3_nodes import chunk_name
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _LARGE_BYTES: Final = 2**20
 _HEAD_BYTES: Final = 2**12

@@ -36,7 +36,7 @@ _LEAST_BYTES_A_THREAD = 64 * 2**20
 class TensorStoreWriter(StorageWriter):
     """Writes zarr v3 arrays and objects as one OCDBT database."""
 
-    layout = RowBlockLayout()
+    layout: RowBlockLayout = RowBlockLayout()
     shares_files: ClassVar[bool] = True
     uses_object_stores: ClassVar[bool] = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
@@ -44,7 +44,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         >>> TorchDistCommonLoadStrategy().check_backend_compatibility("torch_dist")
     """
 
-    reads = frozenset({("torch_dist", 1)})
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch_dist", 1)})
     argument = "common_strategy"
 
     def __init__(self, *, trusted: bool = False) -> None:

@@ -36,7 +36,8 @@ class OpenRecord:
 
     def __init__(self, file: OpenFile, place: Place) -> None:
         self.file = file
-        self.start, self.length = place.offset, place.length
+        self.start: int = place.offset
+        self.length: int = place.length
         try:
             file.require(self.start + self.length, is_all=False)
         except WrongSizeError as error:

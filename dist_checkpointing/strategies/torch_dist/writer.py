@@ -56,7 +56,7 @@ class TorchDistWriter(StorageWriter):
     """
 
     # A chunk is a shard, however large it is.
-    layout = RowBlockLayout(max_chunk_bytes=1 << 62)
+    layout: RowBlockLayout = RowBlockLayout(max_chunk_bytes=1 << 62)
     keeps_fingerprints: ClassVar[bool] = False
     uses_object_stores: ClassVar[bool] = True
 

@@ -23,7 +23,7 @@ from dist_checkpointing.strategies.base_parts import BaseParts, PlanDigests, ope
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
 from dist_checkpointing.strategies.zarr.unpacking import Codec
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 ChunkNames = Callable[[ShardTable, Index], Sequence[str | None]]
 """File that each row of a table fills by itself; None for a row that writes parts of files."""

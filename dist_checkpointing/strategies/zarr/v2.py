@@ -64,7 +64,7 @@ def chunk_name(index: Ints) -> str:
 class ZarrV2Writer(ZarrFolderWriter):
     """Writes zarr v2 arrays in folders named by the key."""
 
-    layout = WholeShardLayout()
+    layout: WholeShardLayout = WholeShardLayout()
     keeps_fingerprints: ClassVar[bool] = False
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
@@ -291,8 +291,8 @@ class ZarrSaveShardedStrategy(PlannedSaveStrategy):
         >>> save(state, "ckpt", ZarrSaveShardedStrategy())
     """
 
-    writer_type = ZarrV2Writer
-    writes = ("zarr", 1)
+    writer_type: ClassVar[type[ZarrV2Writer]] = ZarrV2Writer
+    writes: ClassVar[tuple[str, int]] = ("zarr", 1)
 
 
 class ZarrLoadShardedStrategy(PlannedLoadStrategy):
@@ -304,8 +304,8 @@ class ZarrLoadShardedStrategy(PlannedLoadStrategy):
         >>> loaded = load(state, "ckpt", ZarrLoadShardedStrategy())
     """
 
-    reader_type = ZarrV2Reader
-    reads = frozenset({("zarr", 1)})
+    reader_type: ClassVar[type[ZarrV2Reader]] = ZarrV2Reader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("zarr", 1)})
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)

@@ -98,7 +98,7 @@ class ZarrV3Writer(ZarrFolderWriter):
         codec: name of the compression; None for raw bytes.
     """
 
-    layout = RowBlockLayout()
+    layout: RowBlockLayout = RowBlockLayout()
     uses_object_stores: ClassVar[bool] = True
 
     def __init__(self, checkpoint_dir: Path, codec: str | None = None) -> None:
@@ -265,8 +265,8 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
         >>> save(state, "ckpt", Zarr3SaveShardedStrategy(codec="zstd"))
     """
 
-    writer_type = ZarrV3Writer
-    writes = ("zarr", 2)
+    writer_type: ClassVar[type[ZarrV3Writer]] = ZarrV3Writer
+    writes: ClassVar[tuple[str, int]] = ("zarr", 2)
 
     def __init__(
         self,
@@ -297,8 +297,8 @@ class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
         >>> loaded = load(state, "ckpt", Zarr3LoadShardedStrategy())
     """
 
-    reader_type = ZarrV3Reader
-    reads = frozenset({("zarr", 2)})
+    reader_type: ClassVar[type[ZarrV3Reader]] = ZarrV3Reader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("zarr", 2)})
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)

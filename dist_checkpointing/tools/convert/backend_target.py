@@ -20,7 +20,7 @@ from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.progress import ProgressCallback
+from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
@@ -55,7 +55,7 @@ def convert_to_backend(
     overwrite: bool,
     tensors_only: bool,
     trusted: bool,
-    progress: ProgressCallback | None,
+    progress: ProgressOption | None,
     stop: threading.Event,
 ) -> int:
     """Save what was planned as a checkpoint.

@@ -24,7 +24,7 @@ from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.paths import local_folder, location
 from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.planning.recipe import Derivation, Recipe
-from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 from dist_checkpointing.tools.convert.backend_target import convert_to_backend, lazy_strategy
 from dist_checkpointing.tools.convert.copying import Copier, stopping
@@ -120,7 +120,7 @@ def convert(
     rules: Rules | None = None,
     recipe: Recipe | None = None,
     options: ConvertOptions | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressOption | None = None,
 ) -> Conversion:
     """Convert tensors from one format into another, bit by bit unless a cast is asked for.
 
@@ -222,7 +222,7 @@ class _Job:
     backend: tuple[str, int] | None
     rules: Rules
     options: ConvertOptions
-    progress: ProgressCallback | None
+    progress: ProgressOption | None
     left_out: list[str] = field(default_factory=list)
     common: dict[Any, Any] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)

@@ -70,7 +70,7 @@ class TorchFileSource(MappedSource[_FileContent]):
         )
         self._trusted = trusted
         if not self._is_mapped:
-            self.most_bytes = math.inf
+            self.most_bytes: float = math.inf
         content = self._mapped(0)
         self.cells, self._common = content.cells, content.common
         self._index = Index.of(
