@@ -31,7 +31,7 @@ from dist_checkpointing.manager.checks import (
 )
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
-from dist_checkpointing.mapping import ShardedStateDict, StateDict
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize, Worker
@@ -135,7 +135,7 @@ class CheckpointManager:
         """Folder of the checkpoint of a step, whether or not it exists."""
         return self._files.folder(step)
 
-    def save(self, step: int, state: ShardedStateDict, **options: Any) -> None:
+    def save(self, step: int, state: ShardedStateDict | ShardedStateful, **options: Any) -> None:
         """Save a step and return when it is committed.
 
         Args:
@@ -163,7 +163,7 @@ class CheckpointManager:
     def async_save(
         self,
         step: int,
-        state: ShardedStateDict,
+        state: ShardedStateDict | ShardedStateful,
         *,
         capture: Capture = "copy",
         **options: Any,
@@ -273,7 +273,7 @@ class CheckpointManager:
         self._note_valid(step, is_valid=rank == 0)
 
     def load(
-        self, template: ShardedStateDict, step: int | None = None, **options: Any
+        self, template: ShardedStateDict | ShardedStateful, step: int | None = None, **options: Any
     ) -> StateDict:
         """Load a step.
 
@@ -348,7 +348,9 @@ class CheckpointManager:
             "overwrite": options.get("overwrite", False) | makes_room,
         }
 
-    def _load_newest(self, template: ShardedStateDict, options: Mapping[str, Any]) -> StateDict:
+    def _load_newest(
+        self, template: ShardedStateDict | ShardedStateful, options: Mapping[str, Any]
+    ) -> StateDict:
         comm = self._comm
         skipped: list[Finding] = []
         given = [options.get(name) for name in ("sharded_strategy", "common_strategy")]

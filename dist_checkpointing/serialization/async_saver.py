@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
 from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import ShardedStateDict
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_job import SaveJob
@@ -119,7 +119,7 @@ class AsyncSaver:
     @_in_turn
     def save(
         self,
-        sharded_state_dict: ShardedStateDict,
+        sharded_state_dict: ShardedStateDict | ShardedStateful,
         checkpoint_dir: str | PathLike[str],
         sharded_strategy: Selection[SaveShardedStrategy] = None,
         common_strategy: Selection[SaveCommonStrategy] = None,

@@ -22,8 +22,10 @@ from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
+    ShardedStateful,
     ShardedTensor,
     StateDict,
+    StoredState,
 )
 from dist_checkpointing.mapping.nesting import AtPaths, joined, value_at
 from dist_checkpointing.mapping.nesting import Path as TreePath
@@ -72,7 +74,7 @@ _ReturningFlag = Literal[
 
 @overload
 def load(  # type: ignore[overload-overlap]  # any other flag returns one value
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy] = ...,
     common_strategy: Selection[LoadCommonStrategy] = ...,
@@ -89,7 +91,7 @@ def load(  # type: ignore[overload-overlap]  # any other flag returns one value
 
 @overload
 def load(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy] = ...,
     common_strategy: Selection[LoadCommonStrategy] = ...,
@@ -105,7 +107,7 @@ def load(
 
 
 def load(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy] = None,
     common_strategy: Selection[LoadCommonStrategy] = None,
@@ -126,7 +128,8 @@ def load(
 
     Args:
         sharded_state_dict: sharded leaves say what is wanted; of other values those of the
-            checkpoint are returned, and tensors among them must have one there.
+            checkpoint are returned, and tensors among them must have one there. Or a
+            ShardedStateful, such as ``interop.TorchState``, which is restored in place.
         checkpoint_dir: a committed checkpoint.
         sharded_strategy: backend name (that of the checkpoint means the version which the
             checkpoint has, any other its newest), (name, version), or a strategy; by default the
@@ -178,13 +181,16 @@ def load(
     meter = Meter("load", comm.rank, progress)
     flag = parse_strict_flag(strict)
     _require_known(cast, verify)
+    template, restored = _template_of(
+        sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy, comm, trusted=trusted
+    )
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
         folder = local_folder(checkpoint_dir)
         save_number = number_of_save(folder)
         found = open_checkpoint(folder, sharded_strategy, common_strategy)
         if trusted:
             found = replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
-        parts = _take_apart(sharded_state_dict)
+        parts = _take_apart(template)
         common = found.common.load_common(folder)
     require_one_save(comm.all_same(save_number), folder)
     if validate_access_integrity:
@@ -236,11 +242,40 @@ def load(
         )
     with comm.agreed("rebuilding the state dict"), paused_collector():
         require_one_save(number_of_save(folder) == save_number, folder)
-        state_dict: StateDict = parts.rebuild(common, loaded, of_strategy or of_common)
+        state_dict = restored(parts.rebuild(common, loaded, of_strategy or of_common))
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected
     return state_dict
+
+
+def _template_of(
+    state: ShardedStateDict | ShardedStateful,
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[LoadShardedStrategy],
+    common_strategy: Selection[LoadCommonStrategy],
+    comm: Comm,
+    *,
+    trusted: bool,
+) -> tuple[ShardedStateDict, Callable[[StateDict], StateDict]]:
+    """The template, and what takes the loaded state dict and returns it. Collective."""
+    if not isinstance(state, ShardedStateful):
+        return state, lambda loaded: loaded
+    with comm.agreed("opening the checkpoint"):
+        folder = local_folder(checkpoint_dir)
+        found = open_checkpoint(folder, sharded_strategy, common_strategy)
+        common = (found.common.trusting() if trusted else found.common).load_common(folder)
+    tensors = comm.from_rank0(
+        "reading the index", lambda: found.sharded.load_tensors_metadata(folder)
+    )
+    described = {key: (tuple(leaf.global_shape), leaf.dtype) for key, leaf in tensors.items()}
+    template, restore = state.template_for(StoredState(described, common), comm)
+
+    def restored(loaded: StateDict) -> StateDict:
+        restore(loaded)
+        return loaded
+
+    return template, restored
 
 
 def _require_known(cast: str, verify: object) -> None:

@@ -167,6 +167,22 @@ def torch_dcp(number: int, names: Names) -> None:
         names["state"] = names["template"] = {"w": _weight()}
 
 
+def torch_state(number: int, names: Names) -> None:
+    if number:
+        return
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    names |= {"torch": torch, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+    names["train_step"] = train_step
+
+
 def from_megatron(number: int, names: Names) -> None:
     del number
     names |= {"state": {"w": _weight()}, "path": "ckpt/1"}
@@ -198,4 +214,5 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/migrating/torch_save.md": from_torch_save,
     "docs/reference/planning.md": planning,
     "docs/torch_dcp.md": torch_dcp,
+    "docs/torch_state.md": torch_state,
 }
