@@ -28,7 +28,7 @@ from dist_checkpointing import (
     load_tensors_metadata,
     save,
 )
-from dist_checkpointing.interop import TorchState
+from dist_checkpointing.interop import TorchState, shard_state_dict
 from dist_checkpointing.testing import run_ranks
 
 
@@ -418,6 +418,44 @@ def test_a_plain_class_with_averages_keeps_its_tensors(tmp_path: Path) -> None:
     load(TorchState(model, averages=other), tmp_path / "ckpt")
     assert bits(other.shadow) == bits(own.shadow)
     assert other.shadow["0.weight"] is before
+
+
+def test_an_object_that_has_no_tensor_yet(tmp_path: Path) -> None:
+    class Best:
+        score: torch.Tensor | None = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"score": self.score}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.score = state["score"]
+
+    own, other = Best(), Best()
+    own.score = torch.tensor(2.5)
+
+    def save_own(comm: Any) -> None:
+        save(TorchState(nn.Linear(1, 1), best=own), tmp_path / "ckpt", comm=comm)
+
+    run_ranks(2, save_own)
+    load(TorchState(nn.Linear(1, 1), best=other), tmp_path / "ckpt")
+    assert bits(other.score) == bits(own.score)
+
+
+def test_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    save(shard_state_dict(state), tmp_path / "ckpt")
+    saved = state_by_name(model, optimizer)
+    train(model, optimizer)
+    load(TorchState(model, optimizer), tmp_path / "ckpt")
+    assert state_by_name(model, optimizer) == saved
+    with pytest.raises(StateMismatchError, match="'loader': not in the checkpoint"):
+        load(TorchState(model, loader=Loader()), tmp_path / "ckpt")
 
 
 def test_what_differs_between_ranks_is_kept_for_each(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -38,6 +38,12 @@ from dist_checkpointing.validation.common_state import CommonDigests
 logger = logging.getLogger(__name__)
 
 _RECORD: Final = "torch_state"
+_NO_RECORD: Final[Mapping[str, Any]] = {
+    "world_size": 0,
+    "ties": {},
+    "per_rank": (),
+    "objects": (),
+}
 _RESERVED: Final = frozenset({"model", "optimizer", "step", "rng", _RECORD})
 
 
@@ -57,8 +63,8 @@ class TorchState:
         step: Number of the step, kept as ``state.step``.
         others: What else to save, by name: modules (an EMA of the model), objects with
             ``state_dict`` and ``load_state_dict`` (schedulers, GradScaler, data loaders), and dicts
-            of plain values, which are filled in place. What differs between ranks is kept for each
-            rank, and restored on the same number of ranks.
+            of plain values, which are filled in place; None for a part that there is not. What
+            differs between ranks is kept for each, and restored on the same number of ranks.
 
     Attributes:
         step: Number of the step; ``load`` sets it.
@@ -87,11 +93,12 @@ class TorchState:
         optimizer: Optimizer | Sequence[Optimizer] = (),
         *,
         step: int = 0,
-        **others: nn.Module | Stateful | dict[str, Any],
+        **others: nn.Module | Stateful | dict[str, Any] | None,
     ) -> None:
         if reserved := _RESERVED & others.keys():
             raise ValueError(f"the name {min(reserved)!r} is reserved")
-        for name, other in others.items():
+        given = {name: other for name, other in others.items() if other is not None}
+        for name, other in given.items():
             if not isinstance(other, nn.Module | Stateful | dict):
                 raise TypeError(
                     f"{name} must be a module, a dict, or have state_dict and load_state_dict; "
@@ -99,11 +106,11 @@ class TorchState:
                 )
         self.step = step
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        modules = {name: part for name, part in others.items() if isinstance(part, nn.Module)}
+        modules = {name: part for name, part in given.items() if isinstance(part, nn.Module)}
         self._modules = {
             name: unwrapped(module) for name, module in {"model": model, **modules}.items()
         }
-        self._others = {name: part for name, part in others.items() if name not in modules}
+        self._others = {name: part for name, part in given.items() if name not in modules}
 
     def sharded_state_dict(self, comm: Comm) -> ShardedStateDict:
         """What ``save`` writes; its tensors are those of the training. Collective."""
@@ -114,31 +121,36 @@ class TorchState:
         if self._optimizers:
             names_of = name_parameters(modules["model"])
             state["optimizer"] = optimizer_tree(self._optimizers, names_of, comm)
-        per_rank = {}
+        per_rank, objects = {}, {}
         for name, part in self._others.items():
             with comm.agreed(f"taking the state of {name}"):
                 own = part if isinstance(part, dict) else part.state_dict()
                 number = CommonDigests({name: own}, _without_weights).number
-            if comm.all_same(number):
+            if not comm.all_same(number):
+                per_rank[name] = own
+            elif _has(own, _is_weight) or not _has(own, _is_tensor):
                 state[name] = own
             else:
-                per_rank[name] = own
+                # A new object may have no tensor yet that could be filled.
+                objects[name] = own
         state["step"] = self.step
         state[_RECORD] = {
             "world_size": comm.world_size,
             "ties": {name: tensors.ties for name, tensors in modules.items()},
             "per_rank": [*per_rank],
+            "objects": [*objects],
         }
         sharded = shard_state_dict(state, comm=comm)
         own_states = {**per_rank, "rng": rng_state()}
         cells = {name: _cell(name, own, comm) for name, own in own_states.items()}
+        cells |= {name: _object(name, own, comm) for name, own in objects.items()}
         return {**sharded, **cells}
 
     def template_for(
         self, stored: StoredState, comm: Comm
     ) -> tuple[ShardedStateDict, Callable[[StateDict], None]]:
         """What ``load`` asks for, and what restores it. Collective."""
-        record = stored.common.get(_RECORD, {})
+        record = stored.common.get(_RECORD, _NO_RECORD)
         modules: dict[str, tuple[ModuleTensors, dict[str, str]]] = {}
         optimizer: OptimizerTemplate | None = None
         with comm.agreed("asking for the state"):
@@ -150,22 +162,24 @@ class TorchState:
                     for key in stored.tensors
                     if key.startswith(f"{name}.")
                 }
-                chosen = tensors.choose(record.get("ties", {}).get(name, {}), known)
+                chosen = tensors.choose(record["ties"].get(name, {}), known)
                 modules[name] = tensors, chosen
                 state[name] = tensors.tree(chosen)
             if self._optimizers:
                 names_of = name_parameters(modules["model"][0])
                 optimizer = OptimizerTemplate(self._optimizers, names_of, stored)
                 state["optimizer"] = {"state": optimizer.tree}
-            here = record.get("world_size") == comm.world_size
+            here = record["world_size"] == comm.world_size
             cells = {}
-            if here or comm.rank < record.get("world_size", 0):
+            if comm.rank < record["world_size"]:
                 cells["rng"] = _cell("rng", None, comm, record["world_size"])
             restored = self._restorable(stored, here=here)
             for name in restored:
                 if name in record["per_rank"]:
                     cells[name] = _cell(name, None, comm)
-                elif _has_tensors(own := self._state_of(name)):
+                elif name in record["objects"]:
+                    cells[name] = _object(name, None, comm)
+                elif _has(own := self._state_of(name), _is_tensor):
                     state[name] = own
         sharded = shard_state_dict(state, comm=comm)
 
@@ -189,11 +203,11 @@ class TorchState:
 
     def _restorable(self, stored: StoredState, *, here: bool) -> list[str]:
         """Names of the other objects whose state fits this number of ranks."""
-        record = stored.common.get(_RECORD, {"per_rank": []})
+        record = stored.common.get(_RECORD, _NO_RECORD)
         missing = [
             name
             for name in self._others
-            if name not in record["per_rank"] and name not in stored.common
+            if name not in (*record["per_rank"], *record["objects"], *stored.common)
             and not any(key.startswith(f"{name}.") for key in stored.tensors)
         ]  # fmt: skip
         if missing:
@@ -234,6 +248,14 @@ def _cell(name: str, value: object, comm: Comm, world_size: int | None = None) -
     return ShardedObject(name, value, (world_size or comm.world_size,), (comm.rank,))
 
 
+def _object(name: str, value: object, comm: Comm) -> ShardedObject:
+    return ShardedObject(name, value, (1,), (0,), comm.rank)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
 def _is_weight(value: object) -> bool:
     return isinstance(value, DTensor) or (
         isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 0
@@ -246,6 +268,6 @@ def _without_weights(state: dict[str, Any]) -> dict[str, Any]:
     return {str(path): leaf for path, leaf in leaves.items() if not _is_weight(leaf)}
 
 
-def _has_tensors(state: dict[str, Any]) -> bool:
+def _has(state: dict[str, Any], kind: Callable[[object], bool]) -> bool:
     leaves, _ = flatten(state)
-    return any(isinstance(leaf, torch.Tensor) for leaf in leaves.values())
+    return any(map(kind, leaves.values()))
