@@ -3,6 +3,7 @@
 #   make test [ARGS='-k tree']       each test function once, nothing is killed
 #   make test-all [ARGS='-k tree']   everything
 #   make test-megatron                Megatron's own models, with its checkpoints and with ours
+#   make test-trainers                the Trainer of transformers, Accelerate, Lightning
 #   make chaos [ARGS='--kills 200']
 #   make bench [ARGS='--only small-tensors']   make bench-planning   make docs
 PYTHON ?= python3
@@ -18,10 +19,12 @@ DOCS_READY := .venv/docs-ready
 # Each in a folder of its own: what imports megatron.core elsewhere finds none.
 MEGATRON := .venv/megatron-core
 MEGATRON_VERSIONS := 0.15.3 0.16.1
+# A venv of its own on top of .venv: what these packages bring with them stays out of it.
+TRAINERS := .venv/trainers
 EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 
-.PHONY: demo test test-all test-megatron lint bench bench-planning chaos docs clean
+.PHONY: demo test test-all test-megatron test-trainers lint bench bench-planning chaos docs clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -54,6 +57,18 @@ $(MEGATRON)/%: $(READY)
 test-megatron: $(READY) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%)
 	MEGATRON_CORE=$(subst $(SPACE),:,$(MEGATRON_VERSIONS:%=$(MEGATRON)/%)) \
 	  $(BIN)/python -m pytest -q tests/megatron $(ARGS)
+
+$(TRAINERS)/ready: $(READY) constraints.txt
+	rm -rf $(TRAINERS)
+	$(BIN)/python -m venv $(TRAINERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(TRAINERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth
+	$(TRAINERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	  accelerate lightning transformers
+	@touch $@
+
+test-trainers: $(TRAINERS)/ready
+	PYTHONPATH=. $(TRAINERS)/bin/python -m pytest -q tests/trainers $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
