@@ -183,6 +183,16 @@ def torch_state(number: int, names: Names) -> None:
     names["train_step"] = train_step
 
 
+def trainers(number: int, names: Names) -> None:
+    del number
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    names |= _public() | _interop() | {"model": model, "optimizer": optimizer}
+    names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    # tests/trainers has the real one.
+    names["accelerator"] = SimpleNamespace(prepare=lambda *given: given, scaler=None)
+
+
 def from_megatron(number: int, names: Names) -> None:
     del number
     names |= {"state": {"w": _weight()}, "path": "ckpt/1"}
@@ -215,4 +225,5 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/reference/planning.md": planning,
     "docs/torch_dcp.md": torch_dcp,
     "docs/torch_state.md": torch_state,
+    "docs/trainers.md": trainers,
 }
