@@ -60,11 +60,11 @@ def _weight() -> ShardedTensor:
 
 
 def readme(number: int, names: Names) -> None:
-    if number == 0:
-        names |= {"w": torch.ones(4, 2), "rng_state": torch.get_rng_state(), "template": {}}
-        names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "rank": 0, "world_size": 1}
-    else:
-        names |= _public() | {"step": 2000, "state": {"w": _weight()}, "template": {"w": _weight()}}
+    model = _model()
+    names |= _public() | {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    names |= {"w": _weight().data, "rng_state": torch.get_rng_state()}
+    names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "rank": 0, "world_size": 1}
+    names |= {"step": 2000 + number, "state": {"w": _weight()}, "template": {"w": _weight()}}
 
 
 def index(number: int, names: Names) -> None:

@@ -20,6 +20,7 @@ from dist_checkpointing import (
     CheckpointManager,
     InvalidShardingError,
     RankFailedError,
+    ShardedTensor,
     StateMismatchError,
     async_save,
     fingerprint,
@@ -582,3 +583,47 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="no state today"):
         save(TorchState(model, loader=Broken()), tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+class Own:
+    """A class of a user's that save and load take."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.w, self.fails = torch.zeros(4), fails
+        self.loaded: Any = None
+
+    def sharded_state_dict(self, comm: Any) -> dict[str, Any]:
+        shard = ShardedTensor.from_rank_offsets("w", self.w, replica_id=comm.rank)
+        return {"w": shard, "count": 3}
+
+    def template_for(self, stored: Any, comm: Any) -> Any:
+        assert stored.tensors == {"w": ((4,), torch.float32)}
+        assert stored.common == {"count": 3}
+        return self.sharded_state_dict(comm), self.restore
+
+    def restore(self, loaded: Any) -> None:
+        if self.fails:
+            raise OSError("cannot be restored")
+        self.loaded = loaded
+
+
+def test_a_class_of_a_user(tmp_path: Path) -> None:
+    own = [Own() for _ in range(2)]
+    for one in own:
+        one.w += 5
+    run_ranks(2, lambda comm: save(own[comm.rank], tmp_path / "ckpt", comm=comm))
+    others = [Own(), Own()]
+    run_ranks(2, lambda comm: load(others[comm.rank], tmp_path / "ckpt", comm=comm))
+    assert all(torch.equal(other.w, own[0].w) for other in others)
+    assert [other.loaded["count"] for other in others] == [3, 3]
+
+
+def test_all_ranks_hear_of_one_that_cannot_be_restored(tmp_path: Path) -> None:
+    run_ranks(2, lambda comm: save(Own(), tmp_path / "ckpt", comm=comm))
+
+    def load_own(comm: Any) -> str:
+        with pytest.raises(RankFailedError) as caught:
+            load(Own(fails=comm.rank == 1), tmp_path / "ckpt", comm=comm)
+        return str(caught.value)
+
+    assert all("cannot be restored" in text for text in run_ranks(2, load_own))

@@ -114,7 +114,8 @@ class TorchState:
 
     def sharded_state_dict(self, comm: Comm) -> ShardedStateDict:
         """What ``save`` writes; its tensors are those of the training. Collective."""
-        modules = {name: ModuleTensors(module) for name, module in self._modules.items()}
+        with comm.agreed("taking the state of the model"):
+            modules = {name: ModuleTensors(module) for name, module in self._modules.items()}
         state: StateDict = {
             name: tensors.tree(tensors.choose({}, ())) for name, tensors in modules.items()
         }
