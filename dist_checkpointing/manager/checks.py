@@ -20,8 +20,9 @@ from dist_checkpointing.format.checksums import checksum_files, read_table
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.seal import read_seal
-from dist_checkpointing.mapping import ShardedBase, ShardedStateDict
+from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful
 from dist_checkpointing.mapping.partition import partition
+from dist_checkpointing.mapping.stateful import as_state_dict
 from dist_checkpointing.planning.coverage import find_coverage_problems, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
@@ -96,15 +97,18 @@ def is_verifiable(folder: Location, strategy: Selection[LoadShardedStrategy]) ->
     return any(read_table(path).parts for path in checksum_files(data_folder(folder)))
 
 
-def asks_for_all(template: ShardedStateDict, folder: Location, comm: Comm) -> bool:
+def asks_for_all(
+    template: ShardedStateDict | ShardedStateful, folder: Location, comm: Comm
+) -> bool:
     """Whether the ranks together ask for everything that a checkpoint holds. Collective.
 
     Returns:
         The answer on rank 0; False on the other ranks.
     """
+    asked_for = as_state_dict(template, comm)
 
     def describe_template() -> tuple[dict[str, ShardTable], None]:
-        parts = partition(template)
+        parts = partition(asked_for)
         leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
         return {"shards": describe(leaves, comm.rank)}, None
 

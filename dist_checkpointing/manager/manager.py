@@ -23,7 +23,7 @@ from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, tell
 from dist_checkpointing.manager.tiers import Drain, run_files
 from dist_checkpointing.manager.valid_steps import ValidSteps
-from dist_checkpointing.mapping import ShardedStateDict, StateDict
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize, Worker
@@ -139,7 +139,7 @@ class CheckpointManager:
     def save(
         self,
         step: int,
-        state: ShardedStateDict,
+        state: ShardedStateDict | ShardedStateful,
         *,
         metric: SupportsFloat | None = None,
         **options: Any,
@@ -175,7 +175,7 @@ class CheckpointManager:
     def async_save(
         self,
         step: int,
-        state: ShardedStateDict,
+        state: ShardedStateDict | ShardedStateful,
         *,
         metric: SupportsFloat | None = None,
         capture: Capture = "copy",
@@ -279,7 +279,7 @@ class CheckpointManager:
         self._valid.verify(step)
 
     def load(
-        self, template: ShardedStateDict, step: int | None = None, **options: Any
+        self, template: ShardedStateDict | ShardedStateful, step: int | None = None, **options: Any
     ) -> StateDict:
         """Load a step.
 

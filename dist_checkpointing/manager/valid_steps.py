@@ -26,7 +26,7 @@ from dist_checkpointing.manager.checks import (
 )
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.tiers import TieredRun
-from dist_checkpointing.mapping import ShardedStateDict, StateDict
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.serialization.load import load
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -76,7 +76,9 @@ class ValidSteps:
         )
         self._note_valid(step, is_valid=rank == 0)
 
-    def load_newest(self, template: ShardedStateDict, options: Mapping[str, Any]) -> StateDict:
+    def load_newest(
+        self, template: ShardedStateDict | ShardedStateful, options: Mapping[str, Any]
+    ) -> StateDict:
         """See ``CheckpointManager.load``."""
         comm = self._comm
         skipped: list[Finding] = []

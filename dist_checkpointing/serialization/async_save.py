@@ -11,7 +11,7 @@ from typing import Final, Unpack
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
-from dist_checkpointing.mapping import ShardedStateDict
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.serialization.async_saver import AsyncSaver
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_options import AsyncSaveOptions, require_known
@@ -26,7 +26,7 @@ _kept: weakref.WeakKeyDictionary[AsyncSaver, int] = weakref.WeakKeyDictionary()
 
 
 def async_save(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[SaveShardedStrategy] = None,
     common_strategy: Selection[SaveCommonStrategy] = None,

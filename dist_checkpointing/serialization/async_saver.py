@@ -13,7 +13,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import ShardedStateDict
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_job import SaveJob
@@ -120,7 +120,7 @@ class AsyncSaver:
     @_in_turn
     def save(
         self,
-        sharded_state_dict: ShardedStateDict,
+        sharded_state_dict: ShardedStateDict | ShardedStateful,
         checkpoint_dir: str | PathLike[str],
         sharded_strategy: Selection[SaveShardedStrategy] = None,
         common_strategy: Selection[SaveCommonStrategy] = None,

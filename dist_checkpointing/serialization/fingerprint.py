@@ -16,10 +16,11 @@ from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.fingerprints import NOTHING, Sums, added, fingerprint_of
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, read_index
-from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, ShardedTensor
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import partition
+from dist_checkpointing.mapping.stateful import as_state_dict
 from dist_checkpointing.planning.copies import Copies, copies_of
 from dist_checkpointing.planning.coverage import (
     check_coverage,
@@ -41,7 +42,7 @@ _ROW = np.dtype([("number", "<i4"), ("sums", "<u8", (2,))])
 
 
 def fingerprint(
-    sharded_state_dict: ShardedStateDict, *, comm: Comm | None = None
+    sharded_state_dict: ShardedStateDict | ShardedStateful, *, comm: Comm | None = None
 ) -> dict[str, str]:
     """The fingerprint of every global tensor of the state dicts of all ranks. Collective.
 
@@ -67,10 +68,11 @@ def fingerprint(
         {'w': '2e183e35fa38af98a434abd585d434f1'}
     """
     comm = chosen_comm(comm)
+    given = as_state_dict(sharded_state_dict, comm)
     shards: list[ShardedTensor] = []
 
     def describe_own() -> tuple[dict[str, ShardTable], None]:
-        parts = partition(sharded_state_dict)
+        parts = partition(given)
         refuse_distributed(parts, {})
         check_data(parts)
         shards.extend(parts.tensors.values())

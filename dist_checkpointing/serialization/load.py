@@ -23,8 +23,10 @@ from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedStateDict,
+    ShardedStateful,
     ShardedTensor,
     StateDict,
+    StoredState,
 )
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import Partition, partition
@@ -78,7 +80,7 @@ _ReturningFlag = Literal[
 
 @overload
 def load(  # type: ignore[overload-overlap]  # any other flag returns one value
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy] = ...,
     common_strategy: Selection[LoadCommonStrategy] = ...,
@@ -96,7 +98,7 @@ def load(  # type: ignore[overload-overlap]  # any other flag returns one value
 
 @overload
 def load(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy] = ...,
     common_strategy: Selection[LoadCommonStrategy] = ...,
@@ -113,7 +115,7 @@ def load(
 
 
 def load(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy] = None,
     common_strategy: Selection[LoadCommonStrategy] = None,
@@ -135,7 +137,8 @@ def load(
 
     Args:
         sharded_state_dict: sharded leaves say what is wanted; of other values those of the
-            checkpoint are returned, and tensors among them must have one there.
+            checkpoint are returned, and tensors among them must have one there. Or a
+            ShardedStateful, such as ``interop.TorchState``, which is restored in place.
         checkpoint_dir: a committed checkpoint: a folder, or a URL such as ``s3://bucket/run/1000``
             (an ``ObjectPath`` says how its store is reached).
         sharded_strategy: backend name (that of the checkpoint means the version which the
@@ -194,11 +197,14 @@ def load(
     meter = Meter("load", comm.rank, progress)
     flag = parse_strict_flag(strict)
     _require_known(cast, verify)
+    template, restored = _template_of(
+        sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy, comm, trusted=trusted
+    )
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
         folder = data_folder(checkpoint_dir)
         save_number = number_of_save(folder)
         found = _trusting(open_checkpoint(folder, sharded_strategy, common_strategy), trusted)
-        parts = _take_apart(sharded_state_dict)
+        parts = _take_apart(template)
         common = found.common.load_common(folder)
     require_one_save(comm.all_same(save_number), folder)
     if validate_access_integrity:
@@ -251,15 +257,14 @@ def load(
         loaded, of_strategy = read_wanted(
             to_read, cells, found.sharded, reader, index, parts, folder, comm, meter
         )
-    of_objects = of_strategy or of_common
+    of_objects = {**(of_strategy or of_common), **({} if made is None else made.kept)}
     if made is not None:
         loaded = replaced(tensors, [leaf.data for leaf in filled.leaves])
-        of_objects = {**of_objects, **made.kept}
 
     @paused_collector()
     def rebuild() -> Any:
         require_one_save(number_of_save(folder) == save_number, folder)
-        return parts.rebuild(common, loaded, of_objects)
+        return restored(parts.rebuild(common, loaded, of_objects))
 
     is_asked = not own_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
     state_dict = rebuilt(rebuild, wanted.keys if is_asked else (), stored_keys, comm)
@@ -267,6 +272,35 @@ def load(
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected
     return state_dict
+
+
+def _template_of(
+    state: ShardedStateDict | ShardedStateful,
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[LoadShardedStrategy],
+    common_strategy: Selection[LoadCommonStrategy],
+    comm: Comm,
+    *,
+    trusted: bool,
+) -> tuple[ShardedStateDict, Callable[[StateDict], StateDict]]:
+    """The template, and what takes the loaded state dict and returns it. Collective."""
+    if not isinstance(state, ShardedStateful):
+        return state, lambda loaded: loaded
+    with comm.agreed("opening the checkpoint"):
+        folder = data_folder(checkpoint_dir)
+        found = open_checkpoint(folder, sharded_strategy, common_strategy)
+        common = (found.common.trusting() if trusted else found.common).load_common(folder)
+    tensors = comm.from_rank0(
+        "reading the index", lambda: found.sharded.load_tensors_metadata(folder)
+    )
+    described = {key: (tuple(leaf.global_shape), leaf.dtype) for key, leaf in tensors.items()}
+    template, restore = state.template_for(StoredState(described, common), comm)
+
+    def restored(loaded: StateDict) -> StateDict:
+        restore(loaded)
+        return loaded
+
+    return template, restored
 
 
 def _require_known(cast: str, verify: object) -> None:

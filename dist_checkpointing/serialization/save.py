@@ -10,7 +10,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
+from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.save_job import SaveJob
@@ -29,7 +29,7 @@ from dist_checkpointing.strategies.selection import Selection
 
 
 def save(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[SaveShardedStrategy] = None,
     common_strategy: Selection[SaveCommonStrategy] = None,
@@ -59,7 +59,8 @@ def save(
 
     Args:
         sharded_state_dict: any nest of dicts, lists and tuples. Sharded leaves are saved from
-            wherever they are; of everything else ("common state") rank 0's is saved.
+            wherever they are; of everything else ("common state") rank 0's is saved. Or a
+            ShardedStateful, such as ``interop.TorchState``.
         checkpoint_dir: made if it is missing; the same path on every rank.
         sharded_strategy: backend name (its newest version), (name, version), or a strategy; by
             default ("tensorstore", 1).

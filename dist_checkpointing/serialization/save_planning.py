@@ -12,7 +12,8 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.failures import Outcome
 from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, ShardedTensor
+from dist_checkpointing.mapping.stateful import as_state_dict
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import Exchanged, exchange_tables
@@ -157,7 +158,7 @@ class JobPlanning:
 
 
 def prepare(
-    state_dict: ShardedStateDict,
+    state: ShardedStateDict | ShardedStateful,
     folder: str | PathLike[str],
     comm: Comm,
     meter: Meter,
@@ -167,7 +168,7 @@ def prepare(
     """Prepare, plan and check. Collective; touches no file. ``claim`` must follow.
 
     Args:
-        state_dict: see ``SaveJob``.
+        state: see ``save``.
         folder: see ``SaveJob``.
         comm: the ranks that save together.
         meter: see ``SaveJob``.
@@ -182,7 +183,7 @@ def prepare(
 
     @paused_collector()
     def bring() -> tuple[Mapping[str, ShardTable], JobFacts]:
-        job = SaveJob(state_dict, folder, comm.rank, meter, **options)
+        job = SaveJob(as_given, folder, comm.rank, meter, **options)
         if require is not None:
             require(job)
         if base is not None:
@@ -191,6 +192,7 @@ def prepare(
         return plannings[0].bring(comm)
 
     with meter.phase("planning"):
+        as_given = as_state_dict(state, comm)
         exchanged = exchange_tables(comm, PLANNING, bring, lambda facts: facts.identity)
         job = plannings[0].conclude(exchanged, comm)
         if base is not None:

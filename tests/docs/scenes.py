@@ -61,11 +61,11 @@ def _weight() -> ShardedTensor:
 
 
 def readme(number: int, names: Names) -> None:
-    if number == 0:
-        names |= {"w": torch.ones(4, 2), "rng_state": torch.get_rng_state(), "template": {}}
-        names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "rank": 0, "world_size": 1}
-    else:
-        names |= _public() | {"step": 2000, "state": {"w": _weight()}, "template": {"w": _weight()}}
+    model = _model()
+    names |= _public() | {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    names |= {"w": _weight().data, "rng_state": torch.get_rng_state()}
+    names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "rank": 0, "world_size": 1}
+    names |= {"step": 2000 + number, "state": {"w": _weight()}, "template": {"w": _weight()}}
 
 
 def index(number: int, names: Names) -> None:
@@ -217,6 +217,32 @@ def backend(number: int, names: Names) -> None:
     del number, names
 
 
+def torch_state(number: int, names: Names) -> None:
+    if number:
+        return
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    names |= {"torch": torch, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+    names["train_step"] = train_step
+
+
+def trainers(number: int, names: Names) -> None:
+    del number
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    names |= _public() | _interop() | {"model": model, "optimizer": optimizer}
+    names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    # tests/trainers has the real one.
+    names["accelerator"] = SimpleNamespace(prepare=lambda *given: given, scaler=None)
+
+
 def from_megatron(number: int, names: Names) -> None:
     del number
     names |= {"state": {"w": _weight()}, "path": "ckpt/1"}
@@ -251,4 +277,6 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/partial.md": partial_loads,
     "docs/reference/planning.md": planning,
     "docs/torch_dcp.md": torch_dcp,
+    "docs/torch_state.md": torch_state,
+    "docs/trainers.md": trainers,
 }
