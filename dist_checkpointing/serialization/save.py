@@ -105,9 +105,9 @@ def save(
         InvalidShardingError: shards that contradict each other, overlap or leave gaps; keys, dtypes
             or leaves that cannot be stored; sharded tensors of torch that are not wrapped; tensors
             in the common state, or replicas, that differ between ranks.
-        UnsupportedFormatError: values that ``load`` would refuse; a backend or a base that an object
-            store cannot have; a base for a strategy that cannot share files; fingerprints for a
-            format that does not keep them.
+        UnsupportedFormatError: values that ``load`` would refuse; a backend or a base that is for
+            disks only; a base for a strategy that cannot share files; fingerprints for a format
+            that does not keep them.
         CheckpointNotFoundError: ``base`` is no checkpoint.
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         StrategyNotFoundError: no such backend.
