@@ -61,6 +61,7 @@ class TieredRun:
         self._fast = RunFolder(local_folder(fast).absolute(), retention, self._not_copied)
         self._stored = RunFolder(root, retention)
         self._retention, self._drain = retention, drain
+        self._saved: set[int] = set()  # by this manager; known on all ranks
         self._unusable: set[int] = set()
         self._pending: set[int] | None = None
         self._failed: dict[int, str] = {}
@@ -76,8 +77,12 @@ class TieredRun:
     def place(self, step: int) -> Path:
         """Where a step can be read: on the disk if it is there and whole, else in the store."""
         own, stored = self._fast.folder(step), self._stored.folder(step)
-        is_usable = step not in self._unusable and is_committed(own)
-        return own if is_usable or not is_committed(stored) else stored
+        if not is_committed(stored):
+            return own
+        if step in self._unusable or not is_committed(own):
+            return stored
+        # Another one in the store was saved by another machine while this disk was away.
+        return own if step in self._saved or self._is_copied(step) else stored
 
     def skip(self, step: int) -> None:
         """Take the copy in the store from now on: what is on the disk is damaged."""
@@ -102,7 +107,8 @@ class TieredRun:
         return self._fast.base_of(step, damaged)
 
     def hooks(self, step: int) -> dict[str, Any]:
-        """See RunFolder."""
+        """See RunFolder; called on all ranks, when they save a step."""
+        self._saved.add(step)
         return self._fast.hooks(step)
 
     def begin(self, step: int, damaged: int | None) -> bool:
@@ -177,14 +183,13 @@ class TieredRun:
 
     def _undrained(self) -> set[int]:
         if self._pending is None:
-            steps = self._fast.committed_steps()
-            self._pending = {step for step in steps if not self._is_copied(step)}
+            stored = self._stored.committed_steps()
+            self._pending = {*self._fast.committed_steps()} - {*stored}
         return self._pending
 
     def _is_copied(self, step: int) -> bool:
-        copy = self._stored.folder(step)
-        own = number_of_save(self._fast.folder(step))
-        return is_committed(copy) and number_of_save(data_folder(copy)) == own
+        copy = number_of_save(data_folder(self._stored.folder(step)))
+        return copy == number_of_save(self._fast.folder(step))
 
     def _due(self) -> int | None:
         """The next step to copy; those that the store would not keep are given up."""
@@ -229,7 +234,7 @@ class TieredRun:
             raise CorruptCheckpointError(f"step {step} cannot be copied", [finding])
         names = [*seal.files, SEAL_NAME, CONFIG_FNAME]
         self._stored.begin(step, None)
-        # A copy of an older save of this step, which was found damaged.
+        # What is there now is the copy of a save that was damaged, and that this one replaces.
         attempt = begin_attempt(target, names, Durability.FSYNC, overwrite=is_committed(target))
         try:
             self._stored.claimed(step, seal.attempt)
