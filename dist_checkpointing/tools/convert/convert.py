@@ -130,7 +130,8 @@ def convert(
     Args:
         source: a committed checkpoint of any backend (also of Megatron and torch DCP), safetensors
             files (one, or a Hugging Face folder), or a file of torch.save.
-        destination: a folder, or a URL for a checkpoint; a file for ``torch``, and for ``safetensors`` if its name says so.
+        destination: a folder, or a URL for a checkpoint; a file for ``torch``, and for
+            ``safetensors`` if its name says so.
         to: ``backend`` or ``backend:version``, ``safetensors`` or ``torch``.
         rules: which keys, by what names, dtypes and cuts.
         options: memory, threads and the like.
