@@ -1,5 +1,5 @@
 # Every target sets up .venv by itself; only Python >= 3.11 and make must be there.
-#   make demo [BACKEND=zarr] [STEPS=40]   make lint   make clean
+#   make demo [BACKEND=zarr] [STEPS=40] [ARGS='--checkpoints s3://bucket/demo']   make lint   make clean
 #   make test [ARGS='-k tree']       each test function once, nothing is killed
 #   make test-all [ARGS='-k tree']   everything
 #   make test-megatron                Megatron's own models, with its checkpoints and with ours

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dist_checkpointing import Checkpoint
+from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.tools.inspect.inventory import count_files
 from resume_checks import TOLERANCE_UNITS, Check, relative_units
@@ -35,10 +36,14 @@ def shape_text(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) if shape else "scalar"
 
 
-def saved_table(folder: Path, saved: Run) -> Table:
+def saved_table(folder: Path | str, saved: Run) -> Table:
     """Every weight; the optimizer's moments, which are shaped alike, in one row each."""
     checkpoint = Checkpoint.open(folder)
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    if isinstance(folder, str):
+        place = ObjectPath.of(folder)
+        sizes = [info.num_bytes for info in place.store.list_below(place.prefix)]
+    else:
+        sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     caption = f"{bytes_text(sum(sizes))} in {len(sizes)} files"
     table = Table(title="What was saved", caption=caption, expand=False)
     for name in ("key", "dtype", "global shape", f"each of {saved.tensor_parallel} ranks"):

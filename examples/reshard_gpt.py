@@ -1,6 +1,7 @@
 """Train with tensor parallelism 2, save, and go on with 2, 4 and 1: the curves must meet.
 
     python examples/reshard_gpt.py [--backend zarr] [--steps 60] [--folder DIR]
+    python examples/reshard_gpt.py --checkpoints s3://bucket/demo
 
 One run trains for twice ``--steps`` steps without a stop and saves half-way. Three others start
 from that checkpoint. This fails unless
@@ -10,7 +11,8 @@ from that checkpoint. This fails unless
 * the others have the same losses but for the order in which float32 numbers are summed.
 
 Right after resuming, each of the three saves again with the checkpoint as a base: what its ranks
-hold cut as before, or in blocks of the chunks that are there, is shared and not written.
+hold cut as before, or in blocks of the chunks that are there, is shared and not written. (Not in an
+object store, which ``--checkpoints`` names: objects cannot share bytes.)
 """
 
 from __future__ import annotations
@@ -44,22 +46,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train, save, and resume on other ranks.")
     parser.add_argument("--backend", type=backend_argument, help=BACKEND_HELP)
     parser.add_argument("--steps", type=int, default=60, help="steps before and after the save")
+    parser.add_argument("--checkpoints", metavar="URL", help="keep them in an object store")
     add_folder(parser)
     given = parser.parse_args()
     if given.steps < 1:
         parser.error("--steps must be at least 1")
     folder, console, last = output_folder(parser, given.folder), wide_console(), 2 * given.steps
-    checkpoint = folder / "checkpoint"
+    checkpoint: Path | str = folder / "checkpoint"
+    again = {size: folder / f"again-{size}" for size in RESUMED_WITH}
+    if given.checkpoints:
+        checkpoint, again = f"{given.checkpoints}/{folder.name}/checkpoint", {}
     saving = Job(last, given.steps, checkpoint, backend=given.backend)
     saved = _run(console, SAVED_WITH, "uninterrupted", saving)
     console.print(saved_table(checkpoint, saved))
-    resumed, again = [], {size: folder / f"again-{size}" for size in RESUMED_WITH}
+    resumed = []
     for size in RESUMED_WITH:
-        job = Job(last, resume=checkpoint, backend=given.backend, again=again[size])
+        job = Job(last, resume=checkpoint, backend=given.backend, again=again.get(size))
         resumed.append(_run(console, size, f"resumed-{size}", job))
 
     console.print(cut_picture(saved, resumed))
-    console.print(shared_table(again))
+    if again:
+        console.print(shared_table(again))
     console.print(loss_chart(saved, resumed))
     console.print(loss_table(saved, resumed))
     draw_losses(saved, resumed, folder / "losses.png")
@@ -70,7 +77,7 @@ def main() -> None:
     if not all(check.holds for check in checks):
         raise SystemExit("FAILED: a resumed run is not the saved one, see the checks above")
     console.print("\nNow try:", soft_wrap=True)
-    console.print(_commands(checkpoint, last), style="bold", soft_wrap=True, markup=False)
+    console.print(_commands(checkpoint, folder, last), style="bold", soft_wrap=True, markup=False)
 
 
 def _run(console: Console, size: int, name: str, job: Job) -> Run:
@@ -93,11 +100,11 @@ def _rank(job: Job, ranks: Ranks, tell: Tell) -> None:
         tell("run", run)
 
 
-def _commands(checkpoint: Path, last_step: int) -> str:
+def _commands(checkpoint: Path | str, out: Path, last_step: int) -> str:
     python, script = _short(Path(sys.executable)), _short(Path(__file__).with_name("train_gpt.py"))
     program = _short(Path(sys.executable).with_name("dckpt"))
     dckpt = program if program.exists() else f"{python} -m dist_checkpointing"
-    key, out = "layers.attention.qkv.weight", checkpoint.parent
+    key = "layers.attention.qkv.weight"
     resume = f"--resume {checkpoint} --until {last_step}"
     commands = [
         f"{dckpt} ls {checkpoint} --tree --depth 2",

@@ -32,7 +32,7 @@ class Job:
     Attributes:
         until: Number of steps to reach.
         save_at: Step after which to save.
-        checkpoint: Folder to save to.
+        checkpoint: Folder to save to, or its URL.
         resume: Checkpoint to start from.
         backend: What to save with.
         again: Folder to save to right after resuming, with the checkpoint as a base.
@@ -40,8 +40,8 @@ class Job:
 
     until: int
     save_at: int | None = None
-    checkpoint: Path | None = None
-    resume: Path | None = None
+    checkpoint: Path | str | None = None
+    resume: Path | str | None = None
     backend: Backend = None
     again: Path | None = None
 

@@ -311,12 +311,20 @@ class FolderReads:
             store with the first read.
     """
 
-    def __init__(
-        self, folder: Location, limits: ReadLimits, opened: Callable[[str], OpenFile]
-    ) -> None:
+    def __init__(self, folder: Location, limits: ReadLimits) -> None:
         self.folder = folder
         self.limits = limits
-        self.open = opened
+        self.open: Callable[[str], OpenFile]
+        if isinstance(folder, Path):
+            root = f"{folder}/"
+            self.open = lambda name: LocalFile(root + name)
+        else:
+            access = _StoreAccess(limits.most_bytes, limits.threads)
+            self.open = lambda name: StoreFile(folder / name, access)
+
+    def __reduce__(self) -> tuple[type[FolderReads], tuple[Location, ReadLimits]]:
+        # A copy in another process has requests of its own.
+        return FolderReads, (self.folder, self.limits)
 
     def size_of(self, name: str) -> int | None:
         """Size of a file; None if it is not there."""
@@ -340,9 +348,10 @@ def reads_below(
     """
     if isinstance(folder, Path):
         most_bytes = max(1, buffer_bytes // threads)
-        limits = ReadLimits(threads=threads, most_bytes=most_bytes, maps_files=maps_files(folder))
-        root = f"{folder}/"
-        return FolderReads(folder, limits, lambda name: LocalFile(root + name))
+        return FolderReads(
+            folder,
+            ReadLimits(threads=threads, most_bytes=most_bytes, maps_files=maps_files(folder)),
+        )
     options = folder.store.options
     part_bytes = max(1, min(options.part_bytes, buffer_bytes))
     at_a_time = max(1, min(options.parallelism, buffer_bytes // part_bytes))
@@ -356,8 +365,7 @@ def reads_below(
         most_unwanted=_MOST_STORE_GAP_BYTES,
         run_threads=at_a_time,
     )
-    access = _StoreAccess(part_bytes, at_a_time)
-    return FolderReads(folder, limits, lambda name: StoreFile(folder / name, access))
+    return FolderReads(folder, limits)
 
 
 def open_file(folder: Location, name: str) -> OpenFile:

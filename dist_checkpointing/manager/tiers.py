@@ -69,6 +69,7 @@ class TieredRun:
         self._stored = RunFolder(root, retention, self._deleted)
         self.root, self._on_deleted = root, on_deleted
         self._retention, self._drain = retention, drain
+        self._saved: set[int] = set()  # by this manager; known on all ranks
         self._unusable: set[int] = set()
         self._pending: set[int] | None = None
         self._failed: dict[int, str] = {}
@@ -84,8 +85,12 @@ class TieredRun:
     def place(self, step: int) -> Path:
         """Where a step can be read: on the disk if it is there and whole, else in the store."""
         own, stored = self._fast.folder(step), self._stored.folder(step)
-        is_usable = step not in self._unusable and is_committed(own)
-        return own if is_usable or not is_committed(stored) else stored
+        if not is_committed(stored):
+            return own
+        if step in self._unusable or not is_committed(own):
+            return stored
+        # Another one in the store was saved by another machine while this disk was away.
+        return own if step in self._saved or self._is_copied(step) else stored
 
     def skip(self, step: int) -> None:
         """Take the copy in the store from now on: what is on the disk is damaged."""
@@ -125,7 +130,8 @@ class TieredRun:
         *,
         has_base: bool,
     ) -> dict[str, Any]:
-        """See RunFolder."""
+        """See RunFolder; called on all ranks, when they save a step."""
+        self._saved.add(step)
         return self._fast.hooks(step, metric, note_bytes, has_base=has_base)
 
     def begin(self, step: int, damaged: int | None) -> bool:
@@ -204,14 +210,13 @@ class TieredRun:
 
     def _undrained(self) -> set[int]:
         if self._pending is None:
-            steps = self._fast.committed_steps()
-            self._pending = {step for step in steps if not self._is_copied(step)}
+            stored = self._stored.committed_steps()
+            self._pending = {*self._fast.committed_steps()} - {*stored}
         return self._pending
 
     def _is_copied(self, step: int) -> bool:
-        copy = self._stored.folder(step)
-        own = number_of_save(self._fast.folder(step))
-        return is_committed(copy) and number_of_save(data_folder(copy)) == own
+        copy = number_of_save(data_folder(self._stored.folder(step)))
+        return copy == number_of_save(self._fast.folder(step))
 
     def _due(self) -> int | None:
         """The next step to copy; those that the store would not keep are given up."""
@@ -257,7 +262,7 @@ class TieredRun:
         names = [*seal.files, SEAL_NAME, CONFIG_FNAME]
         self._stored.begin(step, None)
         metric = self._fast.metrics().get(step)
-        # A copy of an older save of this step, which was found damaged.
+        # What is there now is the copy of a save that was damaged, and that this one replaces.
         attempt = begin_attempt(target, names, Durability.FSYNC, overwrite=is_committed(target))
         try:
             self._stored.claimed(step, metric, seal.attempt)

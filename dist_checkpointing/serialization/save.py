@@ -61,7 +61,8 @@ def save(
         sharded_state_dict: any nest of dicts, lists and tuples. Sharded leaves are saved from
             wherever they are; of everything else ("common state") rank 0's is saved. Or a
             ShardedStateful, such as ``interop.TorchState``.
-        checkpoint_dir: made if it is missing; the same path on every rank.
+        checkpoint_dir: a folder, made if it is missing, or a URL such as ``s3://bucket/run/1000``;
+            the same on every rank.
         sharded_strategy: backend name (its newest version), (name, version), or a strategy; by
             default ("tensorstore", 1).
         common_strategy: likewise, for common state; by default ("torch", 1).
@@ -107,8 +108,9 @@ def save(
         InvalidShardingError: shards that contradict each other, overlap or leave gaps; keys, dtypes
             or leaves that cannot be stored; sharded tensors of torch that are not wrapped; tensors
             in the common state, or replicas, that differ between ranks.
-        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path; a base for a
-            strategy that cannot share files; fingerprints for a format that does not keep them.
+        UnsupportedFormatError: values that ``load`` would refuse; a backend or a base that is for
+            disks only; a base for a strategy that cannot share files; fingerprints for a format
+            that does not keep them.
         CheckpointNotFoundError: ``base`` is no checkpoint.
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         StrategyNotFoundError: no such backend.

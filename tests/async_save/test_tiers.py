@@ -166,6 +166,43 @@ def test_training_goes_on_while_a_slow_store_is_filled(
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
 
 
+def test_a_disk_that_was_away_does_not_replace_what_others_have_saved(tmp_path: Path) -> None:
+    root = new_url()
+    with CheckpointManager(root, fast=tmp_path / "a") as manager:
+        manager.save(1, state(1))
+    with CheckpointManager(root, fast=tmp_path / "b") as manager:
+        manager.delete(1)
+        manager.save(1, state(7))
+    with CheckpointManager(root, fast=tmp_path / "a") as manager:
+        assert manager.load(state(0), 1)["value"] == 7
+        assert manager.load(state(0))["value"] == 7
+    with CheckpointManager(root) as manager:
+        assert manager.load(state(0))["value"] == 7
+
+
+def test_a_damaged_step_is_saved_again_and_copied_again(tmp_path: Path) -> None:
+    root = new_url()
+    with CheckpointManager(root, fast=tmp_path, drain="wait") as manager:
+        manager.save(1, state(1))
+        damage(tmp_path / "step-00000001")
+        assert manager.load(state(0))["value"] == 1
+        manager.save(1, state(5))
+        assert manager.load(state(0))["value"] == 5
+    with CheckpointManager(root) as manager:
+        assert manager.load(state(0))["value"] == 5
+
+
+def test_the_disk_may_be_incremental(tmp_path: Path) -> None:
+    root = new_url()
+    with CheckpointManager(root, fast=tmp_path, incremental=True) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(1) | {"value": 2.0})
+    shutil.rmtree(tmp_path)
+    with CheckpointManager(root) as manager:
+        assert manager.load(state(0))["value"] == 2
+        assert manager.latest_valid() == 2
+
+
 def test_ranks_share_the_disk(tmp_path: Path) -> None:
     root = new_url()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -31,6 +34,7 @@ from dist_checkpointing.storage import StorageOptions
 from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
 from dist_checkpointing.strategies.tensorstore.data_files import DataFiles
 from dist_checkpointing.testing import run_ranks
+from s3_proxy import Fault, proxy_before
 from stores import new_url
 
 BIG = torch.randn(3000, 1024, generator=torch.Generator().manual_seed(1))
@@ -216,6 +220,38 @@ def test_an_upload_that_is_given_up_is_aborted(
     assert not any("data/" in key for key in keys_below(s3_place))
     monkeypatch.setattr(DataFiles, "finish", finish)
     save(big_state(), s3_place)
+
+
+def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
+    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_files, "_OBJECT_BYTES", 2**23)
+    assert s3_place.store.options.endpoint is not None
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with proxy_before(s3_place.store.options.endpoint) as proxy:
+        parts: list[str] = []
+
+        def interrupt(method: str, path: str) -> Fault | None:
+            if method == "PUT" and "partNumber" in path:
+                parts.append(path)
+                if len(parts) == 3:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return Fault(forwards=True, seconds=0.2)
+            return None
+
+        proxy.fault = interrupt
+        options = replace(s3_place.store.options, endpoint=proxy.url, parallelism=1)
+        place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
+        state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", BIG) for n in range(20)}
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                save(state, place)
+        finally:
+            signal.signal(signal.SIGINT, old)
+        assert len(parts) < 20
+    assert unfinished_uploads(s3_place) == 0
+    with pytest.raises(CheckpointNotFoundError):
+        load({}, s3_place)
 
 
 @pytest.mark.parametrize("strategy", [("zarr", 1)])

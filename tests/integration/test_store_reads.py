@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -105,6 +106,14 @@ def test_everything_is_read_over_http(samples: Samples, proxy: Proxy, name: str)
 def test_a_plain_copy_of_a_folder_is_a_checkpoint(sample: Sample) -> None:
     url = data_url(copied_up(sample.folder, new_url()))
     assert_reads(sample, url)
+
+
+def test_a_checkpoint_in_use_can_be_sent_to_another_process(samples: Samples, proxy: Proxy) -> None:
+    sample = samples("tensorstore")
+    opened = Checkpoint.open(copied_up(sample.folder, over_http(proxy, new_url("s3"))))
+    full = sample.tensors["decoder.weight"]
+    assert torch.equal(opened["decoder.weight"][2:], full[2:])
+    assert torch.equal(pickle.loads(pickle.dumps(opened))["decoder.weight"][:, 3], full[:, 3])
 
 
 def test_ranks_load_what_is_restored_and_compare_it(samples: Samples) -> None:
@@ -323,3 +332,9 @@ def test_the_tree_of_many_tensors_is_read_at_once(
         load(wanted, url)
     assert all(torch.equal(wanted[key].data, value) for key, value in full.items())
     assert counts.total() <= 15, counts
+
+
+def test_a_bucket_that_is_not_there_is_named(proxy: Proxy) -> None:
+    place = over_http(proxy, "s3://no-such-bucket/run/1000")
+    with pytest.raises(OSError, match=r"NoSuchBucket(.|\n)*s3://no-such-bucket/run/1000"):
+        Checkpoint.open(place)

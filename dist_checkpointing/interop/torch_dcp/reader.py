@@ -46,8 +46,8 @@ class DCPReader(dcp_storage.StorageReader):
     its unique key (``key/shard_0_1``).
 
     Args:
-        path: folder or URL of a committed checkpoint; ``checkpoint_id`` of ``dcp.load``
-            replaces it.
+        path: folder or URL of a committed checkpoint; ``checkpoint_id`` of ``dcp.load`` replaces
+            it.
         backend: backend name, (name, version), or a strategy; by default the one that the
             checkpoint names.
         trusted: unpickle anything in common state and objects. Lets the checkpoint run any code.

@@ -67,11 +67,18 @@ class TensorStoreWriter(StorageWriter):
         has_checksums = self.options.checksum is Checksum.XXH3
         rows = RowWriter(plan, planner, known, has_checksums=has_checksums)
 
+        is_cancelled = False
+
+        def report(num_bytes: int) -> None:
+            if is_cancelled:
+                raise InterruptedError("the save was cancelled")
+            self.report(num_bytes)
+
         def write(share: _Share) -> tuple[DataFiles, list[SealedFile]]:
             folder = f"{keys.DATA_FOLDER}/{keys.DATA_GROUPS[share.group]}"
             store.make_folder(self.checkpoint_dir / folder)
             stem = f"{folder}/{self._rank}.{share.number}-{uuid.uuid4().hex[:8]}"
-            files = DataFiles(self.checkpoint_dir, stem, self.options, most_pending, self.report)
+            files = DataFiles(self.checkpoint_dir, stem, self.options, most_pending, report)
             try:
                 rows.write(share.rows, files, most_pending)
                 return files, files.finish()
@@ -80,7 +87,11 @@ class TensorStoreWriter(StorageWriter):
                 raise
 
         with ThreadPoolExecutor(min(_MOST_THREADS, self.options.threads), "data-files") as pool:
-            written = list(pool.map(write, shares))
+            try:
+                written = list(pool.map(write, shares))
+            except BaseException:
+                is_cancelled = True  # the others stop at what they write next
+                raise
         extents = Extents(*np.empty((3, len(table)), dtype=np.int64))
         names: list[str] = []
         for share, (files, _) in zip(shares, written, strict=True):

@@ -242,7 +242,11 @@ class ZarrFolderReader(StorageReader):
             for row in rows.tolist():
                 self.report(filler.fill(row, values))
 
-        in_threads(read_file, of_files, self.files.limits.threads)
+        # Each has a whole chunk in memory, before and after it is decoded.
+        limits, largest = self.files.limits, 2 * int(sizes.max(initial=1))
+        fitting = limits.threads * limits.most_bytes // largest
+        threads = max(self.options.threads, min(limits.threads, fitting))
+        in_threads(read_file, of_files, threads)
         return done(None)
 
 

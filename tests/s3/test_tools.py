@@ -1,0 +1,45 @@
+"""A run of checkpoints on an S3 server, as a training keeps it and as a person looks at it."""
+
+from pathlib import Path
+
+import pytest
+
+from dist_checkpointing import CheckpointManager, Retention, load
+from s3_servers import Server
+from samples import Run
+from store_saves import numbered
+
+
+@pytest.fixture
+def url(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return str(server.place())
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_a_run_is_kept_and_resumed(url: str, backend: str) -> None:
+    with CheckpointManager(url, backend, retention=Retention(keep_last=2)) as manager:
+        for step in (1, 2, 3):
+            manager.async_save(step, numbered(step))
+    again = CheckpointManager(url, backend)
+    assert again.steps() == [2, 3]
+    assert again.latest_valid() == 3
+    assert again.load(numbered(-1))["number"] == 3
+
+
+def test_every_command_takes_its_url(url: str, dckpt: Run, tmp_path: Path) -> None:
+    manager = CheckpointManager(url)
+    manager.save(1, numbered(1))
+    manager.save(2, numbered(2))
+    one, two = f"{url}/step-00000001", f"{url}/step-00000002"
+    assert "w" in dckpt("ls", one).out
+    assert "64" in dckpt("show", one, "w").out
+    assert dckpt("verify", one).code == 0
+    assert dckpt("diff", one, one).code == 0
+    assert dckpt("diff", one, two).code == 1
+    assert dckpt("convert", two, str(tmp_path / "down"), "--to", "zarr").code == 0
+    assert load(numbered(-1), tmp_path / "down", verify=True)["number"] == 2
+    assert dckpt("convert", str(tmp_path / "down"), f"{url}/up", "--to", "tensorstore").code == 0
+    assert load(numbered(-1), f"{url}/up", verify=True)["number"] == 2
+    assert dckpt("diff", f"{url}/up", two).code == 0
