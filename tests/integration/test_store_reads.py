@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +267,7 @@ def test_large_reads_are_cut_and_stay_within_the_buffers(
             held[0] += num_bytes
             most[0], largest[0] = max(most[0], held[0]), max(largest[0], num_bytes)
         try:
+            time.sleep(0.002)  # so that others are under way meanwhile
             return own(self, key, offset, num_bytes)
         finally:
             with lock:
