@@ -277,6 +277,7 @@ STORE = Case(
     goals=(
         *(as_fast(_OURS, f"{what} s", RAW, 0.8) for what in ("save", "load")),
         *(as_fast(_OURS, f"{what} s", DCP, 3) for what in ("save", "load")),
+        *(as_fast(_OURS, f"{what}, CPU a GiB s", DCP, 3) for what in ("save", "load")),
     ),
     by_name=True,
 )

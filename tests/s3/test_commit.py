@@ -105,7 +105,15 @@ def test_a_commit_without_an_answer_is_named_and_settled_by_the_next_save(
     location = server.place(proxy.url)
     attempt = begin(location)
     put(attempt.folder / "x.bin", attempt.id.encode())
-    proxy.fault = lambda _, path: LOST_ANSWER if "commits/1" in path else None
+    puts: list[str] = []
+
+    def silent_since_the_commit(method: str, path: str) -> Fault | None:
+        if "commits/1" not in path or (method != "PUT" and not puts):
+            return None
+        puts.append(path)
+        return LOST_ANSWER
+
+    proxy.fault = silent_since_the_commit
     with pytest.raises((CheckpointingException, OSError), match="commits/1"):
         attempt.commit(CONFIG)
     attempt.abandon()  # cannot find out either: nothing may be deleted
