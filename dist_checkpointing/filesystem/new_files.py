@@ -195,6 +195,7 @@ class _Upload(NewFile):
         self._begun: list[Any] = []
         self._begun_bytes = 0
         self._sender: threading.Thread | None = None
+        self._is_ended = False
         self._etag: str | None = None
         self._error: BaseException | None = None
 
@@ -243,8 +244,8 @@ class _Upload(NewFile):
             self._etag = self._path.store.put_parts(self._path.key, self._parts())
         except BaseException as error:  # noqa: BLE001 - raised where the parts are made
             self._error = error
-            while self._waiting.get() is not None:
-                pass
+            while not self._is_ended:  # nobody must wait for room
+                self._is_ended = self._waiting.get() is None
 
     def _parts(self) -> Iterator[Any]:
         yield from self._begun
@@ -253,6 +254,7 @@ class _Upload(NewFile):
             if isinstance(part, BaseException):
                 raise part
             yield part
+        self._is_ended = True
 
     def close(self, *, is_durable: bool) -> str | None:
         del is_durable  # what the store has answered is durable

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 CLAIMS: Final = ".dckpt/claims"
 COMMITS: Final = ".dckpt/commits"
 BEATS: Final = ".dckpt/beats"
+THREAD: Final = "dckpt-heartbeats"
+"""Name of the thread that puts them."""
 PERIOD: Final = 20.0
 """Seconds from one heartbeat to the next."""
 _MAX_PERIOD: Final = 3600.0
@@ -226,7 +228,9 @@ class HeldClaim:
         stop = Event()
         _beat(folder, claim, 0)
         # The thread does not keep this object: a save that is forgotten must not look alive.
-        self._thread = Thread(target=_keep_beating, args=(folder, claim, stop), daemon=True)
+        self._thread = Thread(
+            target=_keep_beating, args=(folder, claim, stop), daemon=True, name=THREAD
+        )
         self._thread.start()
         self._stop = weakref.finalize(self, stop.set)
 

@@ -222,6 +222,34 @@ def test_an_upload_that_is_given_up_is_aborted(
     save(big_state(), s3_place)
 
 
+@pytest.mark.parametrize("parallelism", [16, 1])
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_an_upload_that_fails_in_the_middle_ends_the_save(
+    s3_place: ObjectPath, backend: str, parallelism: int
+) -> None:
+    """While the next parts wait, and no thread waits for ever."""
+    assert s3_place.store.options.endpoint is not None
+    with proxy_before(s3_place.store.options.endpoint) as proxy:
+        proxy.fault = lambda _, path: (
+            Fault(status=503) if "partNumber=2" in path or "partNumber=3" in path else None
+        )
+        options = replace(
+            s3_place.store.options,
+            endpoint=proxy.url,
+            max_retries=0,
+            part_bytes=5 * 2**20,
+            parallelism=parallelism,
+        )
+        place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
+        big = torch.zeros(2**23)
+        state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", big) for n in range(3)}
+        # Of parts that come while the upload is aborted moto makes a 500.
+        with pytest.raises(RankFailedError, match=rf"(?s)50[03].*{s3_place.key}/data/"):
+            save(state, place, backend)
+    if parallelism == 1:
+        assert unfinished_uploads(s3_place) == 0
+
+
 def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
     s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

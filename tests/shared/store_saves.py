@@ -12,6 +12,7 @@ import torch
 from dist_checkpointing import ShardedTensor
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem.store_claims import THREAD
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.store_commit import StoreAttempt, read_commit
 
@@ -109,6 +110,9 @@ def kill_points(work: Callable[[], object], prepare: Callable[[], object]) -> It
     while True:
         prepare()
         point = killed_at(step, work)
+        for thread in threading.enumerate():
+            if thread.name == THREAD:
+                thread.join()  # it ends with the process, and puts nothing afterwards
         if point is None:
             return
         yield point
