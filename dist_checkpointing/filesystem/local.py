@@ -123,12 +123,15 @@ def files_below(path: Path, root: Path) -> Iterator[tuple[str, int | None]]:
 
 
 def statuses_below(folder: Path) -> dict[str, os.stat_result]:
-    """The status of each file below a folder by its relative name."""
+    """The status of each file below a folder by its relative name; of a file its own."""
+    if folder.is_file():
+        return {folder.name: folder.stat()}
     statuses = {}
     for parent, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(parent, name)  # noqa: PTH118 - Paths cost ten times more
-            statuses[os.path.relpath(path, folder)] = os.lstat(path)
+            with suppress(FileNotFoundError):  # a save that is going on renames files
+                statuses[os.path.relpath(path, folder)] = os.lstat(path)
     return statuses
 
 

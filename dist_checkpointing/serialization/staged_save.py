@@ -66,8 +66,7 @@ class StagedSave:
 
     def capture(self) -> None:
         """Copy what this rank will write, and let go of the caller's state."""
-        with self._job.meter.phase("copying"):
-            self._job.capture(self._buffers)
+        self._job.capture(self._buffers)
 
     def write_own(self) -> None:
         """Write what this rank has to write. Not collective.

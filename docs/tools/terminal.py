@@ -1,4 +1,4 @@
-"""The picture of a terminal: ``python docs/tools/terminal.py CHECKPOINT`` runs ``dckpt`` and draws it.
+"""Draws a terminal: ``python docs/tools/terminal.py CHECKPOINT`` runs ``dckpt`` there.
 
 CHECKPOINT is one that ``make demo`` has made.
 """
@@ -37,7 +37,9 @@ def drawn(checkpoint: Path) -> str:
     for command in COMMANDS:
         words = [str(checkpoint) if word == "ckpt" else word for word in command.split()]
         words[0] = str(Path(sys.executable).with_name(words[0]))
-        run = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        run = subprocess.run(  # noqa: S603 - the commands above
+            words, env=environment, capture_output=True, text=True, check=True
+        )
         console.print(Text(f"$ {command}", style="bold"))
         console.print(Text.from_ansi(run.stdout.replace(str(checkpoint), "ckpt")))
     template = _FONT.sub("", CONSOLE_SVG_FORMAT)
