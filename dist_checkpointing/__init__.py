@@ -18,6 +18,8 @@ if typing.TYPE_CHECKING:
         StrategyNotFoundError,
         UnsupportedFormatError,
     )
+    from dist_checkpointing.filesystem.object_path import ObjectPath
+    from dist_checkpointing.filesystem.object_store import ObjectStoreOptions
     from dist_checkpointing.format.commit import check_is_distributed_checkpoint
     from dist_checkpointing.manager.manager import CheckpointManager
     from dist_checkpointing.manager.retention import Retention
@@ -59,6 +61,8 @@ __all__ = [
     "CorruptCheckpointError",
     "InvalidShardingError",
     "LocalNonpersistentObject",
+    "ObjectPath",
+    "ObjectStoreOptions",
     "PlanCache",
     "RankFailedError",
     "Recipe",
@@ -102,6 +106,8 @@ _NAMES_BY_MODULE = {
         "StrategyNotFoundError",
         "UnsupportedFormatError",
     ),
+    "filesystem.object_path": ("ObjectPath",),
+    "filesystem.object_store": ("ObjectStoreOptions",),
     "format.commit": ("check_is_distributed_checkpoint",),
     "manager.manager": ("CheckpointManager",),
     "manager.retention": ("Retention",),

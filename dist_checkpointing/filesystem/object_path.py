@@ -22,7 +22,7 @@ class ObjectPath(PathLike[str]):
         key: Name within it, without a ``/`` at either end; empty for the whole bucket.
 
     Example:
-        >>> from dist_checkpointing.filesystem.object_path import ObjectPath
+        >>> from dist_checkpointing import ObjectPath
         >>> str(ObjectPath.of("memory://bucket/run") / "1000" / "metadata.json")
         'memory://bucket/run/1000/metadata.json'
     """

@@ -43,7 +43,7 @@ class ObjectStoreOptions:
         part_bytes: Size of the parts of an upload and of large reads.
 
     Example:
-        >>> from dist_checkpointing.filesystem.object_store import ObjectStoreOptions
+        >>> from dist_checkpointing import ObjectStoreOptions
         >>> ObjectStoreOptions(endpoint="http://127.0.0.1:9000").max_retries
         8
     """
