@@ -1,6 +1,6 @@
-"""Draws a terminal: ``python docs/tools/terminal.py CHECKPOINT`` runs ``dckpt`` there.
+"""Draws a terminal: ``python docs/tools/terminal.py RUN`` runs ``dckpt`` there.
 
-CHECKPOINT is one that ``make demo`` has made.
+RUN is a folder below ``demo-output``, which ``make demo`` has made.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from rich.text import Text
 PICTURE = Path(__file__).parents[1] / "screens" / "dckpt.svg"
 COLUMNS = 92
 COMMANDS = (
-    "dckpt ls ckpt ^layers",
-    "dckpt show ckpt layers.mlp.up.weight --slice 0,:3,:4",
-    "dckpt plan ckpt --tp 4",
-    "dckpt verify ckpt",
+    "dckpt ls run",
+    "dckpt ls run@4 -E ^layers",
+    "dckpt show run@4 layers.mlp.up.weight --slice 0,:3,:4",
+    "dckpt verify run@4",
+    "dckpt diff run@2 run@4 --summary",
 )
 _FONT = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 """The fonts of the template lie on another host; a browser has one of its own."""
 
 
-def drawn(checkpoint: Path) -> str:
+def drawn(run_folder: Path) -> str:
     """The SVG of all commands with what they print."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     environment = os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
     for command in COMMANDS:
-        words = [str(checkpoint) if word == "ckpt" else word for word in command.split()]
+        words = [re.sub(r"^run(?=@|$)", str(run_folder), word) for word in command.split()]
         words[0] = str(Path(sys.executable).with_name(words[0]))
         run = subprocess.run(  # noqa: S603 - the commands above
             words, env=environment, capture_output=True, text=True, check=True
         )
         console.print(Text(f"$ {command}", style="bold"))
-        console.print(Text.from_ansi(run.stdout.replace(str(checkpoint), "ckpt")))
+        console.print(Text.from_ansi(run.stdout.replace(str(run_folder), "run")))
     template = _FONT.sub("", CONSOLE_SVG_FORMAT)
     return console.export_svg(title="dckpt", theme=MONOKAI, code_format=template, unique_id="t")
 
@@ -49,9 +50,9 @@ def drawn(checkpoint: Path) -> str:
 def main() -> None:
     """Draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("run", type=Path)
     PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(drawn(parser.parse_args().checkpoint))
+    PICTURE.write_text(drawn(parser.parse_args().run))
 
 
 if __name__ == "__main__":
