@@ -4,6 +4,7 @@
 #   make test-all [ARGS='-k tree']   everything
 #   make test-megatron                Megatron's own models, with its checkpoints and with ours
 #   make test-s3                      object stores on a real S3 server (Ceph, which it starts)
+#   make test-trainers                the Trainer of transformers, Accelerate, Lightning
 #   make chaos [ARGS='--kills 200']   make chaos ARGS='--store s3://bucket/chaos'
 #   make bench [ARGS='--only small-tensors']   make bench-planning   make docs
 PYTHON ?= python3
@@ -15,30 +16,37 @@ WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 
 BIN := .venv/bin
 READY := .venv/ready
+DEMO_READY := .venv/demo-ready
 DOCS_READY := .venv/docs-ready
 # Each in a folder of its own: what imports megatron.core elsewhere finds none.
 MEGATRON := .venv/megatron-core
 MEGATRON_VERSIONS := 0.15.3 0.16.1
+# A venv of its own on top of .venv: what these packages bring with them stays out of it.
+TRAINERS := .venv/trainers
 EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 
-.PHONY: demo test test-all test-megatron test-s3 lint bench bench-planning chaos docs clean
+.PHONY: demo test test-all test-megatron test-s3 test-trainers lint bench bench-planning chaos docs \
+  clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Python >= 3.11 is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@PYTHON=$(PYTHON) .ci/set-up dev
+	@touch $@
+
+# The demo needs less, unless there is all of it already.
+$(DEMO_READY): pyproject.toml constraints.txt
+	@{ test $(READY) -nt pyproject.toml && test $(READY) -nt constraints.txt; } || \
+	  PYTHON=$(PYTHON) .ci/set-up demo
 	@touch $@
 
 # Apart, so that no other target waits for what only the site needs.
 $(DOCS_READY): $(READY)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@PYTHON=$(PYTHON) .ci/set-up dev,docs
 	@touch $@
 
-demo: $(READY)
-	$(BIN)/python examples/reshard_gpt.py $(if $(BACKEND),--backend $(BACKEND)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+demo: $(DEMO_READY)
+	@$(BIN)/python examples/reshard_gpt.py $(if $(BACKEND),--backend $(BACKEND)) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -q --once-each $(WORKERS) $(ARGS)
@@ -59,6 +67,18 @@ test-megatron: $(READY) $(MEGATRON_VERSIONS:%=$(MEGATRON)/%)
 # Without Debian's radosgw, ceph-mon and ceph-osd, and without root, it says so and skips.
 test-s3: $(READY)
 	TEST_S3=ceph $(BIN)/python -m pytest -q tests/s3 $(ARGS)
+
+$(TRAINERS)/ready: $(READY) constraints.txt
+	rm -rf $(TRAINERS)
+	$(BIN)/python -m venv $(TRAINERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(TRAINERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth
+	$(TRAINERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	  accelerate lightning transformers
+	@touch $@
+
+test-trainers: $(TRAINERS)/ready
+	PYTHONPATH=. $(TRAINERS)/bin/python -m pytest -q tests/trainers $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -28,6 +28,7 @@ if typing.TYPE_CHECKING:
         ShardedTensorFactory,
     )
     from dist_checkpointing.planning.plan_save import PlanCache
+    from dist_checkpointing.planning.recipe import Recipe
     from dist_checkpointing.planning.replicas import ReplicaCheck
     from dist_checkpointing.serialization.async_save import async_save
     from dist_checkpointing.serialization.async_saver import AsyncSaver
@@ -60,6 +61,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "PlanCache",
     "RankFailedError",
+    "Recipe",
     "ReplicaCheck",
     "Retention",
     "SaveHandle",
@@ -110,6 +112,7 @@ _NAMES_BY_MODULE = {
         "ShardedTensorFactory",
     ),
     "planning.plan_save": ("PlanCache",),
+    "planning.recipe": ("Recipe",),
     "planning.replicas": ("ReplicaCheck",),
     "serialization.async_save": ("async_save",),
     "serialization.async_saver": ("AsyncSaver",),

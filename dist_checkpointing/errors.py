@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 _MAX_PRINTED_FINDINGS = 50
 
@@ -57,7 +58,9 @@ class Finding:
             word = "rank" if len(self.ranks) == 1 else "ranks"
             parts.append(f"{word} {', '.join(map(str, self.ranks))}")
         text = "; ".join(parts)
-        return f"{text}. {self.remedy}" if self.remedy is not None else text
+        if self.remedy is None:
+            return text
+        return f"{text}{'' if text.endswith('?') else '.'} {self.remedy}"
 
 
 class CheckpointingException(Exception):
@@ -84,10 +87,10 @@ class CheckpointingException(Exception):
 
     def __init__(self, message: str = "", findings: Iterable[Finding] = ()) -> None:
         self.message = message
-        self.findings = tuple(findings)
+        self.findings: tuple[Finding, ...] = tuple(findings)
         # Some subclasses are OSErrors too, which take a second argument for the text of an errno.
         super().__init__(message)
-        self.args = (message, self.findings)
+        self.args: tuple[Any, ...] = (message, self.findings)
 
     def __str__(self) -> str:
         lines = [self.message]
@@ -142,8 +145,8 @@ class RankFailedError(CheckpointingException):
         tracebacks: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(message, findings)
-        self.tracebacks = dict(tracebacks or {})
-        self.args = (message, self.findings, self.tracebacks)
+        self.tracebacks: dict[int, str] = dict(tracebacks or {})
+        self.args: tuple[Any, ...] = (message, self.findings, self.tracebacks)
 
     @property
     def ranks(self) -> tuple[int, ...]:

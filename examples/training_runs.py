@@ -16,7 +16,6 @@ from dist_checkpointing.mapping import ShardedTensorFactory
 from dist_checkpointing.strategies.base import StrategyAction
 from dist_checkpointing.strategies.registry import available_strategies
 from oracle import global_digests
-from progress_bar import progress_bar
 from tensor_parallel import Ranks
 from tensor_parallel_gpt import GPTConfig
 from training_state import Text, TrainingState
@@ -70,8 +69,7 @@ def train(job: Job, ranks: Ranks) -> Run:
     """Train, on all ranks together; rank 0 prints how it goes."""
     state, text, run = TrainingState(GPTConfig(), ranks), Text(), Run(ranks.size)
     if job.resume is not None:
-        with progress_bar(visible=ranks.rank == 0) as bar:
-            state.restore(load(state.sharded_state_dict(), str(job.resume), progress=bar))
+        state.restore(load(state.sharded_state_dict(), str(job.resume), progress="bar"))
         _note(run, state)
         say(ranks, f"resumed after step {state.iteration} with tensor parallelism {ranks.size}")
         if job.again is not None:
@@ -84,8 +82,7 @@ def train(job: Job, ranks: Ranks) -> Run:
             say(ranks, f"step {state.iteration:4d}  loss {loss:.4f}")
         if state.iteration == job.save_at:
             begin = time.perf_counter()
-            with progress_bar(visible=ranks.rank == 0) as bar:
-                save(state.sharded_state_dict(), str(job.checkpoint), job.backend, progress=bar)
+            save(state.sharded_state_dict(), str(job.checkpoint), job.backend, progress="bar")
             say(ranks, f"saved to {job.checkpoint} in {time.perf_counter() - begin:.2f} s")
             _note(run, state)
     return run

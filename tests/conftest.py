@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+import uuid
+from collections.abc import Iterator
+from urllib.request import Request, urlopen
 
 import pytest
 
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectStoreOptions
 from samples import (
     BACKENDS,
     GOLDEN_NAMES,
@@ -48,6 +53,33 @@ def sample(request: pytest.FixtureRequest, samples: Samples) -> Sample:
 def any_sample(request: pytest.FixtureRequest, samples: Samples) -> Sample:
     """A checkpoint of every backend, of plain DCP, and of real releases of Megatron-Core."""
     return samples(request.param)
+
+
+@pytest.fixture(scope="session")
+def s3_options() -> Iterator[ObjectStoreOptions]:
+    """How a simulated S3 server is reached, which has the bucket ``checkpoints``."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    urlopen(Request(f"{endpoint}/checkpoints", method="PUT")).close()
+    yield ObjectStoreOptions(
+        endpoint=endpoint,
+        region="us-east-1",
+        access_key_id="testing",
+        secret_access_key="testingtesting",
+        max_retries=2,
+        retry_timeout=10.0,
+    )
+    server.stop()
+
+
+@pytest.fixture
+def s3_place(s3_options: ObjectStoreOptions) -> ObjectPath:
+    """A folder in a simulated S3 server that no other test uses."""
+    return ObjectPath.of(f"s3://checkpoints/{uuid.uuid4().hex}", s3_options)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
@@ -17,6 +16,8 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.checksums import StoredObject, StoredPart, checksum_files, read_table
 from dist_checkpointing.format.claims import large_tensors
 from dist_checkpointing.format.index import Index
@@ -101,7 +102,9 @@ class Notes:
             found.append(look())
         return found[0] if found else None
 
-    def look_at_files(self, folder: Path, seal: Seal | None, rank: int, world_size: int) -> None:
+    def look_at_files(
+        self, folder: Location, seal: Seal | None, rank: int, world_size: int
+    ) -> None:
         """Compare the files with what the seal says of them."""
         if seal is None:
             return
@@ -146,7 +149,7 @@ class Notes:
             return [key for key in keys if key not in lost]
         return keys
 
-    def checksums(self, folder: Path, index: Index) -> dict[str, list[StoredPart]]:
+    def checksums(self, folder: Location, index: Index) -> dict[str, list[StoredPart]]:
         """The parts that have a checksum, by key."""
         parts: dict[str, list[StoredPart]] = {}
         for path in checksum_files(folder):
@@ -173,14 +176,14 @@ class Notes:
         """Tensors that only the checksums name, in a format without an index."""
         if checkpoint.backend != ("zarr", 1):
             return
-        going = noted_removal(checkpoint.path)
+        going = noted_removal(checkpoint.folder)
         for key in sorted(set(digests) - set(index)):
-            folder = checkpoint.path / key
+            folder = checkpoint.folder / key
             if key in going:
                 self.remarks.append(
                     Finding("its removal was cut off", key, remedy="Remove it once more.")
                 )
-            elif folder.is_dir():
+            elif store.is_folder(folder):
                 self.findings.append(
                     Finding("its metadata is gone, its chunks are there", key, path=str(folder))
                 )
@@ -197,7 +200,7 @@ class Notes:
         from dist_checkpointing.strategies.zarr.v3 import rebuild_index  # noqa: PLC0415
 
         try:
-            rebuild_index(checkpoint.path)
+            rebuild_index(checkpoint.folder)
         except (CorruptCheckpointError, UnsupportedFormatError) as error:
             self.findings += (
                 replace(f, problem=f"zarr-python cannot open it, our own readers can: {f.problem}")

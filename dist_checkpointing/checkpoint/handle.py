@@ -6,16 +6,17 @@ needs a strategy or a value loads ``reads`` on first use.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_checkpointing.checkpoint.lazy_values import ObjectHandle, TensorHandle
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
@@ -23,6 +24,7 @@ from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint,
     read_config,
 )
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, read_index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, number_of_save
@@ -38,7 +40,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
     """A committed checkpoint of any backend, also of Megatron and torch DCP; see ``open``.
 
     Attributes:
-        path: folder of the checkpoint.
+        path: where it is.
+        folder: folder of its files: on a disk ``path``, in an object store below it.
         trusted: whether anything is unpickled.
 
     Example:
@@ -55,14 +58,17 @@ class Checkpoint(Mapping[str, TensorHandle]):
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         config: CheckpointingConfig,
         save_number: int,
         *,
         trusted: bool,
         stamp: object = None,
+        folder: Location | None = None,
     ) -> None:
         self.path = path
+        self.folder = path if folder is None else folder
+        self._is_in_place = self.folder == path
         self.trusted = trusted
         self._config = config
         self._save_number = save_number
@@ -73,7 +79,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         """Open a checkpoint to look into it. Not collective; reads a few bytes.
 
         Args:
-            path: a committed checkpoint.
+            path: folder or URL of a committed checkpoint.
             trusted: unpickle anything in common state and objects. Lets the checkpoint run any
                 code.
 
@@ -81,10 +87,12 @@ class Checkpoint(Mapping[str, TensorHandle]):
             CheckpointNotFoundError: nothing is committed there.
             CorruptCheckpointError: what says how to read it is damaged.
         """
-        folder = local_folder(path)
+        root = location(path)
+        folder = data_folder(root)
         # First: a save that begins in between must not go for the one whose config is read.
         stamp, save_number = _stamp(folder), number_of_save(folder)
-        return cls(folder, read_config(folder), save_number, trusted=trusted, stamp=stamp)
+        config = read_config(folder)
+        return cls(root, config, save_number, trusted=trusted, stamp=stamp, folder=folder)
 
     @property
     def backend(self) -> tuple[str, int]:
@@ -99,11 +107,12 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @property
     def is_committed(self) -> bool:
         """Whether what was opened is still there: not deleted, not overwritten by another save."""
-        if self._stamp is not None and self._stamp == _stamp(self.path):
+        if self._stamp is not None and self._stamp == _stamp(self.folder):
             return True
         return (
-            check_is_distributed_checkpoint(self.path)
-            and number_of_save(self.path) == self._save_number
+            data_folder(self.path) == self.folder
+            and check_is_distributed_checkpoint(self.folder)
+            and number_of_save(self.folder) == self._save_number
         )
 
     @cached_property
@@ -113,11 +122,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
         Raises:
             CheckpointingException: if that cannot be found out.
         """
-        index = read_index(self.path)
-        if index is None:
-            index = self.reads.index()
-        self.require_unchanged()
-        return index
+        with self.reading():
+            index = read_index(self.folder)
+            return self.reads.index() if index is None else index
 
     @cached_property
     def reads(self) -> PartialReads:
@@ -125,7 +132,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         # Not at the top: it imports torch.
         from dist_checkpointing.checkpoint.reads import PartialReads  # noqa: PLC0415
 
-        return PartialReads(self.path, self._config, trusted=self.trusted)
+        return PartialReads(self.folder, self._config, trusted=self.trusted)
 
     @cached_property
     def objects(self) -> Mapping[str, ObjectHandle]:
@@ -141,9 +148,8 @@ class Checkpoint(Mapping[str, TensorHandle]):
     @cached_property
     def common(self) -> dict[str, Any]:
         """The common state; unpickled with an allow-list of plain types unless ``trusted``."""
-        common = self.reads.common()
-        self.require_unchanged()
-        return common
+        with self.reading():
+            return self.reads.common()
 
     @property
     def metadata(self) -> dict[str, Any] | None:
@@ -213,10 +219,28 @@ class Checkpoint(Mapping[str, TensorHandle]):
         rows = [(self[key].stored, box) for key, box in wanted]
         for stored, box in rows:
             _require_inside(stored.global_shape, stored.key, box)
-        try:
+        with self.reading():
             return self.reads.boxes(self.index, rows)
-        finally:
-            # Also if it failed: that it was deleted says more than that a file is gone.
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Make sure that what the body reads is of the checkpoint that was opened.
+
+        Raises:
+            CorruptCheckpointError: if it was deleted or overwritten.
+        """
+        try:
+            yield
+        except Exception:
+            # That it was deleted says more than that a file is gone.
+            self.require_unchanged()
+            raise
+        self.require_same()
+
+    def require_same(self) -> None:
+        """Like ``require_unchanged``, after something was read."""
+        # The files of a save that has a folder of its own are never written again.
+        if self._is_in_place:
             self.require_unchanged()
 
     def require_unchanged(self) -> None:
@@ -247,29 +271,26 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def __len__(self) -> int:
         return len(self.index)
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return [*self]
+
+    def _repr_html_(self) -> str:
+        # Not at the top: only notebooks ask for it.
+        from dist_checkpointing.checkpoint.html_view import html_of  # noqa: PLC0415
+
+        return html_of(self)
+
     def __repr__(self) -> str:
         name, version = self.backend
         return f"<Checkpoint {str(self.path)!r}: {name} {version}, {len(self)} tensors>"
 
 
-def _stamp(folder: Path) -> object:
+def _stamp(folder: Location) -> object:
     """Equal as long as what commits a checkpoint, and names its save, are the same files; or None.
 
-    It costs a tenth of reading them. They are opened because some network file systems look for
-    changes only then.
+    It costs a tenth of reading them.
     """
-    marks = []
-    for name in (CONFIG_FNAME, ATTEMPT_NAME):
-        try:
-            descriptor = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return None
-        try:
-            status = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
-        marks += [status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
-    return marks
+    return store.marks_of(folder, (CONFIG_FNAME, ATTEMPT_NAME), opens=True)
 
 
 def _require_inside(shape: Ints, key: str, box: Box) -> None:

@@ -7,14 +7,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_checkpointing.checkpoint.slicing import select
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.geometry import Box, Ints, unravel
 from dist_checkpointing.format.index import StoredTensor
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
     from dist_checkpointing.checkpoint.handle import Checkpoint
@@ -41,7 +42,8 @@ class StoredChunk:
 class TensorHandle:
     """One tensor of a checkpoint: known by name, not read.
 
-    ``handle[a:b, :]`` reads only the chunks that it needs, and returns a CPU tensor.
+    ``handle[a:b, :]`` reads only the chunks that it needs, and returns a CPU tensor;
+    ``np.asarray(handle)`` and ``torch.as_tensor(handle)`` read all of it.
 
     Example:
         >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
@@ -69,6 +71,11 @@ class TensorHandle:
         return self._stored.global_shape
 
     @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Element type, for torch."""
         return self._stored.dtype.torch
@@ -87,6 +94,10 @@ class TensorHandle:
     def num_elements(self) -> int:
         """Elements of the whole tensor."""
         return self._stored.num_bytes // self._stored.dtype.itemsize
+
+    def numel(self) -> int:
+        """``num_elements``, as torch calls it."""
+        return self.num_elements
 
     @property
     def chunk_shape(self) -> Ints | None:
@@ -110,9 +121,9 @@ class TensorHandle:
         return self._stored.num_parts
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         """Folder of the checkpoint."""
-        return self._checkpoint.path
+        return self._checkpoint.folder
 
     def __getitem__(self, slices: Slices) -> torch.Tensor:
         """Read a part.
@@ -127,12 +138,51 @@ class TensorHandle:
         checkpoint, stored = self._checkpoint, self._stored
         selected = select(stored.global_shape, slices, stored.key)
         reads = checkpoint.reads
-        try:
+        try:  # in place of ``checkpoint.reading()``, which takes as long as looking for the file
             parts = reads.boxes(checkpoint.index, [(stored, box) for box in selected.boxes])
-        finally:
-            # Also if it failed: that it was deleted says more than that a file is gone.
+        except Exception:
             checkpoint.require_unchanged()
+            raise
+        checkpoint.require_same()
         return reads.joined(parts, selected)
+
+    def read(self, *, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Read the whole tensor.
+
+        Args:
+            device: where the new tensor lies; it is read into the memory of the CPU first.
+
+        Raises:
+            CheckpointingException: if it cannot be read.
+        """
+        return self[...].to(device)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.key!r} has no axes, so it has no length")
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        """True: whether a tensor is stored, not what its elements are."""
+        return True
+
+    def __array__(
+        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
+    ) -> npt.NDArray[Any]:
+        """All elements; bfloat16 and the like as dtypes of ml_dtypes."""
+        if copy is False:
+            raise ValueError(f"{self.key!r} cannot become an array without being read")
+        from dist_checkpointing.format.dtypes import as_numpy  # noqa: PLC0415 - imports torch
+
+        array = as_numpy(self.read())
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """All elements for other array libraries, and for ``torch.as_tensor``."""
+        return self.read().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0  # the CPU
 
     def location(self, number: int) -> str:
         """Where the chunk ``chunks[number]`` lies: its file, and the bytes of it if it says so.
@@ -174,13 +224,10 @@ class ObjectHandle(Mapping[Ints, Any]):
         index = (cell,) if isinstance(cell, int) else tuple(cell)
         if index not in self:
             raise KeyError(f"{self.key!r} has no cell {index} in its grid {self.shape}")
-        try:
+        with self._checkpoint.reading():
             return self._checkpoint.reads.object_cell(
                 self._checkpoint.index, self.key, self.shape, index
             )
-        finally:
-            # Also if it failed: that it was deleted says more than that a file is gone.
-            self._checkpoint.require_unchanged()
 
     def __contains__(self, cell: object) -> bool:
         if not isinstance(cell, tuple) or len(cell) != len(self.shape):

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from dist_checkpointing.checkpoint.slicing import Selected
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.claims import Claim, large_tensors
 from dist_checkpointing.format.commit import CheckpointingConfig
@@ -42,7 +42,7 @@ class PartialReads:
         options: StorageOptions of the reads, if set before the first one.
     """
 
-    def __init__(self, folder: Path, config: CheckpointingConfig, *, trusted: bool) -> None:
+    def __init__(self, folder: Location, config: CheckpointingConfig, *, trusted: bool) -> None:
         self._folder = folder
         self._config = config
         self._trusted = trusted
@@ -65,7 +65,7 @@ class PartialReads:
         assert isinstance(self.sharded, PlannedLoadStrategy)
         reader = self.sharded.make_reader(self._folder)
         reader.is_kept = True
-        _ = reader.maps_files  # asked once for all of its copies
+        _ = reader.files  # asked once for all of its copies
         return reader
 
     def make_reader(self) -> StorageReader:
@@ -199,7 +199,7 @@ class PartialReads:
 
 
 @contextmanager
-def _strange_errors(folder: Path) -> Iterator[None]:
+def _strange_errors(folder: Location) -> Iterator[None]:
     """A strategy of a third party may raise anything where its files are damaged."""
     try:
         yield

@@ -27,7 +27,7 @@ from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.shard_table import concatenate
 from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.driver import read
-from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.verification import (
     damage_of,
@@ -35,7 +35,7 @@ from dist_checkpointing.strategies.verification import (
     not_covered,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def verify_checkpoint(
@@ -52,7 +52,7 @@ def verify_checkpoint(
     cannot be decoded, but no flipped bits. That a checkpoint has no seal is logged.
 
     Args:
-        checkpoint_dir: a committed checkpoint.
+        checkpoint_dir: folder or URL of a committed checkpoint.
         rank: number of the part of the work that is done here.
         world_size: number of parts.
         trusted: unpickle anything, see ``load``.
@@ -87,7 +87,7 @@ def examine_checkpoint(
     rank: int = 0,
     world_size: int = 1,
     trusted: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressOption | None = None,
 ) -> Examination:
     """Read all of a checkpoint and say what is wrong with it. Not collective.
 
@@ -95,7 +95,7 @@ def examine_checkpoint(
     tensor once, at every part (its checksum, if there is one), and at objects and common state.
 
     Args:
-        checkpoint_dir: a committed checkpoint.
+        checkpoint_dir: folder or URL of a committed checkpoint.
         rank: number of the part of the work that is done here; rank 0 also looks at all that is
             not a tensor.
         world_size: number of parts.
@@ -113,15 +113,15 @@ def examine_checkpoint(
     except CorruptCheckpointError as error:
         return Examination(_findings(error))
     seen = Notes()
-    seal = seen.found(lambda: read_seal(checkpoint.path))
+    seal = seen.found(lambda: read_seal(checkpoint.folder))
     index = seen.found(lambda: checkpoint.index)
     if rank == 0:
         seen.look_at_state(checkpoint)
     if index is None:
-        seen.look_at_files(checkpoint.path, seal, rank, world_size)
+        seen.look_at_files(checkpoint.folder, seal, rank, world_size)
         return Examination(merge_findings(seen.findings), merge_findings(seen.refused))
     keys = seen.plausible(checkpoint, index, sorted(index)[rank::world_size])
-    digests = seen.checksums(checkpoint.path, index)
+    digests = seen.checksums(checkpoint.folder, index)
     if rank == 0:
         seen.look_for_lost(checkpoint, index, digests)
         seen.look_at_what_others_read(checkpoint)
@@ -137,7 +137,7 @@ def examine_checkpoint(
     if rank == 0 and seal is not None:
         with seen.noting():
             seen.findings += stored_objects_damage(checkpoint, seen.cells)
-    seen.look_at_files(checkpoint.path, seal, rank, world_size)
+    seen.look_at_files(checkpoint.folder, seal, rank, world_size)
     sizes = [(part, part.num_elements * index[part.key].dtype.itemsize) for part in parts]
     return Examination(
         said_once(merge_findings(seen.findings), len(keys)),
@@ -196,7 +196,7 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     read({}, index, strategy.planner, reader, SingleProcess())
     # An index of another format, or of another save, may name what this reader does not find.
     unknown = dict.fromkeys(part.key for part in parts if part.key not in index)
-    where = str(checkpoint.path)
+    where = str(checkpoint.folder)
     findings = [Finding("in the index, and nowhere else", key, path=where) for key in unknown]
     known = [part for part in parts if part.key not in unknown]
     return findings + damage_of(known, strategy, reader, index, meter)
@@ -207,7 +207,7 @@ def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredObject])
     strategy = checkpoint.reads.sharded
     if not isinstance(strategy, PlannedLoadStrategy) or not checkpoint.index.objects:
         return []
-    reader = strategy.make_reader(checkpoint.path)
+    reader = strategy.make_reader(checkpoint.folder)
     set_up_reader(
         reader, checkpoint.reads.index_for(reader, checkpoint.index), rank=0, world_size=1
     )

@@ -71,6 +71,23 @@ def default_comm(timeout_seconds: float | None = None) -> Comm:
     return comm
 
 
+def chosen_comm(comm: Comm | None) -> Comm:
+    """``comm``, or by default ``default_comm()``.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    given: object = comm  # whatever it is
+    if given is None:
+        return default_comm()
+    if isinstance(given, Comm):
+        return given
+    message = f"comm must be a Comm or None, not {type(given).__name__}"
+    if isinstance(given, dist.ProcessGroup):
+        message += "; comm.group_comm makes one of a process group"
+    raise TypeError(message)
+
+
 def _require_alone() -> None:
     """Raise an error if this is one of several processes, such as torchrun starts."""
     count = os.environ.get("WORLD_SIZE", "").strip()

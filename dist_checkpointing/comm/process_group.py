@@ -28,7 +28,7 @@ from dist_checkpointing.comm.records import (
 )
 from dist_checkpointing.comm.steps import Steps
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -70,9 +70,9 @@ class TorchComm(Comm):
         *,
         tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.global_ranks = dist.get_process_group_ranks(group)
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self.global_ranks: Sequence[int] | None = dist.get_process_group_ranks(group)
         seconds = default_timeout_seconds() if timeout_seconds is None else timeout_seconds
         require_timeout(seconds, "timeout_seconds")
         self._group = group

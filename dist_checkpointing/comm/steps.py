@@ -35,7 +35,7 @@ from dist_checkpointing.comm.records import (
 )
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -107,7 +107,7 @@ class ThreadComm(Comm):
     ) -> None:
         self.rank = rank
         self.global_ranks = global_ranks
-        self.world_size = rendezvous.world_size
+        self.world_size: int = rendezvous.world_size
         self._rendezvous = rendezvous
 
     @property

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Final, Self
 
 from dist_checkpointing.errors import CheckpointExistsError, Finding
+from dist_checkpointing.filesystem.local import read_bytes
 from dist_checkpointing.filesystem.lock_holder import Holder, Kind
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LOCK_NAME: Final = ".dckpt.lock"
 _NO_FLOCK: Final = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
@@ -83,6 +84,16 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def holder_of(folder: Path) -> Holder | None:
+    """Who has the lock of a folder, or had it and may still be there; takes nothing itself."""
+    try:
+        data = read_bytes(folder / LOCK_NAME, _MAX_BYTES)
+    except FileNotFoundError:
+        return None
+    found = Holder.parsed(data)
+    return None if found is None or found.is_gone else found
 
 
 def _let_go(at: int, file: int | None, holder: Holder, owner: int) -> None:

@@ -34,7 +34,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
     return path.read_bytes()
 
 
-def check_size(size: int, path: Path, max_bytes: int) -> None:
+def check_size(size: int, path: object, max_bytes: int) -> None:
     """Check that a file is not too large to be what it should be.
 
     Raises:
@@ -80,7 +80,7 @@ def names_in(folder: Path) -> list[str]:
         OSError: if the folder cannot be read, which is not the same as empty.
     """
     try:
-        return sorted(path.name for path in folder.iterdir())
+        return sorted(os.listdir(folder))  # noqa: PTH208 - for each checkpoint that is opened
     except OSError as error:
         if error.errno in NOT_THERE:
             return []
@@ -97,6 +97,44 @@ def walked(root: Path) -> Iterator[tuple[Path, list[str]]]:
         yield Path(folder), names
 
 
+def files_below(path: Path, root: Path) -> Iterator[tuple[str, int | None]]:
+    """All that is not a folder: name relative to ``root``, and size of regular files.
+
+    Links are not followed.
+
+    Raises:
+        OSError: if a folder cannot be read.
+    """
+    pending = [str(path)]
+    while pending:
+        try:
+            entries = os.scandir(pending.pop())
+        except OSError as error:
+            _raise_unless_gone(error)
+            continue
+        with entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                    continue
+                is_regular = entry.is_file(follow_symlinks=False)
+                size = entry.stat(follow_symlinks=False).st_size if is_regular else None
+                yield os.path.relpath(entry.path, root), size
+
+
+def statuses_below(folder: Path) -> dict[str, os.stat_result]:
+    """The status of each file below a folder by its relative name; of a file its own."""
+    if folder.is_file():
+        return {folder.name: folder.stat()}
+    statuses = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)  # noqa: PTH118 - Paths cost ten times more
+            with suppress(FileNotFoundError):  # a save that is going on renames files
+                statuses[os.path.relpath(path, folder)] = os.lstat(path)
+    return statuses
+
+
 def _raise_unless_gone(error: OSError) -> None:
     if error.errno not in NOT_THERE:
         raise error
@@ -109,6 +147,25 @@ def _mode(path: Path, *, follows: bool) -> int | None:
         if error.errno in NOT_THERE:
             return None
         raise
+
+
+def marks_of(folder: Path, names: Iterable[str], *, opens: bool) -> list[int] | None:
+    """What changes with any of some files; None if one is not there, or cannot be opened."""
+    marks: list[int] = []
+    for name in names:
+        try:
+            if not opens:
+                status = os.stat(f"{folder}/{name}")  # noqa: PTH116 - for each slice
+            else:
+                descriptor = os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                try:
+                    status = os.fstat(descriptor)
+                finally:
+                    os.close(descriptor)
+        except OSError:
+            return None
+        marks += (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    return marks
 
 
 def parse_json(data: bytes) -> Any:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
+from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.object_store import ObjectStore, ObjectStoreOptions, store_of
 
 
 @dataclass(frozen=True, slots=True, order=False)
-class ObjectPath:
-    """A key of a bucket. It is no ``os.PathLike``, so that no function of ``os`` takes it.
+class ObjectPath(PathLike[str]):
+    """A key of a bucket, wherever a path of a checkpoint is taken.
+
+    What can only use files of a file system is refused by ``__fspath__``.
 
     Attributes:
         store: The bucket.
@@ -37,6 +42,15 @@ class ObjectPath:
             UnsupportedFormatError: if no object store has such URLs.
         """
         return cls(*store_of(url, ObjectStoreOptions() if options is None else options))
+
+    def __fspath__(self) -> NoReturn:
+        finding = Finding(
+            "this is in an object store",
+            expected="a folder or file of a mounted file system",
+            path=str(self),
+            remedy="Save to a local or a shared disk, or mount the object store.",
+        )
+        raise UnsupportedFormatError("not a local path", [finding])
 
     def __str__(self) -> str:
         return f"{self.store.url}/{self.key}"

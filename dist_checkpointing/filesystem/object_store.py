@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -90,21 +90,47 @@ class ObjectStore:
     url: str
     options: ObjectStoreOptions = ObjectStoreOptions()
 
-    def get(self, key: str) -> bytes:
-        """The content of an object."""
+    def __getstate__(self) -> tuple[str, ObjectStoreOptions]:
+        if self.url.startswith("memory:"):
+            finding = Finding(
+                "memory:// is in one process",
+                path=self.url,
+                remedy="Write with a thread, or to another store.",
+            )
+            raise UnsupportedFormatError("an object store cannot be handed on", [finding])
+        return self.url, self.options
+
+    def __setstate__(self, state: tuple[str, ObjectStoreOptions]) -> None:
+        object.__setattr__(self, "url", state[0])
+        object.__setattr__(self, "options", state[1])
+
+    def get(self, key: str, check_size: Callable[[int], None] = lambda _: None) -> bytes:
+        """The content of an object, whose size is checked before it is read."""
         import obstore  # noqa: PLC0415 - an extra
 
-        return _asked(self, key, lambda: bytes(obstore.get(self._client, key).bytes()))
+        found = _asked(self, key, lambda: obstore.get(self._client, key))
+        check_size(found.meta["size"])
+        return _asked(self, key, lambda: bytes(found.bytes()))
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Some ranges of one object, ``(offset, num_bytes)``; near ones share a request."""
+    def blocks(self, key: str) -> Iterator[memoryview]:
+        """The content of an object of any size, block by block."""
         import obstore  # noqa: PLC0415 - an extra
 
-        starts, lengths = zip(*ranges, strict=True)
-        found = _asked(
-            self, key, lambda: obstore.get_ranges(self._client, key, starts=starts, lengths=lengths)
-        )
-        return [memoryview(part) for part in found]
+        found = _asked(self, key, lambda: obstore.get(self._client, key))
+        left = iter(found.stream(min_chunk_size=self.options.part_bytes))
+        while (block := _asked(self, key, lambda: next(left, None))) is not None:
+            yield memoryview(block)
+
+    def get_range(self, key: str, offset: int, num_bytes: int) -> tuple[memoryview, int]:
+        """A part of an object, which is shorter where the object ends, and the object's size."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        def request() -> tuple[memoryview, int]:
+            options: Any = {"range": (offset, offset + num_bytes)}
+            found = obstore.get(self._client, key, options=options)
+            return memoryview(found.bytes()), found.meta["size"]
+
+        return _asked(self, key, request)
 
     def head(self, key: str) -> ObjectInfo | None:
         """What an object is; None if there is none."""

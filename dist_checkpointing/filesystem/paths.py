@@ -1,4 +1,4 @@
-"""The path of a checkpoint: local, and the same on every rank."""
+"""The path of a checkpoint: on a file system or in an object store, the same on every rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 
 # One slash: pathlib removes the second.
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
@@ -18,22 +19,55 @@ _MOST_NAMED: Final = 16
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URL, such as ``s3://bucket/x`` or, as a Path, ``s3:/bucket/x``."""
-    return _URL.match(os.fspath(path)) is not None
+    return isinstance(path, ObjectPath) or _URL.match(os.fspath(path)) is not None
+
+
+def location(path: str | os.PathLike[str]) -> Location:
+    """Where a path of a user is: on a mounted file system, without "..", or in an object store.
+
+    Raises:
+        UnsupportedFormatError: for a URL of a scheme that is not known.
+        CheckpointingException: for a URL that names no bucket.
+    """
+    if isinstance(path, ObjectPath):
+        return path
+    text = os.fspath(path)
+    return _without_dots(path) if _URL.match(text) is None else ObjectPath.of(text)
+
+
+def _without_dots(path: str | os.PathLike[str]) -> Path:
+    plain = path if isinstance(path, Path) else Path(path)
+    # TensorStore refuses paths with "..".
+    return plain.resolve() if ".." in os.fspath(path) and ".." in plain.parts else plain
+
+
+def require_local(path: Location, what: str) -> None:
+    """Refuse what works on a mounted file system only.
+
+    Raises:
+        UnsupportedFormatError: if the path is in an object store.
+    """
+    if isinstance(path, ObjectPath):
+        finding = Finding(
+            f"{what} works on a mounted file system only",
+            found=str(path),
+            remedy="Use the backend tensorstore, or a folder of a local or a shared disk.",
+        )
+        raise UnsupportedFormatError("not for an object store", [finding])
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint or file of tensors on a mounted file system, without "..".
 
-    Every function that takes such a path from a user calls this. Without it, ``s3://bucket/x``
-    would be the relative path ``./s3:/bucket/x``.
+    A function that takes such a path from a user calls this or ``location``. Without it,
+    ``s3://bucket/x`` would be the relative path ``./s3:/bucket/x``.
 
     Raises:
         UnsupportedFormatError: if the path is a URL.
     """
     match = _URL.match(os.fspath(path))
     if match is None:
-        # TensorStore refuses paths with "..".
-        return Path(path).resolve() if ".." in Path(path).parts else Path(path)
+        return _without_dots(path)
     finding = Finding(
         f"URLs of scheme {match[1]!r} are not supported",
         expected="a folder of a mounted file system",

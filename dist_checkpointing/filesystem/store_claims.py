@@ -296,7 +296,11 @@ class HeldClaim:
     def end(self) -> dict[str, Any]:
         """Give the claim up unless it is decided; what has become of it."""
         mine = {"ended_by": self.claim.attempt}
-        outcome = decide(self._folder, self.claim.number, mine)
+        try:
+            outcome = decide(self._folder, self.claim.number, mine)
+        except BaseException:
+            self.stop()  # the next save finds it dead
+            raise
         self.forget()
         return outcome
 

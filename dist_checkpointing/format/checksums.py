@@ -13,14 +13,14 @@ import struct
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.geometry import Box, Ints
 
 CHECKSUMS_NAME = ".dckpt/checksums"
@@ -261,13 +261,13 @@ def _to_bytes(
     return body + xxhash.xxh3_128_digest(body)
 
 
-def checksum_files(folder: Path) -> list[Path]:
+def checksum_files(folder: Location) -> list[Location]:
     """The tables of a checkpoint, in the order of their keys."""
-    names = local.names_in(folder / CHECKSUMS_NAME)
+    names = store.names_in(folder / CHECKSUMS_NAME)
     return [folder / CHECKSUMS_NAME / name for name in names if name.endswith(_SUFFIX)]
 
 
-def read_checksums(folder: Path) -> list[StoredPart]:
+def read_checksums(folder: Location) -> list[StoredPart]:
     """Everything that was noted about the tensors of a checkpoint.
 
     Raises:
@@ -276,14 +276,14 @@ def read_checksums(folder: Path) -> list[StoredPart]:
     return [part for path in checksum_files(folder) for part in read_table(path).parts]
 
 
-def read_table(path: Path) -> ChecksumTable:
+def read_table(path: Location) -> ChecksumTable:
     """The rows of one table.
 
     Raises:
         CorruptCheckpointError: if the file is not what it should be.
         OSError: if it cannot be read.
     """
-    return parse_table(local.read_bytes(path, _MAX_TABLE_BYTES), str(path))
+    return parse_table(store.read_bytes(path, _MAX_TABLE_BYTES), str(path))
 
 
 def parse_table(data: bytes, path: str) -> ChecksumTable:

@@ -7,14 +7,13 @@ believed when the files have the bytes, and the chunks, that it speaks of.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 
@@ -114,11 +113,7 @@ def require_backing(claims: Iterable[Claim], backing_of: Callable[[Claim], Backi
         raise CorruptCheckpointError("the checkpoint is not as large as it says", findings)
 
 
-def size_of_files(folder: Path) -> tuple[int, int]:
-    """``(bytes, files)`` of everything below a folder; links are not followed."""
-    num_bytes = num_files = 0
-    for path, names in local.walked(folder):
-        for name in names:
-            num_bytes += os.lstat(os.path.join(path, name)).st_size  # noqa: PTH118 - many of them
-            num_files += 1
-    return num_bytes, num_files
+def size_of_files(folder: Location) -> tuple[int, int]:
+    """``(bytes, files)`` of all regular files below a folder; links are not followed."""
+    sizes = [size for _, size in store.files_below(folder, folder) if size is not None]
+    return sum(sizes), len(sizes)

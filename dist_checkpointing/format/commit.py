@@ -26,10 +26,12 @@ from dist_checkpointing.errors import (
     Finding,
     InvalidShardingError,
 )
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.paths import local_folder, location
+from dist_checkpointing.filesystem.store_claims import CLAIMS
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -41,7 +43,7 @@ from dist_checkpointing.format.leftovers import (
     refuse_foreign,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 COMMON_STATE_FNAME = "common.pt"
 CONTENT_METADATA_KEY = "content_metadata"
@@ -64,24 +66,24 @@ class CheckpointingConfig:
 _PLAIN_DCP = CheckpointingConfig("torch_dist", 1, "torch_dist", 1)
 
 
-def _is_plain_dcp(folder: Path) -> bool:
+def _is_plain_dcp(folder: Location) -> bool:
     """Whether torch DCP alone saved into the folder, and came to an end.
 
     An unfinished save of this library or of Megatron does not count: they commit by a later file.
     """
     others = (CONFIG_FNAME, COMMON_STATE_FNAME, OWN_FOLDER)
-    return local.is_file(folder / DCP_METADATA_NAME) and not any(
-        local.is_there(folder / name) for name in others
+    return store.is_file(folder / DCP_METADATA_NAME) and not any(
+        store.is_there(folder / name) for name in others
     )
 
 
-def is_committed(folder: Path) -> bool:
+def is_committed(folder: Location) -> bool:
     """Whether there is a commit, of whatever content: what it commits must not be touched.
 
     Raises:
         OSError: if that cannot be found out, which is not the same as no.
     """
-    return local.is_there(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
+    return store.is_there(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
 
 
 def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
@@ -90,28 +92,31 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
     Raises:
         CheckpointNotFoundError: if the folder is missing or nothing was committed in it.
         CorruptCheckpointError: if ``metadata.json`` is not what it should be.
-        UnsupportedFormatError: if the path is a URL.
+        UnsupportedFormatError: for a URL of a scheme that is not known.
         OSError: if the file system fails.
     """
-    folder = local_folder(checkpoint_dir)
+    folder = location(checkpoint_dir)
     path = folder / CONFIG_FNAME
-    if not local.is_folder(folder):
-        problem = "it is a file, not a folder" if local.is_there(folder) else "no such folder"
-        finding = Finding(problem, path=str(folder))
-        raise CheckpointNotFoundError(f"Checkpoint directory {folder} does not exist", [finding])
-    if _is_plain_dcp(folder):
-        return _PLAIN_DCP
-    if not local.is_file(path):
-        raise _not_committed(folder)
     try:
         return _parsed_config(path)
-    except FileNotFoundError as error:
-        raise _not_committed(folder) from error  # overwritten since the first look
+    except OSError as error:
+        if error.errno not in {*local.NOT_THERE, errno.EISDIR}:
+            raise
+        missing = error
+    if _is_plain_dcp(folder):
+        return _PLAIN_DCP
+    if store.is_folder(folder):
+        raise _not_committed(folder) from missing
+    problem = "it is a file, not a folder" if store.is_there(folder) else "no such folder"
+    finding = Finding(problem, path=str(folder))
+    raise CheckpointNotFoundError(
+        f"Checkpoint directory {folder} does not exist", [finding]
+    ) from missing
 
 
-def _parsed_config(path: Path) -> CheckpointingConfig:
+def _parsed_config(path: Location) -> CheckpointingConfig:
     with local.parsing(f"{CONFIG_FNAME} cannot be read", path, remedy="Restore the file."):
-        content = local.read_json(path, _MAX_CONFIG_BYTES)
+        content = store.read_json(path, _MAX_CONFIG_BYTES)
         known = {f.name for f in fields(CheckpointingConfig)}
         config = CheckpointingConfig(**{k: v for k, v in content.items() if k in known})
         for field in fields(config):
@@ -119,16 +124,16 @@ def _parsed_config(path: Path) -> CheckpointingConfig:
             if type(getattr(config, field.name)) is not kind:
                 raise ValueError(f"{field.name} is not of type {kind.__name__}")
         # Megatron >= 0.19 names no common backend and keeps the common state with the tensors.
-        is_inside = "common_backend" not in content and not local.is_there(
-            path.with_name(COMMON_STATE_FNAME)
+        is_inside = "common_backend" not in content and not store.is_there(
+            path.parent / COMMON_STATE_FNAME
         )
         if config.sharded_backend == "torch_dist" and is_inside:
             config = replace(config, common_backend="torch_dist")
     return config
 
 
-def _not_committed(folder: Path) -> CheckpointNotFoundError:
-    half = local.is_there(folder / ATTEMPT_NAME)
+def _not_committed(folder: Location) -> CheckpointNotFoundError:
+    half = store.is_there(folder / ATTEMPT_NAME) or store.is_there(folder / CLAIMS)
     finding = Finding(
         "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
         path=str(folder / CONFIG_FNAME),
@@ -165,7 +170,7 @@ class Attempt:
     def __init__(
         self, folder: Path, lock: FolderLock, creates: tuple[str, ...], durability: local.Durability
     ) -> None:
-        self.id = uuid.uuid4().hex
+        self.id: str = uuid.uuid4().hex
         self._folder = folder
         self._lock = lock
         self._creates = creates
@@ -216,6 +221,11 @@ class Attempt:
             lock.release()
             raise
         return attempt
+
+    @property
+    def folder(self) -> Path:
+        """Where the files of the save lie."""
+        return self._folder
 
     @property
     def creates(self) -> tuple[str, ...]:
@@ -326,7 +336,7 @@ def _end_commit(folder: Path) -> None:
     local.fsync_folder(folder)
 
 
-def remove_checkpoint(folder: Path) -> None:
+def remove_checkpoint(folder: Location) -> None:
     """Delete what the last save into a folder created, and the folder if that leaves it empty.
 
     The commit goes first: a crash in between leaves an uncommitted save.
@@ -336,6 +346,11 @@ def remove_checkpoint(folder: Path) -> None:
         CheckpointingException: if no save of this library noted what it created there.
         OSError: if the file system fails; what is left is an uncommitted save.
     """
+    if isinstance(folder, ObjectPath):
+        from dist_checkpointing.format.store_commit import remove_from_store  # noqa: PLC0415
+
+        remove_from_store(folder)
+        return
     with FolderLock.acquire(folder):
         names = leftovers(folder)
         if attempt_of(folder) is None and not is_spent(folder):
@@ -350,6 +365,19 @@ def remove_checkpoint(folder: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or is_spent(folder):
             raise
         logger.warning("%s is not empty: it holds files that no save of ours made", folder)
+
+
+def is_leftover(folder: Location) -> bool:
+    """Whether what is in a folder is of a save of ours that has not committed, or was removed.
+
+    Raises:
+        OSError: if that cannot be found out.
+    """
+    if is_committed(folder):
+        return False
+    if isinstance(folder, ObjectPath):
+        return bool(store.names_in(folder / CLAIMS))
+    return attempt_of(folder) is not None or is_spent(folder)
 
 
 def is_spent(folder: Path) -> bool:

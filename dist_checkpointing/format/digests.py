@@ -10,14 +10,14 @@ import struct
 import sys
 from collections.abc import Sequence
 from ctypes import c_char
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.checksums import ChecksumColumns, TableFile, parse_table
 from dist_checkpointing.format.seal import SealedFile
 
@@ -126,7 +126,7 @@ def upper_file(table: TableFile, uppers: Uint64s) -> tuple[SealedFile, bytes]:
     return SealedFile.of_bytes(upper_name(table.name), data), data
 
 
-def read_digests(folder: Path, table: str) -> tuple[ChecksumColumns, Uint64s]:
+def read_digests(folder: Location, table: str) -> tuple[ChecksumColumns, Uint64s]:
     """The rows of a table of checksums, and the upper halves of their digests.
 
     Args:
@@ -137,9 +137,9 @@ def read_digests(folder: Path, table: str) -> tuple[ChecksumColumns, Uint64s]:
         CorruptCheckpointError: if the files are not what they should be.
         OSError: if they cannot be read.
     """
-    content = local.read_bytes(folder / table, _MOST_BYTES)
+    content = store.read_bytes(folder / table, _MOST_BYTES)
     path = folder / upper_name(table)
-    data = local.read_bytes(path, _MOST_BYTES)
+    data = store.read_bytes(path, _MOST_BYTES)
     columns = parse_table(content, str(folder / table)).columns[0]
     with local.parsing("digests cannot be read", path):
         magic, version, of_table = _HEAD.unpack_from(data)

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 
+FLOATING = frozenset(
+    {"float16", "bfloat16", "float32", "float64"}
+    | {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+)
+"""The dtypes that a cast applies to; float8_e8m0fnu holds scales of others, not values."""
+
+
 @dataclass(frozen=True, slots=True)
 class DType:
     """One element type that can be stored.

@@ -30,6 +30,8 @@ _WORD_BYTES: Final = 8
 _BLOCK_WORDS: Final = 1024
 _SLAB_WORDS: Final = 1 << 16
 """What is summed at a time, such that it stays in the cache."""
+_SLAB_BLOCKS: Final = 128
+"""Of a long run are summed at a time: fewer would be more calls, more would leave the cache."""
 _WIDE: Final = 32
 _ALIKE: Final = 16
 """Rows of so many words that begin alike are taken together if there are so many of each kind."""
@@ -133,22 +135,33 @@ def _sums_of_run(data: npt.NDArray[np.uint8], start: int) -> Sums:
         return _sums_in_block(
             _padded(data, -shift, count) if words is None else words, phase, block
         )
-    scratch = np.empty(min(count, _SLAB_WORDS), dtype=np.int64)
-    total, position = NOTHING, 0
-    while position < count:
-        left = count - position
-        phase = (first + position) % _BLOCK_WORDS
-        size = min(left, _BLOCK_WORDS - phase)
-        if not phase and left >= _BLOCK_WORDS:
-            size = min(left, _SLAB_WORDS) // _BLOCK_WORDS * _BLOCK_WORDS
-        own = words[position : position + size] if words is not None else None
+    head = min(-phase % _BLOCK_WORDS, count)
+    tail = (count - head) % _BLOCK_WORDS
+    total = NOTHING
+    for begin, size in ((0, head), (count - tail, tail)):
+        if size:
+            own = words[begin : begin + size] if words is not None else None
+            if own is None:
+                own = _padded(data, begin * _WORD_BYTES - shift, size)
+            place = divmod(first + begin, _BLOCK_WORDS)
+            total = added((total, _sums_in_block(own, place[1], place[0])))
+    values = np.empty((2, (count - head - tail) // _BLOCK_WORDS), dtype=np.int64)
+    scratch = np.empty((min(values.shape[1], _SLAB_BLOCKS), _BLOCK_WORDS), dtype=np.int64)
+    for number in range(0, values.shape[1], _SLAB_BLOCKS):
+        slab = values[:, number : number + _SLAB_BLOCKS]
+        begin, size = head + number * _BLOCK_WORDS, slab.shape[1] * _BLOCK_WORDS
+        own = words[begin : begin + size] if words is not None else None
         if own is None:
-            own = _padded(data, position * _WORD_BYTES - shift, size)
-        rows = own.reshape(-1, min(size, _BLOCK_WORDS))
-        starts = np.arange(first + position, first + position + size, rows.shape[1])
-        total = added((total, _sums_of_words(rows, starts, scratch)))
-        position += size
-    return total
+            own = _padded(data, begin * _WORD_BYTES - shift, size)
+        rows = own.reshape(-1, _BLOCK_WORDS)
+        swapped = scratch[: len(rows)]
+        np.copyto(swapped, rows.view(">i8"))
+        for which, given in enumerate((rows, swapped)):
+            table = _word_multipliers(which)[:_BLOCK_WORDS]
+            np.einsum("ij,j->i", given, table, out=slab[which])
+    numbers = (first + head) // _BLOCK_WORDS + np.arange(values.shape[1])
+    sums = [_dot(own, _block_multipliers(numbers, which)) for which, own in enumerate(values)]
+    return added((total, (sums[0], sums[1])))
 
 
 def _sums_in_block(words: Int64s, phase: int, block: int) -> Sums:

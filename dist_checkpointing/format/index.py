@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import element_types
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints
@@ -40,6 +40,7 @@ from dist_checkpointing.format.pieces import (
     Pieces,
     ints_from_json,
 )
+from dist_checkpointing.format.seal import SealedFile
 
 __all__ = [
     "FORMAT",
@@ -364,17 +365,19 @@ def _padded(shapes: Sequence[Sequence[int]]) -> Int64s:
 
 
 def write_index(
-    index: Index, folder: Path, durability: local.Durability = local.Durability.FSYNC
-) -> None:
+    index: Index, folder: Location, durability: local.Durability = local.Durability.FSYNC
+) -> SealedFile:
     """Write the index file of the checkpoint in ``folder``, atomically."""
     path = folder / INDEX_NAME
-    path.parent.mkdir(exist_ok=True)
-    local.write_atomic(path, index.to_json(), durability)
+    store.make_folder(path.parent)
+    data = index.to_json()
+    store.write(path, data, durability)
+    return SealedFile.of_bytes(INDEX_NAME, data)
 
 
-def read_index(folder: Path) -> Index | None:
+def read_index(folder: Location) -> Index | None:
     """The index file of the checkpoint in ``folder``, or None if it has none."""
     path = folder / INDEX_NAME
-    if not local.is_there(path):
+    if not store.is_there(path):
         return None
-    return Index.from_json(local.read_bytes(path, _MAX_INDEX_BYTES), str(path))
+    return Index.from_json(store.read_bytes(path, _MAX_INDEX_BYTES), str(path))

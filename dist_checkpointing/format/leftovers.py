@@ -7,16 +7,17 @@ be cut off anywhere.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
+from os import PathLike
 from pathlib import Path
 
 import xxhash
 
 from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME
-from dist_checkpointing.filesystem.own_files import make_own_folder, read_own, read_own_start
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.removal import REMOVAL_NAME
 
 ATTEMPT_NAME = ".dckpt/attempt.json"
@@ -27,9 +28,9 @@ _MAX_ATTEMPT_BYTES = 1 << 30
 _ATTEMPT_START_BYTES = len('{"attempt":"0123456789abcdef0123456789abcdef"')
 
 
-def _noted(folder: Path) -> tuple[str | None, frozenset[str]]:
+def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
     """Name of the last attempt in a folder, and what it was about to create."""
-    data = read_own(folder / ATTEMPT_NAME, _MAX_ATTEMPT_BYTES)
+    data = store.read_own(folder / ATTEMPT_NAME, _MAX_ATTEMPT_BYTES)
     try:
         content = local.parse_json(data or b"")
         attempt, names = content["attempt"], content["creates"]
@@ -41,16 +42,16 @@ def _noted(folder: Path) -> tuple[str | None, frozenset[str]]:
     return attempt, frozenset(names)
 
 
-def note_attempt(folder: Path, attempt: str, names: Sequence[str]) -> None:
+def note_attempt(folder: Location, attempt: str, names: Sequence[str]) -> None:
     """Write down the name of an attempt, and what it is about to create."""
     content = {"attempt": attempt, "creates": names}
     data = json.dumps(content, separators=(",", ":")).encode()
-    make_own_folder(folder)
+    store.make_own_folder(folder)
     # As a whole: names that are lost would be files that nobody deletes.
-    local.write_atomic(folder / ATTEMPT_NAME, data, local.Durability.PAGE_CACHE)
+    store.write(folder / ATTEMPT_NAME, data, local.Durability.PAGE_CACHE)
 
 
-def leftovers(folder: Path) -> frozenset[str]:
+def leftovers(folder: Location) -> frozenset[str]:
     """What the last save into a folder, committed or not, was about to create in it.
 
     Raises:
@@ -64,20 +65,20 @@ def leftovers(folder: Path) -> frozenset[str]:
     return names
 
 
-def attempt_of(folder: Path) -> str | None:
+def attempt_of(folder: Location) -> str | None:
     """Name of the last save into a folder; None if this library made none there."""
     return _noted(folder)[0]
 
 
-def number_of_save(checkpoint_dir: str | os.PathLike[str]) -> int:
+def number_of_save(checkpoint_dir: str | PathLike[str]) -> int:
     """A number that tells the saves into one folder apart; 0 if this library made none there."""
-    start = read_own_start(Path(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
+    start = store.read_own_start(location(checkpoint_dir) / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
     return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
 
 
-def is_in_attempt(folder: Path, attempt: str) -> bool:
+def is_in_attempt(folder: Location, attempt: str) -> bool:
     """Whether the last save that began in a folder is this one."""
-    start = read_own_start(folder / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
+    start = store.read_own_start(folder / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
     return start == f'{{"attempt":"{attempt}"'.encode()
 
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.own_files import make_own_folder, read_own
+from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.own_files import make_own_folder
 
 REMOVAL_NAME = ".dckpt/removal.json"
 _MAX_BYTES = 1 << 30
@@ -47,14 +48,14 @@ def note_removal(folder: Path, folders: Mapping[str, Iterable[str]]) -> None:
     local.write_atomic(folder / REMOVAL_NAME, json.dumps(content).encode())
 
 
-def noted_removal(folder: Path) -> dict[str, tuple[str, ...]]:
+def noted_removal(folder: Location) -> dict[str, tuple[str, ...]]:
     """What an unfinished removal has noted; empty without one.
 
     Raises:
         CorruptCheckpointError: if it cannot be read, or names what is outside of the checkpoint.
     """
     path = folder / REMOVAL_NAME
-    data = read_own(path, _MAX_BYTES)
+    data = store.read_own(path, _MAX_BYTES)
     if data is None:
         return {}
     with local.parsing("an unfinished removal cannot be read", path):

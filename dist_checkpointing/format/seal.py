@@ -8,7 +8,6 @@ name is not part of the checkpoint.
 from __future__ import annotations
 
 import json
-import os
 import time
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +19,9 @@ from typing import Any, Final
 import xxhash
 
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.commit import CheckpointingConfig, read_config
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
@@ -40,7 +40,6 @@ _UNSEALED_NAMES: Final = frozenset({CONFIG_FNAME, SEAL_NAME, REMOVAL_NAME})
 VISIBLE_SECONDS: Final = 30.0
 """How long a file may take to be seen by another machine of a network file system."""
 _MAX_SEAL_BYTES: Final = 1 << 31
-_READ_BYTES: Final = 1 << 22
 _MAX_DIGESTED_BYTES: Final = 1 << 26
 """A larger file that no rank reported is tensor data of somebody else's strategy."""
 _MOST_FINDINGS: Final = 1000
@@ -56,11 +55,13 @@ class SealedFile:
         num_bytes: Size.
         digest: xxh3_128 of the content in hex; None for tensor data, which the tables of checksums
             cover.
+        etag: What an object store said of the object that it put.
     """
 
     name: str
     num_bytes: int
     digest: str | None = None
+    etag: str | None = None
 
     @classmethod
     def of_bytes(cls, name: str, data: bytes) -> SealedFile:
@@ -111,6 +112,9 @@ class Seal:
             "tables": {name: list(keys) for name, keys in self.tables.items()},
             "is_open": self.is_open,
         }
+        if any(file.etag for file in files):
+            # Readers that do not know it pass over it.
+            content["etags"] = [file.etag for file in files]
         body = json.dumps(content, separators=(",", ":")).encode()
         return b'{"checksum":"%s",' % xxhash.xxh3_128_hexdigest(body).encode() + body[1:]
 
@@ -130,16 +134,22 @@ class Seal:
             if content.get("checksum") != xxhash.xxh3_128_hexdigest(body):
                 raise ValueError("the checksum of the seal differs")
             columns = (content["files"], content["sizes"], content["digests"])
+            etags = content.get("etags") or [None] * len(content["files"])
             files = {
-                str(name): SealedFile(str(name), int(size), None if d is None else str(d))
-                for name, size, d in zip(*columns, strict=True)
+                str(name): SealedFile(
+                    str(name),
+                    int(size),
+                    None if digest is None else str(digest),
+                    None if etag is None else str(etag),
+                )
+                for name, size, digest, etag in zip(*columns, etags, strict=True)
             }
             tables = {str(name): (str(a), str(b)) for name, (a, b) in content["tables"].items()}
             config = dict(content["config"])
             return cls(str(content["attempt"]), config, files, tables, bool(content["is_open"]))
 
 
-def read_seal(folder: Path) -> Seal | None:
+def read_seal(folder: Location) -> Seal | None:
     """The seal of a checkpoint; None if it was written without one.
 
     Raises:
@@ -147,8 +157,8 @@ def read_seal(folder: Path) -> Seal | None:
         OSError: if it cannot be read.
     """
     path = folder / SEAL_NAME
-    if local.is_file(path):
-        return Seal.from_json(local.read_bytes(path, _MAX_SEAL_BYTES), str(path))
+    if store.is_file(path):
+        return Seal.from_json(store.read_bytes(path, _MAX_SEAL_BYTES), str(path))
     if SEAL_NAME in leftovers(folder):
         remedy = "Use another checkpoint, or load without verify."
         finding = Finding("the seal is missing", path=str(path), remedy=remedy)
@@ -157,7 +167,7 @@ def read_seal(folder: Path) -> Seal | None:
 
 
 def write_seal(
-    folder: Path,
+    folder: Location,
     config: CheckpointingConfig,
     reported: Iterable[SealedFile],
     *,
@@ -184,7 +194,10 @@ def write_seal(
         # Ranks that write into one file have seen it grow.
         if file.name not in files or files[file.name].num_bytes < file.num_bytes:
             files[file.name] = file
-    found = _sizes(folder, created)
+    if ATTEMPT_NAME not in files:
+        files[ATTEMPT_NAME] = _digested(folder, ATTEMPT_NAME)
+    sizes = {file.name: file.num_bytes for file in files.values()}
+    found = store.sizes_in(folder, created, sizes)
     _require_reported(folder, files, found)
     for name in found.keys() - files.keys():
         if _is_unsealed(name):
@@ -193,18 +206,18 @@ def write_seal(
         files[name] = SealedFile(name, found[name]) if is_large else _digested(folder, name)
     attempt = attempt_of(folder) or ""
     content = Seal(attempt, asdict(config), files, tables).to_json()
-    local.write_atomic(folder / SEAL_NAME, content, durability)
+    store.write(folder / SEAL_NAME, content, durability)
 
 
 def _require_reported(
-    folder: Path, files: Mapping[str, SealedFile], found: Mapping[str, int]
+    folder: Location, files: Mapping[str, SealedFile], found: Mapping[str, int]
 ) -> None:
     late = [file for file in files.values() if found.get(file.name) != file.num_bytes]
     deadline = time.monotonic() + VISIBLE_SECONDS
     pause = 0.01
     while late and time.monotonic() < deadline:
         # A network file system may show what another machine has written a little later.
-        late = [file for file in late if _size(folder / file.name) != file.num_bytes]
+        late = [f for f in late if store.size_of(folder / f.name) != f.num_bytes]
         if late:
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
@@ -219,62 +232,20 @@ def _require_reported(
             remedy="Save to a file system that all ranks share, under the same path on every rank.",
         )
         for file in late[:_MOST_FINDINGS]
-        for size in [_size(folder / file.name)]
+        for size in [store.size_of(folder / file.name)]
     ]
     raise CheckpointingException("the checkpoint is not complete where rank 0 is", findings)
 
 
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if local.is_file(path) else None
-
-
-def _digested(folder: Path, name: str) -> SealedFile:
+def _digested(folder: Location, name: str) -> SealedFile:
     digest, size = xxhash.xxh3_128(), 0
-    with (folder / name).open("rb") as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-            size += len(data)
+    for data in store.blocks(folder / name):
+        digest.update(data)
+        size += len(data)
     return SealedFile(name, size, digest.hexdigest())
 
 
-def _sizes(folder: Path, created: Collection[str] | None) -> dict[str, int]:
-    """Size of each file that lies in one of these files and folders, by relative name."""
-    sizes: dict[str, int] = {}
-    roots = [""] if created is None else sorted({*created, ATTEMPT_NAME})
-    for root in roots:
-        path = folder / root
-        if local.is_folder(path):
-            sizes.update(files_below(path, folder))
-        elif local.is_file(path):
-            sizes[root] = path.stat().st_size
-    return sizes
-
-
-def files_below(path: Path, root: Path) -> Iterator[tuple[str, int]]:
-    """Name relative to ``root``, and size, of every regular file below a folder.
-
-    Links are not followed, and are not part of a checkpoint.
-    """
-    for name, size in _entries_below(path, root):
-        if size is not None:
-            yield name, size
-
-
-def _entries_below(path: Path, root: Path) -> Iterator[tuple[str, int | None]]:
-    """All that is not a folder: name relative to ``root``, and size of regular files."""
-    pending = [str(path)]
-    while pending:
-        with os.scandir(pending.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
-                    continue
-                is_file = entry.is_file(follow_symlinks=False)
-                size = entry.stat(follow_symlinks=False).st_size if is_file else None
-                yield os.path.relpath(entry.path, root), size
-
-
-def check_files(seal: Seal, folder: Path, names: Iterable[str]) -> list[Finding]:
+def check_files(seal: Seal, folder: Location, names: Iterable[str]) -> list[Finding]:
     """What is wrong with some files, by size and digest; nothing if they are as they were sealed.
 
     Raises:
@@ -287,7 +258,7 @@ def check_files(seal: Seal, folder: Path, names: Iterable[str]) -> list[Finding]
         if sealed is None:
             findings.append(Finding("the seal does not name this file", path=path))
             continue
-        size = _size(folder / name)
+        size = store.size_of(folder / name)
         if size is None:
             findings.append(Finding("the file is missing", path=path))
         elif size != sealed.num_bytes:
@@ -307,7 +278,7 @@ def check_files(seal: Seal, folder: Path, names: Iterable[str]) -> list[Finding]
     return findings
 
 
-def check_config(seal: Seal, folder: Path) -> list[Finding]:
+def check_config(seal: Seal, folder: Location) -> list[Finding]:
     """Whether the seal is of the last save into the folder, and what that has committed."""
     said: list[tuple[str, Any, Any]] = []
     if not is_in_attempt(folder, seal.attempt):
@@ -321,12 +292,12 @@ def check_config(seal: Seal, folder: Path) -> list[Finding]:
     ]
 
 
-def unnamed_files(seal: Seal, folder: Path) -> tuple[list[str], list[str]]:
+def unnamed_files(seal: Seal, folder: Location) -> tuple[list[str], list[str]]:
     """Files that the seal does not name: in folders of the save, and beside them."""
     created = leftovers(folder)
     inside: list[str] = []
     beside: list[str] = []
-    for name, _ in _entries_below(folder, folder):
+    for name, _ in store.files_below(folder, folder):
         if name in seal.files or name == ATTEMPT_NAME or _is_unsealed(name):
             continue
         ours = name.startswith(".dckpt/") or any(parent in created for parent in _and_parents(name))
@@ -369,8 +340,8 @@ def resealing(folder: Path) -> Iterator[None]:
         # removal that was cut off before nobody knows what it has touched.
         is_touched = now != before[name] or (seal.is_open and file.digest is not None)
         files[name] = _digested(folder, name) if is_touched else file
-    created = leftovers(folder) - {CONFIG_FNAME}
-    for name in _sizes(folder, created).keys() - seal.files.keys():
+    created = leftovers(folder) - {CONFIG_FNAME} | {ATTEMPT_NAME}
+    for name in store.sizes_in(folder, created, {}).keys() - seal.files.keys():
         if not _is_unsealed(name):
             files[name] = _digested(folder, name)
     tables = {name: keys for name, keys in seal.tables.items() if name in files}

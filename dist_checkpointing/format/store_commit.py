@@ -16,9 +16,9 @@ from typing import Final
 
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
 from dist_checkpointing.filesystem import local, store_claims
-from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.store_claims import BEATS, CLAIMS, COMMITS, PERIOD, HeldClaim
-from dist_checkpointing.format.commit import CheckpointingConfig
+from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
 from dist_checkpointing.format.seal import SEAL_NAME
 
@@ -120,7 +120,7 @@ class StoreAttempt:
         try:
             commit = read_commit(location)
             if commit is not None and not _is_there(location / CONFIG_FNAME):
-                _publish(location, commit.config)  # cut off after the commit
+                _publish(location, commit.attempt, commit.config)  # cut off after the commit
             _refuse_committed(location, overwrite=overwrite)
             note = json.dumps({"attempt": attempt.id, "creates": names}, separators=(",", ":"))
             path = attempt.folder / ATTEMPT_NAME
@@ -166,7 +166,7 @@ class StoreAttempt:
         outcome = {"attempt": self.id, "config": asdict(config), "seal": self._seal_checksum()}
         if store_claims.decide(self._location, own, outcome) != outcome:
             raise self._claim.lost()
-        _publish(self._location, config)
+        _publish(self._location, self.id, config)
         self._claim.stop()
         with _tolerant("what a save has replaced was not deleted"):
             self._claim.forget()
@@ -176,7 +176,7 @@ class StoreAttempt:
     def _seal_checksum(self) -> str:
         path = self.folder / SEAL_NAME
         try:
-            start = path.store.get_ranges(path.key, [(0, _SEAL_START_BYTES)])[0]
+            start = path.store.get_range(path.key, 0, _SEAL_START_BYTES)[0]
         except FileNotFoundError:
             return ""
         return bytes(start)[-33:-1].decode(errors="replace")
@@ -196,6 +196,15 @@ class StoreAttempt:
         if self._claim.is_held:
             with _tolerant("a save was not noted as ended: the next one waits for a while"):
                 self._claim.end()
+
+
+def begin_attempt(
+    folder: Location, creates: Iterable[str], durability: local.Durability, *, overwrite: bool
+) -> Attempt | StoreAttempt:
+    """Claim the place of a checkpoint; see ``Attempt.begin`` and ``StoreAttempt.begin``."""
+    if isinstance(folder, ObjectPath):
+        return StoreAttempt.begin(folder, creates, overwrite=overwrite)
+    return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability)
 
 
 def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
@@ -265,9 +274,11 @@ def _is_there(path: ObjectPath) -> bool:
     return path.store.head(path.key) is not None
 
 
-def _publish(location: ObjectPath, config: CheckpointingConfig) -> None:
-    path = location / CONFIG_FNAME
-    path.store.put(path.key, json.dumps(asdict(config)).encode())
+def _publish(location: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
+    # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
+    for folder in (location / DATA / attempt, location):
+        path = folder / CONFIG_FNAME
+        path.store.put(path.key, json.dumps(asdict(config)).encode())
 
 
 def _clear(location: ObjectPath, attempts: Iterable[str]) -> None:

@@ -7,12 +7,14 @@ from dist_checkpointing.interop.torch_dcp import (
     DCPStorageSaveStrategy,
     DCPWriter,
 )
+from dist_checkpointing.interop.torch_state import TorchState
 
 __all__ = [
     "DCPReader",
     "DCPStorageLoadStrategy",
     "DCPStorageSaveStrategy",
     "DCPWriter",
+    "TorchState",
     "shard_state_dict",
     "unshard_state_dict",
 ]

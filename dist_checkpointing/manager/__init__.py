@@ -2,5 +2,6 @@
 
 from dist_checkpointing.manager.manager import CheckpointManager
 from dist_checkpointing.manager.retention import Retention
+from dist_checkpointing.manager.save_log import JsonLinesLog, SavedStep, TensorBoardLog
 
-__all__ = ["CheckpointManager", "Retention"]
+__all__ = ["CheckpointManager", "JsonLinesLog", "Retention", "SavedStep", "TensorBoardLog"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from dist_checkpointing.checkpoint.examination import Notes
 from dist_checkpointing.checkpoint.handle import Checkpoint
@@ -16,11 +15,14 @@ from dist_checkpointing.errors import (
     RankFailedError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.checksums import checksum_files, read_table
 from dist_checkpointing.format.commit import read_config
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.seal import read_seal
-from dist_checkpointing.mapping import ShardedBase, ShardedStateDict
+from dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedStateful
 from dist_checkpointing.mapping.partition import partition
+from dist_checkpointing.mapping.stateful import as_state_dict
 from dist_checkpointing.planning.coverage import find_coverage_problems, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
@@ -54,15 +56,16 @@ def _verdict(work: Callable[[], None]) -> CheckpointingException | None:
     return None
 
 
-def check_structure(folder: Path) -> None:
+def check_structure(folder: Location) -> None:
     """Read all metadata of a checkpoint, and its common state."""
     read_config(folder)
+    folder = data_folder(folder)
     found = open_checkpoint(folder)
     found.common.load_common(folder)
     found.sharded.load_tensors_metadata(folder)
 
 
-def check_sealed_files(folder: Path, rank: int, world_size: int) -> None:
+def check_sealed_files(folder: Location, rank: int, world_size: int) -> None:
     """Compare the sizes of all files and the contents of small ones with the seal. Not collective.
 
     Damaged metadata may look like that of other tensors. So it is compared before a load can blame
@@ -74,6 +77,7 @@ def check_sealed_files(folder: Path, rank: int, world_size: int) -> None:
         world_size: number of parts.
     """
     read_config(folder)
+    folder = data_folder(folder)
     notes = Notes()
     notes.look_at_files(folder, read_seal(folder), rank, world_size)
     if notes.findings:
@@ -81,27 +85,30 @@ def check_sealed_files(folder: Path, rank: int, world_size: int) -> None:
     open_checkpoint(folder)
 
 
-def is_verifiable(folder: Path, strategy: Selection[LoadShardedStrategy]) -> bool:
+def is_verifiable(folder: Location, strategy: Selection[LoadShardedStrategy]) -> bool:
     """Whether ``load`` can verify the tensors of a checkpoint while it reads them."""
     if strategy is not None:
         try:
-            sharded = open_checkpoint(folder, strategy).sharded
+            sharded = open_checkpoint(data_folder(folder), strategy).sharded
         except UnsupportedFormatError:
             return True  # the load itself tells the caller
         if not isinstance(sharded, PlannedLoadStrategy):
             return False
-    return any(read_table(path).parts for path in checksum_files(folder))
+    return any(read_table(path).parts for path in checksum_files(data_folder(folder)))
 
 
-def asks_for_all(template: ShardedStateDict, folder: Path, comm: Comm) -> bool:
+def asks_for_all(
+    template: ShardedStateDict | ShardedStateful, folder: Location, comm: Comm
+) -> bool:
     """Whether the ranks together ask for everything that a checkpoint holds. Collective.
 
     Returns:
         The answer on rank 0; False on the other ranks.
     """
+    asked_for = as_state_dict(template, comm)
 
     def describe_template() -> tuple[dict[str, ShardTable], None]:
-        parts = partition(template)
+        parts = partition(asked_for)
         leaves: list[ShardedBase] = [*parts.tensors.values(), *parts.objects.values()]
         return {"shards": describe(leaves, comm.rank)}, None
 

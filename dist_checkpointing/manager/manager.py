@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, SupportsFloat
 
-from dist_checkpointing.checkpoint.verify import verify_checkpoint
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import (
     CheckpointingException,
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
     Finding,
-    RankFailedError,
-    UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.paths import local_folder
-from dist_checkpointing.manager.checks import (
-    asks_for_all,
-    check_sealed_files,
-    check_structure,
-    is_verifiable,
-    judge,
-)
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.manager.retention import Retention
-from dist_checkpointing.manager.run_folder import RunFolder
-from dist_checkpointing.mapping import ShardedStateDict, StateDict
+from dist_checkpointing.manager.save_log import Hooks, Stopwatch, tell
+from dist_checkpointing.manager.tiers import Drain, run_files
+from dist_checkpointing.manager.valid_steps import ValidSteps
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.async_saver import AsyncSaver, Finalize, Worker
@@ -43,7 +35,7 @@ from dist_checkpointing.serialization.save_options import Capture
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "warn", "retry"]
 
@@ -67,19 +59,25 @@ class CheckpointManager:
         sharded_strategy: see ``save``.
         comm: the ranks of the run; by default all of torch.distributed, or this process.
         retention: which checkpoints are kept; by default all.
-        on_error: what the next call does if an asynchronous save has failed. ``"raise"``: it raises
-            the error. ``"warn"``: it logs the error, and training goes on without that checkpoint.
-            ``"retry"``: the save is repeated, and the call raises if all attempts failed.
+        on_error: what the next call does if an asynchronous save has failed. ``"raise"`` the error;
+            ``"warn"``: log it and go on; ``"retry"`` the save, and raise if all attempts failed.
         retries: number of repeated attempts, for ``"retry"``.
         finalize: see ``AsyncSaver``.
         worker: see ``AsyncSaver``.
         trusted: save anything that can be pickled, and unpickle anything when loading; see ``save``
             and ``load``.
-        incremental: whether each save shares what has not changed with the latest checkpoint, see
-            ``base`` of ``save``. A strategy that cannot do that is refused.
+        incremental: whether each save shares files with the latest checkpoint, see ``base`` of
+            ``save``. A strategy that cannot do that is refused.
+        fast: folder on a disk that is saved to, and from which a thread of rank 0 copies to
+            ``root``, a URL. A step is read from where it is whole, the disk first.
+        drain: ``"wait"`` for saves that wait for the copy.
         fingerprints: see ``save``; for all saves that do not say otherwise.
         replicas: likewise.
         on_replica_mismatch: likewise.
+        on_saved: functions that rank 0 calls with a SavedStep after each commit, in the thread that
+            commits; they must call no collective method of the manager. What they raise is logged.
+            ``JsonLinesLog`` and ``TensorBoardLog`` are two.
+        on_deleted: likewise, with the number of each step whose checkpoint was deleted.
 
     Example:
         >>> state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(3)), "epoch": 2}
@@ -103,23 +101,26 @@ class CheckpointManager:
         worker: Worker = "thread",
         trusted: bool = False,
         incremental: bool = False,
+        fast: str | PathLike[str] | None = None,
+        drain: Drain = "background",
         fingerprints: bool = False,
         replicas: ReplicaCheck = ReplicaCheck.OFF,
         on_replica_mismatch: OnReplicaMismatch = "raise",
+        on_saved: Hooks = (),
+        on_deleted: Callable[[int], object] = lambda _: None,
     ) -> None:
         if on_error not in ("raise", "warn", "retry"):
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
-        self.root = local_folder(root)
+        self.root: Any = location(root)
         self._strategy = sharded_strategy
-        self._comm = default_comm() if comm is None else comm
-        self._files = RunFolder(self.root, Retention() if retention is None else retention)
-        self._on_error = on_error
-        self._trusted = trusted
-        self._is_incremental = incremental
+        self._comm = chosen_comm(comm)
+        self._files = run_files(root, retention, on_deleted, fast, drain, self._comm.rank)
+        self._on_saved, self._on_error = on_saved, on_error
+        self._trusted, self._is_incremental = trusted, incremental
         if incremental:
-            require_sharing_strategy(sharded_strategy)
-        self._save_options: dict[str, Any] = {"trusted": trusted, "fingerprints": fingerprints}
-        self._save_options |= {"replicas": replicas, "on_replica_mismatch": on_replica_mismatch}
+            require_sharing_strategy(sharded_strategy, self._files.folder(0))
+        given = {"replicas": replicas, "on_replica_mismatch": on_replica_mismatch}
+        self._save_options = {"trusted": trusted, "fingerprints": fingerprints, **given}
         self._plan_cache = PlanCache()
         self._saver = AsyncSaver(
             comm=self._comm,
@@ -128,43 +129,55 @@ class CheckpointManager:
             retries=retries if on_error == "retry" else 0,
             plan_cache=self._plan_cache,
         )
-        self._damaged: dict[int, int] = {}  # step -> number of the save that was found damaged
+        self._valid = ValidSteps(self._files, self._comm, trusted=trusted)
         self._signalled = threading.Event()
 
     def folder(self, step: int) -> Path:
-        """Folder of the checkpoint of a step, whether or not it exists."""
-        return self._files.folder(step)
+        """Folder of the checkpoint of a step, or its ObjectPath; whether or not it exists."""
+        return self._files.place(step)
 
-    def save(self, step: int, state: ShardedStateDict, **options: Any) -> None:
+    def save(
+        self,
+        step: int,
+        state: ShardedStateDict | ShardedStateful,
+        *,
+        metric: SupportsFloat | None = None,
+        **options: Any,
+    ) -> None:
         """Save a step and return when it is committed.
 
         Args:
             step: number of the step; its folder must hold no checkpoint.
             state: see ``save``.
+            metric: what ``Retention(keep_best=)`` and ``best`` go by, such as a loss. That of rank
+                0 counts, and NaN counts as none.
             options: options of ``save``.
 
         Raises:
             CheckpointingException: see ``save``; also if the disk is too full.
         """
-        options = self._begin(step, options)
+        watch = Stopwatch()
+        number, options = self._begin(step, metric, options)
+        has_base = options["base"] is not None
         save(
             state,
-            self.folder(step),
+            self._files.folder(step),
             self._strategy,
             comm=self._comm,
             plan_cache=self._plan_cache,
-            **self._files.hooks(step),
+            **self._files.hooks(step, number, watch.note_bytes, has_base=has_base),
             **options,
         )
         with self._comm.agreed("moving the pointer"):
             if self._comm.rank == 0:
-                self._files.committed(step)
+                self._committed(step, number, watch)
 
     def async_save(
         self,
         step: int,
-        state: ShardedStateDict,
+        state: ShardedStateDict | ShardedStateful,
         *,
+        metric: SupportsFloat | None = None,
         capture: Capture = "copy",
         **options: Any,
     ) -> SaveHandle:
@@ -173,6 +186,7 @@ class CheckpointManager:
         Args:
             step: number of the step; its folder must hold no checkpoint.
             state: see ``save``.
+            metric: see the method ``save``.
             capture: see ``async_save``.
             options: options of ``async_save``.
 
@@ -180,17 +194,21 @@ class CheckpointManager:
             CheckpointingException: errors that ``save`` raises before it writes; also the error of
                 the last asynchronous save, unless ``on_error="warn"``.
         """
-        options = self._begin(step, options)
-        return self._saver.save(
+        watch = Stopwatch()
+        number, options = self._begin(step, metric, options)
+        has_base = options["base"] is not None
+        handle = self._saver.save(
             state,
-            self.folder(step),
+            self._files.folder(step),
             self._strategy,
             step=step,
             capture=capture,
-            on_committed=lambda: self._files.committed(step),
-            **self._files.hooks(step),
+            on_committed=lambda: self._committed(step, number, watch),
+            **self._files.hooks(step, number, watch.note_bytes, has_base=has_base),
             **options,
         )
+        watch.let_go()
+        return handle
 
     def wait(self) -> None:
         """Wait for the asynchronous save in progress.
@@ -209,6 +227,8 @@ class CheckpointManager:
         """Wait for the save in progress, and free the buffers and threads of the manager."""
         try:
             self.wait()
+            with self._comm.agreed("copying checkpoints into the store"):
+                self._files.close()
         finally:
             self._saver.close()
 
@@ -229,6 +249,10 @@ class CheckpointManager:
         """The step that was committed last; the newest committed step if the pointer is lost."""
         return self._comm.from_rank0("finding the latest checkpoint", self._files.latest)
 
+    def best(self) -> int | None:
+        """The committed step with the best metric, as ``best`` of the retention says."""
+        return self._comm.from_rank0("finding the best checkpoint", self._files.best)
+
     def latest_valid(self, *, check: Literal["contents", "structure"] = "contents") -> int | None:
         """The newest step that can be loaded; logs why it skips newer ones.
 
@@ -241,17 +265,7 @@ class CheckpointManager:
         """
         if check not in ("contents", "structure"):
             raise ValueError(f"check must be 'contents' or 'structure', not {check!r}")
-        for step, number in self._saves():
-            try:
-                if check == "contents":
-                    self.verify(step)
-                else:
-                    judge(self._comm, step, partial(check_structure, self.folder(step)))
-            except CheckpointingException as error:
-                self._skip(step, number, error)
-            else:
-                return step
-        return None
+        return self._valid.latest(check)
 
     def verify(self, step: int) -> None:
         """Read all of a checkpoint, divided among the ranks, and compare its checksums.
@@ -262,18 +276,10 @@ class CheckpointManager:
             CheckpointingException: if it cannot be read, see ``load``.
             RankFailedError: if a rank has an I/O error, which does not mean damage.
         """
-        rank, world_size = self._comm.rank, self._comm.world_size
-        judge(
-            self._comm,
-            step,
-            lambda: verify_checkpoint(
-                self.folder(step), rank=rank, world_size=world_size, trusted=self._trusted
-            ),
-        )
-        self._note_valid(step, is_valid=rank == 0)
+        self._valid.verify(step)
 
     def load(
-        self, template: ShardedStateDict, step: int | None = None, **options: Any
+        self, template: ShardedStateDict | ShardedStateful, step: int | None = None, **options: Any
     ) -> StateDict:
         """Load a step.
 
@@ -294,7 +300,7 @@ class CheckpointManager:
         """
         self.wait()
         if step is None:
-            return self._load_newest(template, options)
+            return self._valid.load_newest(template, options)
         options = {"trusted": self._trusted, **options}
         loaded: StateDict = load(template, self.folder(step), comm=self._comm, **options)
         return loaded
@@ -322,74 +328,38 @@ class CheckpointManager:
         """Whether any rank has received the signal of ``save_on_signal``."""
         return not self._comm.all_same(None if self._signalled.is_set() else 0)
 
-    def _begin(self, step: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _committed(self, step: int, metric: float | None, watch: Stopwatch) -> None:
+        saved = watch.saved(step, self.folder(step), metric)
+        self._files.committed(step, metric)
+        tell(self._on_saved, saved)
+
+    def _begin(
+        self, step: int, metric: SupportsFloat | None, options: Mapping[str, Any]
+    ) -> tuple[float | None, dict[str, Any]]:
         """Wait, check the step, and record on rank 0 that this manager will write its folder.
 
         Returns:
-            Options of the save. On rank 0 it may overwrite a checkpoint of ours that was found
-            damaged: that is deleted when the new one has been planned and has claimed the folder.
+            The metric as a number, and options of the save. On rank 0 it may overwrite a checkpoint
+            of ours that was found damaged: that is deleted when the new one has been planned and
+            has claimed the folder.
         """
         self.wait()
-        makes_room = False
+        makes_room, number = False, None
         with self._comm.agreed("beginning a save"):
             if type(step) is not int or step < 0:
                 finding = Finding("a step must be an int of at least 0", found=repr(step))
                 raise CheckpointingException("cannot save this step", [finding])
             if self._comm.rank == 0:
-                makes_room = self._files.begin(step, self._damaged.get(step))
+                number = None if metric is None else float(metric)
+                number = None if number is None or math.isnan(number) else number
+                makes_room = self._files.begin(step, self._valid.damaged.get(step))
         base = None
         if self._is_incremental:
-            find = partial(self._files.base_of, step, self._damaged)
+            find = partial(self._files.base_of, step, self._valid.damaged)
             base = self._comm.from_rank0("choosing the base", find)
-        return {
+        return number, {
             **self._save_options,
             "base": None if base is None else self.folder(base),
             **options,
             "overwrite": options.get("overwrite", False) | makes_room,
         }
-
-    def _load_newest(self, template: ShardedStateDict, options: Mapping[str, Any]) -> StateDict:
-        comm = self._comm
-        skipped: list[Finding] = []
-        given = [options.get(name) for name in ("sharded_strategy", "common_strategy")]
-        # Of a strategy of the caller this says nothing about the checkpoint.
-        unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
-        for step, number in self._saves():
-            folder = self.folder(step)
-            try:
-                judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
-                looking = partial(is_verifiable, folder, given[0])
-                verify = comm.from_rank0(f"looking for checksums of step {step}", looking)
-                if not verify:
-                    self.verify(step)  # as far as that goes
-            except CheckpointingException as error:
-                skipped.append(self._skip(step, number, error))
-                continue
-            chosen = {"trusted": self._trusted, "verify": verify, **options}
-            try:
-                loaded: StateDict = load(template, folder, comm=comm, **chosen)
-            except (CorruptCheckpointError, *unreadable) as error:
-                skipped.append(self._skip(step, number, error))
-                continue
-            if verify and chosen["verify"] is True:
-                self._note_valid(step, is_valid=asks_for_all(template, folder, comm))
-            return loaded
-        raise CheckpointNotFoundError(f"{self.root} holds no valid checkpoint", skipped)
-
-    def _note_valid(self, step: int, *, is_valid: bool) -> None:
-        """Record that all of a step is valid, on the rank that says so: rank 0. Collective."""
-        with self._comm.agreed(f"noting that step {step} is valid"):
-            if is_valid:
-                self._files.verified(step)
-
-    def _saves(self) -> list[tuple[int, int]]:
-        return self._comm.from_rank0("listing the checkpoints", self._files.all_saves)
-
-    def _skip(self, step: int, number: int, error: CheckpointingException) -> Finding:
-        """Log why a step cannot be loaded, and remember which save of it is damaged."""
-        if isinstance(error, RankFailedError):
-            raise error  # this is about the ranks, not about the checkpoint
-        logger.warning("step %d is skipped: %s", step, error)
-        if isinstance(error, CorruptCheckpointError):
-            self._damaged[step] = number
-        return Finding(str(error), path=str(self.folder(step)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.optimizer_keys import optimizer_prefixes
@@ -29,6 +31,8 @@ class Retention:
     Attributes:
         keep_last: Number of the newest checkpoints that are kept; None for all.
         keep_every: Steps that are multiples of this are always kept.
+        keep_best: Number of checkpoints with the best metrics that are kept beside the others.
+        best: Which metrics are best.
         drop_optimizer_after: Number of the newest checkpoints that keep their optimizer state.
             Older ones can still be evaluated, but training cannot go on from them.
         optimizer_prefix: Prefix of the keys of optimizer state; None for ``optim.``,
@@ -43,16 +47,20 @@ class Retention:
 
     keep_last: int | None = None
     keep_every: int | None = None
+    keep_best: int | None = None
+    best: Literal["lowest", "highest"] = "lowest"
     drop_optimizer_after: int | None = None
     optimizer_prefix: str | None = None
 
     def __post_init__(self) -> None:
         findings = [
             Finding(f"{name} must be at least 1", found=value)
-            for name in ("keep_last", "keep_every", "drop_optimizer_after")
+            for name in ("keep_last", "keep_every", "keep_best", "drop_optimizer_after")
             for value in (getattr(self, name),)
             if value is not None and value < 1
         ]
+        if self.best not in ("lowest", "highest"):
+            findings.append(Finding("best must be 'lowest' or 'highest'", found=repr(self.best)))
         if self.optimizer_prefix == "":
             findings.append(Finding("an empty optimizer_prefix would delete every tensor"))
         if findings:
@@ -69,12 +77,31 @@ class Retention:
         found = any(key.startswith(self.optimizer_prefix) for key in keys)
         return [self.optimizer_prefix] if found else []
 
-    def due(self, steps: Collection[int], protected: Collection[int]) -> Due:
-        """What is due for the committed ``steps``; ``protected`` ones are never touched."""
+    def best_steps(self, metrics: Mapping[int, float]) -> list[int]:
+        """The steps by their metrics, best first; of equal ones the newest first."""
+        sign = 1 if self.best == "lowest" else -1
+        return sorted(metrics, key=lambda step: (sign * metrics[step], -step))
+
+    def due(
+        self,
+        steps: Collection[int],
+        protected: Collection[int],
+        metrics: Mapping[int, float] = MappingProxyType({}),
+    ) -> Due:
+        """What is due for the committed ``steps``; ``protected`` ones are never touched.
+
+        Args:
+            steps: steps that are committed.
+            protected: steps that stay as they are.
+            metrics: metrics of some of the steps.
+        """
         newest_first = sorted(steps, reverse=True)
         kept = set(newest_first if self.keep_last is None else newest_first[: self.keep_last])
         if self.keep_every is not None:
             kept |= {step for step in steps if step % self.keep_every == 0}
+        if self.keep_best is not None:
+            known = {step: metrics[step] for step in steps if step in metrics}
+            kept |= set(self.best_steps(known)[: self.keep_best])
         kept |= set(steps) & set(protected)
         complete = set(newest_first)
         if self.drop_optimizer_after is not None:

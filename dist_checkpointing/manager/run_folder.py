@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,15 @@ from typing import Any, Final
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem.local import check_room, is_folder, is_there
+from dist_checkpointing.filesystem.paths import require_local
+from dist_checkpointing.filesystem.store import check_room, folders_in, is_there
 from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint,
     is_committed,
-    is_spent,
+    is_leftover,
     remove_checkpoint,
 )
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import attempt_of, number_of_save
 from dist_checkpointing.manager.retention import Retention
@@ -31,10 +33,11 @@ from dist_checkpointing.manager.run_record import (
     read_record,
     write_record,
 )
+from dist_checkpointing.manager.save_log import tell
 from dist_checkpointing.serialization.readers import remove_sharded_tensors
 from dist_checkpointing.storage.options import Durability
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _NO_PREFIX: Final = "\0no tensor\0"
 """A prefix that no key has."""
@@ -50,11 +53,23 @@ class RunFolder:
     Args:
         root: folder of the run.
         retention: which checkpoints are kept.
+        on_deleted: called with each step whose checkpoint was deleted.
+        also_kept: gives steps that must be kept for another reason.
     """
 
-    def __init__(self, root: Path, retention: Retention) -> None:
-        self.root = root
+    def __init__(
+        self,
+        root: Any,
+        retention: Retention,
+        on_deleted: Callable[[int], object] = lambda _: None,
+        also_kept: Callable[[], Iterable[int]] = lambda: (),
+    ) -> None:
+        if retention.drop_optimizer_after is not None:
+            require_local(root, "drop_optimizer_after")
+        self.root: Path = root
+        self._on_deleted = on_deleted
         self._retention = retention
+        self._also_kept = also_kept
         self._is_tidy = False
         self._without_optimizer: set[int] = set()
         # One thread commits and moves the pointer while the training may ask for steps.
@@ -64,17 +79,24 @@ class RunFolder:
         """Folder of the checkpoint of a step, whether or not it exists."""
         return self.root / f"step-{step:08d}"
 
+    def place(self, step: int) -> Path:
+        """Where a step can be read."""
+        return self.folder(step)
+
+    def skip(self, step: int) -> None:
+        """Learn that what would be read of a step is damaged."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is done beside the training."""
+
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
-        if not is_folder(self.root):
-            return []
-        found = (_FOLDER.fullmatch(path.name) for path in self.root.iterdir())
-        steps = {int(match[1]) for match in found if match is not None}
-        return sorted((step for step in steps if is_folder(self.folder(step))), reverse=True)
+        found = {int(match[1]) for match in map(_FOLDER.fullmatch, folders_in(self.root)) if match}
+        return sorted(found, reverse=True)
 
     def all_saves(self) -> list[tuple[int, int]]:
         """Every step that has a folder, newest first, with the number of its save."""
-        return [(step, number_of_save(self.folder(step))) for step in self.all_steps()]
+        return [(step, number_of_save(data_folder(self.folder(step)))) for step in self.all_steps()]
 
     def committed_steps(self) -> list[int]:
         """Every step that is committed, oldest first."""
@@ -88,6 +110,16 @@ class RunFolder:
             return pointer
         return max(self.committed_steps(), default=None)
 
+    def metrics(self) -> dict[int, float]:
+        """The metrics of steps that have one."""
+        return self._current().metrics
+
+    def best(self) -> int | None:
+        """The committed step with the best metric."""
+        metrics = self.metrics()
+        best = self._retention.best_steps(metrics)
+        return next((s for s in best if check_is_distributed_checkpoint(self.folder(s))), None)
+
     def base_of(self, step: int, damaged: Mapping[int, int]) -> int | None:
         """The newest committed step that a save of a step may share files with.
 
@@ -98,18 +130,28 @@ class RunFolder:
         for other in [self.latest(), *reversed(self.committed_steps())]:
             if other is None or other == step:
                 continue
-            if damaged.get(other) != number_of_save(self.folder(other)):
+            if damaged.get(other) != number_of_save(data_folder(self.folder(other))):
                 return other
         return None
 
-    def hooks(self, step: int) -> dict[str, Any]:
+    def hooks(
+        self,
+        step: int,
+        metric: float | None,
+        note_bytes: Callable[[int], None],
+        *,
+        has_base: bool,
+    ) -> dict[str, Any]:
         """What a save of a step calls before and after it has claimed the folder."""
 
         def check(index: Index | None) -> None:
             stored = () if index is None else (index[key] for key in index)
-            check_room(self.folder(step), sum(tensor.num_bytes for tensor in stored))
+            num_bytes = sum(tensor.num_bytes for tensor in stored)
+            note_bytes(num_bytes)
+            # How much a base leaves to write is known when its parts have been compared.
+            check_room(self.folder(step), 0 if has_base else num_bytes)
 
-        return {"before_claim": check, "after_claim": partial(self.claimed, step)}
+        return {"before_claim": check, "after_claim": partial(self.claimed, step, metric)}
 
     def begin(self, step: int, damaged: int | None) -> bool:
         """Record that this manager will write the folder of a step, before the folder exists.
@@ -136,26 +178,31 @@ class RunFolder:
                 self._write(record, Durability.PAGE_CACHE)
             return (
                 damaged is not None
-                and damaged == number_of_save(folder)
+                and damaged == number_of_save(data_folder(folder))
                 and self._is_own(record, step)
             )
 
-    def claimed(self, step: int, attempt: str) -> None:
+    def claimed(self, step: int, metric: float | None, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
         with self._lock:
             record = self._current()
             known = record.steps.get(step, StepRecord())
-            changed = record.with_step(step, replace(known, begun=attempt))
+            changed = record.with_step(step, replace(known, begun=attempt, metric=metric))
             self._write(changed, Durability.PAGE_CACHE)
 
-    def committed(self, step: int) -> None:
+    def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer to a committed step, durably; then delete what retention asks for."""
         with self._lock:
-            known = StepRecord(attempt_of(self.folder(step)))
+            known = StepRecord(attempt_of(data_folder(self.folder(step))), metric=metric)
             record = replace(self._current().with_step(step, known), latest=step)
             self._write(record, Durability.FSYNC)
+            self.thin_out()
+
+    def thin_out(self) -> None:
+        """Delete what retention asks for."""
+        with self._lock:
             try:
-                self._thin_out(record)
+                self._thin_out(self._current())
             except (OSError, CheckpointingException) as error:
                 # A folder that cannot be read must not end a training.
                 logger.warning("retention could not go through %s: %s", self.root, error)
@@ -173,8 +220,11 @@ class RunFolder:
             folder = self.folder(step)
             if not is_committed(folder):
                 continue
-            if known.begun is not None and known.begun == attempt_of(folder):
-                record = replace(record.with_step(step, StepRecord(known.begun)), latest=step)
+            if known.begun is not None and known.begun == attempt_of(data_folder(folder)):
+                record = replace(
+                    record.with_step(step, StepRecord(known.begun, metric=known.metric)),
+                    latest=step,
+                )
             elif known.attempt is None and (record.latest is None or step > record.latest):
                 # Recorded by an older version, or saved without a manager: it exists, but no
                 # manager of this root may delete it.
@@ -205,25 +255,25 @@ class RunFolder:
             if record.latest == step:
                 others = [other for other in self.committed_steps() if other != step]
                 self._write(replace(record, latest=max(others, default=None)), Durability.FSYNC)
-            self._remove(step)
+            self._delete(step)
 
     def _thin_out(self, record: RunRecord) -> None:
         committed = self.committed_steps()
         # After going back to an older step, only steps up to the latest count; later ones stay.
         latest = record.latest
-        assert latest is not None
+        if latest is None:
+            return
         own = [step for step in committed if self._is_own(record, step) and step <= latest]
-        protected = [step for step in (latest, record.last_verified) if step is not None]
-        due = self._retention.due(own, protected)
+        named = (latest, record.last_verified, *self._also_kept())
+        protected = [step for step in named if step is not None]
+        due = self._retention.due(own, protected, record.metrics)
         leftovers = [
-            step
-            for step in record.steps
-            if step < latest
-            and not is_committed(self.folder(step))
-            and (attempt_of(self.folder(step)) is not None or is_spent(self.folder(step)))
+            step for step in record.steps if step < latest and is_leftover(self.folder(step))
         ]
-        for step in (*leftovers, *due.delete):
+        for step in leftovers:
             self._try_to(self._remove, step)
+        for step in due.delete:
+            self._try_to(self._delete, step)
         for step in due.strip:
             if not record.steps[step].stripped and step not in self._without_optimizer:
                 self._try_to(self._strip, step)
@@ -241,8 +291,12 @@ class RunFolder:
         return (
             known is not None
             and known.attempt is not None
-            and known.attempt == attempt_of(self.folder(step))
+            and known.attempt == attempt_of(data_folder(self.folder(step)))
         )
+
+    def _delete(self, step: int) -> None:
+        self._remove(step)
+        tell(self._on_deleted, step)
 
     def _remove(self, step: int) -> None:
         if is_there(self.folder(step)):

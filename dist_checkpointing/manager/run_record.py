@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 from dist_checkpointing.errors import CorruptCheckpointError
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem.object_path import Location
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 RECORD_NAME: Final = "manager.json"
 _FORMAT: Final = 1
@@ -28,12 +28,14 @@ class StepRecord:
             committed.
         verified: Whether all of it has been read back and compared.
         stripped: Whether its optimizer state has been deleted.
+        metric: Metric that was passed to its save.
     """
 
     attempt: str | None = None
     verified: bool = False
     stripped: bool = False
     begun: str | None = None
+    metric: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,11 @@ class RunRecord:
         return replace(self, steps={s: r for s, r in self.steps.items() if s != step})
 
     @property
+    def metrics(self) -> dict[int, float]:
+        """The metric of each step that has one."""
+        return {s: r.metric for s, r in self.steps.items() if r.metric is not None}
+
+    @property
     def last_verified(self) -> int | None:
         """The newest step that was verified and has its optimizer state."""
         return max(
@@ -64,7 +71,7 @@ class RunRecord:
         )
 
 
-def read_record(root: Path) -> RunRecord:
+def read_record(root: Location) -> RunRecord:
     """The record of a folder; an empty one if it is missing or cannot be read.
 
     It is safe to lose the record: a manager deletes only what its record names.
@@ -75,7 +82,7 @@ def read_record(root: Path) -> RunRecord:
     path = root / RECORD_NAME
     try:
         with local.parsing("it cannot be read and is not used", path):
-            return _parsed(local.read_json(path, _MAX_BYTES))
+            return _parsed(store.read_json(path, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return RunRecord()
     except CorruptCheckpointError as error:
@@ -93,28 +100,30 @@ def _parsed(content: Any) -> RunRecord:
     for record in steps.values():
         flags, names = (record.verified, record.stripped), (record.attempt, record.begun)
         texts = {type(value) for value in names} - {str, type(None)}
-        if texts or {type(value) for value in flags} != {bool}:
+        is_number = type(record.metric) in (float, int, type(None))
+        if texts or not is_number or {type(value) for value in flags} != {bool}:
             raise ValueError(f"{record!r}")
     return RunRecord(latest, steps)
 
 
-def clear_temporaries(root: Path) -> None:
+def clear_temporaries(root: Location) -> None:
     """Delete the temporary files of a killed ``write_record``."""
-    for path in local.temporaries([RECORD_NAME], root):
+    for path in store.temporaries([RECORD_NAME], root):
         path.unlink()
 
 
-def write_record(record: RunRecord, root: Path, durability: local.Durability) -> None:
+def write_record(record: RunRecord, root: Location, durability: local.Durability) -> None:
     """Replace the record."""
     content = {
         "format": _FORMAT,
         "latest": record.latest,
         "steps": {str(step): _as_json(known) for step, known in sorted(record.steps.items())},
     }
-    root.mkdir(parents=True, exist_ok=True)
-    local.write_atomic(root / RECORD_NAME, json.dumps(content).encode(), durability)
+    store.make_folder(root)
+    store.write(root / RECORD_NAME, json.dumps(content).encode(), durability)
 
 
 def _as_json(known: StepRecord) -> dict[str, object]:
-    # Older versions do not know ``begun``; it is rarely there.
-    return {k: v for k, v in asdict(known).items() if k != "begun" or v is not None}
+    # Older versions do not know these, which are rarely there.
+    unknown = ("begun", "metric")
+    return {k: v for k, v in asdict(known).items() if k not in unknown or v is not None}

@@ -17,6 +17,7 @@ from dist_checkpointing.mapping.factory import (
     apply_factory_merges,
 )
 from dist_checkpointing.mapping.objects import LocalNonpersistentObject, ShardedObject
+from dist_checkpointing.mapping.stateful import ShardedStateful, StoredState
 from dist_checkpointing.mapping.tensor import ShardedTensor
 
 __all__ = [
@@ -29,9 +30,11 @@ __all__ = [
     "ShardedBase",
     "ShardedObject",
     "ShardedStateDict",
+    "ShardedStateful",
     "ShardedTensor",
     "ShardedTensorFactory",
     "StateDict",
+    "StoredState",
     "apply_factories",
     "apply_factory_merges",
     "is_main_replica",

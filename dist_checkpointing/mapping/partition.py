@@ -150,7 +150,7 @@ def partition(state_dict: Mapping[Any, Any]) -> Partition:
     """
     if not isinstance(state_dict, dict):
         finding = Finding("not a dict", expected="dict", found=type(state_dict).__name__)
-        raise InvalidShardingError("a state dict must be a dict", [finding])
+        raise InvalidShardingError("sharded_state_dict must be a dict", [finding])
     leaves, skeleton = take_apart(state_dict, only=containers_with(state_dict, _is_special))
     common, places = _sorted(leaves, skeleton)
     tensors, objects, local, factories = (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,12 @@ from dist_checkpointing.mapping.base import (
     plain_replica_id,
 )
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
+from dist_checkpointing.mapping.dtensor import local_box
+from dist_checkpointing.mapping.narrowing import narrowed
 from dist_checkpointing.mapping.tensor_rules import check_fields, fields_of, require_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 RankOffset = tuple[SupportsIndex, SupportsIndex, SupportsIndex]
 
@@ -55,7 +59,7 @@ class ShardedTensor(ShardedBase):
 
     Example:
         >>> rows = torch.ones(2, 3)  # rows 3 and 4 of a tensor of 7 rows, which are cut unevenly
-        >>> shard = ShardedTensor("w", rows, rows.dtype, (2, 3), (7, 3), (3, 0), None)
+        >>> shard = ShardedTensor.from_offset("w", rows, (7, 3), (3, 0))
         >>> shard.global_slice()
         (slice(3, 5, None), slice(0, 3, None))
     """
@@ -199,56 +203,7 @@ class ShardedTensor(ShardedBase):
             InvalidShardingError: if the axis is not cut evenly, or a flattened shard is narrowed
                 along another axis than 0.
         """
-        if not -len(self.local_shape) <= dim < len(self.local_shape):
-            raise _invalid(self.key, "no such local axis", found=dim)
-        dim = dim % len(self.local_shape)
-        extent = self.local_shape[dim]
-        axis = dim + self.prepend_axis_num
-        if extent == 0 or self.global_shape[axis] % extent or self.global_offset[axis] % extent:
-            raise _invalid(self.key, f"axis {dim} is not cut evenly and cannot be narrowed")
-        if not 0 <= start <= start + length <= extent:
-            raise _invalid(
-                self.key,
-                f"rows outside local axis {dim}",
-                expected=f"0 .. {extent}",
-                found=f"{start} .. {start + length}",
-            )
-
-        def scaled(values: Sequence[int]) -> tuple[int, ...]:
-            return (*values[:axis], values[axis] * length // extent, *values[axis + 1 :])
-
-        local_shape = (*self.local_shape[:dim], length, *self.local_shape[dim + 1 :])
-        shape, offset = scaled(self.global_shape), scaled(self.global_offset)
-        if self.flattened_range is None:
-            data = None if self.data is None else self.data.narrow(dim, start, length)
-            flat = None
-        else:
-            if dim != 0:
-                raise _invalid(
-                    self.key,
-                    "a flattened shard can only be narrowed along axis 0, because what is left of "
-                    "it along another axis is not one range of the narrowed shard's elements",
-                    expected="axis 0",
-                    found=f"axis {dim}",
-                    remedy="Narrow the tensor before it is flattened.",
-                )
-            row = math.prod(self.local_shape[1:])
-            own = self.flattened_range
-            first = max(own.start, start * row)
-            last = min(own.stop, (start + length) * row)
-            if first >= last:
-                return []
-            data = None if self.data is None else self.data[first - own.start : last - own.start]
-            flat = slice(first - start * row, last - start * row)
-        narrowed = replace(
-            self,
-            data=data,
-            local_shape=local_shape,
-            global_shape=shape,
-            global_offset=offset,
-            flattened_range=flat,
-        )
-        return [narrowed]
+        return narrowed(self, dim, start, length)
 
     @classmethod
     def of_box(
@@ -315,18 +270,15 @@ class ShardedTensor(ShardedBase):
             parts = plain_ints(rank_offset, "a rank offset", key)
             axis, position, count = parts if len(parts) == 3 else (-1, 0, 0)
             if not 0 <= axis < len(extents) or axis in seen or not 0 <= position < count:
-                raise InvalidShardingError(
-                    f"Invalid rank offsets: {rank_offsets} for key {key}.",
-                    [
-                        Finding(
-                            "(axis, position, count) needs each axis at most once, "
-                            "0 <= axis < ndim and 0 <= position < count",
-                            key,
-                            expected=f"axis < {len(extents)}",
-                            found=parts,
-                        )
-                    ],
+                finding = Finding(
+                    "(axis, position, count) needs each axis at most once, "
+                    "0 <= axis < ndim and 0 <= position < count",
+                    key,
+                    expected=f"axis < {len(extents)}",
+                    found=parts,
                 )
+                message = f"Invalid rank offsets: {rank_offsets} for key {key}."
+                raise InvalidShardingError(message, [finding])
             seen.add(axis)
             offset[axis], counts[axis] = position * extents[axis], count
         return cls(
@@ -391,3 +343,57 @@ class ShardedTensor(ShardedBase):
         like = torch.empty(shape, dtype=data.dtype, device="meta")
         whole = cls.from_rank_offsets(key, like, *rank_offsets, **kwargs)
         return replace(whole, data=data, flattened_range=flattened_range)
+
+    @classmethod
+    def from_offset(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        global_shape: Iterable[SupportsIndex],
+        offset: Iterable[SupportsIndex],
+        *,
+        replica_id: ReplicaId = 0,
+    ) -> ShardedTensor:
+        """A shard anywhere in a global tensor, however the other ranks cut it.
+
+        Args:
+            key: name of the global tensor.
+            data: the local tensor, with as many axes as the global one.
+            global_shape: shape of the global tensor.
+            offset: where ``data`` begins in it, in elements.
+            replica_id: all zeros on exactly one of the ranks that hold this part.
+
+        Raises:
+            InvalidShardingError: if ``data`` does not lie in the global tensor.
+
+        Example:
+            >>> rows = torch.ones(2, 3)  # rows 3 and 4 of a tensor of 7 rows
+            >>> ShardedTensor.from_offset("w", rows, (7, 3), (3, 0)).global_slice()
+            (slice(3, 5, None), slice(0, 3, None))
+        """
+        require_tensor(data, key)
+        shape = plain_ints(global_shape, "global_shape", key)
+        grid = (1,) * len(shape) if shape == tuple(data.shape) else None
+        start = plain_ints(offset, "offset", key)
+        return cls(key, data, data.dtype, tuple(data.shape), shape, start, grid, replica_id)
+
+    @classmethod
+    def from_dtensor(cls, key: str, tensor: DTensor) -> ShardedTensor:
+        """The part of a DTensor that this rank holds, cut evenly or not. Not collective.
+
+        ``data`` is the local tensor itself, so ``load`` fills the DTensor in place. Ranks along
+        mesh axes that replicate the tensor are its replicas.
+        ``dist_checkpointing.interop.shard_state_dict`` does this for a whole state dict, also
+        where a rank holds rows that are not neighbours.
+
+        Args:
+            key: name of the global tensor.
+            tensor: any DTensor with Shard and Replicate placements.
+
+        Raises:
+            InvalidShardingError: for a Partial placement, on a rank outside of the mesh, and where
+                the part of a rank is not one box.
+        """
+        part, shape = local_box(key, tensor), tuple(tensor.shape)
+        box, data, replica_id = part.boxes[0], part.data, part.replica_id or 0
+        return cls(key, data, data.dtype, box.shape, shape, box.offset, part.grid, replica_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ class TensorFields(Protocol):
         """Box of the shard in the global tensor."""
 
 
-fields_of = attrgetter(
+fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter(
     "key",
     "dtype",
     "local_shape",

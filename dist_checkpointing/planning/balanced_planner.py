@@ -63,7 +63,7 @@ class BalancedSavePlanner(DefaultSavePlanner):
         super().__init__()
         self.remove_redundancy = remove_redundancy
         self.save_to_minimum_rank = save_to_minimum_rank
-        self.groups = None if groups is None else tuple(groups)
+        self.groups: tuple[int, ...] | None = None if groups is None else tuple(groups)
 
     @property
     def settings(self) -> Hashable | None:

@@ -47,7 +47,7 @@ class PackedTable:
         self._raw = raw = zlib.decompress(data)
         self._rank = rank
         self._rows, self.max_ndim, names_size = _HEAD.unpack_from(raw)
-        self.names = _names(raw[_HEAD.size : _HEAD.size + names_size])
+        self.names: tuple[str, ...] = _names(raw[_HEAD.size : _HEAD.size + names_size])
         self._begins = [_HEAD.size + names_size]
         for _ in range(len(_COLUMNS) + 3 * self.max_ndim + 2):
             self._begins.append(column_end(raw, self._begins[-1], self._rows))

@@ -68,6 +68,7 @@ def fingerprints_by_reading(
     keys: Iterable[str],
     read: Callable[[Sequence[tuple[str, Box]]], list[torch.Tensor]],
     report: Callable[[int], None] = lambda _: None,
+    most_bytes: int = DEFAULT_MEMORY_BYTES // 2,
 ) -> dict[str, str]:
     """The fingerprints of stored tensors, computed from their values.
 
@@ -76,6 +77,7 @@ def fingerprints_by_reading(
         keys: Tensors to read.
         read: Reads boxes of tensors.
         report: Called with the number of bytes that were read since the last call.
+        most_bytes: Bytes of values that are read at a time.
     """
     total = dict.fromkeys(keys, NOTHING)
 
@@ -87,7 +89,7 @@ def fingerprints_by_reading(
             report(values.nbytes)
 
     regions = [(key, Box.whole(index[key].global_shape)) for key in total]
-    for batch in batches(index, regions, DEFAULT_MEMORY_BYTES // 2):
+    for batch in batches(index, regions, most_bytes):
         add(batch)
     return {
         key: fingerprint_of(sums, index[key].dtype.name, index[key].global_shape)

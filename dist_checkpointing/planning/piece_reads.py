@@ -35,14 +35,17 @@ class WantedParts:
         shapes: Int64s,
         flat: Int64s,
     ) -> None:
-        self.segments, self.highs = segments, highs
+        self.segments: Segments = segments
+        self.highs: Int64s = highs
+        self.rows: Int64s
+        self.first: Int64s
         self.rows, self.first = np.unique(segments.parts, return_index=True)
-        self.counts = np.diff(np.r_[self.first, len(segments)])
+        self.counts: Int64s = np.diff(np.r_[self.first, len(segments)])
         # What is wanted of a flattened part may be much smaller than its box.
-        self.begin = np.minimum.reduceat(segments.offsets, self.first, axis=0)
-        self.end = np.maximum.reduceat(highs, self.first, axis=0)
+        self.begin: Int64s = np.minimum.reduceat(segments.offsets, self.first, axis=0)
+        self.end: Int64s = np.maximum.reduceat(highs, self.first, axis=0)
         self.offsets, self.shapes = offsets[self.rows], shapes[self.rows]
-        self.flat = flat[self.rows]
+        self.flat: Int64s = flat[self.rows]
 
 
 def with_pieces(wanted: WantedParts, tensors: Sequence[Pieces]) -> Overlaps:

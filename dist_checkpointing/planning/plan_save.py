@@ -134,7 +134,7 @@ class SavePlanning:
         self.planner = planner
         self._leaves, self._layout, self._others = leaves, layout, list(others)
         self._rank, self._world_size = comm.rank, comm.world_size
-        self.is_coordinator = comm.rank == 0
+        self.is_coordinator: bool = comm.rank == 0
         self._place = ("" if folder is None else str(folder.absolute()), saved_as)
         self._cache = cache
         self._description: tuple[Any, ...] | None = None

@@ -1,10 +1,10 @@
-"""Which ranks hold copies of the same part of a global tensor, and whether the copies are equal."""
+"""Whether the copies that ranks hold of the same part of a global tensor are equal."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Literal
 
@@ -14,28 +14,31 @@ import xxhash
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import unravel
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning.agreed_cache import AgreedCache
+from dist_checkpointing.planning.compared_values import (
+    SAMPLES,
+    OwnValues,
+    bytes_of,
+    digest_of_values,
+    looked_at,
+    owned_values,
+    piece_digests,
+    piece_step,
+    text_of,
+    values_of,
+)
+from dist_checkpointing.planning.copies import Copies, copies_of
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.plan_save import described
-from dist_checkpointing.planning.shard_table import (
-    Bools,
-    Int32s,
-    Int64s,
-    ShardTable,
-    concatenate,
-)
+from dist_checkpointing.planning.shard_table import ShardTable
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
-SAMPLES: Final = 16
-"""Saves after which ``ReplicaCheck.SAMPLE`` has looked at everything."""
-_WHOLE_BYTES: Final = 1 << 20
-"""A smaller copy is looked at as a whole, in one of the saves."""
-_PIECE_BYTES: Final = 1 << 24
 _KEPT_AS: Final = "replicas"
-_DIGEST: Final = np.dtype([("part", "<i4"), ("digest", "V16")])
+_DIGEST: Final = np.dtype([("unit", "<i4"), ("digest", "V16")])
 _MOST_NAMED: Final = 16
 
 OnReplicaMismatch = Literal["raise", "warn"]
@@ -61,92 +64,6 @@ class ReplicaCheck(Enum):
     ALL = "all"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
-    """The distinct parts that ranks hold: those with the same key, dtype, box and flattened range.
-
-    It is the same on all ranks, but for ``own``. With ``D`` distinct rows of all ranks it takes
-    ``O(D)`` memory, whatever the number of replicas.
-
-    Attributes:
-        parts: One row a part, sorted by key, with the lowest rank that holds it.
-        rows: Rows of the catalog, part by part.
-        begins: ``[parts + 1]``, where the rows of each part begin.
-        catalog: The shards of all ranks.
-        own: ``[rows of this rank]``, the part that each is.
-    """
-
-    parts: ShardTable
-    rows: Int64s
-    begins: Int64s
-    catalog: ShardTable
-    own: Int64s
-
-    @property
-    def has_copies(self) -> Bools:
-        """``[parts]``, whether several ranks hold a part, or one of them twice."""
-        sizes = np.ones(len(self.rows), dtype=np.int64)
-        if self.catalog.holders is not None:
-            held = np.array([len(ranks) for ranks in self.catalog.holders], dtype=np.int64)
-            sizes = held[self.catalog.ranks[self.rows]]
-        return np.add.reduceat(sizes, self.begins[:-1]) > 1 if len(self.parts) else sizes > 1
-
-    @property
-    def num_apart(self) -> int:
-        """Number of parts of replicas that no main replica is cut like."""
-        if not len(self.parts):
-            return 0
-        is_main = np.logical_or.reduceat(self.catalog.main[self.rows], self.begins[:-1])
-        return int((~is_main).sum())
-
-    def holders(self, part: int) -> Int32s:
-        """All ranks that hold a part, ascending."""
-        return self.catalog.ranks_of(self.rows[self.begins[part] : self.begins[part + 1]])
-
-
-def copies_of(catalog: ShardTable, own: ShardTable) -> Copies:
-    """Find the copies.
-
-    Args:
-        catalog: The shards of all ranks, sorted by key.
-        own: Those of this rank.
-    """
-    marked = [
-        replace(table, ranks=np.full(len(table), rank, np.int32), sources=_numbers(table))
-        for rank, table in enumerate((catalog, own))
-    ]
-    both = concatenate([replace(table, holders=None) for table in marked])
-    columns = [both.keys, both.dtypes, *both.offsets.T, *both.shapes.T, *both.flat.T]
-    order = np.lexsort([both.ranks, *columns[::-1]])
-    both = both.take(order)
-    is_new = np.ones(len(both), dtype=np.bool_)
-    is_new[1:] = False
-    for column in (both.keys, both.dtypes, *both.offsets.T, *both.shapes.T, *both.flat.T):
-        is_new[1:] |= column[1:] != column[:-1]
-    number = np.cumsum(is_new) - 1
-    is_own = both.ranks == 1
-    own_parts = np.empty(len(own), dtype=np.int64)
-    own_parts[both.sources[is_own]] = number[is_own]
-    rows = both.sources[~is_own].astype(np.int64)
-    begins = np.searchsorted(number[~is_own], np.arange(int(is_new.sum()) + 1))
-    parts = both.take(is_new)
-    if len(parts):
-        first = _first_ranks(catalog)[rows]
-        parts = replace(parts, ranks=np.minimum.reduceat(first, begins[:-1]))
-    return Copies(parts, rows, begins, catalog, own_parts)
-
-
-def _numbers(table: ShardTable) -> Int32s:
-    return np.arange(len(table), dtype=np.int32)
-
-
-def _first_ranks(catalog: ShardTable) -> Int32s:
-    """The lowest rank that holds each row."""
-    if catalog.holders is None:
-        return catalog.ranks
-    return np.array([held[0] for held in catalog.holders], dtype=np.int32)[catalog.ranks]
-
-
 class _Kept:
     """What a process keeps for its ranks between saves."""
 
@@ -155,100 +72,207 @@ class _Kept:
         self.num_samples = 0
 
 
-def compare_replicas(
-    shards: Sequence[ShardedTensor], check: ReplicaCheck, on_mismatch: OnReplicaMismatch, comm: Comm
-) -> None:
-    """Compare the copies that ranks hold of the same parts. Collective.
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What a rank tells of its copies while the save is planned.
+
+    Attributes:
+        copies: Number of the copies of all ranks that it knows of.
+        sample: Number of the sample; None if everything is looked at.
+        digests: Digests of those that it speaks for, packed.
+    """
+
+    copies: int
+    sample: int | None
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """A unit whose copies differ, the same on all ranks.
+
+    Attributes:
+        unit: See ``Copies``.
+        groups: Digest and ranks of those that agree with each other, the largest first.
+    """
+
+    unit: int
+    groups: list[tuple[bytes, list[int]]]
+
+
+class ReplicaComparison:
+    """Compares the copies that ranks hold of the same parts: ``bring``, exchange, ``conclude``.
 
     Each rank digests its copies of parts that several ranks hold. Of each part the lowest rank
-    tells its digest, 16 bytes, and the others compare. Copies that are cut differently are not
-    compared with each other; their number is logged.
+    tells its digest, 16 bytes, and the others compare. Copies that are cut differently from the
+    main replicas are compared box by box; those that consist of too many boxes are counted.
 
     Args:
         shards: Of this rank.
         check: How much is compared.
         on_mismatch: What happens if copies differ: all ranks raise, or rank 0 logs it.
         comm: Ranks that save together.
-
-    Raises:
-        InvalidShardingError: naming each part whose copies differ, and which ranks agree.
     """
-    if check is ReplicaCheck.OFF or comm.world_size == 1:
-        return
-    held = [shard for shard in shards if shard.data is not None]
-    kept: _Kept = comm.kept.setdefault(_KEPT_AS, _Kept())
-    copies = _copies(held, kept.copies, comm)
-    sample = None
-    if check is ReplicaCheck.SAMPLE:
-        sample = comm.broadcast(kept.num_samples) % SAMPLES
-        kept.num_samples += 1
-    own: list[tuple[int, bytes]] = []
 
-    def tell() -> bytes:
-        wanted = copies.has_copies.tolist()
-        speakers = copies.parts.ranks.tolist()
-        for shard, part in zip(held, copies.own.tolist(), strict=True):
-            if wanted[part]:
-                digest = _digest(shard, part, sample)
-                if digest is not None:
-                    own.append((part, digest))
-        spoken = {part: digest for part, digest in own if speakers[part] == comm.rank}
+    def __init__(
+        self,
+        shards: Sequence[ShardedTensor],
+        check: ReplicaCheck,
+        on_mismatch: OnReplicaMismatch,
+        comm: Comm,
+    ) -> None:
+        self._is_off = check is ReplicaCheck.OFF or comm.world_size == 1
+        self._held = [shard for shard in shards if shard.data is not None]
+        self._is_sampled, self._on_mismatch = check is ReplicaCheck.SAMPLE, on_mismatch
+        self._comm = comm
+        self._kept: _Kept = comm.kept.setdefault(_KEPT_AS, _Kept())
+        self._sample: int | None = None
+        self._own: list[tuple[OwnValues, bytes]] = []
+
+    def bring(self) -> ReplicaFacts | None:
+        """What this rank can tell before it hears of others. Not collective.
+
+        Returns:
+            None if it does not know which of its parts have copies: at the first save of a state.
+        """
+        if self._is_off:
+            return None
+        number = self._kept.copies.number_of(self._description())
+        copies = self._kept.copies.value
+        if number is None or copies is None:
+            return None
+        self._sample = self._kept.num_samples % SAMPLES if self._is_sampled else None
+        return ReplicaFacts(number, self._sample, self._digests(copies))
+
+    def conclude(self, brought: Sequence[ReplicaFacts | None]) -> None:
+        """Compare. Collective.
+
+        Args:
+            brought: What ``bring`` gave on each rank.
+
+        Raises:
+            InvalidShardingError: naming each part whose copies differ, which ranks agree, and the
+                first element that differs.
+        """
+        if self._is_off:
+            return
+        comm, kept = self._comm, self._kept
+        if any(own is None for own in brought):
+            brought = comm.exchange("comparing replicas", self.bring)
+        facts = [own for own in brought if own is not None]
+        if len(facts) == comm.world_size and len({(f.copies, f.sample) for f in facts}) == 1:
+            assert kept.copies.value is not None
+            copies, spoken = kept.copies.value, [own.digests for own in facts]
+        else:
+            copies = self._copies()
+            if self._is_sampled:
+                self._sample = comm.broadcast(kept.num_samples) % SAMPLES
+            spoken = comm.exchange("comparing replicas", lambda: self._digests(copies))
+        kept.num_samples += self._is_sampled
+        told = dict(_unpacked(b"".join(spoken)))
+        others = [(own.unit, digest) for own, digest in self._own if told[own.unit] != digest]
+        different: list[dict[int, bytes]] = []
+        if not comm.all_same(None if others else 0):
+            different = [dict(_unpacked(data)) for data in comm.all_gather(_packed(others))]
+        if comm.rank == 0 and copies.num_apart:
+            logger.info("%d parts of replicas are cut differently: not compared", copies.num_apart)
+        if not different:
+            return
+        differences = list(_differences(copies, told, different))
+        firsts = self._first_differences(copies, differences)
+        findings = [_finding(copies, d, firsts.get(d.unit, "")) for d in differences]
+        error = InvalidShardingError("replicas hold different values", findings)
+        if self._on_mismatch == "raise":
+            raise error
+        if comm.rank == 0:
+            logger.warning("%s", error)
+
+    def _description(self) -> tuple[Any, ...]:
+        return (self._comm.rank, self._comm.world_size, *described(self._held))
+
+    def _copies(self) -> Copies:
+        """The copies of the ranks; those of the last save, while nothing but values has changed."""
+        comm, cache = self._comm, self._kept.copies
+        with comm.agreed("describing the shards"):
+            description = self._description()
+        if comm.all_same(cache.number_of(description)):
+            assert cache.value is not None
+            return cache.value
+        own: list[ShardTable] = []
+
+        def describe_own() -> tuple[dict[str, ShardTable], None]:
+            own.append(describe(self._held, comm.rank))
+            return {"shards": own[0]}, None
+
+        exchanged = exchange_tables(comm, "describing the shards", describe_own)
+        with comm.agreed("looking for replicas"):
+            copies = copies_of(exchanged.catalog("shards"), own[0])
+            number = xxhash.xxh3_64_intdigest(b"".join(exchanged.digests)) >> 2
+            cache.keep(description, copies, number)
+        return copies
+
+    def _digests(self, copies: Copies) -> bytes:
+        """Digest what this rank compares, and pack that for which it speaks."""
+        speakers, rank = copies.speakers(), self._comm.rank
+        self._own = []
+        spoken: dict[int, bytes] = {}
+        for own in owned_values(copies, self._held, rank):
+            _, values = looked_at(values_of(own), own.unit, self._sample)
+            if len(values):
+                digest = digest_of_values(values)
+                self._own.append((own, digest))
+                if speakers[own.unit] == rank:
+                    spoken.setdefault(own.unit, digest)
         return _packed(spoken.items())
 
-    told = dict(_unpacked(b"".join(comm.exchange("comparing replicas", tell))))
-    others = [(part, digest) for part, digest in own if told[part] != digest]
-    different = [dict(_unpacked(data)) for data in comm.all_gather(_packed(others))]
-    if comm.rank == 0 and copies.num_apart:
-        logger.info("%d parts of replicas are cut differently: not compared", copies.num_apart)
-    if not any(different):
-        return
-    message = "replicas hold different values"
-    error = InvalidShardingError(message, [*_mismatches(copies, told, different)])
-    if on_mismatch == "raise":
-        raise error
-    if comm.rank == 0:
-        logger.warning("%s", error)
+    def _first_differences(
+        self, copies: Copies, differences: Sequence[_Difference]
+    ) -> dict[int, str]:
+        """In words, where two copies of a unit differ first. Collective."""
+        comm, step = self._comm, "looking for the first difference"
+        pairs = {d.unit: d.groups[:2] for d in differences[:_MOST_NAMED] if len(d.groups) > 1}
+        values = {
+            own.unit: looked_at(values_of(own), own.unit, self._sample)
+            for own, digest in self._own
+            if any(of == digest and r[0] == comm.rank for of, r in pairs.get(own.unit, ()))
+        }
+        pieces = comm.exchange(
+            step, lambda: {unit: piece_digests(part) for unit, (_, part) in values.items()}
+        )
+        numbers = {
+            unit: _first(pieces[one[0]][unit], pieces[other[0]][unit])
+            for unit, ((_, one), (_, other)) in pairs.items()
+        }
+
+        def tell() -> dict[int, tuple[int, bytes]]:
+            told = {}
+            for unit, (begin, part) in values.items():
+                size = piece_step(part)
+                start = numbers[unit] * size
+                told[unit] = begin + start, bytes(bytes_of(part[start : start + size]))
+            return told
+
+        told = comm.exchange(step, tell)
+        words = {}
+        for unit, ((_, (one, *_)), (_, (other, *_))) in pairs.items():
+            (begin, left), (_, right) = told[one][unit], told[other][unit]
+            row, box, flat = copies.place(unit)
+            dtype = dtypes.from_name(copies.parts.dtype(row))
+            at = _first(left, right) // dtype.itemsize
+            span = slice(at * dtype.itemsize, (at + 1) * dtype.itemsize)
+            inside = unravel(begin + at + (0 if flat is None else flat[0]), box.shape)
+            place = tuple(a + b for a, b in zip(box.offset, inside, strict=True))
+            found = [text_of(raw[span], dtype.torch) for raw in (left, right)]
+            if found[0] == found[1]:  # two that are no numbers
+                found = [raw[span].hex() for raw in (left, right)]
+            words[unit] = f"first at {place}: {found[0]} on rank {one}, {found[1]} on rank {other}"
+        return words
 
 
-def _copies(shards: Sequence[ShardedTensor], cache: AgreedCache[Copies], comm: Comm) -> Copies:
-    """The copies of the ranks; those of the last save, while nothing but values has changed."""
-    with comm.agreed("describing the shards"):
-        description = (comm.rank, comm.world_size, *described(shards))
-    if comm.all_same(cache.number_of(description)):
-        assert cache.value is not None
-        return cache.value
-    own: list[ShardTable] = []
-
-    def describe_own() -> tuple[dict[str, ShardTable], None]:
-        own.append(describe(shards, comm.rank))
-        return {"shards": own[0]}, None
-
-    exchanged = exchange_tables(comm, "describing the shards", describe_own)
-    with comm.agreed("looking for replicas"):
-        copies = copies_of(exchanged.catalog("shards"), own[0])
-        number = xxhash.xxh3_64_intdigest(b"".join(exchanged.digests)) >> 2
-        cache.keep(description, copies, number)
-    return copies
-
-
-def _digest(shard: ShardedTensor, part: int, sample: int | None) -> bytes | None:
-    """128 bits that stand for the values of a copy, or of a sample; None if that is empty."""
-    assert shard.data is not None
-    values = shard.data.detach().reshape(-1)
-    begin, end = 0, len(values)
-    if sample is not None and values.nbytes < _WHOLE_BYTES:
-        end = end if part % SAMPLES == sample else 0
-    elif sample is not None:
-        begin, end = len(values) * sample // SAMPLES, len(values) * (sample + 1) // SAMPLES
-    if begin == end:
-        return None
-    digest = xxhash.xxh3_128()
-    # Of a tensor on a GPU no more than a piece is in memory at a time.
-    step = end if values.is_cpu else _PIECE_BYTES // values.itemsize
-    for start in range(begin, end, step):
-        piece = values[start : min(end, start + step)]
-        digest.update(memoryview(dtypes.as_numpy(piece.cpu().contiguous()).view(np.uint8)))  # type: ignore[arg-type]
-    return digest.digest()
+def _first(one: Sequence[object], other: Sequence[object]) -> int:
+    """Position at which two sequences differ first."""
+    rows = enumerate(zip(one, other, strict=True))
+    return next(number for number, (a, b) in rows if a != b)
 
 
 def _packed(rows: Any) -> bytes:
@@ -257,29 +281,35 @@ def _packed(rows: Any) -> bytes:
 
 def _unpacked(data: bytes) -> Iterator[tuple[int, bytes]]:
     rows = np.frombuffer(data, dtype=_DIGEST)
-    return zip(rows["part"].tolist(), map(bytes, rows["digest"]), strict=True)
+    return zip(rows["unit"].tolist(), map(bytes, rows["digest"]), strict=True)
 
 
-def _mismatches(
+def _differences(
     copies: Copies, told: dict[int, bytes], different: Sequence[dict[int, bytes]]
-) -> Iterator[Finding]:
-    """What to say of each part whose copies differ; the same on all ranks."""
-    parts = copies.parts
-    for part in sorted({part for of_rank in different for part in of_rank}):
+) -> Iterator[_Difference]:
+    """The units whose copies differ, and which ranks agree."""
+    for unit in sorted({unit for of_rank in different for unit in of_rank}):
         agreeing: dict[bytes, list[int]] = {}
-        for rank in copies.holders(part).tolist():
-            agreeing.setdefault(different[rank].get(part, told[part]), []).append(rank)
-        most, *rest = sorted(agreeing.values(), key=lambda ranks: (-len(ranks), ranks))
-        box, flat = parts.box(part), parts.flat_range(part)
-        where = f"{box.offset} .. {box.stop}" + ("" if flat is None else f", {flat[0]}:{flat[1]}")
-        yield Finding(
-            f"the copies of {where} are not the same",
-            parts.key(part),
-            expected=f"as on {_named(most)}",
-            found="; ".join(f"other values on {_named(ranks)}" for ranks in rest),
-            ranks=tuple(rank for ranks in rest for rank in ranks)[:_MOST_NAMED],
-            remedy="Load the last checkpoint on all ranks, and look at the machine of these ranks.",
-        )
+        for rank in copies.compared(unit):
+            agreeing.setdefault(different[rank].get(unit, told[unit]), []).append(rank)
+        groups = sorted(agreeing.items(), key=lambda group: (-len(group[1]), group[1]))
+        yield _Difference(unit, groups)
+
+
+def _finding(copies: Copies, difference: _Difference, first: str) -> Finding:
+    """What to say of a unit whose copies differ; the same on all ranks."""
+    row, box, flat = copies.place(difference.unit)
+    where = f"{box.offset} .. {box.stop}" + ("" if flat is None else f", {flat[0]}:{flat[1]}")
+    most, *rest = [ranks for _, ranks in difference.groups]
+    rest = rest or [most]  # a rank that holds several copies
+    return Finding(
+        f"the copies of {where} are not the same" + (first and f", {first}"),
+        copies.parts.key(row),
+        expected=f"as on {_named(most)}",
+        found="; ".join(f"other values on {_named(ranks)}" for ranks in rest),
+        ranks=tuple(rank for ranks in rest for rank in ranks)[:_MOST_NAMED],
+        remedy="Load the last checkpoint on all ranks, and look at the machine of these ranks.",
+    )
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from dist_checkpointing.format.commit import check_is_distributed_checkpoint
 from dist_checkpointing.serialization.async_save import async_save
 from dist_checkpointing.serialization.async_saver import AsyncSaver
 from dist_checkpointing.serialization.load import load
+from dist_checkpointing.serialization.load_recipe import preview_recipe
 from dist_checkpointing.serialization.readers import (
     get_default_load_sharded_strategy,
     get_default_save_common_strategy,
@@ -33,6 +34,7 @@ __all__ = [
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "preview_recipe",
     "preview_removal",
     "remove_sharded_tensors",
     "save",

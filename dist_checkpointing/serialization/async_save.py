@@ -9,8 +9,9 @@ import weakref
 from os import PathLike
 from typing import Final, Unpack
 
-from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.mapping import ShardedStateDict
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.serialization.async_saver import AsyncSaver
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_options import AsyncSaveOptions, require_known
@@ -25,7 +26,7 @@ _kept: weakref.WeakKeyDictionary[AsyncSaver, int] = weakref.WeakKeyDictionary()
 
 
 def async_save(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[SaveShardedStrategy] = None,
     common_strategy: Selection[SaveCommonStrategy] = None,
@@ -67,7 +68,7 @@ def async_save(
     require_known("async_save", options)
     if saver is not None and comm is not None:
         raise ValueError("the saver has its own comm")
-    saver = _saver_for(default_comm() if comm is None else comm) if saver is None else saver
+    saver = _saver_for(chosen_comm(comm)) if saver is None else saver
     return saver.save(
         sharded_state_dict,
         checkpoint_dir,

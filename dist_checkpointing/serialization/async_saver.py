@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, cast
 
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import ShardedStateDict
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_job import SaveJob
@@ -25,13 +26,13 @@ from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
 from dist_checkpointing.storage.background import Ownership
 from dist_checkpointing.storage.driver import write_plan
-from dist_checkpointing.storage.progress import Meter, Progress
+from dist_checkpointing.storage.progress import Meter, Progress, chosen_callback
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 from dist_checkpointing.storage.worker import WriterProcess
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Finalize = Literal["background", "caller"]
 Worker = Literal["thread", "process"]
@@ -107,7 +108,7 @@ class AsyncSaver:
         if is_apart and not self._buffers.is_shared:
             raise ValueError("worker='process' needs StagingBuffers(shared=True)")
         self._process = WriterProcess(self._buffers) if is_apart else None
-        self._comm = default_comm() if comm is None else comm
+        self._comm = chosen_comm(comm)
         self._own_comm = self._comm.duplicate() if finalize == "background" else None
         self._retries = retries
         self._plan_cache = PlanCache() if plan_cache is None else plan_cache
@@ -119,7 +120,7 @@ class AsyncSaver:
     @_in_turn
     def save(
         self,
-        sharded_state_dict: ShardedStateDict,
+        sharded_state_dict: ShardedStateDict | ShardedStateful,
         checkpoint_dir: str | PathLike[str],
         sharded_strategy: Selection[SaveShardedStrategy] = None,
         common_strategy: Selection[SaveCommonStrategy] = None,
@@ -146,7 +147,8 @@ class AsyncSaver:
             ValueError: if the saver is closed; and see ``async_save``.
         """
         require_known("AsyncSaver.save", options)
-        progress, step = options.pop("progress", None), options.pop("step", None)
+        step, rank = options.pop("step", None), self._comm.rank
+        progress = chosen_callback(options.pop("progress", None), "asynchronous save", rank)
         capture = options.pop("capture", "copy")
         detect_changes = options.pop("detect_changes", "versions")
         _check_choice("capture", capture, ("copy", "background"))
@@ -156,7 +158,7 @@ class AsyncSaver:
         comm = self._comm
         self.wait()
         # Whoever writes may do so when the working directory is another one.
-        handle = SaveHandle(Path(checkpoint_dir).absolute(), step, comm)
+        handle = SaveHandle(location(checkpoint_dir).absolute(), step, comm)
 
         def report(state: Progress) -> None:
             handle.report(state)
@@ -270,7 +272,7 @@ class AsyncSaver:
         last = self._last
         if last is None:
             return
-        is_through = last.is_through_in(timeout_seconds)
+        is_through = last.wait(timeout_seconds)
         if timeout_seconds is not None and not self._comm.all_same(0 if is_through else None):
             raise TimeoutError(
                 f"the save into {last.checkpoint_dir} goes on after {timeout_seconds:g} s"
@@ -293,7 +295,7 @@ class AsyncSaver:
 
     def close_alone(self, timeout_seconds: float) -> None:
         """Like ``close``, but without the other ranks: what failed is not raised, it was logged."""
-        if self._last is None or self._last.is_through_in(timeout_seconds):
+        if self._last is None or self._last.wait(timeout_seconds):
             self._let_go()
 
     def _let_go(self) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from dist_checkpointing.comm import Comm, SingleProcess, default_comm
+from dist_checkpointing.comm import Comm, SingleProcess
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.fingerprints import NOTHING, Sums, added, fingerprint_of
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index, read_index
-from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, ShardedTensor
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import partition
+from dist_checkpointing.mapping.stateful import as_state_dict
+from dist_checkpointing.planning.copies import Copies, copies_of
 from dist_checkpointing.planning.coverage import (
     check_coverage,
     find_coverage_problems,
@@ -27,20 +30,19 @@ from dist_checkpointing.planning.coverage import (
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.part_sums import fingerprints_by_reading, sums_of_shard
-from dist_checkpointing.planning.replicas import Copies, copies_of
 from dist_checkpointing.planning.shard_table import Bools, ShardTable
 from dist_checkpointing.serialization.save_checks import check_data
 from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.validation.unwrapped import refuse_distributed
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _ROW = np.dtype([("number", "<i4"), ("sums", "<u8", (2,))])
 
 
 def fingerprint(
-    sharded_state_dict: ShardedStateDict, *, comm: Comm | None = None
+    sharded_state_dict: ShardedStateDict | ShardedStateful, *, comm: Comm | None = None
 ) -> dict[str, str]:
     """The fingerprint of every global tensor of the state dicts of all ranks. Collective.
 
@@ -65,11 +67,12 @@ def fingerprint(
         >>> fingerprint({"w": whole})
         {'w': '2e183e35fa38af98a434abd585d434f1'}
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
+    given = as_state_dict(sharded_state_dict, comm)
     shards: list[ShardedTensor] = []
 
     def describe_own() -> tuple[dict[str, ShardTable], None]:
-        parts = partition(sharded_state_dict)
+        parts = partition(given)
         refuse_distributed(parts, {})
         check_data(parts)
         shards.extend(parts.tensors.values())
@@ -104,7 +107,7 @@ def fingerprint(
 
 def verify_restored(
     shards: Sequence[ShardedTensor],
-    folder: Path,
+    folder: Location,
     index: Index | None,
     make_reader: Callable[[], StorageReader] | None,
     comm: Comm,
@@ -218,7 +221,7 @@ def _counted(copies: Copies, misfits: set[str]) -> Bools:
     return is_counted
 
 
-def _kept(folder: Path) -> dict[str, str]:
+def _kept(folder: Location) -> dict[str, str]:
     index = read_index(folder)
     return {} if index is None else {**index.fingerprints}
 
@@ -275,7 +278,7 @@ def _other_than_saved(
             )
 
 
-def _warn_of_others(keys: Sequence[str], folder: Path) -> None:
+def _warn_of_others(keys: Sequence[str], folder: Location) -> None:
     if keys:
         named = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
         logger.warning(

@@ -3,48 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import number_of_save
 from dist_checkpointing.mapping import (
     ShardedBase,
-    ShardedObject,
     ShardedStateDict,
+    ShardedStateful,
     ShardedTensor,
     StateDict,
+    StoredState,
 )
-from dist_checkpointing.mapping.nesting import AtPaths, joined, value_at
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import Partition, partition
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
+from dist_checkpointing.planning.recipe import Recipe
 from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.serialization.load_checks import (
     check_access,
     noting_filled,
+    rebuilt,
     require_one_save,
 )
+from dist_checkpointing.serialization.load_reads import (
+    read_index,
+    read_wanted,
+    replaced,
+    split_objects,
+)
+from dist_checkpointing.serialization.load_recipe import RecipeLoad, apply_recipe, object_keys
 from dist_checkpointing.serialization.load_verification import Verification
-from dist_checkpointing.storage.driver import read
-from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from dist_checkpointing.strategies.planned import PlannedLoadStrategy, share_index
 from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     Selection,
-    handles_objects,
     open_checkpoint,
 )
 from dist_checkpointing.validation.compare import (
@@ -72,7 +80,7 @@ _ReturningFlag = Literal[
 
 @overload
 def load(  # type: ignore[overload-overlap]  # any other flag returns one value
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy] = ...,
     common_strategy: Selection[LoadCommonStrategy] = ...,
@@ -80,16 +88,17 @@ def load(  # type: ignore[overload-overlap]  # any other flag returns one value
     *,
     strict: _ReturningFlag,
     comm: Comm | None = ...,
+    recipe: Recipe | None = ...,
     cast: Cast = ...,
     trusted: bool = ...,
     verify: Verify = ...,
-    progress: ProgressCallback | None = ...,
+    progress: ProgressOption | None = ...,
 ) -> tuple[StateDict, set[str], set[str]]: ...
 
 
 @overload
 def load(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy] = ...,
     common_strategy: Selection[LoadCommonStrategy] = ...,
@@ -97,15 +106,16 @@ def load(
     strict: StrictHandling | str = ...,
     *,
     comm: Comm | None = ...,
+    recipe: Recipe | None = ...,
     cast: Cast = ...,
     trusted: bool = ...,
     verify: Verify = ...,
-    progress: ProgressCallback | None = ...,
+    progress: ProgressOption | None = ...,
 ) -> StateDict: ...
 
 
 def load(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy] = None,
     common_strategy: Selection[LoadCommonStrategy] = None,
@@ -113,10 +123,11 @@ def load(
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
     comm: Comm | None = None,
+    recipe: Recipe | None = None,
     cast: Cast = "error",
     trusted: bool = False,
     verify: Verify = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressOption | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load what a template asks for, however it was sharded when it was saved. Collective.
 
@@ -126,16 +137,22 @@ def load(
 
     Args:
         sharded_state_dict: sharded leaves say what is wanted; of other values those of the
-            checkpoint are returned, and tensors among them must have one there.
-        checkpoint_dir: a committed checkpoint.
+            checkpoint are returned, and tensors among them must have one there. Or a
+            ShardedStateful, such as ``interop.TorchState``, which is restored in place.
+        checkpoint_dir: a committed checkpoint: a folder, or a URL such as ``s3://bucket/run/1000``
+            (an ``ObjectPath`` says how its store is reached).
         sharded_strategy: backend name (that of the checkpoint means the version which the
             checkpoint has, any other its newest), (name, version), or a strategy; by default the
             one that the checkpoint names.
         common_strategy: likewise, for common state.
         validate_access_integrity: also demand that the shards of all ranks make up each global
             tensor exactly once. Without it a template may be partial or overlap.
-        strict: what to do about keys that only one side has; see StrictHandling.
+        strict: what to do about keys that only one side has; see StrictHandling. By default rank 0
+            logs one warning if there are stored tensors, such as ``optimizer.…``, with a first name
+            that no rank asks for; ``"raise_unexpected"`` does the same without a warning.
         comm: the ranks that load together; by default all of torch.distributed, or this process.
+        recipe: what to make of the tensors of the checkpoint before the template asks for them:
+            other names, shapes and dtypes. Shapes, dtypes and ``strict`` mean the result.
         cast: what to do where stored and wanted dtype differ: raise ("error"), convert if no
             value can change ("widen"), or convert always ("any").
         trusted: unpickle anything in common state and objects. Lets the checkpoint run any code.
@@ -149,7 +166,8 @@ def load(
             the save did not keep are computed from what is stored, which is read once more. Where
             the ranks do not hold all of a tensor in its stored dtype and shape there is nothing to
             compare, and a warning names it.
-        progress: called with a Progress, from any thread, whenever there is something to report.
+        progress: called with a Progress, from any thread, whenever there is something to report;
+            or ``"bar"``: rank 0 shows its own part on the standard error.
 
     Returns:
         The state dict, nested as the template, with all common state of the checkpoint. With a
@@ -162,7 +180,8 @@ def load(
             a tensor of the template would be left as it is.
         CorruptCheckpointError: something the checkpoint says it holds is missing or damaged. A note
             names the given tensors that may be filled with parts of it.
-        UnsupportedFormatError: a format or a pickled class that is not read; a URL for a path.
+        UnsupportedFormatError: a format or a pickled class that is not read; a URL of a scheme that
+            is not known.
         StrategyNotFoundError: the backend is unknown here.
         RankFailedError: anything else that failed, on the ranks it names.
         ValueError: for a ``strict``, ``cast`` or ``verify`` that does not exist.
@@ -174,73 +193,114 @@ def load(
         >>> load({"w": second_half}, "ckpt/1000")
         {'w': tensor([2., 3.]), 'step': 1000}
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     meter = Meter("load", comm.rank, progress)
     flag = parse_strict_flag(strict)
     _require_known(cast, verify)
+    template, restored = _template_of(
+        sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy, comm, trusted=trusted
+    )
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
-        folder = local_folder(checkpoint_dir)
+        folder = data_folder(checkpoint_dir)
         save_number = number_of_save(folder)
-        found = open_checkpoint(folder, sharded_strategy, common_strategy)
-        if trusted:
-            found = replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
-        parts = _take_apart(sharded_state_dict)
+        found = _trusting(open_checkpoint(folder, sharded_strategy, common_strategy), trusted)
+        parts = _take_apart(template)
         common = found.common.load_common(folder)
     require_one_save(comm.all_same(save_number), folder)
     if validate_access_integrity:
         check_access(parts, comm)
 
-    reader, index, stored, stored_keys = _read_index(
-        found, folder, parts, comm, is_kept=bool(verify)
+    reader, index, stored, stored_keys = read_index(
+        found, folder, parts, comm, is_kept=bool(verify), is_whole=recipe is not None
     )
-    missing, unexpected = set[str](), set[str]()
-    if StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
-        objects = comm.from_rank0(
-            "listing the sharded objects",
-            lambda: {leaf.key for leaf in _stored_objects(found, folder)},
-        )
-        missing, unexpected = handle_strictly(parts, {*stored_keys()} | objects, flag, comm)
+    made = apply_recipe(recipe, found, index, parts, folder, comm)
+    stored = stored if made is None else made.shapes
+    missing, unexpected = _compare_keys(parts, stored_keys, found, folder, made, flag, comm)
     with comm.agreed("comparing template and checkpoint"), paused_collector():
         tensors = _asked(parts.tensors, unexpected)
         wanted_objects = _asked(parts.objects, unexpected)
         wanted = TensorColumns.of(tensors.values())
         own_planner = getattr(found.sharded, "planner", None) is not None
-        alike = compare(tensors, wanted, stored, cast, planner_knows_keys=own_planner)
+        with nullcontext() if made is None else made.checking(tensors, wanted_objects):
+            alike = compare(
+                tensors,
+                wanted,
+                stored,
+                cast,
+                # A planner of a user may know other names.
+                planner_knows_keys=own_planner and made is None,
+                stored_keys=stored_keys,
+            )
         check_filled(parts, common, flag)
         filled = wanted
         # Copies of the leaves are for others than our own planner, who may change them.
         if own_planner or reader is None or not (alike and wanted.are_ready):
-            filled = TensorColumns.of(_with_memory(wanted, stored, reader, index))
-        to_fill = WantedLeaves(_replaced(tensors, filled.leaves), filled)
+            filled = TensorColumns.of(_with_memory(wanted, stored, reader, index, made))
+        to_fill = WantedLeaves(replaced(tensors, filled.leaves), filled)
     # Only now that all ranks agree may a tensor of the caller be touched.
     if filled is not wanted:
         clear_partly_stored(wanted.leaves, stored)
+    to_read = to_fill
+    if made is not None:
+        to_read, wanted_objects = made.to_read(to_fill, wanted_objects, comm)
     verification = Verification(
-        to_fill, [*wanted_objects.values()], found, folder, index, reader, meter, comm
+        to_read, [*wanted_objects.values()], found, folder, index, reader, meter, comm
     )
     to_verify = verification.begin() if verify is True else None
-    cells: Mapping[TreePath, ShardedObject] = {}
-    of_common: Mapping[TreePath, Any] = {}
-    if handles_objects(found.sharded):
-        cells = _replaced(wanted_objects, [leaf.without_data() for leaf in wanted_objects.values()])
-    else:
-        of_common = _read_objects(wanted_objects, found.common, parts, folder, comm)
+    cells, of_common = split_objects(wanted_objects, found, parts, folder, comm)
     with (
         noting_filled(wanted),
         verification.of_restored(is_wanted=verify == "restored"),
         verification.finding_damage(to_verify),
         meter.phase("reading"),
     ):
-        loaded, of_strategy = _read(
-            to_fill, cells, found.sharded, reader, index, parts, folder, comm, meter
+        loaded, of_strategy = read_wanted(
+            to_read, cells, found.sharded, reader, index, parts, folder, comm, meter
         )
-    with comm.agreed("rebuilding the state dict"), paused_collector():
+    of_objects = {**(of_strategy or of_common), **({} if made is None else made.kept)}
+    if made is not None:
+        loaded = replaced(tensors, [leaf.data for leaf in filled.leaves])
+
+    @paused_collector()
+    def rebuild() -> Any:
         require_one_save(number_of_save(folder) == save_number, folder)
-        state_dict: StateDict = parts.rebuild(common, loaded, of_strategy or of_common)
+        return restored(parts.rebuild(common, loaded, of_objects))
+
+    is_asked = not own_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
+    state_dict = rebuilt(rebuild, wanted.keys if is_asked else (), stored_keys, comm)
     meter.log()
     if StrictHandling.requires_returning_mismatch_keys(flag):
         return state_dict, missing, unexpected
     return state_dict
+
+
+def _template_of(
+    state: ShardedStateDict | ShardedStateful,
+    checkpoint_dir: str | PathLike[str],
+    sharded_strategy: Selection[LoadShardedStrategy],
+    common_strategy: Selection[LoadCommonStrategy],
+    comm: Comm,
+    *,
+    trusted: bool,
+) -> tuple[ShardedStateDict, Callable[[StateDict], StateDict]]:
+    """The template, and what takes the loaded state dict and returns it. Collective."""
+    if not isinstance(state, ShardedStateful):
+        return state, lambda loaded: loaded
+    with comm.agreed("opening the checkpoint"):
+        folder = data_folder(checkpoint_dir)
+        found = open_checkpoint(folder, sharded_strategy, common_strategy)
+        common = (found.common.trusting() if trusted else found.common).load_common(folder)
+    tensors = comm.from_rank0(
+        "reading the index", lambda: found.sharded.load_tensors_metadata(folder)
+    )
+    described = {key: (tuple(leaf.global_shape), leaf.dtype) for key, leaf in tensors.items()}
+    template, restore = state.template_for(StoredState(described, common), comm)
+
+    def restored(loaded: StateDict) -> StateDict:
+        restore(loaded)
+        return loaded
+
+    return template, restored
 
 
 def _require_known(cast: str, verify: object) -> None:
@@ -250,45 +310,36 @@ def _require_known(cast: str, verify: object) -> None:
         raise ValueError(f"verify must be True, False or 'restored', not {verify!r}")
 
 
+def _trusting(found: LoadStrategies, trusted: bool) -> LoadStrategies:
+    if not trusted:
+        return found
+    return replace(found, sharded=found.sharded.trusting(), common=found.common.trusting())
+
+
 def _take_apart(template: ShardedStateDict) -> Partition:
     parts = partition(template)
     refuse_distributed(parts, {})
     return parts
 
 
-def _read_index(
-    found: LoadStrategies,
-    checkpoint_dir: str | PathLike[str],
+def _compare_keys(
     parts: Partition,
+    stored_keys: Callable[[], Iterable[str]],
+    found: LoadStrategies,
+    folder: Location,
+    made: RecipeLoad | None,
+    flag: StrictHandling,
     comm: Comm,
-    *,
-    is_kept: bool,
-) -> tuple[
-    StorageReader | None,
-    Index | None,
-    Mapping[str, tuple[Ints, torch.dtype]],
-    Callable[[], Iterable[str]],
-]:
-    """What is stored: a reader and its index, for planned strategies; global shapes and dtypes.
-
-    The index may hold no more than what ``parts`` asks for; the last value gives the keys of all
-    tensors. ``is_kept`` says that the reader is used more than once.
-    """
-    if isinstance(found.sharded, PlannedLoadStrategy):
-        reader = found.sharded.make_reader(Path(checkpoint_dir))
-        reader.is_kept = is_kept
-        shared = share_index(reader, comm)
-        index = shared.whole
-        if index is None:
-            asked = {leaf.key for leaf in (*parts.tensors.values(), *parts.objects.values())}
-            index = shared.index(found.sharded.needed_keys(asked))
-        stored: Mapping[str, tuple[Ints, torch.dtype]] = StoredTensors(index)
-        return reader, index, stored, shared.keys
-    metadata = comm.from_rank0(
-        "reading the index", lambda: found.sharded.load_tensors_metadata(checkpoint_dir)
+) -> tuple[set[str], set[str]]:
+    """Keys that only the checkpoint, and that only the template has, if anybody wants to know."""
+    if not StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
+        return set(), set()
+    known = (
+        made.keys(parts)
+        if made is not None
+        else {*stored_keys(), *object_keys(found, folder, comm)}
     )
-    stored = {key: (tuple(t.global_shape), t.dtype) for key, t in metadata.items()}
-    return None, None, stored, stored.keys
+    return handle_strictly(parts, known, flag, comm)
 
 
 def _asked(leaves: Mapping[TreePath, T], unexpected: set[str]) -> Mapping[TreePath, T]:
@@ -298,23 +349,19 @@ def _asked(leaves: Mapping[TreePath, T], unexpected: set[str]) -> Mapping[TreePa
     return {path: leaf for path, leaf in leaves.items() if leaf.key not in unexpected}
 
 
-def _replaced(leaves: Mapping[TreePath, Any], others: Sequence[Any]) -> Mapping[TreePath, Any]:
-    """Other values at the same paths."""
-    if isinstance(leaves, AtPaths):
-        return leaves.replaced(others)
-    return dict(zip(leaves, others, strict=True))
-
-
 def _with_memory(
     wanted: TensorColumns,
     stored: Mapping[str, tuple[Ints, torch.dtype]],
     reader: StorageReader | None,
     index: Index | None,
+    made: RecipeLoad | None,
 ) -> list[ShardedTensor]:
     """Copies of the leaves, all with memory to fill."""
     if reader is not None and index is not None:
         # Shapes of a template may be those that the checkpoint says it has.
         large = {leaf.key for leaf in wanted.leaves if leaf.data is None and _is_large(leaf)}
+        if made is not None:
+            large = {key for own in large for key in made.made.tensors[own].sources}
         reader.require_stored(large_tensors(index, large.intersection(index)), index)
     if isinstance(stored, StoredTensors):
         stored = stored.of(wanted.keys)
@@ -323,54 +370,3 @@ def _with_memory(
 
 def _is_large(leaf: ShardedTensor) -> bool:
     return math.prod(leaf.local_shape) * leaf.dtype.itemsize > LARGE_BYTES
-
-
-def _stored_objects(
-    found: LoadStrategies, checkpoint_dir: str | PathLike[str]
-) -> list[ShardedObject]:
-    strategy = found.sharded if handles_objects(found.sharded) else found.common
-    metadata = strategy.load_sharded_metadata(checkpoint_dir)
-    return [leaf for leaf in metadata.values() if isinstance(leaf, ShardedObject)]
-
-
-def _read_objects(
-    objects: Mapping[TreePath, ShardedObject],
-    common: LoadCommonStrategy,
-    parts: Partition,
-    checkpoint_dir: Path,
-    comm: Comm,
-) -> Mapping[TreePath, Any]:
-    with comm.agreed("reading the sharded objects"):
-        values = common.load_sharded_objects(parts.nested(objects), checkpoint_dir)
-        return {path: value_at(values, path) for path in objects}
-
-
-def _read(
-    tensors: WantedLeaves,
-    cells: Mapping[TreePath, ShardedObject],
-    strategy: LoadShardedStrategy,
-    reader: StorageReader | None,
-    index: Index | None,
-    parts: Partition,
-    checkpoint_dir: Path,
-    comm: Comm,
-    meter: Meter,
-) -> tuple[Mapping[TreePath, Any], Mapping[TreePath, Any]]:
-    """Read tensors, and the objects that lie among them; the values of both."""
-    if reader is not None and index is not None:
-        reader.report = meter.add
-        meter.expect(int(tensors.tensors.num_bytes.sum()))
-        assert isinstance(strategy, PlannedLoadStrategy)
-        leaves = WantedLeaves(joined(tensors.by_path, cells), tensors.tensors)
-        read(leaves, index, strategy.planner, reader, comm, strategy.plan_reader)
-        own, others = tensors.tensors.leaves, cells.values()
-        return (
-            _replaced(tensors.by_path, [leaf.data for leaf in own]),
-            _replaced(cells, [leaf.data for leaf in others]),
-        )
-    with comm.agreed("reading"):
-        result = strategy.load(parts.nested({**tensors, **cells}), checkpoint_dir)
-        of_tensors, of_cells = (
-            {path: value_at(result, path) for path in own} for own in (tensors, cells)
-        )
-        return of_tensors, of_cells

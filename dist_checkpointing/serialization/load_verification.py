@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
@@ -15,6 +14,7 @@ from dist_checkpointing.errors import (
     RankFailedError,
     StateMismatchError,
 )
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.mapping import ShardedObject
@@ -48,7 +48,7 @@ class Verification:
     tensors: WantedLeaves
     objects: Sequence[ShardedObject]
     found: LoadStrategies
-    folder: Path
+    folder: Location
     index: Index | None
     reader: StorageReader | None
     meter: Meter

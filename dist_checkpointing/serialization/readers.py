@@ -8,7 +8,8 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any
 
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.folder_lock import FolderLock
 from dist_checkpointing.filesystem.paths import local_folder
@@ -16,6 +17,7 @@ from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     read_config,
 )
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.leftovers import clear_temporaries
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.format.seal import read_seal, resealing
@@ -46,7 +48,7 @@ def load_common_state_dict(
     """The common state of a checkpoint. Not collective.
 
     Args:
-        checkpoint_dir: a committed checkpoint.
+        checkpoint_dir: folder or URL of a committed checkpoint.
         trusted: unpickle anything, see ``load``.
 
     Example:
@@ -55,8 +57,9 @@ def load_common_state_dict(
         >>> load_common_state_dict("ckpt")
         {'step': 100}
     """
-    reader = common_reader(read_config(checkpoint_dir))
-    return (reader.trusting() if trusted else reader).load_common(checkpoint_dir)
+    folder = data_folder(checkpoint_dir)
+    reader = common_reader(read_config(folder))
+    return (reader.trusting() if trusted else reader).load_common(folder)
 
 
 def load_tensors_metadata(
@@ -74,7 +77,7 @@ def load_tensors_metadata(
         >>> load_tensors_metadata("ckpt")["w"].global_shape
         (6,)
     """
-    folder = local_folder(checkpoint_dir)
+    folder = data_folder(checkpoint_dir)
     return open_checkpoint(folder, sharded_strategy).sharded.load_tensors_metadata(folder)
 
 
@@ -91,7 +94,7 @@ def load_sharded_metadata(
         >>> list(load_sharded_metadata("ckpt"))
         ['rng/shard_0_1']
     """
-    checkpoint_dir = local_folder(checkpoint_dir)
+    checkpoint_dir = data_folder(checkpoint_dir)
     found = open_checkpoint(checkpoint_dir, sharded_strategy, common_strategy)
     metadata = dict(found.sharded.load_sharded_metadata(checkpoint_dir))
     if not handles_objects(found.sharded):
@@ -166,7 +169,7 @@ def remove_sharded_tensors(
         >>> list(Checkpoint.open("ckpt"))
         ['model.w']
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     with comm.agreed("removing tensors"):
         if comm.rank == 0:
             folder = local_folder(checkpoint_dir)
@@ -190,7 +193,7 @@ def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> Pla
         >>> preview_removal("ckpt", "w").keys
         ('w',)
     """
-    folder = local_folder(checkpoint_dir)
+    folder = data_folder(checkpoint_dir)
     found = open_checkpoint(folder)
     with _removing(found, folder):
         planned = found.sharded.plan_removal(folder, key_prefix)
@@ -255,4 +258,4 @@ def get_default_load_sharded_strategy(
     if checkpoint_dir is None:
         strategy: LoadShardedStrategy = select_strategy(StrategyAction.LOAD_SHARDED, None)
         return strategy
-    return open_checkpoint(checkpoint_dir).sharded
+    return open_checkpoint(data_folder(checkpoint_dir)).sharded

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
-from dist_checkpointing.comm import Comm, default_comm
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
+from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
-from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
@@ -28,7 +29,7 @@ from dist_checkpointing.strategies.selection import Selection
 
 
 def save(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | ShardedStateful,
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[SaveShardedStrategy] = None,
     common_strategy: Selection[SaveCommonStrategy] = None,
@@ -41,7 +42,7 @@ def save(
     *,
     comm: Comm | None = None,
     overwrite: bool = False,
-    progress: ProgressCallback | None = None,
+    progress: ProgressOption | None = None,
     plan_cache: PlanCache | None = None,
     before_claim: Callable[[Index | None], None] | None = None,
     trusted: bool = False,
@@ -58,8 +59,10 @@ def save(
 
     Args:
         sharded_state_dict: any nest of dicts, lists and tuples. Sharded leaves are saved from
-            wherever they are; of everything else ("common state") rank 0's is saved.
-        checkpoint_dir: made if it is missing; the same path on every rank.
+            wherever they are; of everything else ("common state") rank 0's is saved. Or a
+            ShardedStateful, such as ``interop.TorchState``.
+        checkpoint_dir: a folder, made if it is missing, or a URL such as ``s3://bucket/run/1000``;
+            the same on every rank.
         sharded_strategy: backend name (its newest version), (name, version), or a strategy; by
             default ("tensorstore", 1).
         common_strategy: likewise, for common state; by default ("torch", 1).
@@ -76,7 +79,8 @@ def save(
         comm: the ranks that save together; by default all of torch.distributed, or this process.
         overwrite: give up a committed checkpoint at ``checkpoint_dir`` as soon as the new one is
             planned. From then on the old one is gone, also if this save fails.
-        progress: called with a Progress, from any thread, whenever there is something to report.
+        progress: called with a Progress, from any thread, whenever there is something to report;
+            or ``"bar"``: rank 0 shows its own part on the standard error.
         plan_cache: the same object for every save of one training run: while nothing but values
             has changed, on any rank, the plan of the last save is used again.
         before_claim: called on rank 0 with what the checkpoint will hold (None for third-party
@@ -104,8 +108,9 @@ def save(
         InvalidShardingError: shards that contradict each other, overlap or leave gaps; keys, dtypes
             or leaves that cannot be stored; sharded tensors of torch that are not wrapped; tensors
             in the common state, or replicas, that differ between ranks.
-        UnsupportedFormatError: values that ``load`` would refuse; a URL for a path; a base for a
-            strategy that cannot share files; fingerprints for a format that does not keep them.
+        UnsupportedFormatError: values that ``load`` would refuse; a backend or a base that is for
+            disks only; a base for a strategy that cannot share files; fingerprints for a format
+            that does not keep them.
         CheckpointNotFoundError: ``base`` is no checkpoint.
         CheckpointExistsError: ``checkpoint_dir`` is not free. Nothing was touched.
         StrategyNotFoundError: no such backend.
@@ -117,7 +122,7 @@ def save(
         >>> sorted(load_tensors_metadata("ckpt/1000"))
         ['decoder.weight']
     """
-    comm = default_comm() if comm is None else comm
+    comm = chosen_comm(comm)
     meter = Meter("save", comm.rank, progress)
     job = prepare(
         sharded_state_dict,

@@ -9,8 +9,13 @@ from pathlib import Path
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import local_folder, require_local
 from dist_checkpointing.format.commit import read_config
+from dist_checkpointing.format.geometry import Ints
+from dist_checkpointing.format.index import read_index
+from dist_checkpointing.planning.base_grids import nested_grids
+from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.storage.options import Checksum
 from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.base import SaveShardedStrategy
@@ -18,16 +23,17 @@ from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import Selection, select_strategy
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
-def require_sharing_strategy(selection: Selection[SaveShardedStrategy]) -> None:
-    """Refuse a strategy whose checkpoints cannot share files.
+def require_sharing_strategy(selection: Selection[SaveShardedStrategy], folder: Location) -> None:
+    """Refuse a strategy whose checkpoints cannot share files, and a place where files cannot.
 
     Raises:
-        UnsupportedFormatError: naming the strategy.
+        UnsupportedFormatError: naming the strategy, or the place.
         StrategyNotFoundError: if there is no such strategy.
     """
+    require_local(folder, "an incremental save")
     strategy = select_strategy(StrategyAction.SAVE_SHARDED, selection).resolved()
     writer = strategy.make_writer(Path()) if isinstance(strategy, PlannedSaveStrategy) else None
     require_sharing(strategy, writer)
@@ -55,35 +61,45 @@ def require_sharing(strategy: SaveShardedStrategy, writer: StorageWriter | None)
         raise UnsupportedFormatError("the checkpoint cannot be incremental", [finding])
 
 
-def take_base(
-    base: str | PathLike[str],
-    folder: Path,
-    strategy: SaveShardedStrategy,
-    writer: StorageWriter,
-    comm: Comm,
-) -> None:
-    """Let a writer share files of a base, if its format is that of the save. Collective.
+def take_base(base: str | PathLike[str], job: SaveJob, comm: Comm) -> None:
+    """Let the writer of a job share files of a base, if its format is that of the save. Collective.
+
+    Where the chunks of the base make up larger ones of the job, the job is cut like the base.
 
     Raises:
         CheckpointNotFoundError: if the base is no checkpoint.
+        UnsupportedFormatError: if the save, or the base, is in an object store.
         CheckpointingException: if it is the folder that is written.
     """
+    require_local(job.folder, "an incremental save")
+    if job.writer is None:
+        return
     path = local_folder(base).absolute()
-    work = partial(_is_usable, path, folder, (strategy.backend, strategy.version))
-    writer.base = path if comm.from_rank0("looking at the base", work) else None
+    grids = comm.from_rank0("looking at the base", partial(_grids, path, job))
+    job.writer.base = None if grids is None else path
+    if grids:
+        job.cut_along(grids)
 
 
-def _is_usable(base: Path, folder: Path, saved: tuple[str, int]) -> bool:
-    """Whether the format of a base is that of the save; if not, the log says so."""
-    if base.resolve() == folder.resolve():
+def _grids(base: Path, job: SaveJob) -> dict[str, Ints] | None:
+    """Chunk shapes of a base to be taken over, by key; None if its format is another one."""
+    if base.resolve() == Path(job.folder).resolve():
         finding = Finding(
             "the base is the folder of the save itself",
-            path=str(folder),
+            path=str(job.folder),
             remedy="Save into another folder.",
         )
         raise CheckpointingException("a checkpoint cannot be its own base", [finding])
-    found = read_config(base)
+    found, saved = read_config(base), (job.strategy.backend, job.strategy.version)
     stored = (found.sharded_backend, found.sharded_backend_version)
     if stored != saved:
         logger.warning("nothing is shared with %s: it is of format %s, not %s", base, stored, saved)
-    return stored == saved
+        return None
+    if job.index is None or not job.is_cut_in_row_blocks:
+        return {}
+    try:
+        index = read_index(base)
+    except (CheckpointingException, OSError) as error:
+        logger.info("the chunks of %s are not known: %s", base, error)
+        return {}
+    return {} if index is None else nested_grids(job.index, index)

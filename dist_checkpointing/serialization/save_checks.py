@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -15,17 +14,21 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import require_local
 from dist_checkpointing.format import seal
 from dist_checkpointing.format.commit import CheckpointingConfig, check_distinct
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, is_in_attempt
-from dist_checkpointing.mapping import is_main_replica
+from dist_checkpointing.mapping import CommonStateDict, is_main_replica
 from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.base import SaveShardedStrategy
+from dist_checkpointing.strategies.plain_data import check_plain
+from dist_checkpointing.validation.unwrapped import check_storable, warn_of_large_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,14 +55,16 @@ class Claimed:
     Attributes:
         attempt: name of the attempt.
         folder: absolute path of the checkpoint on rank 0.
+        data: where its files are, relative to that.
         config: content of the ``metadata.json`` that will be committed.
     """
 
     attempt: str
     folder: str
+    data: str
     config: CheckpointingConfig
 
-    def check(self, folder: Path, config: CheckpointingConfig, rank: int) -> None:
+    def check(self, folder: Location, config: CheckpointingConfig, rank: int) -> None:
         """Refuse a rank that does not see the attempt in its own folder, or saves otherwise.
 
         Raises:
@@ -109,6 +114,31 @@ def take_fingerprints(strategy: SaveShardedStrategy, writer: StorageWriter | Non
     writer.takes_fingerprints = True
 
 
+def check_place(
+    folder: Location, strategy: SaveShardedStrategy, writer: StorageWriter | None
+) -> None:
+    """Refuse an object store for a strategy that needs a file system.
+
+    Raises:
+        UnsupportedFormatError: naming the strategy.
+    """
+    if writer is None or not writer.uses_object_stores:
+        require_local(folder, f"the backend {strategy.backend} {strategy.version}")
+
+
+def check_values(
+    strategy: SaveShardedStrategy, parts: Partition, common: CommonStateDict, *, trusted: bool
+) -> None:
+    """Refuse values that could not be loaded, and tell of large ones in the common state."""
+    check_data(parts)
+    planner = getattr(strategy, "planner", None)
+    if planner is None or not planner.makes_data:
+        check_storable(parts.tensors)
+    written = {path: o for path, o in parts.objects.items() if is_main_replica(o.replica_id)}
+    check_plain(common, written, trusted=trusted)
+    warn_of_large_tensors(common)
+
+
 def check_data(parts: Partition) -> None:
     """Refuse main replicas without data."""
     findings = [
@@ -124,7 +154,7 @@ def check_data(parts: Partition) -> None:
         raise InvalidShardingError("there is nothing to save for some shards", findings)
 
 
-def require_one_save(saves: Iterable[int], folder: Path) -> None:
+def require_one_save(saves: Iterable[int], folder: Location) -> None:
     """Refuse to end a save together with ranks that end another one.
 
     Args:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from pathlib import Path
+from contextlib import suppress
+from typing import Any
 
 import torch
 
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.storage.background import Ownership, run_in_background
 from dist_checkpointing.storage.progress import Progress
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class _Captured(threading.Event):
@@ -34,8 +37,9 @@ class _Captured(threading.Event):
 class SaveHandle:
     """A save that goes on behind the training. Any thread may ask, but no forked process.
 
-    Its saver makes it and calls ``report``, ``run``, ``is_through_in`` and ``settle``. One object a
-    rank.
+    Its saver makes it and calls ``report``, ``run`` and ``settle``. One object a rank. ``await
+    handle`` is ``handle.result()`` without blocking the event loop (with ``finalize="caller"``, it
+    blocks for the commit).
 
     Attributes:
         checkpoint_dir: Folder of the checkpoint.
@@ -55,7 +59,7 @@ class SaveHandle:
         True
     """
 
-    def __init__(self, checkpoint_dir: Path, step: int | None, comm: Comm) -> None:
+    def __init__(self, checkpoint_dir: Location, step: int | None, comm: Comm) -> None:
         self.checkpoint_dir = checkpoint_dir
         self.step = step
         self._owner = Ownership("the asynchronous save")
@@ -109,6 +113,51 @@ class SaveHandle:
             self._is_told = True
             raise failure
 
+    def exception(self, timeout_seconds: float | None = None) -> BaseException | None:
+        """Like ``result``, but return the error, or None, instead of raising it.
+
+        Raises:
+            TimeoutError: see ``result``.
+        """
+        if not self.wait(timeout_seconds):
+            raise TimeoutError(f"the save into {self.checkpoint_dir} goes on")
+        try:
+            self.result()
+        except Exception as error:  # noqa: BLE001 - it is the answer
+            return error
+        return None
+
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until ``done()`` is True, however the save ends; return whether it is by then.
+
+        Not collective.
+        """
+        self._owner.require()
+        return bool(wait_for([self._outcome], timeout_seconds).done)
+
+    def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
+        """Call ``callback(handle)`` when ``done()`` becomes True, or now if it is.
+
+        It is called in the thread that saves; what it raises is logged.
+
+        Example:
+            >>> handle = async_save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(2))}, "a")
+            >>> ended = []
+            >>> handle.add_done_callback(lambda handle: ended.append(handle.exception()))
+            >>> handle.result()
+            >>> ended
+            [None]
+        """
+        self._owner.require()
+        self._outcome.add_done_callback(lambda _: callback(self))
+
+    def __await__(self) -> Generator[Any, None, None]:
+        self._owner.require()
+        with suppress(Exception):  # ``result`` raises it
+            # Shielded, so that a task that is cancelled does not cancel the save.
+            yield from asyncio.shield(asyncio.wrap_future(self._outcome)).__await__()
+        self.result()
+
     def fence(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the next ``optimizer.step()`` wait until the state has been captured."""
 
@@ -135,11 +184,6 @@ class SaveHandle:
             self._forgotten = weakref.finalize(self, _warn_of_forgotten, self.checkpoint_dir)
         self._outcome = run_in_background(work, f"async-save-{self.checkpoint_dir.name}")
 
-    def is_through_in(self, timeout_seconds: float | None) -> bool:
-        """Wait, and tell whether this rank is through by then. Not collective."""
-        self._owner.require()
-        return bool(wait_for([self._outcome], timeout_seconds).done)
-
     def settle(self, comm: Comm) -> None:
         """Complete what nobody has completed, or raise what nobody has seen. Collective.
 
@@ -159,5 +203,5 @@ class SaveHandle:
                 raise error
 
 
-def _warn_of_forgotten(folder: Path) -> None:
+def _warn_of_forgotten(folder: Location) -> None:
     logger.warning("%s was written and never committed: nobody asked for its result", folder)

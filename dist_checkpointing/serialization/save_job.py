@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Unpack
@@ -13,13 +13,22 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.failures import Outcome
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
-from dist_checkpointing.filesystem.paths import local_folder
-from dist_checkpointing.format.commit import CONTENT_METADATA_KEY, Attempt, CheckpointingConfig
+from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.store import relative
+from dist_checkpointing.format.commit import (
+    CONTENT_METADATA_KEY,
+    Attempt,
+    CheckpointingConfig,
+)
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
-from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, is_main_replica
+from dist_checkpointing.format.store_commit import StoreAttempt, begin_attempt
+from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning.base_grids import along_grids
+from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.serialization.leaf_copies import (
     Values,
@@ -30,7 +39,8 @@ from dist_checkpointing.serialization.leaf_copies import (
 from dist_checkpointing.serialization.save_checks import (
     Claimed,
     Decided,
-    check_data,
+    check_place,
+    check_values,
     refuse_clashes,
     require_one_save,
     take_fingerprints,
@@ -48,17 +58,12 @@ from dist_checkpointing.strategies.base import (
     SaveShardedStrategy,
     require_method,
 )
-from dist_checkpointing.strategies.plain_data import check_plain
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import handles_objects, select_strategy
-from dist_checkpointing.validation.unwrapped import (
-    check_storable,
-    refuse_distributed,
-    warn_of_large_tensors,
-)
+from dist_checkpointing.validation.unwrapped import refuse_distributed
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class SaveJob:
@@ -77,13 +82,14 @@ class SaveJob:
     Attributes:
         rank: whose job it is.
         folder: absolute path of the checkpoint.
-        strategy: writes the sharded state.
-        writer: of a strategy that is made of one, else None.
+        data_folder: where its files are; another one in an object store, once it is claimed.
+        strategy, writer: write the sharded state; the writer of a strategy made of one, else None.
         meter: counts what is done.
         by_strategy: leaves of this rank that the strategy writes.
         by_common: leaves of this rank that the common strategy writes.
         common: common state of this rank.
-        attempt_id: name of the attempt, the same on every rank, once the folder is claimed.
+        attempt_id: name of the attempt, the same on every rank, once it is claimed.
+        index: what the checkpoint will hold, once it is planned; None for a third party's strategy.
     """
 
     def __init__(
@@ -96,11 +102,11 @@ class SaveJob:
     ) -> None:
         self.rank, self.meter = rank, meter
         # Whoever writes may do so when the working directory is another one.
-        self.folder = local_folder(folder).absolute()
+        self.folder = self.data_folder = location(folder).absolute()
         selected: SaveShardedStrategy = select_strategy(
             StrategyAction.SAVE_SHARDED, options.get("sharded_strategy")
         )
-        self.strategy = selected.resolved()
+        self.strategy: SaveShardedStrategy = selected.resolved()
         common_writer: SaveCommonStrategy = select_strategy(
             StrategyAction.SAVE_COMMON, options.get("common_strategy")
         )
@@ -109,14 +115,8 @@ class SaveJob:
         if options.get("content_metadata") is not None:
             common[CONTENT_METADATA_KEY] = options["content_metadata"]
         refuse_distributed(replace(parts, common=common), parts.objects)
-        check_data(parts)
-        planner = getattr(self.strategy, "planner", None)
-        if planner is None or not planner.makes_data:
-            check_storable(parts.tensors)
-        written = {p: o for p, o in parts.objects.items() if is_main_replica(o.replica_id)}
-        check_plain(common if rank == 0 else {}, written, trusted=options.get("trusted", False))
-        if rank == 0:
-            warn_of_large_tensors(common)
+        trusted = options.get("trusted", False)
+        check_values(self.strategy, parts, common if rank == 0 else {}, trusted=trusted)
         by_strategy: Leaves = parts.tensors
         by_common: Leaves = parts.objects
         if handles_objects(self.strategy):
@@ -128,6 +128,7 @@ class SaveJob:
             self.writer = self.strategy.make_writer(self.folder)
             self.writer.report = meter.add
             common_writer = common_writer.lasting(self.writer.options.durability)
+        check_place(self.folder, self.strategy, self.writer)
         if options.get("fingerprints", False):
             take_fingerprints(self.strategy, self.writer)
         self._durability = (
@@ -143,12 +144,12 @@ class SaveJob:
         self._parts, self.common = parts, common
         self.by_strategy, self.by_common = by_strategy, by_common
         self._options = options
-        self._index: Index | None = None
+        self.index: Index | None = None
         self._plan: SavePlan | None = None
         self._own_plan: SavePlan | None = None
         self._planner: SavePlanner | None = None
         self._copies: Values | None = None
-        self._attempt: Attempt | None = None
+        self._attempt: Attempt | StoreAttempt | None = None
         self.attempt_id = ""
         self._written: driver.Written | None = None
         self._of_ranks: Sequence[driver.Written] = ()
@@ -164,8 +165,23 @@ class SaveJob:
         """Take what the ranks have decided, or the error of this rank for ``claim`` to tell."""
         self._planned, decided = planned, planned.result
         if decided is not None:
-            self._plan, self._index, self._planner = decided.plan, decided.index, decided.planner
+            self._plan, self.index, self._planner = decided.plan, decided.index, decided.planner
             self._objects = decided.objects
+
+    @property
+    def is_cut_in_row_blocks(self) -> bool:
+        """Whether all that is written of a tensor with a chunk grid are whole chunks."""
+        layout = None if self.writer is None else self.writer.layout
+        planner = self._planner
+        # A planner of a user may know what it has planned to the last item.
+        is_own = planner is not None and planner.settings is not None and not planner.makes_data
+        return is_own and isinstance(layout, RowBlockLayout)
+
+    def cut_along(self, grids: Mapping[str, Ints]) -> None:
+        """Write smaller chunks of some tensors, see ``nested_grids``."""
+        if self._plan is not None:
+            self._plan = along_grids(self._plan, grids)
+            self.index = self._plan.index
 
     def claim(self, comm: Comm, *, secured: bool = False) -> None:
         """Take possession of the folder, if all ranks have planned. Collective.
@@ -181,26 +197,28 @@ class SaveJob:
             after=self._planned,
         )
         self.attempt_id = self._claimed.attempt
+        data_folder = self.folder / self._claimed.data
+        if self.writer is not None and data_folder != self.data_folder:
+            self.writer.checkpoint_dir = data_folder  # type: ignore[assignment]
+            self.writer.reset(data_folder)
+        self.data_folder = data_folder
 
     def _begin_attempt(self, world_size: int, *, secured: bool) -> Claimed:
-        before_claim = self._options.get("before_claim")
-        if before_claim is not None:
-            before_claim(self._index)
+        if before_claim := self._options.get("before_claim"):
+            before_claim(self.index)
         objects = sorted(set(self._objects.key_column))
         names = [SEAL_NAME, *self._common_writer.created_names(objects)]
-        if self._index is not None and self.writer is not None:
-            names += self.writer.created_names(self._index, world_size=world_size)
-        refuse_clashes(names, self._objects, self._index)
+        if self.index is not None and self.writer is not None:
+            names += self.writer.created_names(self.index, world_size=world_size)
+        refuse_clashes(names, self._objects, self.index)
         overwrite = self._options.get("overwrite", False)
-        self._attempt = Attempt.begin(
-            self.folder, names, overwrite=overwrite, durability=self._durability
-        )
-        after_claim = self._options.get("after_claim")
-        if after_claim is not None:
+        self._attempt = begin_attempt(self.folder, names, self._durability, overwrite=overwrite)
+        if after_claim := self._options.get("after_claim"):
             after_claim(self._attempt.id)
         if secured:
             self._attempt.secure()
-        return Claimed(self._attempt.id, str(self.folder.absolute()), self._config)
+        data = relative(self._attempt.folder, self.folder)
+        return Claimed(self._attempt.id, str(self.folder), data, self._config)
 
     def secure(self, comm: Comm) -> None:
         """Make durable what a crash must not lose, before a byte is written. Collective.
@@ -219,7 +237,7 @@ class SaveJob:
         Raises:
             CheckpointingException: see ``Claimed``.
         """
-        self._claimed.check(self.folder, self._config, self.rank)
+        self._claimed.check(self.data_folder, self._config, self.rank)
 
     def _values(self) -> Values:
         if self._copies is not None:
@@ -242,11 +260,11 @@ class SaveJob:
         )
 
     def _write_common(self, values: Values) -> list[SealedFile]:
-        files: list[SealedFile] = []
+        folder, files = self.data_folder, list[SealedFile]()
         if self.rank == 0:
-            files += self._common_writer.save_common(values.common, self.folder) or ()
+            files += self._common_writer.save_common(values.common, folder) or ()
         if values.objects is not None:
-            files += self._common_writer.save_sharded_objects(values.objects, self.folder) or ()
+            files += self._common_writer.save_sharded_objects(values.objects, folder) or ()
         return files
 
     def write(self, comm: Comm) -> None:
@@ -255,7 +273,7 @@ class SaveJob:
             with self.meter.phase("writing"):
                 values = self._save_common(comm)
                 with comm.agreed("writing"):
-                    self.strategy.save(values.leaves, self.folder)
+                    self.strategy.save(values.leaves, self.data_folder)
             return
 
         def write_own() -> driver.Written:
@@ -274,7 +292,7 @@ class SaveJob:
         assert isinstance(self.strategy, AsyncSaveShardedStrategy)
         values = self._save_common(comm)
         with comm.agreed("writing"):
-            return self.strategy.async_save(values.leaves, self.folder)
+            return self.strategy.async_save(values.leaves, self.data_folder)
 
     def _save_common(self, comm: Comm) -> Values:
         """By itself: a strategy that talks to other ranks must find all of them there."""
@@ -295,15 +313,18 @@ class SaveJob:
 
     def capture(self, buffers: StagingBuffers) -> None:
         """Copy what this rank will write, and let go of the caller's state. Not collective."""
-        common = detached_copy(self.common) if self.rank == 0 else {}
-        objects = copied_objects(self.by_common)
-        leaves: Leaves = {}
-        planner: SavePlanner | None = None
-        if self._own_plan is not None:
-            assert self._planner is not None
-            planner = stage_plan(self._own_plan, self._planner, buffers)
-        else:
-            leaves = copied_leaves(self.by_strategy, buffers)
+        with self.meter.phase("copying"):
+            self.meter.expect(self.num_bytes)
+            common = detached_copy(self.common) if self.rank == 0 else {}
+            objects = copied_objects(self.by_common)
+            leaves: Leaves = {}
+            planner: SavePlanner | None = None
+            if self._own_plan is not None:
+                assert self._planner is not None
+                planner = stage_plan(self._own_plan, self._planner, buffers)
+            else:
+                leaves = copied_leaves(self.by_strategy, buffers)
+            self.meter.add(self.num_bytes)
         self._copies = self._nested(common, objects, leaves, planner)
         self._let_go()
 
@@ -327,11 +348,11 @@ class SaveJob:
             if self._own_plan is not None and self.writer is not None:
                 written = write_plan(self._own_plan, values.planner, self.writer, self.rank)
             elif isinstance(self.strategy, AsyncSaveShardedStrategy):
-                request = self.strategy.async_save(values.leaves, self.folder)
+                request = self.strategy.async_save(values.leaves, self.data_folder)
                 request.execute()
                 self._finalize_fns = tuple(request.finalize_fns)
             else:
-                self.strategy.save(values.leaves, self.folder)
+                self.strategy.save(values.leaves, self.data_folder)
         self._written = replace(written, files=(*written.files, *files))
 
     def _all_written(self) -> driver.Written:
@@ -368,11 +389,11 @@ class SaveJob:
             if self._attempt is not None:
                 # What a third party's strategy creates is not known: all that is there is sealed.
                 finished, created = driver.Finished(), None
-                if self._index is not None and self.writer is not None:
-                    finished = driver.finish_all(self._index, self._of_ranks, self.writer)
+                if self.index is not None and self.writer is not None:
+                    finished = driver.finish_all(self.index, self._of_ranks, self.writer)
                     created = self._attempt.creates
                 write_seal(
-                    self.folder,
+                    self.data_folder,
                     self._config,
                     finished.files,
                     tables=finished.tables,

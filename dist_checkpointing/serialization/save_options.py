@@ -10,7 +10,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
-from dist_checkpointing.storage.progress import ProgressCallback
+from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
 
@@ -65,7 +65,7 @@ class AsyncSaveOptions(SaveOptions, total=False):
             ``"contents"``.
     """
 
-    progress: ProgressCallback | None
+    progress: ProgressOption | None
     step: int | None
     capture: Capture
     detect_changes: DetectChanges

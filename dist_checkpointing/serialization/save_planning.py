@@ -12,7 +12,8 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.failures import Outcome
 from dist_checkpointing.filesystem.paths import check_one_destination
 from dist_checkpointing.format.gc_pause import paused_collector
-from dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, ShardedTensor
+from dist_checkpointing.mapping.stateful import as_state_dict
 from dist_checkpointing.planning.coverage import check_coverage, main_rows
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import Exchanged, exchange_tables
@@ -23,7 +24,7 @@ from dist_checkpointing.planning.plan_save import (
     SavePlanning,
     number_of,
 )
-from dist_checkpointing.planning.replicas import ReplicaCheck, compare_replicas
+from dist_checkpointing.planning.replicas import ReplicaCheck, ReplicaComparison, ReplicaFacts
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.serialization.save_base import require_sharing, take_base
 from dist_checkpointing.serialization.save_checks import Decided
@@ -33,7 +34,7 @@ from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.validation.common_state import CommonDigests, compare_common_state
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _BY_STRATEGY, _BY_COMMON = "shards", "objects"
 
@@ -45,10 +46,12 @@ class JobFacts:
     Attributes:
         common: Number that stands for its common state; None if that is not compared.
         plan: What planning must know.
+        replicas: Digests of its replicas, if it brings tables and knows which have copies.
     """
 
     common: int | None
     plan: PlanFacts
+    replicas: ReplicaFacts | None = None
 
     @property
     def identity(self) -> int | None:
@@ -70,6 +73,7 @@ class JobPlanning:
         self._validates = options.get("validate_access_integrity", True)
         self._digests: CommonDigests | None = None
         self._planning: SavePlanning | None = None
+        self._replicas: ReplicaComparison | None = None
 
     def bring(self, comm: Comm) -> tuple[Mapping[str, ShardTable], JobFacts]:
         """What this rank tells the others. Not collective."""
@@ -90,7 +94,15 @@ class JobPlanning:
         else:
             # What it brings depends on what the ranks have that share replicas.
             facts = replace(facts, number=LATER)
-        return tables, JobFacts(common, facts)
+        self._replicas = ReplicaComparison(
+            [leaf for leaf in self._job.by_strategy.values() if isinstance(leaf, ShardedTensor)],
+            self._options.get("replicas", ReplicaCheck.OFF),
+            self._options.get("on_replica_mismatch", "raise"),
+            comm,
+        )
+        # Without tables a number is exchanged, and the digests follow by themselves.
+        digests = self._replicas.bring() if facts.identity is None else None
+        return tables, JobFacts(common, facts, digests)
 
     def conclude(self, exchanged: Exchanged[JobFacts], comm: Comm) -> SaveJob:
         """The job with what follows from what all ranks have brought. Collective.
@@ -110,6 +122,8 @@ class JobPlanning:
             else:
                 brought = self._planning.complete(comm, brought)
         self._job.take(Outcome.of(PLANNING, lambda: self._decided(brought)))
+        if self._replicas is not None:
+            self._replicas.conclude([facts.replicas for facts in exchanged.facts])
         return self._job
 
     @paused_collector()
@@ -144,7 +158,7 @@ class JobPlanning:
 
 
 def prepare(
-    state_dict: ShardedStateDict,
+    state: ShardedStateDict | ShardedStateful,
     folder: str | PathLike[str],
     comm: Comm,
     meter: Meter,
@@ -154,7 +168,7 @@ def prepare(
     """Prepare, plan and check. Collective; touches no file. ``claim`` must follow.
 
     Args:
-        state_dict: see ``SaveJob``.
+        state: see ``save``.
         folder: see ``SaveJob``.
         comm: the ranks that save together.
         meter: see ``SaveJob``.
@@ -169,7 +183,7 @@ def prepare(
 
     @paused_collector()
     def bring() -> tuple[Mapping[str, ShardTable], JobFacts]:
-        job = SaveJob(state_dict, folder, comm.rank, meter, **options)
+        job = SaveJob(as_given, folder, comm.rank, meter, **options)
         if require is not None:
             require(job)
         if base is not None:
@@ -178,14 +192,9 @@ def prepare(
         return plannings[0].bring(comm)
 
     with meter.phase("planning"):
+        as_given = as_state_dict(state, comm)
         exchanged = exchange_tables(comm, PLANNING, bring, lambda facts: facts.identity)
         job = plannings[0].conclude(exchanged, comm)
-        compare_replicas(
-            [leaf for leaf in job.by_strategy.values() if isinstance(leaf, ShardedTensor)],
-            options.get("replicas", ReplicaCheck.OFF),
-            options.get("on_replica_mismatch", "raise"),
-            comm,
-        )
-        if base is not None and job.writer is not None:
-            take_base(base, job.folder, job.strategy, job.writer, comm)
+        if base is not None:
+            take_base(base, job, comm)
     return job

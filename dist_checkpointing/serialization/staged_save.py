@@ -16,7 +16,7 @@ from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.storage.driver import PlanWriter, write_plan
 from dist_checkpointing.storage.staging import ChangeDetector, StagingBuffers
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class StagedSave:

@@ -9,7 +9,7 @@ from dist_checkpointing.storage.options import (
     ReadMode,
     StorageOptions,
 )
-from dist_checkpointing.storage.progress import Progress, ProgressCallback
+from dist_checkpointing.storage.progress import Progress, ProgressCallback, ProgressOption
 from dist_checkpointing.storage.protocol import (
     ChunkPlace,
     StorageReader,
@@ -27,6 +27,7 @@ __all__ = [
     "Metadata",
     "Progress",
     "ProgressCallback",
+    "ProgressOption",
     "ReadMode",
     "StorageOptions",
     "StorageReader",

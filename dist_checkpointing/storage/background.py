@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.filesystem.local import fsync_folder, write_atomic
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, ChecksumColumns, make_tables
 from dist_checkpointing.format.claims import (
     Claim,
@@ -165,7 +165,7 @@ def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter)
         index = with_fingerprints(index, [written.sums for written in of_ranks])
     noted = [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])]
     unreported = writer.finish(Metadata.from_index(index), noted)
-    files = [*unreported] if writer.shares_files and unreported else []
+    files = [*(unreported or ())]
     files += [file for written in of_ranks for file in written.files]
     tables = {}
     if any(written.rows for written in of_ranks):
@@ -188,7 +188,7 @@ def _write_tables(
     digests = np.frombuffer(b"".join(w.digests for w in of_ranks), dtype="<u8")
     uppers = np.frombuffer(b"".join(w.uppers for w in of_ranks), dtype="<u8")
     folder, durability = writer.checkpoint_dir, writer.options.durability
-    (folder / CHECKSUMS_NAME).mkdir(parents=True, exist_ok=True)
+    store.make_folder(folder / CHECKSUMS_NAME)
     tables = {}
     columns = ChecksumColumns(
         catalog.names,
@@ -203,17 +203,17 @@ def _write_tables(
     )
     begin = 0
     for table_file in make_tables(columns):
-        write_atomic(folder / table_file.name, table_file.data, durability)
+        store.write(folder / table_file.name, table_file.data, durability)
         files.append(SealedFile.of_bytes(table_file.name, table_file.data))
         tables[table_file.name] = (table_file.first_key, table_file.last_key)
         if len(uppers) == len(digests):
             end = begin + table_file.num_rows
             file, data = upper_file(table_file, uppers[catalog.sources[begin:end]])
-            write_atomic(folder / file.name, data, durability)
+            store.write(folder / file.name, data, durability)
             files.append(file)
             begin = end
     if durability is Durability.FSYNC:
-        fsync_folder((folder / CHECKSUMS_NAME).parent)
+        store.fsync_folder((folder / CHECKSUMS_NAME).parent)
     return tables
 
 

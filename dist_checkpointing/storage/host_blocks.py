@@ -118,7 +118,7 @@ class DeviceBlocks:
     def __init__(self, most_bytes: int) -> None:
         self._memory = _TwoBlocks(most_bytes)
         self._copied: list[torch.cuda.Event | None] = [None, None]
-        self.block_bytes = self._memory.block_bytes
+        self.block_bytes: int = self._memory.block_bytes
 
     def fill(
         self,

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final, Literal
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Progress:
     """A report to the caller.
 
     Attributes:
-        phase: "planning", "writing", "reading", "verifying" or "committing".
+        phase: "planning", "copying", "writing", "reading", "verifying" or "committing".
         bytes_done: Bytes of this rank that are done in this phase.
         bytes_total: Bytes of this rank in this phase; 0 for a phase that moves no data.
         rank: Whose report it is.
@@ -30,15 +31,77 @@ class Progress:
 
 
 ProgressCallback = Callable[[Progress], None]
+ProgressOption = ProgressCallback | Literal["bar"]
+"""A function that gets each report, or a bar of rank 0 on the standard error."""
+
+_BAR_SECONDS: Final = 0.1
+
+
+def chosen_callback(
+    progress: ProgressOption | None, operation: str, rank: int
+) -> ProgressCallback | None:
+    """What gets the reports of a rank.
+
+    Raises:
+        TypeError: if ``progress`` is neither a function nor ``"bar"``.
+    """
+    if progress == "bar":
+        return _bar(operation) if rank == 0 else None
+    if progress is None or callable(progress):
+        return progress
+    raise TypeError(f"progress must be 'bar' or a function that takes a Progress, not {progress!r}")
+
+
+def _bar(operation: str) -> ProgressCallback:
+    """One line for each phase that moves bytes; without a terminal, when the phase is done."""
+    # Not at the top: few callers want a bar.
+    from rich import progress as rich  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+
+    console = Console(stderr=True, force_jupyter=False)
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(30),
+        rich.DownloadColumn(binary_units=True),
+        rich.TransferSpeedColumn(),
+    )
+    # Never started: an error in the middle would leave its thread and the hidden cursor behind.
+    bar = rich.Progress(*columns, console=console, auto_refresh=False)
+    lock, shown_at, phase = threading.Lock(), 0.0, ""
+
+    def show(report: Progress) -> None:
+        nonlocal shown_at, phase
+        with lock:
+            if report.phase != phase:
+                phase = report.phase
+                for number in bar.task_ids:
+                    bar.remove_task(number)
+            if not report.bytes_total:
+                return
+            if not bar.task_ids:
+                bar.add_task(f"{operation}: {phase}")
+            is_done = report.bytes_done >= report.bytes_total
+            is_due = console.is_terminal and time.monotonic() - shown_at > _BAR_SECONDS
+            task, is_new = bar.tasks[0], not bar.tasks[0].finished
+            bar.update(task.id, completed=report.bytes_done, total=report.bytes_total)
+            if is_new and (is_done or is_due):
+                shown_at = time.monotonic()
+                with console.capture() as line:
+                    console.print(bar.make_tasks_table([task]))
+                begin, end = "\r" * console.is_terminal, "\n" * is_done
+                console.file.write(f"{begin}{line.get().rstrip()}{end}")
+                console.file.flush()
+
+    return show
 
 
 class Meter:
     """Counts bytes from any thread, reports them, and logs what each phase took."""
 
-    def __init__(self, operation: str, rank: int, callback: ProgressCallback | None) -> None:
+    def __init__(self, operation: str, rank: int, progress: ProgressOption | None) -> None:
         self._operation = operation
         self._rank = rank
-        self._callback = callback
+        self._callback = chosen_callback(progress, operation, rank)
         self._lock = threading.Lock()
         self._phase, self._done, self._total = "", 0, 0
         self._seconds: dict[str, float] = {}

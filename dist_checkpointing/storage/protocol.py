@@ -17,6 +17,7 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.disk_names import disk_name
+from dist_checkpointing.filesystem.ranged_reads import FolderReads, reads_below
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.claims import (
     Backing,
@@ -171,6 +172,8 @@ class StorageWriter(ABC):
         keeps_fingerprints: whether the index that ``finish`` gets is kept with all that it says.
         shares_files: whether it can share files of a base. Such a writer makes a checkpoint that
             is whole without the base, and reports 128-bit digests.
+        uses_object_stores: whether ``checkpoint_dir`` may be an ObjectPath: the writer then goes
+            through ``filesystem.store`` and ``filesystem.new_files``.
         takes_fingerprints: whether the values are summed as they are written.
         options: knobs of the I/O.
         report: to be called with the number of bytes that have been written since the last call.
@@ -182,15 +185,16 @@ class StorageWriter(ABC):
     gathers_results: ClassVar[bool] = True
     keeps_fingerprints: ClassVar[bool] = True
     shares_files: ClassVar[bool] = False
+    uses_object_stores: ClassVar[bool] = False
 
-    def __init__(self, checkpoint_dir: Path = _UNKNOWN) -> None:
-        self.checkpoint_dir = checkpoint_dir
-        self.options = StorageOptions()
+    def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
+        self.checkpoint_dir: Path = checkpoint_dir
+        self.options: StorageOptions = StorageOptions()
         self.takes_fingerprints = False
         self.report: Callable[[int], None] = _ignore
         self.base: Path | None = None
 
-    def reset(self, checkpoint_id: Path) -> None:  # noqa: B027 - a hook
+    def reset(self, checkpoint_id: Any) -> None:  # noqa: B027 - a hook
         """Learn the folder of the checkpoint, before anything else is called."""
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
@@ -245,11 +249,10 @@ class StorageWriter(ABC):
             results: of each rank, see ``gathers_results``.
 
         Returns:
-            Of a writer that shares files, data files that no rank has reported.
+            Files that no rank has reported. In an object store it must be all of them.
         """
         del results
-        write_index(metadata, self.checkpoint_dir, self.options.durability)
-        return None
+        return [write_index(metadata, self.checkpoint_dir, self.options.durability)]
 
 
 class StorageReader(ABC):
@@ -266,20 +269,23 @@ class StorageReader(ABC):
         report: to be called with the number of bytes that have been read since the last call.
     """
 
-    def __init__(self, checkpoint_dir: Path = _UNKNOWN) -> None:
-        self.checkpoint_dir = checkpoint_dir
-        self.options = StorageOptions()
+    def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:
+        self.checkpoint_dir: Path = checkpoint_dir
+        self.options: StorageOptions = StorageOptions()
         self.trusted = False
         self.is_kept = False
         self.report: Callable[[int], None] = _ignore
 
-    def reset(self, checkpoint_id: Path) -> None:  # noqa: B027 - a hook
+    def reset(self, checkpoint_id: Any) -> None:  # noqa: B027 - a hook
         """Learn the folder of the checkpoint, before anything else is called."""
 
     @cached_property
-    def maps_files(self) -> bool:
-        """Whether the files of the checkpoint are read through a mapping."""
-        return self.options.maps_files(self.checkpoint_dir)
+    def files(self) -> FolderReads:
+        """Reads the files of the checkpoint."""
+        options = self.options
+        return reads_below(
+            self.checkpoint_dir, options.threads, options.buffer_bytes, options.maps_files
+        )
 
     def location(self, chunk: MetadataIndex) -> str:
         """Where a stored chunk is, for messages."""

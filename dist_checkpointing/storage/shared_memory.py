@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class SharedMemory:
@@ -31,11 +31,11 @@ class SharedMemory:
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool = False) -> None:
-        self.descriptor = os.memfd_create("dist_checkpointing")
+        self.descriptor: int = os.memfd_create("dist_checkpointing")
         weakref.finalize(self, os.close, self.descriptor)
         # Pages that are missing later would be a SIGBUS, and not an error that can be told.
         os.posix_fallocate(self.descriptor, 0, num_bytes)
-        self.tensor = mapped(self.descriptor, num_bytes)
+        self.tensor: Any = mapped(self.descriptor, num_bytes)
         if pinned:
             self._pin()
 

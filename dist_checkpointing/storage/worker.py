@@ -27,7 +27,7 @@ from dist_checkpointing.storage.protocol import StorageWriter, unreported
 from dist_checkpointing.storage.shared_memory import SharedMemory, mapped
 from dist_checkpointing.storage.staging import StagedPlanner, StagingBuffers
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS: Final = 0.1
 _REPORT_SECONDS: Final = 0.05

@@ -14,7 +14,7 @@ from dist_checkpointing.comm import Comm, default_comm
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.storage.background import Ownership, run_in_background
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class AsyncRequest(NamedTuple):

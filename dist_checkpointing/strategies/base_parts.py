@@ -20,6 +20,7 @@ import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import ChecksumColumns
 from dist_checkpointing.format.digests import (
@@ -40,10 +41,9 @@ from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import HostBlocks
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
-from dist_checkpointing.strategies.raw_chunks import in_threads
 from dist_checkpointing.strategies.safe_pickle import serialize
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _LARGE_BYTES = 2**20
 
@@ -171,8 +171,8 @@ class PlanDigests:
     """
 
     def __init__(self, plan: SavePlan, planner: SavePlanner, options: StorageOptions) -> None:
-        self.known = np.zeros(len(plan.table), dtype=np.bool_)
-        self.columns = np.zeros((len(plan.table), 2), dtype=np.uint64)
+        self.known: Bools = np.zeros(len(plan.table), dtype=np.bool_)
+        self.columns: npt.NDArray[np.uint64] = np.zeros((len(plan.table), 2), dtype=np.uint64)
         self._table, self._options = plan.table, options
         self._plan, self._planner = plan, planner
 

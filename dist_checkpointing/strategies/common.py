@@ -10,16 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from os import PathLike
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
     Finding,
     StateMismatchError,
 )
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.disk_names import check_raw_key
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.claims import Backing, large_objects, require_backing
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import Ints
@@ -39,35 +40,35 @@ from dist_checkpointing.strategies.safe_pickle import deserialize, serialize
 _MAX_COMMON_BYTES = 1 << 38
 
 
-def _load(path: Path, *, trusted: bool) -> Any:
-    return deserialize(local.read_bytes(path, _MAX_COMMON_BYTES), str(path), trusted=trusted)
+def _load(path: Location, *, trusted: bool) -> Any:
+    return deserialize(store.read_bytes(path, _MAX_COMMON_BYTES), str(path), trusted=trusted)
 
 
-def _object_file(leaf: ShardedObject, root: Path) -> Path | None:
+def _object_file(leaf: ShardedObject, root: Location) -> Location | None:
     """The file of a cell, if there is one."""
     check_raw_key(leaf.key)
     path = root / f"{leaf.unique_key}.pt"
-    if local.is_file(path):
+    if store.is_file(path):
         return path
     if len(leaf.global_shape) < 2:
         return None
     # Old writers took the last extent for a file suffix, and lost it.
     older = _older_file(leaf, root)
     behind = (*leaf.global_offset[:-1], leaf.global_shape[-1])
-    reaches_further = local.is_file(_older_file(replace(leaf, global_offset=behind), root))
-    return older if local.is_file(older) and not reaches_further else None
+    reaches_further = store.is_file(_older_file(replace(leaf, global_offset=behind), root))
+    return older if store.is_file(older) and not reaches_further else None
 
 
-def _older_file(leaf: ShardedObject, root: Path) -> Path:
+def _older_file(leaf: ShardedObject, root: Location) -> Location:
     return root / f"{leaf.unique_key.rpartition('.')[0]}.pt"
 
 
-def _cells(files: Iterable[Path], root: Path) -> list[ShardedObject]:
+def _cells(names: Iterable[str], root: Location) -> list[ShardedObject]:
     """The cells that the names of files stand for, also where old writers lost an extent."""
     found = [
-        ShardedObject.empty_from_unique_key(path.relative_to(root).with_suffix("").as_posix())
-        for path in sorted(files)
-        if path.parent != root and path.is_file()
+        ShardedObject.empty_from_unique_key(name.removesuffix(".pt"))
+        for name in sorted(names, key=lambda name: name.split("/"))
+        if "/" in name and store.is_file(root / name)
     ]
     last: dict[str, int] = {}
     for leaf in found:
@@ -79,13 +80,13 @@ def _cells(files: Iterable[Path], root: Path) -> list[ShardedObject]:
     return found
 
 
-def _missing(leaves: Sequence[ShardedObject], root: Path) -> Iterator[Finding]:
+def _missing(leaves: Sequence[ShardedObject], root: Location) -> Iterator[Finding]:
     """The findings about cells that have no file: missing, or stored in another grid."""
     grids: dict[str, list[Ints]] = {}
     for leaf in leaves:
         if leaf.key not in grids:
-            names = local.names_in(root / leaf.key)
-            cells = _cells((root / leaf.key / name for name in names if _is_cell(name)), root)
+            names = store.names_in(root / leaf.key)
+            cells = _cells((f"{leaf.key}/{name}" for name in names if _is_cell(name)), root)
             grids[leaf.key] = sorted({cell.global_shape for cell in cells})
         others = [grid for grid in grids[leaf.key] if grid != tuple(leaf.global_shape)]
         if others:
@@ -130,7 +131,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         self, common_state_dict: StateDict, checkpoint_dir: str | PathLike[str]
     ) -> Sequence[SealedFile]:
         data = serialize(common_state_dict, "the common state")
-        local.write_atomic(Path(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
+        store.write(location(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
         return [SealedFile.of_bytes(COMMON_STATE_FNAME, data)]
 
     def save_sharded_objects(
@@ -138,20 +139,20 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         sharded_objects_state_dict: ShardedStateDict,
         checkpoint_dir: str | PathLike[str],
     ) -> Sequence[SealedFile]:
-        root = Path(checkpoint_dir)
+        root = location(checkpoint_dir)
         leaves, _ = flatten(sharded_objects_state_dict)
         files = []
         sealed = []
         for leaf in leaves.values():
             if is_main_replica(leaf.replica_id):
                 path = root / f"{leaf.unique_key}.pt"
-                path.parent.mkdir(parents=True, exist_ok=True)
+                store.make_folder(path.parent)
                 data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
-                local.write_atomic(path, data, self.durability)
+                store.write(path, data, self.durability)
                 files.append(path)
                 sealed.append(SealedFile.of_bytes(f"{leaf.unique_key}.pt", data))
         if self.durability is local.Durability.FSYNC:
-            local.fsync_folders(files, root)
+            store.fsync_folders(files, root)
         return sealed
 
 
@@ -169,7 +170,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         {'step': 7}
     """
 
-    reads = frozenset({("torch", 1)})
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch", 1)})
     argument = "common_strategy"
 
     def __init__(self, *, trusted: bool = False) -> None:
@@ -185,13 +186,13 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
     def file_names(
         self, leaves: Iterable[ShardedObject], checkpoint_dir: str | PathLike[str]
     ) -> Iterable[str]:
-        root = Path(checkpoint_dir)
+        root = location(checkpoint_dir)
         found = (_object_file(leaf, root) for leaf in leaves)
-        return [COMMON_STATE_FNAME, *(f.relative_to(root).as_posix() for f in found if f)]
+        return [COMMON_STATE_FNAME, *(store.relative(file, root) for file in found if file)]
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
-        path = Path(checkpoint_dir) / COMMON_STATE_FNAME
-        if not local.is_file(path):
+        path = location(checkpoint_dir) / COMMON_STATE_FNAME
+        if not store.is_file(path):
             finding = Finding("missing", path=str(path), remedy="Use another checkpoint.")
             raise CorruptCheckpointError(f"Common file {path} does not exist", [finding])
         common = _load(path, trusted=self.trusted)
@@ -206,7 +207,7 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         checkpoint_dir: str | PathLike[str],
     ) -> StateDict:
         leaves, skeleton = flatten(sharded_objects_state_dict)
-        root = Path(checkpoint_dir)
+        root = location(checkpoint_dir)
         files = {path: _object_file(leaf, root) for path, leaf in leaves.items()}
         missing = [leaves[path] for path, file in files.items() if file is None]
         findings = list(_missing(missing, root))
@@ -222,9 +223,9 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         return result
 
     def load_sharded_metadata(self, checkpoint_dir: str | PathLike[str]) -> ShardedStateDict:
-        root = Path(checkpoint_dir)
-        files = (path / name for path, names in local.walked(root) for name in names)
-        found = _cells((file for file in files if _is_cell(file.name)), root)
+        root = location(checkpoint_dir)
+        names = (name for name, _ in store.files_below(root, root))
+        found = _cells((n for n in names if _is_cell(n.rpartition("/")[2])), root)
         _require_cells(found, root)
         return {leaf.unique_key: leaf for leaf in found}
 
@@ -233,7 +234,7 @@ def _is_cell(name: str) -> bool:
     return fnmatchcase(name, "shard_*.pt")
 
 
-def _require_cells(found: Iterable[ShardedObject], root: Path) -> None:
+def _require_cells(found: Iterable[ShardedObject], root: Location) -> None:
     """Refuse a name that speaks of a large grid where few cells have a file."""
     cells: dict[tuple[str, tuple[int, ...]], int] = {}
     for leaf in found:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import StoredPart, checksum_of
 from dist_checkpointing.format.gc_pause import paused_collector
@@ -20,7 +21,7 @@ from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.strategies.filled_rows import FilledRows
-from dist_checkpointing.strategies.raw_chunks import SMALL_BYTES, in_threads
+from dist_checkpointing.strategies.raw_chunks import SMALL_BYTES
 
 _BLOCK_BYTES: Final = 2**22
 """At most so much of what does not lie in one run of CPU memory is copied at a time."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dist_checkpointing.filesystem.ranged_reads import OpenFile, ReadLimits
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Window
@@ -22,7 +23,7 @@ from dist_checkpointing.planning.read_table import contiguous_ranges
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.host_blocks import DeviceBlocks, is_on_gpu
 from dist_checkpointing.strategies.scattered import read_scattered
-from dist_checkpointing.strategies.windows import copy_window, pread, read_window
+from dist_checkpointing.strategies.windows import copy_window, read_window
 
 Array = npt.NDArray[Any]
 
@@ -37,8 +38,7 @@ class Filler:
         plan: the rows.
         planner: answers for the destinations.
         index: what is stored.
-        most_bytes: memory for what cannot be read in place.
-        maps_files: whether strided parts are read through a mapping.
+        limits: how the files of the chunks are read.
         table: the same rows where chunks are stored in another shape than the plan says.
     """
 
@@ -47,17 +47,16 @@ class Filler:
         plan: LoadPlan,
         planner: LoadPlanner,
         index: Index,
-        most_bytes: int,
+        limits: ReadLimits,
         *,
-        maps_files: bool,
         table: ReadTable | None = None,
     ) -> None:
         table = plan.table if table is None else table
         self.table = table
         self._planner = planner
         self._destinations = planner.destinations(plan)
-        self._most_bytes = most_bytes
-        self._maps_files = maps_files
+        self._most_bytes = limits.most_bytes
+        self._maps_files = limits.maps_files
         self._of_thread = threading.local()
         numbers, self._types = index.dtypes_of(table.names)
         self._torch_types = [None if dtype is None else dtype.torch for dtype in self._types]
@@ -67,7 +66,7 @@ class Filler:
             table.storage_starts, table.storage_shapes, table.storage_boxes, table.lengths
         )
         self._starts = np.where(is_run, starts * items, -1)
-        self.num_bytes = table.num_elements * items
+        self.num_bytes: Int64s = table.num_elements * items
         addresses = self._destinations.addresses(self._torch_types, self._type_of)
         if addresses is not None:
             addresses[~is_run] = -1
@@ -124,26 +123,26 @@ class Filler:
         else:
             self._copy(row, block[start : start + size], destination)
 
-    def read_run(self, rows: Int64s, descriptor: int, starts: Int64s, sizes: Int64s) -> bool:
+    def read_run(self, rows: Int64s, file: OpenFile, starts: Int64s, sizes: Int64s) -> bool:
         """Fill rows from chunks that lie in a row in a file, straight from there, if that pays.
 
         Args:
             rows: to fill.
-            descriptor: of the file, which must be long enough.
+            file: which must be long enough.
             starts: first byte of each chunk in the file.
             sizes: bytes of each chunk.
 
         Returns:
             Whether it was done.
         """
-        if self._addresses is None:
+        if self._addresses is None or file.descriptor < 0:
             return False
         addresses, begins, counts = (
             c[rows] for c in (self._addresses, self._starts, self.num_bytes)
         )
         if (addresses < 0).any() or (begins + counts > sizes).any():
             return False
-        return read_scattered(descriptor, starts + begins, counts, addresses)
+        return read_scattered(file.descriptor, starts + begins, counts, addresses)
 
     def _copy(self, row: int, chunk: Array, destination: torch.Tensor) -> None:
         dtype = self.dtype(row)
@@ -155,12 +154,12 @@ class Filler:
             copy_window(values, self.table.storage(row), target)
             self._destinations.filled(row, destination)
 
-    def read(self, row: int, descriptor: int, start: int) -> int:
+    def read(self, row: int, file: OpenFile, start: int) -> int:
         """Fill a row from its chunk in an open file, which must be long enough.
 
         Args:
             row: to fill.
-            descriptor: of the file.
+            file: that holds it.
             start: first byte of the chunk in it.
 
         Returns:
@@ -173,12 +172,12 @@ class Filler:
         most_copied = None if self._maps_files else most_bytes
 
         def read_part(window: Window, staged: Array) -> None:
-            read_window(descriptor, start, window, staged, most_copied)
+            read_window(file, start, window, staged, most_copied)
 
         if target is None:
             self._staged(row, destination, most_bytes, read_part)
         elif self._starts[row] >= 0 and target.flags.c_contiguous:
-            pread(descriptor, target, start + int(self._starts[row]))
+            file.read_into(target, start + int(self._starts[row]))
             self._destinations.filled(row, destination)
         else:
             read_part(self.table.storage(row), target)

@@ -56,12 +56,12 @@ class Stub:
     def __init__(
         self, kind: str, name: str = "", items: Sequence[Any] | None = None, size: int = 1
     ) -> None:
-        self.kind = kind
-        self.name = name
-        self.items = items
-        self.size = size
-        self.depth = 0
-        self.is_used = False
+        self.kind: str = kind
+        self.name: str = name
+        self.items: Sequence[Any] | None = items
+        self.size: int = size
+        self.depth: int = 0
+        self.is_used: bool = False
 
 
 CallCheck = Callable[[str, Sequence[Any]], None]

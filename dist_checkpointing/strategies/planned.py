@@ -6,7 +6,6 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from dist_checkpointing.comm import Comm, default_comm
@@ -15,7 +14,8 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
@@ -132,10 +132,10 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
             )
         self.planner = planner
         self.comm = comm
-        self.options = options or StorageOptions()
+        self.options: StorageOptions = options or StorageOptions()
         self.share_replicas: ReplicaSharing | None = None
 
-    def make_writer(self, checkpoint_dir: Path) -> StorageWriter:
+    def make_writer(self, checkpoint_dir: Any) -> StorageWriter:
         """A writer for one checkpoint."""
         writer = self.writer_type(checkpoint_dir)
         writer.checkpoint_dir, writer.options = checkpoint_dir, self.options
@@ -211,9 +211,9 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr, comm: Comm
     ) -> tuple[StorageWriter, AgreedPlan, SavePlanner]:
         leaves, _ = _sharded_leaves(sharded_state_dict)
-        writer = self.make_writer(local_folder(checkpoint_dir))
+        writer = self.make_writer(location(checkpoint_dir))
         with comm.agreed("making the folder"):
-            writer.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            store.make_folder(writer.checkpoint_dir)
         return writer, *self.plan(leaves, writer, comm)
 
 
@@ -292,7 +292,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
     ) -> None:
         self.planner = planner
         self.comm = comm
-        self.options = options or StorageOptions()
+        self.options: StorageOptions = options or StorageOptions()
         self.trusted = False
         self.plan_reader: PlanReader = read_plan
 
@@ -301,7 +301,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         strategy.trusted = True
         return strategy
 
-    def make_reader(self, checkpoint_dir: Path) -> StorageReader:
+    def make_reader(self, checkpoint_dir: Any) -> StorageReader:
         """A reader for one checkpoint."""
         reader = self.reader_type(checkpoint_dir)
         reader.checkpoint_dir = checkpoint_dir
@@ -317,7 +317,7 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
     def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr) -> StateDict:
         comm = default_comm() if self.comm is None else self.comm
         leaves, skeleton = _sharded_leaves(sharded_state_dict)
-        reader = self.make_reader(Path(checkpoint_dir))
+        reader = self.make_reader(location(checkpoint_dir))
         index = share_index(reader, comm).index(
             self.needed_keys({leaf.key for leaf in leaves.values()})
         )
@@ -333,11 +333,11 @@ class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):
         return result
 
     def load_tensors_metadata(self, checkpoint_dir: PathOrStr) -> dict[str, ShardedTensor]:
-        index = self.make_reader(Path(checkpoint_dir)).read_metadata()
+        index = self.make_reader(location(checkpoint_dir)).read_metadata()
         return _whole_tensors(index)
 
     def load_sharded_metadata(self, checkpoint_dir: PathOrStr) -> ShardedStateDict:
-        reader = self.make_reader(Path(checkpoint_dir))
+        reader = self.make_reader(location(checkpoint_dir))
         index = reader.read_metadata()
         reader.require_stored(large_objects(index.objects), index)
         metadata: ShardedStateDict = dict(_whole_tensors(index))

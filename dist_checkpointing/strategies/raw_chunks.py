@@ -6,72 +6,35 @@ ones are read by several threads, and a strided part is taken out of a mapped fi
 
 from __future__ import annotations
 
-import os
-from collections import deque
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from threading import Thread
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.ranged_reads import (
+    FolderReads,
+    OpenFile,
+    ReadLimits,
+    WrongSizeError,
+    open_file,
+)
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Window
 from dist_checkpointing.planning.shard_table import Bools, Int64s
-from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.strategies.filling import Filler
-from dist_checkpointing.strategies.windows import pread, read_window
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-def in_threads(work: Callable[[T], R], tasks: Sequence[T], threads: int) -> list[R]:
-    """``work`` done for all tasks, a few at a time; the first error ends it.
-
-    This thread works too, and each takes the next task when it is done with one: an executor
-    takes longer to hand over a task than a small file takes to write.
-    """
-    results: dict[int, R] = {}
-    errors: dict[int, BaseException] = {}
-    left = deque(range(len(tasks)))
-
-    def run() -> None:
-        while left and not errors:
-            try:
-                number = left.popleft()
-            except IndexError:  # another thread was faster
-                return
-            try:
-                results[number] = work(tasks[number])
-            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
-                errors[number] = error
-
-    others = [Thread(target=run, name="chunk-io") for _ in range(min(threads, len(tasks)) - 1)]
-    try:
-        for thread in others:
-            thread.start()
-        run()
-    finally:
-        left.clear()
-        for thread in others:
-            if thread.ident is not None:
-                thread.join()
-    if errors:
-        # Tasks begin in order, so this is the same one each time.
-        raise errors[min(errors)]
-    return [results[number] for number in range(len(tasks))]
-
+from dist_checkpointing.strategies.windows import read_window
 
 Array = npt.NDArray[Any]
 
 SMALL_BYTES = 2**18
-_RUN_BYTES = 2**22
-_GAP_BYTES = 2**16
-"""Reading over a gap of this size costs no more than another read."""
 READ_WHOLE_BYTES = 2**14
 """Reading so much of a chunk in vain costs less than reading the chunk by itself, so smaller chunks
 are read whole."""
@@ -82,16 +45,23 @@ class Extent:
     """Where the bytes of a chunk lie.
 
     Attributes:
-        path: of the file.
+        folder: that the file is in.
+        name: of the file, relative to the folder.
         offset: of the first byte.
         num_bytes: of the whole chunk.
         file_bytes: size that the file must have; None if it holds more than this chunk.
     """
 
-    path: str
+    folder: Location
+    name: str
     offset: int
     num_bytes: int
     file_bytes: int | None = None
+
+    @property
+    def path(self) -> str:
+        """Path or URL of the file, for messages."""
+        return f"{self.folder}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +70,7 @@ class ChunkReads:
 
     Attributes:
         rows: rows of the plan's table, in any order.
-        paths: files; ``files`` are positions in it.
+        names: files, relative to the checkpoint; ``files`` are positions in it.
         files: file of each chunk.
         offsets: first byte of each chunk in its file.
         num_bytes: bytes of each whole chunk.
@@ -108,7 +78,7 @@ class ChunkReads:
     """
 
     rows: Int64s
-    paths: Sequence[str]
+    names: Sequence[str]
     files: Int64s
     offsets: Int64s
     num_bytes: Int64s
@@ -127,18 +97,11 @@ class ChunkReads:
             num_bytes=self.num_bytes[positions],
         )
 
-    def extent(self, position: int) -> Extent:
-        """One of them."""
-        num_bytes = int(self.num_bytes[position])
-        path = self.paths[int(self.files[position])]
-        file_bytes = num_bytes if self.fill_files else None
-        return Extent(path, int(self.offsets[position]), num_bytes, file_bytes)
-
 
 def read_chunks(
     reads: ChunkReads,
     filler: Filler,
-    options: StorageOptions,
+    below: FolderReads,
     *,
     report: Callable[[int], None],
 ) -> None:
@@ -147,68 +110,73 @@ def read_chunks(
     Args:
         reads: where the chunks lie.
         filler: of the plan.
-        options: how many threads.
+        below: reads the files of the checkpoint.
         report: called with the number of bytes that have arrived since the last call.
 
     Raises:
         CorruptCheckpointError: if a file is missing or too short.
     """
+    limits = below.limits
     reads = reads.take(np.lexsort((reads.offsets, reads.files)))
-    firsts = _run_starts(reads, filler.num_bytes[reads.rows])
+    firsts = _run_starts(reads, filler.num_bytes[reads.rows], limits)
     counts = np.diff(np.r_[firsts, len(reads)])
     bounds = np.stack([firsts, firsts + counts], axis=1)
-    # Many small copies are work for the interpreter: threads would only take turns.
-    together = bounds[counts > 1].tolist()
-    scratch = np.empty(_RUN_BYTES + SMALL_BYTES if together else 0, dtype=np.uint8)
-    for first, end in together:
-        with paused_collector():
-            num_bytes = _read_run(reads, first, end, filler, scratch)
-        report(num_bytes)
-    rows = reads.rows.tolist()
+    of_thread = threading.local()
+
+    def opened(position: int) -> AbstractContextManager[OpenFile]:
+        name = reads.names[int(reads.files[position])]
+        end = int(reads.offsets[position] + reads.num_bytes[position])
+        key = filler.table.key(int(reads.rows[position]))
+        path = f"{below.folder}/{name}"
+        return _opened(partial(below.open, name), path, key, end, is_all=reads.fill_files)
+
+    def read_run(bound: Sequence[int]) -> None:
+        if not hasattr(of_thread, "scratch"):
+            of_thread.scratch = np.empty(limits.run_bytes + limits.small_bytes, dtype=np.uint8)
+        first, end = bound
+        rows, starts, sizes = (
+            column[first:end] for column in (reads.rows, reads.offsets, reads.num_bytes)
+        )
+        begin, last = int(starts[0]), int((starts + sizes).argmax())
+        with opened(first + last) as file:
+            if filler.read_run(rows, file, starts, sizes):
+                report(int(filler.num_bytes[rows].sum()))
+                return
+            num_bytes = int(starts[last] + sizes[last]) - begin
+            block = file.view(begin, num_bytes, of_thread.scratch)
+        report(filler.fill_run(rows, starts - begin, sizes, block))
 
     def read_one(position: int) -> None:
-        extent = reads.extent(position)
-        with _opened(extent, filler.table.key(rows[position])) as descriptor:
-            report(filler.read(rows[position], descriptor, extent.offset))
+        with opened(position) as file:
+            report(filler.read(int(reads.rows[position]), file, int(reads.offsets[position])))
 
-    in_threads(read_one, bounds[counts == 1, 0].tolist(), options.threads)
+    with paused_collector():
+        in_threads(read_run, bounds[counts > 1].tolist(), limits.run_threads)
+    in_threads(read_one, bounds[counts == 1, 0].tolist(), limits.threads)
 
 
-def _run_starts(reads: ChunkReads, wanted_bytes: Int64s) -> Int64s:
+def _run_starts(reads: ChunkReads, wanted_bytes: Int64s, limits: ReadLimits) -> Int64s:
     """First position of each run of reads, which are sorted: small neighbours are read together."""
     if len(reads) < 2:
         return np.arange(len(reads))
     ends = reads.offsets + reads.num_bytes
-    small = _is_read_whole(reads.num_bytes, wanted_bytes)
+    small = _is_read_whole(reads.num_bytes, wanted_bytes, limits)
     apart = np.ones(len(reads), dtype=np.bool_)
     apart[1:] = reads.files[1:] != reads.files[:-1]
-    apart[1:] |= reads.offsets[1:] - ends[:-1] > _GAP_BYTES
+    apart[1:] |= reads.offsets[1:] - ends[:-1] > limits.gap_bytes
     apart |= ~small
     apart[1:] |= ~small[:-1]
     first = reads.offsets[np.maximum.accumulate(np.where(apart, np.arange(len(reads)), 0))]
-    block = (reads.offsets - first) // _RUN_BYTES
+    block = (reads.offsets - first) // limits.run_bytes
     apart[1:] |= block[1:] != block[:-1]
     return np.flatnonzero(apart)
 
 
-def _is_read_whole(num_bytes: Int64s, wanted_bytes: Int64s) -> Bools:
+def _is_read_whole(num_bytes: Int64s, wanted_bytes: Int64s, limits: ReadLimits) -> Bools:
     """Which chunks are read whole, with their neighbours: small ones, nearly all of them wanted."""
-    most_unwanted = np.maximum(READ_WHOLE_BYTES, wanted_bytes // 10)
-    whole: Bools = (num_bytes <= SMALL_BYTES) & (num_bytes - wanted_bytes <= most_unwanted)
+    most_unwanted = np.maximum(limits.most_unwanted, wanted_bytes // 10)
+    whole: Bools = (num_bytes <= limits.small_bytes) & (num_bytes - wanted_bytes <= most_unwanted)
     return whole
-
-
-def _read_run(reads: ChunkReads, first: int, end: int, filler: Filler, scratch: Array) -> int:
-    starts, sizes = reads.offsets[first:end], reads.num_bytes[first:end]
-    begin = int(starts[0])
-    last = int((starts + sizes).argmax())
-    block: Array = scratch[: int(starts[last] + sizes[last]) - begin]
-    rows = reads.rows[first:end]
-    with _opened(reads.extent(first + last), filler.table.key(int(rows[last]))) as descriptor:
-        if filler.read_run(rows, descriptor, starts, sizes):
-            return int(filler.num_bytes[rows].sum())
-        pread(descriptor, block, begin)
-    return filler.fill_run(rows, starts - begin, sizes, block)
 
 
 def read_extent(extent: Extent, key: str) -> bytes:
@@ -217,10 +185,8 @@ def read_extent(extent: Extent, key: str) -> bytes:
     Raises:
         CorruptCheckpointError: if the file is missing or too short; names ``key``.
     """
-    with _opened(extent, key) as descriptor:
-        data = np.empty(extent.num_bytes, dtype=np.uint8)
-        pread(descriptor, data, extent.offset)
-    return data.tobytes()
+    with _opened_extent(extent, key) as file:
+        return file.view(extent.offset, extent.num_bytes).tobytes()
 
 
 def read_part(extent: Extent, key: str, window: Window, target: Array, most_bytes: int) -> None:
@@ -229,38 +195,38 @@ def read_part(extent: Extent, key: str, window: Window, target: Array, most_byte
     Raises:
         CorruptCheckpointError: if the file is missing or too short; names ``key``.
     """
-    with _opened(extent, key) as descriptor:
-        read_window(descriptor, extent.offset, window, target, most_bytes)
+    with _opened_extent(extent, key) as file:
+        read_window(file, extent.offset, window, target, most_bytes)
+
+
+def _opened_extent(extent: Extent, key: str) -> AbstractContextManager[OpenFile]:
+    end = extent.offset + extent.num_bytes
+    is_all = extent.file_bytes is not None
+    opening = partial(open_file, extent.folder, extent.name)
+    return _opened(opening, extent.path, key, end, is_all=is_all)
 
 
 @contextmanager
-def _opened(extent: Extent, key: str) -> Iterator[int]:
+def _opened(
+    open_it: Callable[[], OpenFile], path: str, key: str, end: int, *, is_all: bool
+) -> Iterator[OpenFile]:
+    """An open file that ends at ``end``, if that ``is_all`` of it, or behind."""
     try:
-        descriptor = os.open(extent.path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_it() as file:
+            file.require(end, is_all=is_all)
+            yield file
     except FileNotFoundError as error:
-        raise _corrupt(extent, key, "a chunk is missing") from error
-    try:
-        # A mapped file that is too short would kill the process instead of raising.
-        size = os.fstat(descriptor).st_size
-        needed = extent.offset + extent.num_bytes
-        if size < needed or extent.file_bytes not in (None, size):
-            raise _corrupt(
-                extent,
-                key,
-                "a chunk has the wrong size"
-                if extent.file_bytes is not None
-                else "the file that holds a chunk ends before it",
-                expected=f"{needed} bytes",
-                found=size,
-            )
-        try:
-            yield descriptor
-        except EOFError as error:
-            raise _corrupt(extent, key, str(error)) from error
-    finally:
-        os.close(descriptor)
+        raise _corrupt(path, key, "a chunk is missing") from error
+    except WrongSizeError as error:
+        problem = (
+            "a chunk has the wrong size" if is_all else "the file that holds a chunk ends before it"
+        )
+        details = {"expected": f"{end} bytes", "found": error.found}
+        raise _corrupt(path, key, problem, **details) from error
+    except EOFError as error:
+        raise _corrupt(path, key, str(error)) from error
 
 
-def _corrupt(extent: Extent, key: str, problem: str, **details: Any) -> CorruptCheckpointError:
-    finding = Finding(problem, key, path=extent.path, **details)
+def _corrupt(path: str, key: str, problem: str, **details: Any) -> CorruptCheckpointError:
+    finding = Finding(problem, key, path=path, **details)
     return CorruptCheckpointError("the checkpoint is damaged", [finding])

@@ -34,7 +34,7 @@ from dist_checkpointing.strategies.pickle_guard import BadPickle
 from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_file_guard import check_torch_file
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 SAFE_GLOBALS: tuple[Any, ...] = (
     argparse.Namespace,

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from dist_checkpointing.filesystem.ranged_reads import pread
 from dist_checkpointing.planning.shard_table import Int64s
-from dist_checkpointing.strategies.windows import pread
 
 _MOST_BUFFERS: Final = 1024
 """IOV_MAX of Linux and macOS."""

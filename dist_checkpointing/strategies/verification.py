@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.checksums import (
@@ -53,7 +53,7 @@ from dist_checkpointing.strategies.filled_rows import FilledRows, filled_rows
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 64
 
@@ -75,7 +75,7 @@ def verify_wanted(
     wanted: Wanted,
     strategy: LoadShardedStrategy,
     common: LoadCommonStrategy,
-    checkpoint_dir: Path,
+    checkpoint_dir: Location,
     index: Index | None,
     seal: Seal | None,
     meter: Meter,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dist_checkpointing.filesystem.ranged_reads import OpenFile
 from dist_checkpointing.format.geometry import Box, Window, ravel_offset
 
 Array = npt.NDArray[Any]
@@ -36,12 +37,12 @@ def copy_window(values: Array, window: Window, target: Array) -> None:
 
 
 def read_window(
-    descriptor: int, start: int, window: Window, target: Array, most_copied: int | None
+    file: OpenFile, start: int, window: Window, target: Array, most_copied: int | None
 ) -> None:
     """Read a window of raw values out of an open file, which must be long enough.
 
     Args:
-        descriptor: of the file.
+        file: to read.
         start: of the values, in bytes.
         window: to read.
         target: an array of the window's box shape, any strides, whose dtype numpy itself knows.
@@ -52,12 +53,14 @@ def read_window(
     """
     run = window.contiguous_range()
     if run is not None and target.flags.c_contiguous:
-        pread(descriptor, target, start + run[0] * target.itemsize)
+        file.read_into(target, start + run[0] * target.itemsize)
         return
-    axes, are_runs = axes_apart(window, target.itemsize, maps_files=most_copied is None)
+    axes, are_runs = axes_apart(
+        window, target.itemsize, maps_files=most_copied is None, most_gap=file.most_gap
+    )
     parts = target[..., np.newaxis]  # so that a part is an array even if it is one element
     if axes and are_runs and parts[(0,) * axes].flags.c_contiguous:
-        _read_runs(descriptor, start, window, target, axes, maps_files=most_copied is None)
+        _read_runs(file, start, window, target, axes, maps_files=most_copied is None)
     else:
         box = window.box
         for index in itertools.product(*map(range, box.shape[:axes])):
@@ -66,12 +69,14 @@ def read_window(
             own = target[tuple(slice(i, i + 1) for i in index)]
             inner = Window(window.start, window.shape, part)
             if most_copied is None:
-                _copy_mapped(descriptor, start, inner, own)
+                _copy_mapped(file.descriptor, start, inner, own)
             else:
-                _copy_blocks(descriptor, start, inner, own, most_copied)
+                _copy_blocks(file, start, inner, own, most_copied)
 
 
-def axes_apart(window: Window, itemsize: int, *, maps_files: bool) -> tuple[int, bool]:
+def axes_apart(
+    window: Window, itemsize: int, *, maps_files: bool, most_gap: int | None = None
+) -> tuple[int, bool]:
     """How a window of a file is read.
 
     What is read of a file in buffers is at most 1.1 times of what is wanted where the contiguous
@@ -81,6 +86,7 @@ def axes_apart(window: Window, itemsize: int, *, maps_files: bool) -> tuple[int,
         window: with elements.
         itemsize: bytes of an element.
         maps_files: whether files are mapped.
+        most_gap: bytes between runs that are read over; by default what local files call for.
 
     Returns:
         The number of leading axes along which parts are read one by one, each from its first
@@ -89,8 +95,9 @@ def axes_apart(window: Window, itemsize: int, *, maps_files: bool) -> tuple[int,
     shape, box = window.shape, window.box.shape
     run = next((a for a in reversed(range(len(box))) if box[a] != shape[a]), 0)
     run_bytes = math.prod(box[run:]) * itemsize
-    most_gap = _MOST_MAPPED_GAP_BYTES
-    if not maps_files:
+    if most_gap is None and maps_files:
+        most_gap = _MOST_MAPPED_GAP_BYTES
+    elif most_gap is None:
         most_gap = _MOST_GAP_BYTES if run_bytes < _SMALL_RUN_BYTES else run_bytes // 10
     for axes in range(run):
         runs = math.prod(box[axes:run])
@@ -100,7 +107,7 @@ def axes_apart(window: Window, itemsize: int, *, maps_files: bool) -> tuple[int,
 
 
 def _read_runs(
-    descriptor: int, start: int, window: Window, target: Array, axes: int, *, maps_files: bool
+    file: OpenFile, start: int, window: Window, target: Array, axes: int, *, maps_files: bool
 ) -> None:
     """Read the parts along the leading axes, each of them one run, to where they belong."""
     parts, itemsize, box = target[..., np.newaxis], target.itemsize, window.box
@@ -115,28 +122,14 @@ def _read_runs(
     if (
         maps_files
         and gap_bytes <= _MOST_CACHED_GAP_BYTES
-        and _is_cached(descriptor, parts[last], int(positions[-1]))
-        and _is_cached(descriptor, parts[(0,) * axes], int(positions[0]))
+        and file.is_cached(parts[last], int(positions[-1]))
+        and file.is_cached(parts[(0,) * axes], int(positions[0]))
     ):
-        _copy_mapped(descriptor, start, window, target, reads_around=False)
+        _copy_mapped(file.descriptor, start, window, target, reads_around=False)
         return
     runs = zip(itertools.product(*map(range, box.shape[:axes])), positions.tolist(), strict=True)
     while batch := list(itertools.islice(runs, _RUNS_AHEAD)):
-        index, position = batch[0]
-        if not _is_cached(descriptor, parts[index], position):
-            for _, position in batch:
-                os.posix_fadvise(descriptor, position, num_bytes, os.POSIX_FADV_WILLNEED)
-        for index, position in batch:
-            pread(descriptor, parts[index], position)
-
-
-def _is_cached(descriptor: int, target: Array, position: int) -> bool:
-    """Whether a read takes no waiting; also False where the file system cannot tell."""
-    try:
-        count = os.preadv(descriptor, [target], position, os.RWF_NOWAIT)  # type: ignore[list-item]
-    except OSError:
-        return False
-    return count == target.nbytes
+        file.read_runs([(parts[index], position) for index, position in batch])
 
 
 def _copy_mapped(
@@ -168,15 +161,14 @@ def _copy_mapped(
 
 
 def _copy_blocks(
-    descriptor: int, start: int, window: Window, target: Array, most_bytes: int
+    file: OpenFile, start: int, window: Window, target: Array, most_bytes: int
 ) -> None:
     """Read whole blocks of rows and copy what is wanted of them."""
     first, num_bytes = _span(window, target.itemsize)
     rows = window.box.shape
     axis = next((a for a, extent in enumerate(rows) if extent > 1), None)
     if axis is None or num_bytes <= most_bytes:
-        block = np.empty(num_bytes, dtype=np.uint8)
-        pread(descriptor, block, start + first)
+        block = file.view(start + first, num_bytes)
         target[...] = _strided(block, 0, window, target)
         return
     step = max(1, rows[axis] * most_bytes // num_bytes)
@@ -187,7 +179,7 @@ def _copy_blocks(
         part = Box(offset, (*rows[:axis], extent, *rows[axis + 1 :]))
         index = (*(slice(None),) * axis, slice(begin, begin + extent))
         inner = Window(window.start, window.shape, part)
-        _copy_blocks(descriptor, start, inner, target[index], most_bytes)
+        _copy_blocks(file, start, inner, target[index], most_bytes)
 
 
 def _span(window: Window, itemsize: int) -> tuple[int, int]:
@@ -209,20 +201,3 @@ def _strided(buffer: Any, offset: int, window: Window, like: Array) -> Array:
     for axis in reversed(range(len(strides) - 1)):
         strides[axis] = strides[axis + 1] * window.shape[axis + 1]
     return np.ndarray(window.box.shape, like.dtype, buffer, offset, tuple(strides))
-
-
-def pread(descriptor: int, target: Array, position: int) -> None:
-    """Fill a C-contiguous array from a file.
-
-    Raises:
-        EOFError: if the file ends before.
-    """
-    count = os.preadv(descriptor, [target], position)  # type: ignore[list-item]
-    if count == target.nbytes:
-        return
-    rest = target.reshape(-1).view(np.uint8)
-    while count < len(rest):
-        rest, position = rest[count:], position + count
-        count = os.preadv(descriptor, [rest], position)  # type: ignore[list-item]
-        if count == 0:
-            raise EOFError("the file ended early")

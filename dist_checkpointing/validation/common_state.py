@@ -19,7 +19,7 @@ from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.mapping import CommonStateDict
 from dist_checkpointing.mapping.nesting import flatten, path_text
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _MOST_NAMED: Final = 20
 

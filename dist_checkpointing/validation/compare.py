@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.format.dtypes import is_lossless
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.mapping.base import shallow_copy
 from dist_checkpointing.mapping.nesting import Path as TreePath
@@ -23,9 +24,11 @@ from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.validation.strictness import StrictHandling
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Cast = Literal["error", "widen", "any"]
+
+_MOST_HINTS: Final = 20
 
 
 class StoredTensors(Mapping[str, tuple[Ints, torch.dtype]]):
@@ -90,7 +93,8 @@ def handle_strictly(
         with comm.agreed("comparing keys"):
             if missing or unexpected:
                 findings = [
-                    Finding("asked for, but not in the checkpoint", k) for k in sorted(unexpected)
+                    Finding(f"asked for, but not in the checkpoint{near}", k)
+                    for k, near in _hinted(sorted(unexpected), stored_keys)
                 ]
                 findings += [
                     Finding("in the checkpoint, but asked for by no rank", k)
@@ -102,6 +106,13 @@ def handle_strictly(
     if flag == StrictHandling.IGNORE_ALL:
         missing = set()
     return missing, unexpected
+
+
+def _hinted(keys: Iterable[str], stored_keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each key with what is stored under nearly the same name; of few keys, as that is slow."""
+    known = [*stored_keys]
+    for place, key in enumerate(keys):
+        yield key, hint(key, known) if place < _MOST_HINTS else ""
 
 
 def mismatch_text(missing: Iterable[str], unexpected: Iterable[str]) -> str:
@@ -126,6 +137,7 @@ def compare(
     cast: Cast,
     *,
     planner_knows_keys: bool,
+    stored_keys: Callable[[], Iterable[str]] | None = None,
 ) -> bool:
     """Check every wanted tensor against what is stored.
 
@@ -135,6 +147,7 @@ def compare(
         stored: key -> global shape and dtype.
         cast: what to do about dtypes that differ.
         planner_knows_keys: a user's planner may find a key under another name, and says so if not.
+        stored_keys: gives the keys of all stored tensors, if ``stored`` holds only some.
 
     Returns:
         Whether all are stored with just their global shapes and dtypes.
@@ -142,6 +155,7 @@ def compare(
     Raises:
         StateMismatchError: with all keys, shapes and dtypes that differ.
     """
+    known_keys = stored.keys if stored_keys is None else stored_keys
     if isinstance(stored, StoredTensors):
         # What has an address is not on the meta device.
         without = np.flatnonzero(columns.addresses < 0).tolist()
@@ -151,17 +165,12 @@ def compare(
             return True
         stored = stored.of(columns.keys)
     findings: list[Finding] = []
+    missing: dict[str, TreePath] = {}
     for path, leaf in wanted.items():
         found, data = stored.get(leaf.key), leaf.data
         if found is None:
             if not planner_knows_keys:
-                findings.append(
-                    Finding(
-                        f"not in the checkpoint (asked for at {path_text(path)})",
-                        leaf.key,
-                        remedy="Remove it from the template, or pass strict=.",
-                    )
-                )
+                missing.setdefault(leaf.key, path)
             continue
         shape, dtype = found
         own_dtype = leaf.dtype if data is None else data.dtype
@@ -177,8 +186,21 @@ def compare(
                     remedy="Materialise it, or pass data=None.",
                 )
             )
+    if missing:
+        findings += [
+            Finding(
+                f"not in the checkpoint (asked for at {path_text(missing[key])}){near}",
+                key,
+                remedy="Remove it from the template, or pass strict=.",
+            )
+            for key, near in _hinted(missing, known_keys())
+        ]
     if findings:
-        raise StateMismatchError("the template does not fit the checkpoint", findings)
+        message = (
+            "the template does not fit the checkpoint "
+            "(expected: by the template; found: in the checkpoint)"
+        )
+        raise StateMismatchError(message, findings)
     return False
 
 

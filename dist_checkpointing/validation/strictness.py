@@ -63,4 +63,9 @@ def parse_strict_flag(strict: StrictHandling | str) -> StrictHandling:
         return StrictHandling(strict)
     except ValueError:
         names = ", ".join(member.value for member in StrictHandling)
-        raise ValueError(f"Invalid strict flag: {strict!r}; expected one of {names}") from None
+        given: object = strict  # whatever it is
+        near = "; 'raise_all' is the strictest" if given is True else ""
+        near = "; 'ignore_all' is the mildest" if given is False else near
+        raise ValueError(
+            f"Invalid strict flag: strict={strict!r}; expected one of {names}{near}"
+        ) from None

@@ -28,7 +28,7 @@ from dist_checkpointing.mapping.overlay import overlay
 from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.validation.strictness import StrictHandling
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LARGE_BYTES: Final = 64 << 20
 """``save`` warns about more than this of tensors in the common state."""

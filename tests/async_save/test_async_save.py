@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from functools import partial
 from pathlib import Path
@@ -12,18 +13,22 @@ import torch
 
 from dist_checkpointing import (
     AsyncSaver,
+    Checkpoint,
     CheckpointExistsError,
     CheckpointingException,
     RankFailedError,
     SaveHandle,
+    ShardedTensor,
     StagingBuffers,
     async_save,
     check_is_distributed_checkpoint,
+    load,
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
+from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.strategies.base import StrategyAction, get_default_strategy
 from dist_checkpointing.testing import run_ranks
 from states import BACKENDS, cell, full_at_step, parts_at_step
@@ -343,6 +348,83 @@ def test_a_taken_folder_is_refused_before_anything_is_copied(tmp_path: Path) -> 
     assert_holds(tmp_path / "c", 2)
 
 
+def test_a_handle_in_an_event_loop(tmp_path: Path) -> None:
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
+
+    async def saving(name: str, **options: Any) -> None:
+        await async_save(state, tmp_path / name, comm=SingleProcess(), **options)
+
+    async def cancelled() -> SaveHandle:
+        handle = async_save(state, tmp_path / "b", comm=SingleProcess())
+        task = asyncio.ensure_future(handle)
+        await asyncio.sleep(0)
+        task.cancel()
+        return handle
+
+    asyncio.run(saving("a"))
+    assert Checkpoint.open(tmp_path / "a").is_committed
+    asyncio.run(cancelled()).result(30)  # the save went on
+    with pytest.raises(CheckpointExistsError):
+        asyncio.run(saving("a"))
+
+
+def test_waiting_tells_and_callbacks_come_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0))}
+    may_go, was_called = threading.Event(), threading.Event()
+    called: list[tuple[SaveHandle, bool]] = []
+
+    def callback(own: SaveHandle) -> None:
+        called.append((own, own.done()))
+        was_called.set()
+
+    def slow(*_: Any) -> None:
+        assert may_go.wait(30)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(SaveJob, "write_own", slow)
+    handle = async_save(state, tmp_path / "a", comm=SingleProcess())
+    handle.add_done_callback(callback)
+    assert not handle.wait(0.01)
+    with pytest.raises(TimeoutError):
+        handle.exception(0.01)
+    assert not called
+    may_go.set()
+    assert handle.wait(30)
+    error = handle.exception()
+    assert isinstance(error, RankFailedError)
+    assert "the disk is full" in str(error)
+    assert was_called.wait(30)
+    assert called == [(handle, True)]
+    handle.add_done_callback(callback)
+    assert called == [(handle, True)] * 2
+    with pytest.raises(RankFailedError):
+        asyncio.run(awaited(handle))
+
+
+async def awaited(handle: SaveHandle) -> None:
+    await handle
+
+
+def test_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def one(comm: Comm) -> None:
+        state = State(comm, 1).dict
+        async_save(state, tmp_path / "c", comm=comm, progress="bar").result(30)
+        load(state, tmp_path / "c", comm=comm, progress="bar")
+
+    run_ranks(2, one)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" ━")[0].strip() for line in lines] == [
+        "asynchronous save: copying",
+        "asynchronous save: writing",
+        "load: reading",
+    ]
+    with pytest.raises(TypeError, match="progress must be 'bar' or a function"):
+        save({}, tmp_path / "d", comm=SingleProcess(), progress="bars")  # type: ignore[arg-type]
+    assert not (tmp_path / "d").exists()
+
+
 def test_progress(tmp_path: Path) -> None:
     (comm,) = run_ranks(1, lambda comm: comm)
     phases: list[str] = []
@@ -353,6 +435,7 @@ def test_progress(tmp_path: Path) -> None:
     assert handle.progress.phase == "committing"
     assert [p for i, p in enumerate(phases) if phases[i - 1 : i] != [p]] == [
         "planning",
+        "copying",
         "writing",
         "committing",
     ]

@@ -364,6 +364,25 @@ def test_preflight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not manager.folder(1).exists()
 
 
+def test_a_save_with_a_base_is_not_asked_for_room_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path, incremental=True)
+    real = os.statvfs(tmp_path)
+
+    class Full:
+        f_blocks, f_bavail, f_frsize = real.f_blocks, 1, 16
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    with pytest.raises(CheckpointingException, match="not enough free space"):
+        manager.save(1, state(1))
+    monkeypatch.undo()
+    manager.save(1, state(1))
+    monkeypatch.setattr(os, "statvfs", lambda _: Full)
+    manager.save(2, state(1))
+    assert manager.steps() == [1, 2]
+
+
 def test_preemption(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     before = signal.getsignal(signal.SIGTERM)

@@ -32,7 +32,7 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import folder_lock
 from dist_checkpointing.filesystem.local import Durability
-from dist_checkpointing.manager import manager as manager_module
+from dist_checkpointing.manager import valid_steps
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.run_record import RunRecord, StepRecord, read_record, write_record
 from dist_checkpointing.testing import run_ranks
@@ -281,7 +281,7 @@ def test_no_error_of_the_system_is_damage_at_whatever_call(
             except RankFailedError as error:
                 text = str(error)
         assert found == 2 or (text is not None and os.strerror(code) in text), calls[-1]
-        assert not manager._damaged, calls[-1]
+        assert not manager._valid.damaged, calls[-1]
         raised += text is not None
         if len(calls) < last_call:
             assert found == 2
@@ -330,11 +330,11 @@ def test_an_error_of_one_rank_is_raised_on_all_and_damage_found_by_one_is_damage
         if folder.name.endswith("2") and rank == 1 and len(errors) > 1:
             raise errors[1]
 
-    monkeypatch.setattr(manager_module, "verify_checkpoint", verify)
+    monkeypatch.setattr(valid_steps, "verify_checkpoint", verify)
 
     def one(comm: Comm) -> tuple[int | None, set[int]]:
         manager = CheckpointManager(tmp_path, comm=comm)
-        return manager.latest_valid(), set(manager._damaged)
+        return manager.latest_valid(), set(manager._valid.damaged)
 
     def fails(comm: Comm) -> None:
         with pytest.raises(RankFailedError, match=r"failed on rank 2 of 3(.|\n)*Input/output"):

@@ -179,7 +179,7 @@ def test_a_result_that_nobody_asks_for_is_mentioned(
 
     saver = AsyncSaver(finalize="caller")
     handle = saver.save(at_step(1), tmp_path / "1")
-    assert handle.is_through_in(30)
+    assert handle.wait(30)
     with caplog.at_level(logging.WARNING):
         del saver, handle
         gc.collect()

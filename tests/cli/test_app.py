@@ -29,7 +29,8 @@ def test_one_finding_is_told_in_one_line(dckpt: Run, tmp_path: Path) -> None:
         f"file {tmp_path / 'nope'}\n"
     )
     (tmp_path / "file").touch()
-    assert "it is a file, not a folder" in dckpt("ls", tmp_path / "file").err
+    assert "nor a file of safetensors or torch.save" in dckpt("ls", tmp_path / "file").err
+    assert "it is a file, not a folder" in dckpt("verify", tmp_path / "file").err
 
 
 @pytest.mark.parametrize(

@@ -178,23 +178,81 @@ def test_no_room_for_a_file(source: Path, to: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch"])
-def test_peak_memory_stays_within_its_budget(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [
+        ("safetensors", []),
+        ("torch", []),
+        (
+            "safetensors",
+            [
+                {"transpose": "w[0-3]"},
+                {"stack": "w{i}", "into": "all"},
+                {"cast": "all", "dtype": "bfloat16"},
+            ],
+        ),
+    ],
+)
+def test_peak_memory_stays_within_its_budget(
+    kind: str, rules: list[dict[str, str]], tmp_path: Path
+) -> None:
     """Of a file that is larger than the budget, and mostly a hole, so that it costs no time."""
     budget = 480 * 2**20
-    shape = (2048, 8192)
+    shape = (4096, 4096)
     keys = [f"w{i}" for i in range(8)]
     path = tmp_path / f"model.{kind}"
     if kind == "safetensors":
         header, starts = header_bytes([(key, from_name("float32"), shape) for key in keys], {})
         with path.open("wb") as file:
             file.write(header)
-            file.truncate(max(starts.values()) + 4 * 2048 * 8192)
+            file.truncate(max(starts.values()) + 4 * 4096 * 4096)
     else:
         with torch.serialization.skip_data():
             torch.save({key: torch.empty(shape) for key in keys}, path)
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    recipe = ("--recipe", tmp_path / "rules.json") if rules else ()
     arguments = ("convert", path, tmp_path / "out", "--to", "tensorstore", "--memory", budget)
-    result = run_fresh("-c", TELL_PEAK + MAIN, *arguments)
+    result = run_fresh("-c", TELL_PEAK + MAIN, *arguments, *recipe)
     assert result.returncode == 0, result.stderr
     assert 0 < told_peak(result.stderr) < budget
     assert path.stat().st_size > budget
+
+
+def test_a_recipe_makes_other_tensors(source: Path, tmp_path: Path) -> None:
+    rules = [
+        {"stack": "layer.{i}.w", "into": "layers"},
+        {"transpose": "layers", "axes": [0, 2, 1]},
+        {"rename": "nrom", "to": "bias"},
+    ]
+    recipe = tmp_path / "rules.yaml"
+    recipe.write_text(json.dumps(rules))
+    wanted = torch.stack([TENSORS[f"layer.{i}.w"].T for i in range(6)])
+    output = run(source, tmp_path / "new", "--to", "zarr", "--recipe", recipe, "--dry-run")
+    assert "rule 1: stack 'layer.{i}.w', into='layers': 6 matched" in output
+    assert "layers  float32[6, 640, 600] <- layer.*.w" in output
+    assert "rule 3: rename 'nrom', to='bias': matches nothing" in output
+    assert not (tmp_path / "new").exists()
+    output = run(source, tmp_path / "new", "--to", "zarr", "--recipe", recipe)
+    assert "recipe: 1 rule of 3 matched nothing, see --dry-run" in output
+    assert "verified: 8.8 MiB of tensors by the checksums of the source" in output
+    found = load_plain_tensors(tmp_path / "new")
+    assert torch.equal(found["layers"], wanted)
+    assert torch.equal(found["norm"], TENSORS["norm"])
+    told = json.loads(
+        run(source, tmp_path / "x", "--to", "zarr", "--recipe", recipe, "--dry-run", "--json")
+    )
+    assert [row["matched"] for row in told["recipe"]["rules"]] == [6, 1, 0]
+    assert told["recipe"]["tensors"] == {"layers": "layer.*.w"}
+
+
+def test_a_recipe_that_does_not_fit_names_its_rule(source: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "rules.json"
+    recipe.write_text('[{"split": "norm", "into": ["a", "b", "c"]}]')
+    arguments = ["convert", str(source), str(tmp_path / "new"), "--to", "zarr"]
+    result = CliRunner().invoke(app, [*arguments, "--recipe", str(recipe)])
+    assert result.exit_code != 0
+    assert "rule 1 of the recipe does not fit" in str(result.exception)
+    assert not (tmp_path / "new").exists()
+    recipe.write_text('[{"resize": "norm", "size": 9, "fill": "template"}]')
+    result = CliRunner().invoke(app, [*arguments, "--recipe", str(recipe)])
+    assert "'norm': no template says what fills it" in str(result.exception)

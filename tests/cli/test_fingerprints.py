@@ -12,7 +12,7 @@ import torch
 from dist_checkpointing import Checkpoint, CorruptCheckpointError, fingerprint, save
 from dist_checkpointing.checkpoint.reads import PartialReads
 from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.tools.convert import convert
+from dist_checkpointing.tools.convert import Rules, convert, sources
 from samples import Run
 from states import ALONE, rows, shard
 
@@ -120,7 +120,6 @@ def test_a_conversion_is_proven(tmp_path: Path, dckpt: Run, to: str) -> None:
     kept = Checkpoint.open(tmp_path / "b").index.fingerprints
     assert kept["weight"] == Checkpoint.open(a).fingerprint("w")
     assert Checkpoint.open(tmp_path / "b").fingerprints(stored=False) == kept
-    assert convert(a, tmp_path / "z", "zarr:1").num_proven == 0
     cast = dckpt("convert", a, tmp_path / "d", "--to", to, "--cast", "float64", "--json").json
     assert cast["num_proven"] == 0
     assert Checkpoint.open(tmp_path / "d").fingerprints() == Checkpoint.open(
@@ -128,9 +127,37 @@ def test_a_conversion_is_proven(tmp_path: Path, dckpt: Run, to: str) -> None:
     ).fingerprints(stored=False)
 
 
-def test_a_wrong_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dist_checkpointing.tools.convert import sources
+OTHERS = pytest.mark.parametrize("to", ["zarr:1", "torch_dist", "safetensors", "torch"])
 
+
+@OTHERS
+def test_what_keeps_no_fingerprints_is_read_to_be_proven(tmp_path: Path, to: str) -> None:
+    a = saved(tmp_path / "a", ranks=4)
+    assert convert(a, tmp_path / "b", to).num_proven == 2
+    cast = Rules.parse(cast=["^w$=float64"])
+    assert convert(a, tmp_path / "c", to, rules=cast).num_proven == 1
+
+
+@OTHERS
+def test_a_wrong_write_leaves_nothing(
+    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on the disk counts, and not what was meant to be there."""
+    a = saved(tmp_path / "a")
+    read = sources.CheckpointSource.read
+
+    def swapped(self: Any, wanted: Any) -> list[torch.Tensor]:
+        values = read(self, wanted)
+        return [own.flip(0) for own in values] if self.path == a else values
+
+    monkeypatch.setattr(sources.CheckpointSource, "read", swapped)
+    with pytest.raises(CorruptCheckpointError, match="other fingerprints than the source"):
+        convert(a, tmp_path / "b", to)
+    left = tmp_path / "b"
+    assert not left.exists() or not (left / "metadata.json").exists()
+
+
+def test_a_wrong_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = saved(tmp_path / "a")
     read = sources.CheckpointSource.read
 

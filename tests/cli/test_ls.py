@@ -79,8 +79,9 @@ def test_patterns(samples: Samples, dckpt: Run, arguments: list[str], keys: list
     document = dckpt("ls", folder, *arguments, "--json").json
     assert [row["key"] for row in document["tensors"]] == keys
     finished = dckpt("ls", folder, *arguments)
-    assert finished.code == 0
+    assert finished.code == (0 if keys else 1)
     assert f"{len(keys)} tensor" in finished.out
+    assert ("no key of" in finished.err) == (not keys)
 
 
 def test_objects_and_common_state_too(sample: Sample, dckpt: Run) -> None:

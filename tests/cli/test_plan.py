@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dist_checkpointing import Checkpoint
@@ -17,6 +18,7 @@ from dist_checkpointing.format.element_types import from_name
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor, write_index
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
+from dist_checkpointing.tools.cli import screen
 from dist_checkpointing.tools.cli.app import app
 from dist_checkpointing.tools.forecast.forecast import bytes_read
 from samples import GOLDEN, GOLDEN_NAMES
@@ -37,9 +39,8 @@ def saved(folder: Path, backend: Any, side: int = 256) -> Path:
     return folder
 
 
-def invoke(*arguments: object, exit_code: int = 0, columns: int = 80) -> str:
-    words = ["plan", *map(str, arguments)]
-    result = RUNNER.invoke(app, words, env={"COLUMNS": str(columns)})
+def invoke(*arguments: object, exit_code: int = 0) -> str:
+    result = RUNNER.invoke(app, ["plan", *map(str, arguments)])
     assert result.exit_code == exit_code, result.output
     return result.stdout
 
@@ -97,18 +98,17 @@ def test_the_files_it_names_are_those_that_are_needed(tmp_path: Path, backend: A
 def test_what_is_read_is_what_the_plan_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dist_checkpointing.strategies import filling, raw_chunks, windows
+    from dist_checkpointing.filesystem import ranged_reads
 
     folder = saved(tmp_path / "c", ("zarr", 2), 1024)
     counts: list[int] = []
-    own = windows.pread
+    own = ranged_reads.pread
 
     def counting(descriptor: int, target: Any, offset: int) -> None:
         counts.append(target.nbytes)
         own(descriptor, target, offset)
 
-    for module in (filling, raw_chunks, windows):
-        monkeypatch.setattr(module, "pread", counting)
+    monkeypatch.setattr(ranged_reads, "pread", counting)
     (cost, *_) = planned(folder, "--tp", 4, "--shard", "layers=0")["ranks"]
     assert counts == []
     boxes = [(key, Box((0, 0), (256, 1024))) for key in (QKV, PROJ)]
@@ -260,9 +260,13 @@ def test_bad_arguments_are_named(arguments: list[str], problem: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 160])
-def test_lines_fit_the_terminal(tmp_path: Path, columns: int) -> None:
+def test_lines_fit_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    terminal = Console(force_terminal=True, color_system=None, width=columns)
+    monkeypatch.setattr(screen, "out", terminal)
     shutil.copytree(GOLDEN / "mc0.15.3_zarr", tmp_path / "c")
-    text = invoke(tmp_path / "c", "--tp", 2, "--dp", 4, columns=columns)
+    text = invoke(tmp_path / "c", "--tp", 2, "--dp", 4)
     # A path may be longer than any terminal is wide.
     assert max(map(len, text.splitlines()[1:])) <= columns
     assert "…" not in text
@@ -326,6 +330,62 @@ def test_what_no_rule_names_in_a_known_model_has_an_example(tmp_path: Path) -> N
     assert "--shard attn.qkv=1" in text
 
 
+def stacked(folder: Path, layers: int = 3) -> Path:
+    """Layers that are one tensor, as in the examples: each is a shard of its own."""
+
+    def state(comm: Comm) -> dict[str, Any]:
+        one = torch.ones(1, 8, 16)
+        leaves: dict[str, Any] = {"norm.weight": replicated("norm.weight", torch.ones(16))}
+        for kind in ("", "optimizer.state."):
+            for layer in range(layers):
+                for name, data, axis in (("attention.qkv", one, 1), ("norm", one[:, 0], None)):
+                    key = f"{kind}layers.{name}.weight"
+                    cut = [] if axis is None else [(axis, comm.rank, 2)]
+                    leaves[f"{key}.{layer}"] = replicated(
+                        key,
+                        data.clone(),
+                        (0, layer, layers),
+                        *cut,
+                        replica_id=0 if cut else comm.rank,
+                    )
+        return {k: v for k, v in leaves.items() if comm.rank == 0 or k != "norm.weight"}
+
+    save_on(2, state, folder, "tensorstore")
+    return folder
+
+
+def test_the_axis_of_stacked_layers_is_not_cut(tmp_path: Path) -> None:
+    folder = stacked(tmp_path / "c")
+    for ranks in (3, 8):
+        plan = planned(folder, "--tp", ranks)
+        cuts = {cut["key"]: (cut["axis"], cut["reason"]) for cut in plan["cuts"]}
+        for kind in ("", "optimizer.state."):
+            assert cuts[f"{kind}layers.norm.weight"] == (None, "as it was when saved")
+        assert (0 in {axis for axis, _ in cuts.values()}) is False
+    text = invoke(folder, "--tp", 8)
+    assert "cut along axis 1, as it was when saved: 2 tensors" in text
+    assert "not divisible" not in text
+
+
+def test_an_example_does_not_cut_stacked_layers(tmp_path: Path) -> None:
+    text = invoke(stacked(tmp_path / "c"), "--tp", 3, "--shard", "qkv=none")
+    assert "=0" not in text
+
+
+def test_values_without_a_file_of_their_own(tmp_path: Path) -> None:
+    save_on(1, lambda comm: {"w": rows("w", torch.ones(3), comm)}, tmp_path / "c", "tensorstore")
+    ts = pytest.importorskip("tensorstore")
+    # TensorStore keeps values of at most 100 bytes in the nodes of the tree.
+    database = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path / 'c'}/"}).result()
+    for key in database.list().result():
+        database.write(key, database.read(key).result().value).result()
+    assert planned(tmp_path / "c")["files"] == []
+    text = invoke(tmp_path / "c")
+    assert "0 opened" not in text
+    assert "files      no other: the values lie with what describes the checkpoint" in text
+    assert "2 opened, " in invoke(saved(tmp_path / "d", "tensorstore"))
+
+
 # The model of what is read.
 
 
@@ -340,3 +400,48 @@ def test_bytes_of_windows() -> None:
     # The gaps are larger than those that are read over.
     assert bytes_read(columns, 4, maps_files=False) == 7 * 4096 + 2048
     assert bytes_read(far, 4, maps_files=False) == 8 * 64
+
+
+def test_a_recipe_is_planned_and_shown(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", ("tensorstore", 1), 256)
+    recipe = tmp_path / "rules.json"
+    rules = [
+        {"split": QKV, "into": ["q_proj.weight", "k_proj.weight"]},
+        {"transpose": "{x}_proj.weight"},
+        {"drop": "norm.weight"},
+    ]
+    recipe.write_text(json.dumps(rules))
+    plan = planned(folder, "--tp", 2, "--recipe", recipe)
+    assert plan["findings"] == []
+    assert plan["recipe"]["left_out"] == [NORM]
+    assert plan["recipe"]["tensors"] == {"q_proj.weight": QKV, "k_proj.weight": QKV}
+    cuts = {cut["key"]: cut["axis"] for cut in plan["cuts"]}
+    assert cuts == {PROJ: 1, "q_proj.weight": 0, "k_proj.weight": 0}
+    output = invoke(folder, "--recipe", recipe)
+    assert f"q_proj.weight  float32[256, 128] <- {QKV}" in output
+    assert f"left out: {NORM}" in output
+
+
+def test_a_template_gives_a_recipe_its_extents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path / "c", ("tensorstore", 1), 256)
+    (tmp_path / "wants.py").write_text(
+        "import torch\nfrom dist_checkpointing import ShardedTensor\n"
+        "def wants(rank, world):\n"
+        "    part = torch.empty(300 // world, 256)\n"
+        "    return {'w': ShardedTensor.from_rank_offsets('w', part, (0, rank, world)),\n"
+        "        'x': ShardedTensor.from_rank_offsets('x', torch.empty(3), replica_id=rank)}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    recipe = tmp_path / "rules.json"
+    rules = [{"rename": QKV, "to": "w"}, {"resize": "w"}]
+    recipe.write_text(json.dumps(rules))
+    arguments = (folder, "--template", "wants:wants", "--ranks", 2, "--recipe", recipe)
+    plan = planned(*arguments, exit_code=1)
+    assert [finding["key"] for finding in plan["findings"]] == ["x"]
+    recipe.write_text(json.dumps([*rules, {"missing": "x"}]))
+    plan = planned(*arguments)
+    assert plan["findings"] == []
+    assert plan["read_bytes"] == 256 * 256 * 4
+    assert plan["wanted_bytes"] == 300 * 256 * 4 + 2 * 12

@@ -31,6 +31,7 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
 )
+from tiny_llama import hf_weights
 
 Names = dict[str, Any]
 Scene = Callable[[int, Names], None]
@@ -60,11 +61,11 @@ def _weight() -> ShardedTensor:
 
 
 def readme(number: int, names: Names) -> None:
-    if number == 0:
-        names |= {"w": torch.ones(4, 2), "rng_state": torch.get_rng_state(), "template": {}}
-        names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "rank": 0, "world_size": 1}
-    else:
-        names |= _public() | {"step": 2000, "state": {"w": _weight()}, "template": {"w": _weight()}}
+    model = _model()
+    names |= _public() | {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    names |= {"w": _weight().data, "rng_state": torch.get_rng_state()}
+    names |= {"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "rank": 0, "world_size": 1}
+    names |= {"step": 2000 + number, "state": {"w": _weight()}, "template": {"w": _weight()}}
 
 
 def index(number: int, names: Names) -> None:
@@ -89,6 +90,8 @@ def asynchronous(number: int, names: Names) -> None:
         names |= {"manager": CheckpointManager("second"), "step": 10}
     if number == 2:
         names["manager"].close()
+        names["root"] = "third"
+    if number == 3:
         names |= {"AsyncCallsQueue": AsyncCallsQueue, "state": state, "path": "ckpt/1"}
 
 
@@ -102,6 +105,21 @@ def converting(number: int, names: Names) -> None:
     del number, names
     weight = ShardedTensor.from_rank_offsets("model.w", torch.ones(4, 2))
     dist_checkpointing.save({"w": weight, "step": 1000}, "ckpt/1000")
+
+
+def recipes(number: int, names: Names) -> None:
+    whole = ShardedTensor.from_rank_offsets
+    if number == 0:
+        stored = {f"transformer.h.0.{name}.weight": torch.ones(2, 2) for name in "qkv"}
+        stored["wte.weight"] = torch.ones(3, 2)
+        dist_checkpointing.save({k: whole(k, own) for k, own in stored.items()}, "ckpt/1000")
+        wanted = {"layers.0.qkv.weight": 6, "wte.weight": 4, "reward_head.weight": 1}
+        names["template"] = {k: whole(k, torch.zeros(rows, 2)) for k, rows in wanted.items()}
+    elif number == 2:
+        hf = hf_weights()
+        dist_checkpointing.save({key: whole(key, own) for key, own in hf.items()}, "hf/0")
+        vocabulary = torch.empty(24, 16)
+        names["model_template"] = {"wte": whole("embedding.word_embeddings.weight", vocabulary)}
 
 
 @dataclass
@@ -167,6 +185,64 @@ def torch_dcp(number: int, names: Names) -> None:
         names["state"] = names["template"] = {"w": _weight()}
 
 
+def partial_loads(number: int, names: Names) -> None:
+    names |= _public() | _interop() | {"torch": torch}
+    if number == 0:
+        model = _model()
+        state = {"model": {"body": model.state_dict()}, "optim": {"step": torch.tensor(1)}}
+        table = ShardedTensor.from_rank_offsets("table.weight", torch.ones(10, 4))
+        wrapped = interop.shard_state_dict(state)
+        dist_checkpointing.save({**wrapped, "table": table}, "ckpt/1000")
+        names |= {"body": model, "model": torch.nn.ModuleDict({"body": model})}
+    if number == 3:
+        assert names["new"] == {"model.head.weight", "model.head.bias"}
+        assert torch.equal(names["table"].weight[:10], torch.ones(10, 4))
+        assert torch.equal(names["table"].weight[10:], names["new_rows"])
+        names |= _trained()
+    if number == 4:
+        names |= {f"fresh_{name}": value for name, value in _trained(steps=0).items()}
+
+
+def _trained(steps: int = 2) -> Names:
+    """A model and its optimizer after some steps."""
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 if steps else 0.2)
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def backend(number: int, names: Names) -> None:
+    del number, names
+
+
+def torch_state(number: int, names: Names) -> None:
+    if number:
+        return
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    names |= {"torch": torch, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+    names["train_step"] = train_step
+
+
+def trainers(number: int, names: Names) -> None:
+    del number
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    names |= _public() | _interop() | {"model": model, "optimizer": optimizer}
+    names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    # tests/trainers has the real one.
+    names["accelerator"] = SimpleNamespace(prepare=lambda *given: given, scaler=None)
+
+
 def from_megatron(number: int, names: Names) -> None:
     del number
     names |= {"state": {"w": _weight()}, "path": "ckpt/1"}
@@ -190,8 +266,10 @@ def nothing(number: int, names: Names) -> None:
 SCENES: Final[dict[str, Scene]] = {
     "README.md": readme,
     "docs/async.md": asynchronous,
+    "docs/backend.md": backend,
     "docs/concepts.md": concepts,
     "docs/converting.md": converting,
+    "docs/recipes.md": recipes,
     "docs/formats.md": formats,
     "docs/fully_parallel.md": fully_parallel,
     "docs/incremental.md": incremental,
@@ -200,7 +278,10 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/migrating/megatron.md": from_megatron,
     "docs/migrating/torch_dcp.md": from_torch_dcp,
     "docs/migrating/torch_save.md": from_torch_save,
+    "docs/partial.md": partial_loads,
     "docs/object_stores.md": nothing,
     "docs/reference/planning.md": planning,
     "docs/torch_dcp.md": torch_dcp,
+    "docs/torch_state.md": torch_state,
+    "docs/trainers.md": trainers,
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,6 +23,7 @@ from dist_checkpointing import (
     save,
     verify_checkpoint,
 )
+from dist_checkpointing.checkpoint import html_view
 from dist_checkpointing.comm import default_comm
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.strategies.zarr import Zarr3SaveShardedStrategy
@@ -150,6 +153,64 @@ def test_iterating_gives_the_rows(samples: Samples) -> None:
     sample = samples("tensorstore")
     rows = list(Checkpoint.open(sample.folder)["decoder.weight"])  # type: ignore[call-overload]
     assert torch.equal(torch.stack(rows), sample.tensors["decoder.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_tensor_is_an_array(tmp_path: Path, dtype: torch.dtype) -> None:
+    rows, scalar = torch.arange(6).reshape(2, 3).to(dtype), torch.tensor(1).to(dtype)
+    save({"w": shard("w", rows), "s": shard("s", scalar)}, tmp_path)
+    opened = Checkpoint.open(tmp_path)
+    handle = opened["w"]
+    assert (handle.ndim, len(handle), handle.numel(), bool(handle)) == (2, 2, 6, True)
+    for made in (handle.read(), torch.as_tensor(handle), torch.asarray(handle)):
+        assert_same_bits(made, rows, "rows")
+    assert_same_bits(torch.as_tensor(opened["s"]), scalar, "scalar")
+    array = np.asarray(handle)
+    assert array.dtype == handle.stored.dtype.numpy
+    assert array.tolist() == rows.tolist()
+    assert np.asarray(handle, np.float64).dtype == np.float64
+    assert handle.read(device="meta").device.type == "meta"
+    with pytest.raises(TypeError, match="'s' has no axes"):
+        len(opened["s"])
+    with pytest.raises(ValueError, match="without being read"):
+        np.array(handle, copy=False)
+
+
+def test_a_notebook_shows_a_tree_and_completes_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = ["model.0.weight", "model.0.bias", "model.<b>", 'optim."x"']
+    save({key: shard(key, torch.ones(2, 3)) for key in keys}, tmp_path)
+    opened = Checkpoint.open(tmp_path)
+    assert sorted(opened._ipython_key_completions_()) == sorted(keys)
+    text = opened._repr_html_()
+    assert "4 tensors, 96 B" in text
+    assert "<summary>model<small>3 tensors, 72 B</small></summary>" in text
+    assert "weight<small>float32[2, 3], 24 B</small>" in text
+    assert "<b>" not in text.replace(f"<b>{tmp_path}</b>", "")
+    found = Found()
+    found.feed(text)
+    assert sorted(found.keys) == sorted(keys)
+    assert not found.is_open, "every tag is closed"
+    monkeypatch.setattr(html_view, "_MOST_SHOWN", 1)
+    assert "and 3 tensors more" in opened._repr_html_()
+
+
+class Found(HTMLParser):
+    """The keys that a fragment names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[str] = []
+        self.is_open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.keys += [value for name, value in attrs if name == "data-key" and value]
+        if tag not in ("br", "input"):
+            self.is_open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.is_open.pop() == tag
 
 
 def test_many_boxes_at_once(any_sample: Sample) -> None:

@@ -20,6 +20,7 @@ from dist_checkpointing import (
     Checkpoint,
     CheckpointManager,
     Retention,
+    ShardedTensor,
     async_save,
     load,
     load_plain_tensors,
@@ -43,6 +44,8 @@ from states import ALONE, cell, every_kind, rows, shard, wholes
 SHARING = pytest.mark.parametrize(
     "backend", [("tensorstore", 1), ("zarr", 2), ("zarr", 1)], ids=lambda b: f"{b[0]}{b[1]}"
 )
+
+ROW_BLOCKS = pytest.mark.parametrize("backend", [("tensorstore", 1), ("zarr", 2)], ids=str)
 
 
 def model(seed: int = 0, count: int = 8) -> dict[str, torch.Tensor]:
@@ -193,13 +196,49 @@ def test_blocks_of_rows_in_the_chunks_of_the_base(tmp_path: Path) -> None:
     assert_holds(third, changed)
 
 
-def test_larger_chunks_than_those_of_the_base_are_written(tmp_path: Path) -> None:
-    tensors = model()
-    first, second = tmp_path / "1", tmp_path / "2"
-    run_ranks(4, lambda comm: save(sharded(tensors, comm), first, comm=comm))
-    run_ranks(2, lambda comm: save(sharded(tensors, comm), second, comm=comm, base=first))
-    assert not shared_names(second)
-    assert_holds(second, tensors)
+@ROW_BLOCKS
+def test_larger_chunks_are_cut_like_those_of_the_base(backend: Any, tmp_path: Path) -> None:
+    """Of rows, of columns, and with a last chunk that sticks out of its tensor."""
+    tensors = {**model(), "columns": torch.randn(30, 64), "whole": torch.randn(70, 10)}
+
+    def state(comm: Comm) -> dict[str, Any]:
+        own = sharded(tensors, comm)
+        part = tensors["columns"].chunk(comm.world_size, 1)[comm.rank].clone()
+        own["columns"] = shard("columns", part, (1, comm.rank, comm.world_size))
+        # 70 rows of 4 ranks are chunks of 18 rows, the last of which has 16.
+        own["whole"] = shard("whole", tensors["whole"].clone(), replica_id=comm.rank)
+        if comm.world_size == 4:
+            cut, rows_left = tensors["whole"][18 * comm.rank :][:18].clone(), (70, 10)
+            begin = (18 * comm.rank, 0)
+            own["whole"] = ShardedTensor(
+                "whole", cut, cut.dtype, tuple(cut.shape), rows_left, begin, None
+            )
+        return own
+
+    folders = [tmp_path / name for name in "123"]
+    run_ranks(4, lambda comm: save(state(comm), folders[0], backend, comm=comm))
+    for folder, base, changed in zip(folders[1:], folders, (0, 1), strict=False):
+        tensors["layer3.w"] = tensors["layer3.w"].clone()
+        tensors["layer3.w"][39, 63] += changed
+        run_ranks(2, lambda comm: save(state(comm), folder, backend, comm=comm, base=base))  # noqa: B023
+        described = sum(path.stat().st_size for path in folder.rglob("zarr.json"))
+        assert own_bytes(folder) - described < changed * tensors["layer3.w"].nbytes // 4 + 2500
+        shutil.rmtree(base)
+        assert_holds(folder, tensors)
+        whole = wholes({key: torch.zeros_like(t) for key, t in tensors.items()})
+        for key, found in load(whole, folder, verify=True).items():
+            assert_same_bits(found, tensors[key], key)
+
+
+@ROW_BLOCKS
+def test_chunks_of_the_base_that_are_far_too_small_are_not_taken(
+    backend: Any, tmp_path: Path
+) -> None:
+    tensors = {"w": torch.randn(130, 4)}
+    run_ranks(130, lambda comm: save(sharded(tensors, comm), tmp_path / "1", backend, comm=comm))
+    save(wholes(tensors), tmp_path / "2", backend, base=tmp_path / "1")
+    assert Checkpoint.open(tmp_path / "2").index.chunk_shape("w") == (130, 4)
+    assert_holds(tmp_path / "2", tensors)
 
 
 @pytest.mark.parametrize("least_shared", [0.0, 0.5, 1.0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from dist_checkpointing.testing.conformance.shards import assert_same_bits
 from states import between, wholes
 
 STRATEGIES = (TensorStoreSaveShardedStrategy, Zarr3SaveShardedStrategy, ZarrSaveShardedStrategy)
+REFLINKS = os.environ.get("DIST_CHECKPOINTING_TEST_REFLINKS", "")
 SHARING = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.__name__)
 
 
@@ -174,6 +176,44 @@ def test_without_links_the_kernel_copies(
     assert not list(tmp_path.rglob("*.tmp"))
     shutil.rmtree(tmp_path / "1")
     assert_holds(tmp_path / "2", tensors)
+
+
+@pytest.mark.skipif(
+    not REFLINKS, reason="DIST_CHECKPOINTING_TEST_REFLINKS names no folder on btrfs or xfs"
+)
+@SHARING
+def test_without_links_files_share_their_blocks(
+    strategy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a real file system with reflinks: a copy takes no room, and outlives the base."""
+
+    def no_links(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "another device")
+
+    def no_copy(*_: object) -> int:
+        raise AssertionError("bytes are copied")
+
+    def free_bytes() -> int:
+        os.sync()
+        room = os.statvfs(REFLINKS)
+        return room.f_bfree * room.f_frsize
+
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "copy_file_range", no_copy)
+    tensors = {f"w{number}": torch.randn(1024, 1024) for number in range(8)}
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    with tempfile.TemporaryDirectory(dir=REFLINKS) as name:
+        folder = Path(name)
+        save(wholes(tensors), folder / "1", strategy())
+        before = free_bytes()
+        save(wholes(tensors), folder / "2", strategy(), base=folder / "1")
+        assert before - free_bytes() < num_bytes // 4
+        assert num_shared(folder / "2") == 0
+        assert len(data_files(folder / "2")) == len(data_files(folder / "1"))
+        for path in data_files(folder / "1"):
+            path.write_bytes(b"other")  # the copy does not see what is written into the base
+        shutil.rmtree(folder / "1")
+        assert_holds(folder / "2", tensors)
 
 
 @SHARING

@@ -209,6 +209,49 @@ def test_raise_all_is_about_keys_that_no_rank_asks_for(saved: Path) -> None:
     assert set(second) == {"tensor", "step"}
 
 
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected"])
+def test_a_missing_key_names_near_ones(saved: Path, strict: str) -> None:
+    template = {"w": shard("tensr", torch.empty(2, 3))}
+    error = the_one_error(2, lambda comm: load(template, saved, comm=comm, strict=strict))
+    assert type(error) is StateMismatchError
+    (finding,) = error.findings
+    assert finding.key == "tensr"
+    assert "did you mean 'tensor'?" in finding.problem
+    if strict == "assume_ok_unexpected":
+        assert "expected: by the template; found: in the checkpoint" in error.message
+
+
+def test_tensors_that_nobody_asks_for_are_counted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["model.a", "optim.a", "optim.b", "head", "optim.c"]
+    save({name: rows(name) for name in names}, tmp_path)
+
+    def some(comm: Comm, **options: Any) -> None:
+        # Each rank asks for something else, and no rank for the optimizer's.
+        name = names[3 * comm.rank]
+        load({"w": rows(name, data=None)}, tmp_path, comm=comm, **options)
+
+    run_ranks(2, some)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "3 of the 5 stored tensors are not loaded" in caplog.text
+    assert "optim (3). strict='raise_unexpected' says that this is meant" in caplog.text
+    caplog.clear()
+    run_ranks(2, lambda comm: some(comm, strict="raise_unexpected"))
+    run_ranks(2, lambda comm: load({}, tmp_path, comm=comm))
+    load({name: rows(name, data=None) for name in names}, tmp_path)
+    assert not caplog.records
+
+
+def test_wrong_arguments_are_named(saved: Path) -> None:
+    with pytest.raises(InvalidShardingError, match="sharded_state_dict must be a dict"):
+        save(None, saved / "new")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="comm must be a Comm or None, not int"):
+        load({}, saved, comm=3)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"strict=False; expected one of .*'ignore_all'"):
+        load({}, saved, strict=False)  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize("flag", ["log_unexpected", "log_all"])
 def test_log_flags_drop_unexpected_keys_and_say_so(
     saved: Path, flag: str, caplog: pytest.LogCaptureFixture
@@ -586,12 +629,17 @@ def test_a_load_agrees_no_more_often_than_it_must(
 ) -> None:
     """Each agreement is a wait for the slowest of thousands of ranks."""
     steps: list[str] = []
-    agree = Comm.agree
+    agree, collect = Comm.agree, Comm._collected
 
     def noting(self: Comm, step: str, error: Exception | None) -> None:
         if self.rank == 0:
             steps.append(step)
         agree(self, step, error)
+
+    def noting_what_travels(self: Comm, step: str, *args: Any, **options: Any) -> Any:
+        if self.rank == 0:
+            steps.append(step)
+        return collect(self, step, *args, **options)
 
     def state(comm: Comm) -> dict[str, ShardedTensor]:
         own = torch.full((3,), float(comm.rank))
@@ -599,6 +647,7 @@ def test_a_load_agrees_no_more_often_than_it_must(
 
     run_ranks(2, lambda comm: save(state(comm), tmp_path / "c", comm=comm))
     monkeypatch.setattr(Comm, "agree", noting)
+    monkeypatch.setattr(Comm, "_collected", noting_what_travels)
     run_ranks(2, lambda comm: load(state(comm), tmp_path / "c", comm=comm))
     assert steps == [
         "opening the checkpoint",

@@ -332,7 +332,7 @@ def test_a_rank_reads_the_tables_of_what_it_loads(
     assert [part.key for part in whole] == sorted(part.key for part in whole)
     assert {(part.key, part.rank) for part in whole} == {(k, r) for k in keys for r in range(2)}
     for path in tables[3:]:
-        path.write_bytes(b"")
+        Path(path).write_bytes(b"")
     wanted = {key: shard(key, torch.empty(6)) for key in keys[:6]}
     load(wanted, tmp_path / "c", verify=True)
     assert torch.equal(wanted["w05"].data, full["w05"])  # type: ignore[arg-type]
@@ -348,7 +348,7 @@ def test_every_flipped_bit_of_a_table_and_of_a_seal_is_found(tmp_path: Path) -> 
         (table, lambda data: checksum_tables.parse_table(data, "t")),
         (tmp_path / "c" / SEAL_NAME, Seal.from_json),
     ):
-        whole = path.read_bytes()
+        whole = Path(path).read_bytes()
         parse(whole)
         for position in range(len(whole)):
             damaged = bytearray(whole)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -134,6 +134,33 @@ def test_every_placement_saves_the_whole_tensor_and_loads_in_place(
         assert restored["w"] is own["w"]
         assert restored["w"].to_local().data_ptr() == memory == loaded["w"].data_ptr()
         assert torch.equal(restored["w"].to_local(), part)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_dtensor_as_one_shard(case: str, tmp_path: Path) -> None:
+    mesh_shape, shape, placements = CASES[case]
+    full = whole(*shape)
+
+    def wrap(mesh: Any) -> ShardedTensor:
+        return ShardedTensor.from_dtensor("w", cut(full, mesh, placements))
+
+    if case.startswith("interleaved"):
+        with pytest.raises(InvalidShardingError, match=r"not neighbours.*shard_state_dict"):
+            on_each_rank(mesh_shape, wrap)
+        return
+    shards = on_each_rank(mesh_shape, wrap)
+    save_all([{"w": shard} for shard in shards], tmp_path)
+    assert torch.equal(load_plain_tensors(tmp_path)["w"], full)
+
+
+def test_what_is_no_dtensor_of_this_rank_is_refused() -> None:
+    with pytest.raises(InvalidShardingError, match="not a DTensor"):
+        ShardedTensor.from_dtensor("w", torch.ones(2))  # type: ignore[arg-type]
+    with fake_rank(2, 1):
+        mesh = DeviceMesh("cpu", [0])
+        other = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        with pytest.raises(InvalidShardingError, match="not in the mesh"):
+            ShardedTensor.from_dtensor("w", other)
 
 
 @pytest.mark.parametrize("case", CASES)

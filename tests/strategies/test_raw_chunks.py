@@ -15,6 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_checkpointing.errors import CorruptCheckpointError
+from dist_checkpointing.filesystem import ranged_reads
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectStoreOptions
+from dist_checkpointing.filesystem.ranged_reads import LocalFile, open_file, reads_below
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index, StoredTensor
@@ -26,17 +31,16 @@ from dist_checkpointing.planning import (
     ReadItem,
 )
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.strategies import filling, raw_chunks
 from dist_checkpointing.strategies import windows as reading
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import (
     ChunkReads,
     Extent,
-    in_threads,
     read_chunks,
     read_extent,
 )
 from dist_checkpointing.strategies.windows import axes_apart, read_window
+from stores import new_url, put
 
 
 class _Destinations(DefaultLoadPlanner):
@@ -71,18 +75,24 @@ def read_all(
     *,
     options: StorageOptions | None = None,
     maps_files: bool = False,
+    in_store: bool = False,
 ) -> int:
     """Read the items from chunks at (offset, bytes) of one file; how many bytes were reported."""
     options = options or StorageOptions()
     stored = Index.of([StoredTensor("w", dtype, (1,), (1,))])
-    most = max(1, options.buffer_bytes // options.threads)
+    folder: Location = path.parent
+    if in_store:
+        parts = ObjectStoreOptions(part_bytes=2**10, parallelism=4)
+        folder = ObjectPath.of(new_url(), parts)
+        put(folder, path.name, path.read_bytes())
+    files = reads_below(folder, options.threads, options.buffer_bytes, lambda _: maps_files)
     planner = _Destinations(tensors)
-    filler = Filler(LoadPlan(items), planner, stored, most, maps_files=maps_files)
+    filler = Filler(LoadPlan(items), planner, stored, files.limits)
     offsets, sizes = np.array(extents, dtype=np.int64).T
-    rows, files = np.arange(len(items)), np.zeros(len(items), dtype=np.int64)
+    rows, numbers = np.arange(len(items)), np.zeros(len(items), dtype=np.int64)
     reported: list[int] = []
-    reads = ChunkReads(rows, [str(path)], files, offsets, sizes)
-    read_chunks(reads, filler, options, report=reported.append)
+    reads = ChunkReads(rows, [path.name], numbers, offsets, sizes)
+    read_chunks(reads, filler, files, report=reported.append)
     return sum(reported)
 
 
@@ -99,7 +109,7 @@ def windows(draw: st.DrawFn) -> Window:
     parts=st.lists(windows(), min_size=1, max_size=6),
     gaps=st.lists(st.sampled_from([0, 1, 40, 70_000, 300_000]), min_size=6, max_size=6),
     dtype=st.sampled_from([row for row in dtypes.DTYPES if row.name != "bool"]),
-    maps_files=st.booleans(),
+    kind=st.sampled_from(["mapped", "read", "in a store"]),
     buffer_bytes=st.sampled_from([1, 64, 2**20]),
     most_gap=st.sampled_from([0, 8, 2**16]),
     destination=st.sampled_from(["dense", "strided", "rows of a wider one", "other dtype"]),
@@ -109,7 +119,7 @@ def test_every_window_arrives(
     parts: list[Window],
     gaps: list[int],
     dtype: dtypes.DType,
-    maps_files: bool,
+    kind: str,
     buffer_bytes: int,
     most_gap: int,
     destination: str,
@@ -140,12 +150,23 @@ def test_every_window_arrives(
         else:
             tensors.append(torch.empty(box, dtype=wide))
     path.write_bytes(content)
+    in_store = kind == "in a store"
+    # Each part is a request.
+    buffer_bytes = max(buffer_bytes, 64) if in_store else buffer_bytes
     options = StorageOptions(threads=2, buffer_bytes=buffer_bytes)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_MOST_GAP_BYTES", "_MOST_MAPPED_GAP_BYTES"):
             patch.setattr(reading, name, most_gap)
+        patch.setattr(ranged_reads.StoreFile, "most_gap", most_gap)
         reported = read_all(
-            items, extents, path, dtype, tensors, options=options, maps_files=maps_files
+            items,
+            extents,
+            path,
+            dtype,
+            tensors,
+            options=options,
+            maps_files=kind == "mapped",
+            in_store=in_store,
         )
     for tensor, want in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.to(wide), want)
@@ -183,7 +204,7 @@ def test_a_file_that_is_one_chunk_must_be_as_long(tmp_path: Path, num_bytes: int
     path = tmp_path / "data"
     path.write_bytes(bytes(num_bytes))
     with pytest.raises(CorruptCheckpointError, match="wrong size; expected 64 bytes; found"):
-        read_extent(Extent(str(path), 0, 64, file_bytes=64), "w")
+        read_extent(Extent(tmp_path, path.name, 0, 64, file_bytes=64), "w")
 
 
 @pytest.mark.parametrize("most_copied", [64, None], ids=["read", "mapped"])
@@ -195,8 +216,8 @@ def test_a_file_that_becomes_shorter_is_noticed(
     path = tmp_path / "data"
     path.write_bytes(bytes(4 * 200))
     window = Window(0, (16, 16), Box((0, 0), (16, columns)))
-    with path.open("rb") as file, pytest.raises(EOFError):
-        read_window(file.fileno(), 0, window, np.ones((16, columns), np.float32), most_copied)
+    with open_file(tmp_path, path.name) as file, pytest.raises(EOFError):
+        read_window(file, 0, window, np.ones((16, columns), np.float32), most_copied)
 
 
 def test_huge_pages_of_the_cache_are_seen_whole(
@@ -214,9 +235,9 @@ def test_huge_pages_of_the_cache_are_seen_whole(
     monkeypatch.setattr(mmap, "mmap", noting)
     window = Window(0, values[1].shape, Box((1, 5), (510, 1000)))
     target = np.zeros(window.box.shape, np.float32)
-    with path.open("rb") as file:
+    with open_file(tmp_path, path.name) as file:
         for number, start in enumerate((0, 2**21, 2**22)):
-            read_window(file.fileno(), start, window, target, None)
+            read_window(file, start, window, target, None)
             assert np.array_equal(target, values[number][window.box.slices()])
     assert mapped == [(0, 2**21), (2**21, 2**21), (2**22, 2**21)]
 
@@ -255,7 +276,7 @@ def test_the_first_error_ends_all_tasks(threads: int) -> None:
 
 def test_a_lost_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match="missing") as caught:
-        read_extent(Extent(str(tmp_path / "gone"), 0, 1), "w")
+        read_extent(Extent(tmp_path, "gone", 0, 1), "w")
     assert caught.value.findings[0].path == str(tmp_path / "gone")
 
 
@@ -263,14 +284,13 @@ def test_a_lost_file_is_named(tmp_path: Path) -> None:
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How much every read of a part of a file has got."""
     counts: list[int] = []
-    own = reading.pread
+    own = ranged_reads.pread
 
     def counting(descriptor: int, target: Any, position: int) -> None:
         counts.append(target.nbytes)
         own(descriptor, target, position)
 
-    for module in (filling, raw_chunks, reading):
-        monkeypatch.setattr(module, "pread", counting)
+    monkeypatch.setattr(ranged_reads, "pread", counting)
     return counts
 
 
@@ -318,8 +338,8 @@ def test_runs_far_apart_are_mapped_only_if_they_are_cached(
 ) -> None:
     path, values = tmp_path / "data", np.random.default_rng(3).random((8, 2**18), np.float32)
     path.write_bytes(values.tobytes())
-    own = reading._is_cached
-    monkeypatch.setattr(reading, "_is_cached", lambda *where: is_cached and own(*where))
+    own = LocalFile.is_cached
+    monkeypatch.setattr(LocalFile, "is_cached", lambda *where: is_cached and own(*where))
     kind = dtypes.from_torch(torch.float32)
     for columns, is_mapped in ((2**18 - 2**13, True), (2**17 + 2**16, is_cached), (2**10, False)):
         bytes_read.clear()

@@ -82,34 +82,34 @@ DOORS: dict[str, Callable[[Any, Path], Any]] = {
 
 @pytest.mark.parametrize("kind", [str, Path])
 @pytest.mark.parametrize("door", DOORS)
-def test_every_function_that_takes_a_path_refuses_urls(
+def test_every_function_that_takes_a_path_refuses_unknown_urls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, door: str, kind: Callable[[str], Any]
 ) -> None:
     save(STATE | {"w": shard("w", torch.ones(2))}, tmp_path / "c")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(UnsupportedFormatError, match="'s3'"):
-        DOORS[door](kind("s3://bucket/x"), tmp_path / "c")
+    with pytest.raises(UnsupportedFormatError, match="'hdfs'"):
+        DOORS[door](kind("hdfs://bucket/x"), tmp_path / "c")
     assert not list(Path().iterdir())
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        ["ls", "s3://b/x"],
-        ["show", "s3://b/x", "w"],
-        ["stats", "s3://b/x"],
-        ["verify", "s3://b/x"],
-        ["diff", "s3://b/x", "s3://b/y"],
-        ["convert", "s3://b/x", "y", "--to", "zarr"],
-        ["convert", "{}", "s3://b/y", "--to", "zarr"],
-        ["plan", "s3://b/x"],
-        ["map", "s3://b/x", "-o", "map.html"],
-        ["rm-prefix", "s3://b/x", "w"],
+        ["ls", "hdfs://b/x"],
+        ["show", "hdfs://b/x", "w"],
+        ["stats", "hdfs://b/x"],
+        ["verify", "hdfs://b/x"],
+        ["diff", "hdfs://b/x", "hdfs://b/y"],
+        ["convert", "hdfs://b/x", "y", "--to", "zarr"],
+        ["convert", "{}", "hdfs://b/y", "--to", "zarr"],
+        ["plan", "hdfs://b/x"],
+        ["map", "hdfs://b/x", "-o", "map.html"],
+        ["rm-prefix", "hdfs://b/x", "w"],
     ],
     ids=" ".join,
 )
-def test_every_command_refuses_urls(
+def test_every_command_refuses_unknown_urls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     save(STATE | {"w": shard("w", torch.ones(2))}, tmp_path / "c")
@@ -122,7 +122,7 @@ def test_every_command_refuses_urls(
 
 
 def test_dcp_is_told_that_a_url_is_not_ours() -> None:
-    assert not DCPReader.validate_checkpoint_id("s3://b/x")
+    assert not DCPReader.validate_checkpoint_id("hdfs://b/x")
     assert not DCPWriter.validate_checkpoint_id(Path("s3://b/x"))
 
 

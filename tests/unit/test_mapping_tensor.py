@@ -5,6 +5,7 @@ import math
 import pickle
 from abc import ABC
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_checkpointing import mapping
+from dist_checkpointing import load_plain_tensors, mapping, save
 from dist_checkpointing.errors import CheckpointingException, InvalidShardingError
 from dist_checkpointing.mapping import (
     LocalNonpersistentObject,
@@ -24,6 +25,7 @@ from dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
+from dist_checkpointing.testing import run_ranks
 from tiers import examples
 
 
@@ -678,3 +680,22 @@ def test_a_nested_tensor_is_refused_with_its_key(layout: torch.layout) -> None:
         ShardedTensor.from_rank_offsets("w", data)
     with pytest.raises(InvalidShardingError, match=r"'w': .*nested tensor"):
         ShardedTensor("w", data, data.dtype, (3,), (3,), (0,), (1,))
+
+
+def test_uneven_parts_by_their_offsets(tmp_path: Path) -> None:
+    whole = torch.arange(21.0).reshape(7, 3)
+    rows = [(0, 3), (3, 5), (5, 7)]
+    shards = [
+        ShardedTensor.from_offset("w", whole[a:b], np.array([7, 3]), [np.int64(a), 0])
+        for a, b in rows
+    ]
+    assert [shard.global_offset for shard in shards] == [(0, 0), (3, 0), (5, 0)]
+    run_ranks(3, lambda comm: save({"w": shards[comm.rank]}, tmp_path, comm=comm))
+    assert torch.equal(load_plain_tensors(tmp_path)["w"], whole)
+
+
+def test_a_part_outside_of_its_tensor_is_refused() -> None:
+    with pytest.raises(InvalidShardingError, match="'w'"):
+        ShardedTensor.from_offset("w", torch.ones(2, 3), (7, 3), (6, 0))
+    with pytest.raises(InvalidShardingError, match="'w'"):
+        ShardedTensor.from_offset("w", torch.ones(3), (7, 3), (6, 0))

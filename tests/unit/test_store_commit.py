@@ -72,6 +72,7 @@ def test_a_save_is_a_checkpoint_once_it_has_committed(location: ObjectPath) -> N
         ".dckpt/claims/1.json",
         ".dckpt/commits/1.json",
         f"data/{attempt.id}/.dckpt/attempt.json",
+        f"data/{attempt.id}/metadata.json",
         f"data/{attempt.id}/x.bin",
         "metadata.json",
     ]
@@ -90,7 +91,11 @@ def test_the_four_fields_are_the_last_thing_that_is_written(location: ObjectPath
     put(attempt.folder / "x.bin", b"1")
     with calls_to_the_store(lambda name, key: puts.append(key) if name == "put" else None):
         attempt.commit(CONFIG)
-    assert puts == [f"{location.key}/.dckpt/commits/1.json", f"{location.key}/metadata.json"]
+    assert puts == [
+        f"{location.key}/.dckpt/commits/1.json",
+        f"{attempt.folder.key}/metadata.json",
+        f"{location.key}/metadata.json",
+    ]
 
 
 def test_a_checkpoint_is_not_saved_over(location: ObjectPath) -> None:

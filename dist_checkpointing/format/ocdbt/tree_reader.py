@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
-import stat
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.ranged_reads import OpenFile, WrongSizeError, open_file
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.columns import Malformed
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME, Manifest, Root
@@ -102,15 +101,18 @@ class Tree:
         CorruptCheckpointError: from all methods, if the database is damaged.
     """
 
-    def __init__(self, folder: Path, *, keeps_nodes: bool = False) -> None:
+    def __init__(self, folder: Location, *, keeps_nodes: bool = False) -> None:
         self._folder = folder
         self._keeps_nodes = keeps_nodes
         self._lock = threading.Lock()
         self._room = _ROOM
         self._seen: set[tuple[str, int]] = set()
         self.files: set[str] = set()
+        # Files of a store that stay open, with the nodes that were read ahead.
+        self._open: dict[str, OpenFile] = {}
         root = _newest_root(folder)
-        self.num_keys = 0 if root is None else root.statistics.num_keys
+        self._tree_bytes = 0 if root is None else root.statistics.num_tree_bytes
+        self.num_keys: int = 0 if root is None else root.statistics.num_keys
         self._root = None if root is None else _place_of(root)
 
     def all(self) -> tuple[list[bytes], Values]:
@@ -231,7 +233,7 @@ class Tree:
     def _read(self, place: _Place) -> Leaf | Interior:
         path = self._folder / place.file.path
         try:
-            record = _read_at(path, place.offset, place.length)
+            record = self._read_at(place.file.path, place.offset, place.length)
             node = decode(record, place.height, place.file.folder, place.prefix)
             held = len(node.keys) if isinstance(node, Leaf) else sum(node.num_keys.tolist())
             if held != place.num_keys:
@@ -250,6 +252,32 @@ class Tree:
             raise _corrupt(problem, path) from error
         self.files.add(place.file.path)
         return node
+
+    def _read_at(self, name: str, offset: int, length: int) -> bytes:
+        """The bytes of a node.
+
+        Raises:
+            Malformed: if they are not there.
+        """
+        if length > MOST_BODY_BYTES:
+            raise Malformed(f"it has {length} bytes")
+        try:
+            with self._open.get(name) or open_file(self._folder, name) as file:
+                file.require(offset + length, is_all=False)
+                if file.descriptor < 0 and name not in self._open:
+                    # The first node to be read is the root, which is written after all others.
+                    begin = max(0, offset + length - self._tree_bytes)
+                    file.expect(begin, offset + length - begin)
+                    self._open[name] = file
+                return file.view(offset, length).tobytes()
+        except WrongSizeError as error:
+            raise Malformed(f"its file ends at {error.found}, before it") from error
+        except EOFError as error:
+            raise Malformed("its file became shorter") from error
+        except OSError as error:
+            if error.errno in (*local.NOT_THERE, errno.ENAMETOOLONG):
+                raise Malformed("its file is missing") from error
+            raise
 
 
 _NOTHING: Final = Extents(
@@ -286,12 +314,12 @@ def _child(above: _Place, node: Interior, number: int) -> _Place:
     )
 
 
-def _newest_root(folder: Path) -> Root | None:
+def _newest_root(folder: Location) -> Root | None:
     """Where the tree of the newest version begins; None if it is empty."""
     first = _read_manifest(folder / MANIFEST_NAME)
     if not first.is_numbered:
         return first.root
-    matches = [_NUMBERED_NAME.fullmatch(name) for name in local.names_in(folder)]
+    matches = [_NUMBERED_NAME.fullmatch(name) for name in store.names_in(folder)]
     generations = [int(match[1], 16) for match in matches if match is not None]
     if not generations:
         return None
@@ -306,42 +334,16 @@ def _newest_root(folder: Path) -> Root | None:
     return newest.root
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Location) -> Manifest:
     try:
-        return manifest.decode(local.read_bytes(path, MOST_BODY_BYTES))
+        return manifest.decode(store.read_bytes(path, MOST_BODY_BYTES))
     except FileNotFoundError as error:
         raise _corrupt("missing", path) from error
     except Malformed as error:
         raise _corrupt(f"the manifest is damaged: {error}", path) from error
 
 
-def _read_at(path: Path, offset: int, length: int) -> bytes:
-    """The bytes of a node.
-
-    Raises:
-        Malformed: if they are not there.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno in (*local.NOT_THERE, errno.ENAMETOOLONG):
-            raise Malformed("its file is missing") from error
-        raise
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise Malformed("its file is no file")
-        if length > min(MOST_BODY_BYTES, status.st_size - offset):
-            raise Malformed(f"its file ends at {status.st_size}, before it")
-        record = os.pread(descriptor, length, offset)
-    finally:
-        os.close(descriptor)
-    if len(record) != length:
-        raise Malformed("its file became shorter")
-    return record
-
-
-def _corrupt(problem: str, path: Path) -> CorruptCheckpointError:
+def _corrupt(problem: str, path: Location) -> CorruptCheckpointError:
     finding = Finding(
         problem, path=str(path), remedy="Restore the file, or use another checkpoint."
     )

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.strategies.torch_dist.common import ABSENT, nested
 
 DCP_KEYS_NAME = ".dckpt/dcp.json"
@@ -89,17 +90,17 @@ class DCPKeys:
         local.write_atomic(path, json.dumps(content, separators=(",", ":")).encode(), durability)
 
     @classmethod
-    def read(cls, folder: Path) -> DCPKeys | None:
+    def read(cls, folder: Location) -> DCPKeys | None:
         """The names in the file of a checkpoint; None if it has no such file.
 
         Raises:
             CorruptCheckpointError: if the file is damaged.
         """
         path = folder / DCP_KEYS_NAME
-        if not path.exists():
+        if not store.is_file(path):
             return None
         with local.parsing("DCP's names cannot be read", path):
-            content = local.read_json(path, _MAX_BYTES)
+            content = store.read_json(path, _MAX_BYTES)
             paths = {name: _path(steps) for name, steps in content["paths"].items()}
             values, raw = (tuple(content[name]) for name in ("values", "raw"))
             if content["format"] != _FORMAT or None in paths.values():

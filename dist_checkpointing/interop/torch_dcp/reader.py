@@ -16,8 +16,9 @@ from torch.futures import Future
 
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem.paths import is_url, local_folder
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint
+from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, KeyPath, dcp_names_in
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
@@ -45,7 +46,8 @@ class DCPReader(dcp_storage.StorageReader):
     its unique key (``key/shard_0_1``).
 
     Args:
-        path: a committed checkpoint. ``checkpoint_id`` of ``dcp.load`` replaces it.
+        path: folder or URL of a committed checkpoint; ``checkpoint_id`` of ``dcp.load`` replaces
+            it.
         backend: backend name, (name, version), or a strategy; by default the one that the
             checkpoint names.
         trusted: unpickle anything in common state and objects. Lets the checkpoint run any code.
@@ -67,7 +69,7 @@ class DCPReader(dcp_storage.StorageReader):
         trusted: bool = False,
     ) -> None:
         super().__init__()
-        self.path = local_folder(path)
+        self.path = self._folder = location(path)
         self.trusted = trusted
         self._backend = backend
         self._found: LoadStrategies | None = None
@@ -85,13 +87,16 @@ class DCPReader(dcp_storage.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         """Whether ``checkpoint_id`` is a folder with a committed checkpoint."""
-        if not isinstance(checkpoint_id, str | os.PathLike) or is_url(checkpoint_id):
+        if not isinstance(checkpoint_id, str | os.PathLike):
             return False
-        return check_is_distributed_checkpoint(checkpoint_id)
+        try:
+            return check_is_distributed_checkpoint(checkpoint_id)
+        except UnsupportedFormatError:  # a URL of another scheme
+            return False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = local_folder(checkpoint_id)
+            self.path = location(checkpoint_id)
 
     # Without **kwargs: with it, DCP would look for metadata of each rank too.
     def read_metadata(self) -> dcp_metadata.Metadata:
@@ -102,7 +107,8 @@ class DCPReader(dcp_storage.StorageReader):
             UnsupportedFormatError: if the strategy cannot be a DCP storage.
             CorruptCheckpointError: if something is missing or damaged.
         """
-        found = open_checkpoint(self.path, self._backend)
+        self._folder = data_folder(self.path)
+        found = open_checkpoint(self._folder, self._backend)
         sharded, common = found.sharded, found.common
         if self.trusted:
             sharded, common = sharded.trusting(), common.trusting()
@@ -112,14 +118,14 @@ class DCPReader(dcp_storage.StorageReader):
             )
             raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
         self._found = LoadStrategies(found.config, sharded, common)
-        self._reader = sharded.make_reader(self.path)
+        self._reader = sharded.make_reader(self._folder)
         self._index = self._reader.read_metadata()
-        state = common.load_common(self.path)
+        state = common.load_common(self._folder)
         paths = self._name_values(state)
         with_objects = sharded if handles_objects(sharded) else common
         self._objects = {
             leaf.unique_key: leaf
-            for leaf in with_objects.load_sharded_metadata(self.path).values()
+            for leaf in with_objects.load_sharded_metadata(self._folder).values()
             if isinstance(leaf, ShardedObject)
         }
         self._refuse_clashes()
@@ -147,7 +153,7 @@ class DCPReader(dcp_storage.StorageReader):
 
     def _name_values(self, state: dict[str, Any]) -> Mapping[str, KeyPath]:
         """Set the values of common state; returns the known paths."""
-        keys = DCPKeys.read(self.path)
+        keys = DCPKeys.read(self._folder)
         if keys is None:
             named = dcp_names_in(state, self._index)
             self._values = {name: value for name, (_, value) in named.items()}
@@ -200,7 +206,7 @@ class DCPReader(dcp_storage.StorageReader):
         read(leaves, self._index, strategy.planner, self._reader, SingleProcess())
         values = {name: leaf.data for name, leaf in own_objects.items()}
         if objects and not own_objects:
-            values = self._found.common.load_sharded_objects(dict(objects), self.path)
+            values = self._found.common.load_sharded_objects(dict(objects), self._folder)
         for item, tensor in filled:
             planner.commit_tensor(item, tensor)
         for item in plan.items:

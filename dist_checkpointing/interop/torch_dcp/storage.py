@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
@@ -63,7 +63,7 @@ class DCPStorageSaveStrategy(PlannedSaveStrategy):
         >>> save({"w": weight}, "ckpt/17", DCPStorageSaveStrategy(FileSystemWriter))
     """
 
-    writes = BACKEND
+    writes: ClassVar[tuple[str, int]] = BACKEND
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class DCPStorageLoadStrategy(PlannedLoadStrategy):
         {'w': tensor([1., 1., 1.])}
     """
 
-    reads = frozenset({BACKEND})
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({BACKEND})
 
     def __init__(
         self,

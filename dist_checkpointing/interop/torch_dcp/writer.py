@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ class DCPWriter(dcp_storage.StorageWriter):
                 "DCP needs a PlannedSaveStrategy without a planner of its own", found=str(strategy)
             )
             raise UnsupportedFormatError("this strategy cannot be a DCP storage", [finding])
-        self.path = local_folder(path)
+        self.path: Path = local_folder(path)
         self.overwrite = overwrite
         self.trusted = trusted
         self._strategy = strategy

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from typing import ClassVar
 
 from dist_checkpointing.format.index import Index, write_index
 from dist_checkpointing.format.removal import (
@@ -36,8 +37,8 @@ class TensorStoreSaveShardedStrategy(PlannedSaveStrategy):
         >>> save(state, "ckpt", TensorStoreSaveShardedStrategy())
     """
 
-    writer_type = TensorStoreWriter
-    writes = ("tensorstore", 1)
+    writer_type: ClassVar[type[TensorStoreWriter]] = TensorStoreWriter
+    writes: ClassVar[tuple[str, int]] = ("tensorstore", 1)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -53,8 +54,10 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
         >>> loaded = load(state, "ckpt", TensorStoreLoadShardedStrategy())
     """
 
-    reader_type = TensorStoreReader
-    reads = frozenset({("tensorstore", 1), ("zarr", 1), ("zarr", 2)})
+    reader_type: ClassVar[type[TensorStoreReader]] = TensorStoreReader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset(
+        {("tensorstore", 1), ("zarr", 1), ("zarr", 2)}
+    )
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Final
 
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
 from dist_checkpointing.format.ocdbt.tree_reader import Tree, Values
+
+_NAMES: Final = (MANIFEST_NAME,)
 
 
 class Places:
@@ -17,15 +20,20 @@ class Places:
     What lies in the folder of another save, the caller notices.
     """
 
-    def __init__(self, checkpoint_dir: Path) -> None:
+    def __init__(self, checkpoint_dir: Location) -> None:
         self._folder = checkpoint_dir
         self._version: object = None
         self._tree: Tree | None = None
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Places], tuple[Path]]:
+    def __reduce__(self) -> tuple[type[Places], tuple[Location]]:
         # A copy in another process finds out for itself.
         return Places, (self._folder,)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether a tree is remembered."""
+        return self._tree is not None
 
     def find(self, keys: Sequence[bytes], *, keeps_nodes: bool) -> Values:
         """Where values are.
@@ -47,16 +55,8 @@ class Places:
         if not keeps_nodes:
             return Tree(self._folder)
         with self._lock:
-            version = _version(self._folder)
+            # Every change puts a new manifest in its place; an object of a save stays as it is.
+            version = store.marks_of(self._folder, _NAMES, opens=False)
             if self._tree is None or version != self._version:
                 self._tree, self._version = Tree(self._folder, keeps_nodes=True), version
             return self._tree
-
-
-def _version(checkpoint_dir: Path) -> object:
-    """Equal as long as the database is the same: every change puts a new manifest in its place."""
-    try:
-        status = os.stat(f"{checkpoint_dir}/{MANIFEST_NAME}")  # noqa: PTH116 - for each slice
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.gc_pause import paused_collector
@@ -52,13 +52,13 @@ class TensorStoreReader(StorageReader):
         self._index = metadata
         if not (metadata or metadata.objects):
             return  # nothing was saved, so no database was made
-        if not local.is_file(self.checkpoint_dir / MANIFEST_NAME):
+        if not (self._places.are_known or store.is_file(self.checkpoint_dir / MANIFEST_NAME)):
             path = str(self.checkpoint_dir / MANIFEST_NAME)
             raise CorruptCheckpointError("the database is gone", [Finding("missing", path=path)])
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         names = [*super().describing_names(wanted)]
-        has_database = (self.checkpoint_dir / MANIFEST_NAME).exists()
+        has_database = store.is_file(self.checkpoint_dir / MANIFEST_NAME)
         return [*names, MANIFEST_NAME] if has_database else names
 
     def object_bytes(self, key: str, cell: Ints) -> bytes:
@@ -88,7 +88,7 @@ class TensorStoreReader(StorageReader):
         part = torch.empty(shape, dtype=tensor.dtype.torch)
         target = dtypes.fillable(part, part.dtype)
         assert target is not None
-        extent = Extent(f"{self.checkpoint_dir}/{place[0]}", place[1], num_bytes)
+        extent = Extent(self.checkpoint_dir, place[0], place[1], num_bytes)
         read_part(extent, tensor.key, window, target, num_bytes)
         return part
 
@@ -115,14 +115,8 @@ class TensorStoreReader(StorageReader):
         return places
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        options, table = self.options, plan.table
-        filler = Filler(
-            plan,
-            planner,
-            self._index,
-            max(1, options.buffer_bytes // options.threads),
-            maps_files=self.maps_files,
-        )
+        table = plan.table
+        filler = Filler(plan, planner, self._index, self.files.limits)
         with paused_collector():
             row_keys = keys.keys_to_read(table, self._index)
             values = self._find(row_keys)
@@ -136,9 +130,8 @@ class TensorStoreReader(StorageReader):
         for row in np.flatnonzero((extents.file == INLINE) & ~table.is_object).tolist():
             self.report(filler.fill(row, np.frombuffer(values.inline[row], dtype=np.uint8)))
         rows = np.flatnonzero((extents.file >= 0) & ~table.is_object)
-        paths = [f"{self.checkpoint_dir}/{name}" for name in values.files]
-        reads = ChunkReads(rows, paths, *extents.rows(rows).columns)
-        read_chunks(reads, filler, options, report=self.report)
+        reads = ChunkReads(rows, values.files, *extents.rows(rows).columns)
+        read_chunks(reads, filler, self.files, report=self.report)
         return done(None)
 
     def _require_found(self, table: ReadTable, row_keys: Sequence[bytes], values: Values) -> None:
@@ -186,7 +179,7 @@ class TensorStoreReader(StorageReader):
 
     def _extent(self, values: Values, row: int) -> Extent:
         file, offset, length = (int(column[row]) for column in values.extents.columns)
-        return Extent(f"{self.checkpoint_dir}/{values.files[file]}", offset, length)
+        return Extent(self.checkpoint_dir, values.files[file], offset, length)
 
     def _bytes(self, values: Values, row: int, key: str) -> bytes:
         inline = values.inline.get(row)

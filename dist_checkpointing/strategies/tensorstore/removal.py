@@ -124,7 +124,7 @@ def _texts(root: Path, values: Values, rows: I64) -> dict[int, bytes]:
         elif length <= _MOST_TEXT_BYTES and values.files[file].startswith(f"{keys.NODES_FOLDER}/"):
             place = (values.files[file], offset, length)
             if place not in known:
-                extent = Extent(str(root / place[0]), offset, length)
+                extent = Extent(root, *place)
                 known[place] = read_extent(extent, place[0])
             texts[row] = known[place]
     return texts

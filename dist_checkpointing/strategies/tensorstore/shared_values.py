@@ -17,6 +17,7 @@ import numpy as np
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.filesystem.links import share_file
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format.digests import Digest, columns_of, digest_of_array
 from dist_checkpointing.format.geometry import Box, Window
 from dist_checkpointing.format.index import Index
@@ -28,12 +29,12 @@ from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.options import BaseCheck
 from dist_checkpointing.storage.protocol import StorageWriter
 from dist_checkpointing.strategies.base_parts import BaseParts, PlanDigests, open_base
-from dist_checkpointing.strategies.raw_chunks import Extent, in_threads, read_extent
+from dist_checkpointing.strategies.raw_chunks import Extent, read_extent
 from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.tensorstore.reader import TensorStoreReader
 from dist_checkpointing.strategies.zarr_v3_nodes import chunk_name
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _LARGE_BYTES: Final = 2**20
 _HEAD_BYTES: Final = 2**12
@@ -239,7 +240,7 @@ class _Search:
 
     def _extent(self, places: _Places, at: int) -> Extent:
         file, offset, length = (int(column[at]) for column in places.extents.columns)
-        return Extent(f"{self._base.folder}/{places.files[file].name}", offset, length)
+        return Extent(self._base.folder, places.files[file].name, offset, length)
 
     def _has_head(self, places: _Places, at: int) -> bool:
         """Whether a place begins like the row, as nearly all that differ do not."""

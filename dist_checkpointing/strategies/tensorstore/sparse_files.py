@@ -24,7 +24,7 @@ from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.tensorstore.keys import DATA_FOLDER
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _COPIED_BYTES: Final = 2**24
 

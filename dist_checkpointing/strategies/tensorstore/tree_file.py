@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
 from operator import eq
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.ocdbt import manifest
 from dist_checkpointing.format.ocdbt.nodes import Extents
@@ -50,14 +50,14 @@ class StoredValues:
 
 
 def write_tree(
-    folder: Path,
+    folder: Location,
     keys: Sequence[bytes],
     files: Sequence[str],
     extents: Extents,
     texts: Sequence[bytes],
     durability: Durability = Durability.FSYNC,
-) -> None:
-    """Make the database in ``folder`` hold these values, and no others.
+) -> list[SealedFile]:
+    """Make the database in ``folder`` hold these values, and no others; the files of the tree.
 
     Args:
         folder: the checkpoint, in which all files are, durably.
@@ -78,11 +78,13 @@ def write_tree(
     offset[is_text], length[is_text] = starts[number], sizes[number]
     places = Extents(file, offset, length)
     nodes, root = encode_tree(keys, [name, *files], places, name, int(sizes.sum()))
-    (folder / names_of.NODES_FOLDER).mkdir(exist_ok=True)
-    local.write_atomic(folder / name, b"".join([*texts, *nodes]), durability)
+    store.make_folder(folder / names_of.NODES_FOLDER)
+    tree, top = b"".join([*texts, *nodes]), manifest.encode(root)
+    store.write(folder / name, tree, durability)
     if durability is Durability.FSYNC:
-        local.fsync_folder(folder)
-    local.write_atomic(folder / manifest.MANIFEST_NAME, manifest.encode(root), durability)
+        store.fsync_folder(folder)
+    store.write(folder / manifest.MANIFEST_NAME, top, durability)
+    return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(manifest.MANIFEST_NAME, top)]
 
 
 def joined(

@@ -6,12 +6,11 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import INDEX_NAME, Index, write_index
@@ -37,8 +36,9 @@ _LEAST_BYTES_A_THREAD = 64 * 2**20
 class TensorStoreWriter(StorageWriter):
     """Writes zarr v3 arrays and objects as one OCDBT database."""
 
-    layout = RowBlockLayout()
+    layout: RowBlockLayout = RowBlockLayout()
     shares_files: ClassVar[bool] = True
+    uses_object_stores: ClassVar[bool] = True
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
         del index, world_size
@@ -67,11 +67,18 @@ class TensorStoreWriter(StorageWriter):
         has_checksums = self.options.checksum is Checksum.XXH3
         rows = RowWriter(plan, planner, known, has_checksums=has_checksums)
 
+        is_cancelled = False
+
+        def report(num_bytes: int) -> None:
+            if is_cancelled:
+                raise InterruptedError("the save was cancelled")
+            self.report(num_bytes)
+
         def write(share: _Share) -> tuple[DataFiles, list[SealedFile]]:
-            folder = Path(keys.DATA_FOLDER, keys.DATA_GROUPS[share.group])
-            (self.checkpoint_dir / folder).mkdir(parents=True, exist_ok=True)
-            stem = str(folder / f"{self._rank}.{share.number}-{uuid.uuid4().hex[:8]}")
-            files = DataFiles(self.checkpoint_dir, stem, self.options, most_pending, self.report)
+            folder = f"{keys.DATA_FOLDER}/{keys.DATA_GROUPS[share.group]}"
+            store.make_folder(self.checkpoint_dir / folder)
+            stem = f"{folder}/{self._rank}.{share.number}-{uuid.uuid4().hex[:8]}"
+            files = DataFiles(self.checkpoint_dir, stem, self.options, most_pending, report)
             try:
                 rows.write(share.rows, files, most_pending)
                 return files, files.finish()
@@ -80,7 +87,11 @@ class TensorStoreWriter(StorageWriter):
                 raise
 
         with ThreadPoolExecutor(min(_MOST_THREADS, self.options.threads), "data-files") as pool:
-            written = list(pool.map(write, shares))
+            try:
+                written = list(pool.map(write, shares))
+            except BaseException:
+                is_cancelled = True  # the others stop at what they write next
+                raise
         extents = Extents(*np.empty((3, len(table)), dtype=np.int64))
         names: list[str] = []
         for share, (files, _) in zip(shares, written, strict=True):
@@ -144,11 +155,10 @@ class TensorStoreWriter(StorageWriter):
             ]
         if durability is Durability.FSYNC:
             files = [folder / name for values in parts for name in values.files]
-            local.fsync_folders(files, folder)
+            store.fsync_folders(files, folder)
         with paused_collector():
-            write_tree(folder, *joined(parts, metadata), durability)
-        write_index(metadata, folder, durability)
-        return files_of_base
+            tree = write_tree(folder, *joined(parts, metadata), durability)
+        return [*files_of_base, *tree, write_index(metadata, folder, durability)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
@@ -50,8 +50,8 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
         >>> save(state, "ckpt", TorchDistSaveShardedStrategy(separation_hint="optimizer."))
     """
 
-    writer_type = TorchDistWriter
-    writes = ("torch_dist", 1)
+    writer_type: ClassVar[type[TorchDistWriter]] = TorchDistWriter
+    writes: ClassVar[tuple[str, int]] = ("torch_dist", 1)
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
         >>> loaded = load(state, "ckpt", TorchDistLoadShardedStrategy())
     """
 
-    reader_type = TorchDistReader
-    reads = frozenset({("torch_dist", 1)})
+    reader_type: ClassVar[type[TorchDistReader]] = TorchDistReader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch_dist", 1)})
 
     @property
     def can_handle_sharded_objects(self) -> bool:

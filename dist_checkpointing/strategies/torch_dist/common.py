@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from dist_checkpointing.errors import (
     CorruptCheckpointError,
@@ -13,6 +12,9 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import location
+from dist_checkpointing.filesystem.ranged_reads import open_file
 from dist_checkpointing.mapping import ShardedStateDict, StateDict
 from dist_checkpointing.strategies.base import LoadCommonStrategy
 from dist_checkpointing.strategies.planned import KnownFormats
@@ -24,7 +26,7 @@ from dist_checkpointing.strategies.torch_dist.metadata import (
     StatePath,
     read_dcp_metadata,
 )
-from dist_checkpointing.strategies.torch_dist.stored_values import OpenRecord, opened, read_object
+from dist_checkpointing.strategies.torch_dist.stored_values import OpenRecord, read_object
 
 _MOST_POSITIONS = 1 << 24
 
@@ -42,7 +44,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         >>> TorchDistCommonLoadStrategy().check_backend_compatibility("torch_dist")
     """
 
-    reads = frozenset({("torch_dist", 1)})
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch_dist", 1)})
     argument = "common_strategy"
 
     def __init__(self, *, trusted: bool = False) -> None:
@@ -52,7 +54,7 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
         return type(self)(trusted=True)
 
     def load_common(self, checkpoint_dir: str | PathLike[str]) -> StateDict:
-        folder = Path(checkpoint_dir)
+        folder = location(checkpoint_dir)
         metadata = read_dcp_metadata(folder)
         if COMMON_STATE_CELL in metadata.values:
             common = self._read(folder, metadata, COMMON_STATE_CELL, listed=True)
@@ -68,15 +70,15 @@ class TorchDistCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
             }
         )
 
-    def _read(self, folder: Path, metadata: DcpMetadata, key: str, *, listed: bool) -> Any:
+    def _read(self, folder: Location, metadata: DcpMetadata, key: str, *, listed: bool) -> Any:
         place = metadata.places.get((key, None))
         if place is None:
             finding = Finding("an object is stored nowhere", key, path=str(folder))
             raise CorruptCheckpointError("the common state is damaged", [finding])
         where = f"{folder / place.file}, bytes from {place.offset} on ({key!r})"
         try:
-            with opened(folder / place.file) as descriptor:
-                record = OpenRecord(descriptor, place)
+            with open_file(folder, place.file) as file:
+                record = OpenRecord(file, place)
                 if listed:
                     return read_object(record, where, trusted=self.trusted)
                 return deserialize(record.read(0, record.length), where, trusted=self.trusted)

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,8 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import Box, Ints, ravel_offset
@@ -81,7 +82,7 @@ class PlacedIndex(Index):
         return Place(self.files[file], offset, length)
 
 
-def index_of(metadata: DcpMetadata, folder: Path) -> PlacedIndex:
+def index_of(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
     """What ``.metadata`` says, as an index.
 
     Raises:
@@ -111,7 +112,7 @@ def index_of(metadata: DcpMetadata, folder: Path) -> PlacedIndex:
             findings.append(Finding("a chunk is stored nowhere", key, found=error, path=path))
         except ValueError as error:
             findings.append(Finding(str(error), key, path=path))
-    is_common = not (folder / COMMON_STATE_FNAME).exists()
+    is_common = not store.is_file(folder / COMMON_STATE_FNAME)
     cells = [key for key in metadata.values if not (is_common and key == COMMON_STATE_CELL)]
     objects, named, contradictions = _objects(cells, path)
     cell_rows = {}

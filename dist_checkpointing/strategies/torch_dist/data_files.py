@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -14,9 +11,12 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from dist_checkpointing.filesystem import new_files
 from dist_checkpointing.filesystem.disk_names import disk_name
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints, split_rows
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.storage.host_blocks import HostBlocks, is_on_gpu
 from dist_checkpointing.strategies.torch_dist.metadata import Place
 from dist_checkpointing.strategies.torch_dist.records import ALIGNMENT, record_format
@@ -40,15 +40,15 @@ class DataFile:
     """A file that grows at its end, by what lies in memory, without copying it together.
 
     Args:
-        descriptor: of the file, which is empty.
-        name: of the file in the checkpoint.
+        path: of the file, in the folder of the checkpoint.
         with_crc: whether records get a CRC-32.
         buffer_bytes: memory for what cannot be written in place.
     """
 
-    def __init__(self, descriptor: int, name: str, *, with_crc: bool, buffer_bytes: int) -> None:
-        self._descriptor = descriptor
-        self._name = name
+    def __init__(self, path: Location, *, with_crc: bool, buffer_bytes: int) -> None:
+        self._file = new_files.create(path)
+        self._name = path.name
+        self._stays = True
         self._with_crc = with_crc
         self._buffer_bytes = buffer_bytes
         self._pending: list[memoryview] = []
@@ -56,17 +56,15 @@ class DataFile:
         self._size = 0
         self._host_blocks = HostBlocks(buffer_bytes, self._flush)
 
-    @classmethod
-    @contextmanager
-    def created(cls, path: Path, *, with_crc: bool, buffer_bytes: int) -> Iterator[DataFile]:
-        """A new file, complete (but not durable) at the end."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            file = cls(descriptor, path.name, with_crc=with_crc, buffer_bytes=buffer_bytes)
-            yield file
-            file._flush()
-        finally:
-            os.close(descriptor)
+    def close(self, *, is_durable: bool) -> SealedFile:
+        """Complete the file."""
+        self._flush()
+        etag = self._file.close(is_durable=is_durable)
+        return SealedFile(self._name, self._size, etag=etag)
+
+    def give_up(self) -> None:
+        """Let go of a file that is not complete."""
+        self._file.give_up()
 
     def add_bytes(self, content: bytes) -> Place:
         """Add a record that is complete already."""
@@ -86,6 +84,8 @@ class DataFile:
         self._align()
         start, frame, crc = self._size, record_format(data.dtype, shape), 0
         self._append(frame.head)
+        # The memory of the copies from a GPU is used again.
+        self._stays &= not is_on_gpu(data)
         blocks = (
             (_bytes_of(dtypes.as_numpy(block)) for _, block in self._host_blocks.of([data]))
             if is_on_gpu(data)
@@ -114,13 +114,10 @@ class DataFile:
         self._append(bytes(-self._size % ALIGNMENT))
 
     def _flush(self) -> None:
-        parts, self._pending, self._pending_bytes = self._pending, [], 0
-        while parts:
-            written = os.writev(self._descriptor, parts)
-            while parts and written >= len(parts[0]):
-                written -= len(parts.pop(0))
-            if written:
-                parts[0] = parts[0][written:]
+        parts, self._pending = self._pending, []
+        if parts:
+            self._file.write(parts, self._pending_bytes, stays=self._stays)
+        self._pending_bytes = 0
 
 
 def _blocks(data: torch.Tensor, buffer_bytes: int) -> Iterator[memoryview]:

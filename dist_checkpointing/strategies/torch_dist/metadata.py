@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import MAX_AXES
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
@@ -78,7 +79,7 @@ class DcpMetadata:
         )
 
 
-def read_dcp_metadata(folder: Path) -> DcpMetadata:
+def read_dcp_metadata(folder: Location) -> DcpMetadata:
     """What the checkpoint in ``folder`` holds.
 
     Raises:
@@ -87,10 +88,10 @@ def read_dcp_metadata(folder: Path) -> DcpMetadata:
             something that is not read.
     """
     path = folder / DCP_METADATA_NAME
-    if not local.is_file(path):
+    if not store.is_file(path):
         finding = Finding("missing", path=str(path), remedy="Restore it, or use another one.")
         raise CorruptCheckpointError("the checkpoint has no metadata", [finding])
-    content = _unpickle(local.read_bytes(path, _MAX_METADATA_BYTES), str(path))
+    content = _unpickle(store.read_bytes(path, _MAX_METADATA_BYTES), str(path))
     try:
         return _parse(content, str(path))
     except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.ranged_reads import OpenFile, open_file
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
@@ -25,7 +26,6 @@ from dist_checkpointing.planning import (
 from dist_checkpointing.planning.segments import padded, padded_rows
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.filling import Filler
-from dist_checkpointing.strategies.raw_chunks import in_threads
 from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
 from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
@@ -33,7 +33,6 @@ from dist_checkpointing.strategies.torch_dist.stored_values import (
     SMALL_BYTES,
     OpenRecord,
     RecordValues,
-    opened,
     read_object,
 )
 
@@ -54,7 +53,6 @@ class TorchDistReader(StorageReader):
         del rank, world_size
         # An index that a planner has made does not say where the chunks are.
         self._index = metadata if isinstance(metadata, PlacedIndex) else self.read_metadata()
-        self._most_bytes = max(1, self.options.buffer_bytes // self.options.threads)
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
         del wanted
@@ -64,8 +62,8 @@ class TorchDistReader(StorageReader):
         name = ShardedObject(key, None, self._index.objects[key], cell).unique_key
         place = self._index.place(self._index.cell_rows[name])
         try:
-            with opened(self.checkpoint_dir / place.file) as descriptor:
-                record = OpenRecord(descriptor, place)
+            with open_file(self.checkpoint_dir, place.file) as file:
+                record = OpenRecord(file, place)
                 return bytes(record.read(0, record.length))
         except (BadRecord, EOFError, FileNotFoundError) as error:
             finding = Finding(f"cannot be read: {error}", key, path=self._where(place))
@@ -92,29 +90,34 @@ class TorchDistReader(StorageReader):
         batches = list(self._batches(by_record))
         self._require_files({file for file, _ in batches}, by_record, plan.table)
         table = _ending_at_the_edge(plan.table, self._index)
-        filler = Filler(
-            plan, planner, self._index, self._most_bytes, maps_files=self.maps_files, table=table
-        )
+        limits = self.files.limits
+        filler = Filler(plan, planner, self._index, limits, table=table)
         destinations = planner.destinations(plan)
 
         def read_batch(batch: tuple[str, list[int]]) -> None:
-            file, records = batch
-            with opened(self.checkpoint_dir / file) as descriptor:
+            name, records = batch
+            begin, last = (self._index.place(records[end]) for end in (0, -1))
+            span = last.offset + last.length - begin.offset
+            wanted = filler.num_bytes[[row for record in records for row in by_record[record]]]
+            with self.files.open(name) as file:
+                if len(records) > 1 or 2 * int(wanted.sum()) > span:
+                    file.expect(begin.offset, span)
                 for record in records:
-                    self._read_record(descriptor, record, by_record[record], filler, destinations)
+                    self._read_record(file, record, by_record[record], filler, destinations)
 
-        in_threads(read_batch, batches, self.options.threads)
+        in_threads(read_batch, batches, limits.threads)
         return done(None)
 
     def _batches(self, rows: Iterable[int]) -> Iterator[tuple[str, list[int]]]:
         """The rows file by file, in the order in which they lie there, a few at a time."""
-        places = self._index.places
+        places, most_gap = self._index.places, self.files.limits.gap_bytes
         batch: list[int] = []
         for row in sorted(rows, key=lambda row: tuple(places[row].tolist())):
             if batch and (
                 places[row, 0] != places[batch[0], 0]
                 or len(batch) == _BATCH_RECORDS
                 or places[row, 2] > SMALL_BYTES
+                or places[row, 1] - places[batch[-1], 1] > SMALL_BYTES + most_gap
             ):
                 yield self._index.place(batch[0]).file, batch
                 batch = []
@@ -125,7 +128,7 @@ class TorchDistReader(StorageReader):
     def _require_files(
         self, files: set[str], by_record: dict[int, list[int]], table: ReadTable
     ) -> None:
-        missing = {file for file in files if not local.is_file(self.checkpoint_dir / file)}
+        missing = {file for file in files if self.files.size_of(file) is None}
         if not missing:
             return
         keys: dict[str, set[str]] = {file: set() for file in missing}
@@ -142,7 +145,7 @@ class TorchDistReader(StorageReader):
 
     def _read_record(
         self,
-        descriptor: int,
+        file: OpenFile,
         number: int,
         rows: Sequence[int],
         filler: Filler,
@@ -150,7 +153,7 @@ class TorchDistReader(StorageReader):
     ) -> None:
         place, chunk = self._index.place(number), filler.table.chunk(rows[0])
         try:
-            record = OpenRecord(descriptor, place)
+            record = OpenRecord(file, place)
             if filler.table.is_object[rows[0]]:
                 value = read_object(record, self._where(place), trusted=self.trusted)
                 for row in rows:

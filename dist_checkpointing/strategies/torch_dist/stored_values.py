@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dist_checkpointing.filesystem.ranged_reads import OpenFile, WrongSizeError
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import StoredTensor
@@ -30,16 +27,6 @@ _EDGE_BYTES = 1 << 12
 """What is read of either end of a larger record to find the values in it."""
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """The descriptor of a file, to read."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 class OpenRecord:
     """One record of an open file. Only what is asked for is read.
 
@@ -47,13 +34,14 @@ class OpenRecord:
         BadRecord: if the file ends before it.
     """
 
-    def __init__(self, descriptor: int, place: Place) -> None:
-        self.descriptor = descriptor
-        self.start, self.length = place.offset, place.length
-        size = os.fstat(descriptor).st_size
-        # A mapped file that is too short would kill the process instead of raising.
-        if self.start + self.length > size:
-            raise BadRecord(f"the file ends at byte {size}, before the record does")
+    def __init__(self, file: OpenFile, place: Place) -> None:
+        self.file = file
+        self.start: int = place.offset
+        self.length: int = place.length
+        try:
+            file.require(self.start + self.length, is_all=False)
+        except WrongSizeError as error:
+            raise BadRecord(f"{error}, before the record does") from error
         if self.length <= SMALL_BYTES:
             self._head, self._tail = self._pread(0, self.length), b""
         else:
@@ -77,10 +65,10 @@ class OpenRecord:
     def _pread(self, start: int, count: int) -> bytes:
         if start + count > self.length:
             raise BadRecord("it refers to bytes outside of it")
-        data = os.pread(self.descriptor, count, self.start + start)
-        if len(data) != count:
-            raise BadRecord("the file ended early")
-        return data
+        try:
+            return self.file.view(self.start + start, count).tobytes()
+        except EOFError as error:
+            raise BadRecord(str(error)) from error
 
 
 def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
@@ -131,7 +119,7 @@ class RecordValues:
         if record.is_in_memory:
             values = np.frombuffer(record.read(start, num_bytes), dtype=np.uint8)
             return filler.fill(row, values)
-        return filler.read(row, record.descriptor, record.start + start)
+        return filler.read(row, record.file, record.start + start)
 
     def _rebuilt(self) -> Array:
         """The bytes of all values in C order, of a tensor that lies otherwise in its storage."""

@@ -13,7 +13,7 @@ import xxhash
 from torch.serialization import get_crc32_options
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
 from dist_checkpointing.format.index import Index
@@ -56,8 +56,9 @@ class TorchDistWriter(StorageWriter):
     """
 
     # A chunk is a shard, however large it is.
-    layout = RowBlockLayout(max_chunk_bytes=1 << 62)
+    layout: RowBlockLayout = RowBlockLayout(max_chunk_bytes=1 << 62)
     keeps_fingerprints: ClassVar[bool] = False
+    uses_object_stores: ClassVar[bool] = True
 
     def __init__(self, checkpoint_dir: Path) -> None:
         super().__init__(checkpoint_dir)
@@ -125,19 +126,23 @@ class TorchDistWriter(StorageWriter):
             self.report(data.nbytes)
             return written
 
-        def fill(name: str) -> list[Row]:
+        def fill(name: str) -> tuple[list[Row], SealedFile]:
             own, path = parts[name], self.checkpoint_dir / name
-            with DataFile.created(path, with_crc=self._with_crc, buffer_bytes=buffer_bytes) as file:
+            is_durable = self.options.durability is Durability.FSYNC
+            file = DataFile(path, with_crc=self._with_crc, buffer_bytes=buffer_bytes)
+            try:
                 rows = [written for row in own for written in write(file, row)]
-            if self.options.durability is Durability.FSYNC:
-                local.fsync_file(path)
-            return rows
+                return rows, file.close(is_durable=is_durable)
+            except BaseException:
+                file.give_up()
+                raise
 
         with ThreadPoolExecutor(max(1, len(parts)), "distcp") as pool:
-            rows = [row for part in pool.map(fill, parts) for row in part]
+            filled = list(pool.map(fill, parts))
+        rows = [row for own, _ in filled for row in own]
         if self.options.durability is Durability.FSYNC and parts:
-            local.fsync_folder(self.checkpoint_dir)
-        files = tuple(SealedFile(n, (self.checkpoint_dir / n).stat().st_size) for n in parts)
+            store.fsync_folder(self.checkpoint_dir)
+        files = tuple(file for _, file in filled)
         checked = None if with_checksums else table.is_object
         return done(WriteResults(table, sizes, checksums, checked, files, rows))
 
@@ -156,7 +161,9 @@ class TorchDistWriter(StorageWriter):
             for number, part in enumerate(_split(table, np.flatnonzero(rows), threads))
         }
 
-    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+    def finish(
+        self, metadata: Index, results: Sequence[Sequence[WriteResult]]
+    ) -> Sequence[SealedFile] | None:
         chunks: dict[str, list[tuple[Ints, Ints]]] = {key: [] for key in metadata}
         values: list[str] = []
         places: dict[tuple[str, Ints | None], Place] = {}
@@ -172,7 +179,8 @@ class TorchDistWriter(StorageWriter):
         tensors = {key: _dcp_tensor(metadata, key, chunks[key]) for key in metadata}
         content = to_pickle(DcpMetadata(tensors, tuple(values), places))
         path = self.checkpoint_dir / DCP_METADATA_NAME
-        local.write_atomic(path, content, self.options.durability)
+        store.write(path, content, self.options.durability)
+        return [SealedFile.of_bytes(DCP_METADATA_NAME, content)]
 
 
 def _rows(result: WriteResult) -> list[Row]:

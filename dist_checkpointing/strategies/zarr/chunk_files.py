@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,11 @@ import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem import new_files, store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints, Window
+from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.strategies.zarr.unpacking import Codec, unpacked
 
 Array = npt.NDArray[Any]
@@ -34,20 +36,15 @@ def _bytes_of(array: Array) -> memoryview:
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
-def write_chunk(path: str, array: Array, codec: Codec | None) -> int:
-    """Write a whole chunk file, which must not exist; returns its size."""
+def write_chunk(folder: Location, name: str, array: Array, codec: Codec | None) -> SealedFile:
+    """Write a whole chunk file, which must not exist."""
     if codec is None:
         data = _bytes_of(array)
     else:
         # Blosc shuffles bytes by the size of an element, and numpy must not need to know the dtype.
         elements = array.reshape(-1).view(f"V{array.itemsize}")
         data = memoryview(codec.encode(elements)).cast("B")
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        _write_all(descriptor, data, 0)
-    finally:
-        os.close(descriptor)
-    return len(data)
+    return SealedFile(name, len(data), etag=new_files.put(folder, name, data))
 
 
 def write_part(path: str, array: Array, chunk_shape: Ints, box: Box) -> int:
@@ -90,7 +87,7 @@ def _write_all(descriptor: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
-def read_decoded(path: str, codec: Codec, num_bytes: int, key: str) -> Array:
+def read_decoded(path: Location, codec: Codec, num_bytes: int, key: str) -> Array:
     """The bytes of the values of a compressed chunk.
 
     Raises:
@@ -98,11 +95,11 @@ def read_decoded(path: str, codec: Codec, num_bytes: int, key: str) -> Array:
     """
 
     def corrupt(problem: str, **details: Any) -> CorruptCheckpointError:
-        finding = Finding(problem, key, path=path, **details)
+        finding = Finding(problem, key, path=str(path), **details)
         return CorruptCheckpointError("the checkpoint is damaged", [finding])
 
     try:
-        encoded = Path(path).read_bytes()
+        encoded = store.read_bytes(path, 2 * num_bytes + 2**20)
     except FileNotFoundError as error:
         raise corrupt("a chunk is missing") from error
     try:

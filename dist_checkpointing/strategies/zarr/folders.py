@@ -13,7 +13,8 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import new_files, store
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.claims import (
     MOST_COMPRESSION,
@@ -47,7 +48,7 @@ from dist_checkpointing.storage.protocol import (
 from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.filling import Filler
-from dist_checkpointing.strategies.raw_chunks import ChunkReads, in_threads, read_chunks
+from dist_checkpointing.strategies.raw_chunks import ChunkReads, read_chunks
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
 from dist_checkpointing.strategies.zarr.shared_chunks import share_chunks
 from dist_checkpointing.strategies.zarr.unpacking import Codec
@@ -120,8 +121,7 @@ class ZarrFolderWriter(StorageWriter):
             self.report(int(sizes[list(shared)].sum()))
 
         def describe(file: FileContent) -> None:
-            with open(f"{self.checkpoint_dir}/{file.name}", "wb", buffering=0) as stream:  # noqa: PTH123 - many
-                stream.write(file.data)
+            new_files.put(self.checkpoint_dir, file.name, file.data, is_new=False)
 
         most_bytes, of_thread = self.options.buffer_bytes // self.options.threads, threading.local()
 
@@ -154,8 +154,8 @@ class ZarrFolderWriter(StorageWriter):
         files += [file for written in in_threads(write, rows, threads) for file in written]
         if self.options.durability is Durability.FSYNC:
             paths = [self.checkpoint_dir / file.name for file in files]
-            in_threads(local.fsync_file, paths, threads)
-            local.fsync_folders(paths, self.checkpoint_dir)
+            in_threads(store.fsync_file, paths, threads)
+            store.fsync_folders(paths, self.checkpoint_dir)
         results = WriteResults(table, sizes, files=tuple(files))
         if with_checksums:
             uppers, checksums = digests.columns.T
@@ -165,7 +165,7 @@ class ZarrFolderWriter(StorageWriter):
     def make_folders(self, names: Iterable[str]) -> None:
         """Make folders, given relative to the checkpoint."""
         for name in sorted(names):
-            (self.checkpoint_dir / name).mkdir(parents=True, exist_ok=True)
+            store.make_folder(self.checkpoint_dir / name)
 
 
 class ZarrFolderReader(StorageReader):
@@ -196,8 +196,7 @@ class ZarrFolderReader(StorageReader):
         sizes = _chunk_bytes(table, self._index).tolist()
         names = self.chunk_names(table)
         if is_encoded:
-            paths = [self.checkpoint_dir / name for name in names]
-            sizes = [path.stat().st_size if path.is_file() else 0 for path in paths]
+            sizes = [self.files.size_of(name) or 0 for name in names]
         return [
             ChunkPlace(name, num_bytes, is_encoded)
             for name, num_bytes in zip(names, sizes, strict=True)
@@ -221,35 +220,33 @@ class ZarrFolderReader(StorageReader):
         return None
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        codec, options, table = self.codec(), self.options, plan.table
+        codec, table = self.codec(), plan.table
         names = self.chunk_names(table)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        paths = [f"{self.checkpoint_dir}/{name}" for name in numbers]
         files = np.fromiter(map(numbers.__getitem__, names), dtype=np.int64, count=len(names))
         sizes = _chunk_bytes(table, self._index)
-        filler = Filler(
-            plan,
-            planner,
-            self._index,
-            max(1, options.buffer_bytes // options.threads),
-            maps_files=self.maps_files,
-        )
+        filler = Filler(plan, planner, self._index, self.files.limits)
         if codec is None:
             starts = np.zeros_like(files)
             rows = np.arange(len(table))
-            reads = ChunkReads(rows, paths, files, starts, sizes, fill_files=True)
-            read_chunks(reads, filler, options, report=self.report)
+            reads = ChunkReads(rows, [*numbers], files, starts, sizes, fill_files=True)
+            read_chunks(reads, filler, self.files, report=self.report)
             return done(None)
         order = np.argsort(files, kind="stable")
         of_files = np.split(order, np.flatnonzero(np.diff(files[order])) + 1) if len(order) else []
 
         def read_file(rows: Int64s) -> None:
             first = int(rows[0])
-            values = read_decoded(paths[files[first]], codec, int(sizes[first]), table.key(first))
+            place = self.checkpoint_dir / names[first]
+            values = read_decoded(place, codec, int(sizes[first]), table.key(first))
             for row in rows.tolist():
                 self.report(filler.fill(row, values))
 
-        in_threads(read_file, of_files, options.threads)
+        # Each has a whole chunk in memory, before and after it is decoded.
+        limits, largest = self.files.limits, 2 * int(sizes.max(initial=1))
+        fitting = limits.threads * limits.most_bytes // largest
+        threads = max(self.options.threads, min(limits.threads, fitting))
+        in_threads(read_file, of_files, threads)
         return done(None)
 
 

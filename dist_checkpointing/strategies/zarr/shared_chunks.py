@@ -11,6 +11,7 @@ import numpy as np
 
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.filesystem.links import share_file
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format.digests import columns_of, digest_of_array
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
@@ -19,11 +20,10 @@ from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.options import BaseCheck, StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base_parts import BaseParts, PlanDigests, open_base
-from dist_checkpointing.strategies.raw_chunks import in_threads
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
 from dist_checkpointing.strategies.zarr.unpacking import Codec
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 ChunkNames = Callable[[ShardTable, Index], Sequence[str | None]]
 """File that each row of a table fills by itself; None for a row that writes parts of files."""
@@ -102,7 +102,7 @@ def _digest_in_base(
     base: BaseParts, plan: SavePlan, row: int, source: SealedFile, codec: Codec | None
 ) -> bytes:
     """The digest of the values that a chunk file of the base has now."""
-    table, path = plan.table, f"{base.folder}/{source.name}"
+    table, path = plan.table, base.folder / source.name
     key, size, box = table.key(row), int(table.itemsizes[row]), table.box(row)
     chunk = base.index.chunk_shape(key)
     whole = int(table.num_bytes[row]) if chunk is None else math.prod(chunk) * size

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -24,8 +23,10 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.disk_names import check_raw_key
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
@@ -63,7 +64,7 @@ def chunk_name(index: Ints) -> str:
 class ZarrV2Writer(ZarrFolderWriter):
     """Writes zarr v2 arrays in folders named by the key."""
 
-    layout = WholeShardLayout()
+    layout: WholeShardLayout = WholeShardLayout()
     keeps_fingerprints: ClassVar[bool] = False
 
     def created_names(self, index: Index, *, world_size: int) -> Iterable[str]:
@@ -120,9 +121,10 @@ class ZarrV2Writer(ZarrFolderWriter):
     ) -> SealedFile:
         grid, own = tensor.grid, tensor.grid.box(index)
         name = f"{tensor.key}/{chunk_name(index)}"
-        path = f"{self.checkpoint_dir}/{name}"
         if box == own:
-            return SealedFile(name, write_chunk(path, chunk_array(data, grid.chunk_shape), None))
+            array = chunk_array(data, grid.chunk_shape)
+            return write_chunk(self.checkpoint_dir, name, array, None)
+        path = f"{self.checkpoint_dir}/{name}"
         array = chunk_array(data, box.shape)
         size = write_part(path, array, grid.chunk_shape, box.relative_to(own.offset))
         return SealedFile(name, size)
@@ -186,15 +188,19 @@ class ZarrV2Reader(ZarrFolderReader):
 
     def read_metadata(self) -> Index:
         root = self.checkpoint_dir
-        tensors: list[StoredTensor] = []
         damaged: list[Finding] = []
         going = noted_removal(root)
-        for key in _array_folders(root):
-            if key not in going:
-                try:
-                    tensors.append(_parse(root / key, key))
-                except CorruptCheckpointError as error:
-                    damaged += error.findings
+
+        def parse(key: str) -> StoredTensor | None:
+            try:
+                return _parse(root / key, key)
+            except CorruptCheckpointError as error:
+                damaged.extend(error.findings)
+                return None
+
+        keys = [key for key in _array_folders(root) if key not in going]
+        found = in_threads(parse, keys, self.files.limits.run_threads)
+        tensors = [tensor for tensor in found if tensor is not None]
         if damaged:
             raise CorruptCheckpointError("arrays have no readable metadata", damaged)
         return Index.of(sorted(tensors, key=lambda tensor: tensor.key))
@@ -217,13 +223,12 @@ class ZarrV2Reader(ZarrFolderReader):
         return names
 
 
-def _array_folders(root: Path, on_error: Callable[[OSError], None] | None = None) -> Iterator[str]:
+def _array_folders(
+    root: Location, on_error: Callable[[OSError], None] | None = None
+) -> Iterator[str]:
     """Keys of the folders that look like arrays. The arrays themselves are not read."""
-    for folder, names, files in os.walk(root, onerror=on_error or _raise):
-        # Megatron leaves lock folders behind that look like arrays and are none.
-        names[:] = sorted(name for name in names if not name.endswith(".sync"))
-        if _METADATA_NAME in files:
-            yield Path(folder).relative_to(root).as_posix()
+    # Megatron leaves lock folders behind that look like arrays and are none.
+    return store.folders_with(root, _METADATA_NAME, ".sync", on_error or _raise)
 
 
 def _raise(error: OSError) -> None:
@@ -237,10 +242,10 @@ def _raise_unless_gone(error: OSError) -> None:
         raise error
 
 
-def _parse(folder: Path, key: str) -> StoredTensor:
+def _parse(folder: Location, key: str) -> StoredTensor:
     path = folder / _METADATA_NAME
     with local.parsing("arrays have no readable metadata", path, key):
-        content = local.read_json(path, _MAX_METADATA_BYTES)
+        content = store.read_json(path, _MAX_METADATA_BYTES)
         shape = tuple(ints_from_json(content["shape"]))
         chunks = tuple(ints_from_json(content["chunks"]))
         options = {k: content.get(k) for k in _REQUIRED}
@@ -286,8 +291,8 @@ class ZarrSaveShardedStrategy(PlannedSaveStrategy):
         >>> save(state, "ckpt", ZarrSaveShardedStrategy())
     """
 
-    writer_type = ZarrV2Writer
-    writes = ("zarr", 1)
+    writer_type: ClassVar[type[ZarrV2Writer]] = ZarrV2Writer
+    writes: ClassVar[tuple[str, int]] = ("zarr", 1)
 
 
 class ZarrLoadShardedStrategy(PlannedLoadStrategy):
@@ -299,8 +304,8 @@ class ZarrLoadShardedStrategy(PlannedLoadStrategy):
         >>> loaded = load(state, "ckpt", ZarrLoadShardedStrategy())
     """
 
-    reader_type = ZarrV2Reader
-    reads = frozenset({("zarr", 1)})
+    reader_type: ClassVar[type[ZarrV2Reader]] = ZarrV2Reader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("zarr", 1)})
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)

@@ -13,14 +13,15 @@ from dataclasses import replace
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.disk_names import disk_name
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import (
@@ -97,7 +98,8 @@ class ZarrV3Writer(ZarrFolderWriter):
         codec: name of the compression; None for raw bytes.
     """
 
-    layout = RowBlockLayout()
+    layout: RowBlockLayout = RowBlockLayout()
+    uses_object_stores: ClassVar[bool] = True
 
     def __init__(self, checkpoint_dir: Path, codec: str | None = None) -> None:
         super().__init__(checkpoint_dir)
@@ -130,8 +132,7 @@ class ZarrV3Writer(ZarrFolderWriter):
 
         def write(row: int, data: torch.Tensor) -> list[SealedFile]:
             array = chunk_array(data, tuple(full[row] or data.shape))
-            size = write_chunk(f"{self.checkpoint_dir}/{names[row]}", array, self._codec)
-            return [SealedFile(names[row], size)]
+            return [write_chunk(self.checkpoint_dir, names[row], array, self._codec)]
 
         return write
 
@@ -141,20 +142,23 @@ class ZarrV3Writer(ZarrFolderWriter):
     def chunk_files(self, table: ShardTable, index: Index) -> Sequence[str]:
         return chunk_keys_to_write(table, index)
 
-    def finish(self, metadata: Index, results: Sequence[Sequence[WriteResult]]) -> None:
+    def finish(
+        self, metadata: Index, results: Sequence[Sequence[WriteResult]]
+    ) -> Sequence[SealedFile] | None:
         del results
         metadata = replace(metadata, codec=self._codec_name)
         durability = self.options.durability
-        path = self.checkpoint_dir / METADATA_NAME
-        local.write_atomic(path, _root_json(metadata), durability)
-        write_index(metadata, self.checkpoint_dir, durability)
+        root = _root_json(metadata)
+        store.write(self.checkpoint_dir / METADATA_NAME, root, durability)
+        index = write_index(metadata, self.checkpoint_dir, durability)
+        return [SealedFile.of_bytes(METADATA_NAME, root), index]
 
 
 class ZarrV3Reader(ZarrFolderReader):
     """Reads what ZarrV3Writer wrote."""
 
     def describing_names(self, wanted: Iterable[str]) -> Iterable[str]:
-        has_index = (self.checkpoint_dir / INDEX_NAME).exists()
+        has_index = store.is_file(self.checkpoint_dir / INDEX_NAME)
         return super().describing_names(wanted) if has_index else [METADATA_NAME]
 
     def read_metadata(self) -> Index:
@@ -169,14 +173,15 @@ class ZarrV3Reader(ZarrFolderReader):
 
     def claimed_in(self, key: str) -> str:
         del key
-        name = INDEX_NAME if (self.checkpoint_dir / INDEX_NAME).exists() else METADATA_NAME
+        is_indexed = store.is_file(self.checkpoint_dir / INDEX_NAME)
+        name = INDEX_NAME if is_indexed else METADATA_NAME
         return str(self.checkpoint_dir / name)
 
     def chunk_names(self, table: ReadTable) -> list[str]:
         return chunk_keys_to_read(table, self._index)
 
 
-def rebuild_index(checkpoint_dir: Path) -> Index:
+def rebuild_index(checkpoint_dir: Location) -> Index:
     """The index, from the consolidated metadata that is written for other tools.
 
     Raises:
@@ -184,13 +189,13 @@ def rebuild_index(checkpoint_dir: Path) -> Index:
     """
     path = checkpoint_dir / METADATA_NAME
     try:
-        root = local.read_json(path, _MAX_METADATA_BYTES)
+        root = store.read_json(path, _MAX_METADATA_BYTES)
         nodes = root["consolidated_metadata"]["metadata"]
         going = {
             name.split("/")[0] for names in noted_removal(checkpoint_dir).values() for name in names
         }
-        names = local.names_in(checkpoint_dir)
-        found = {name for name in names if (checkpoint_dir / name / METADATA_NAME).exists()}
+        names = store.names_in(checkpoint_dir)
+        found = {name for name in names if store.is_file(checkpoint_dir / name / METADATA_NAME)}
         unlisted = sorted(found - going - nodes.keys())
         if unlisted:
             raise ValueError(f"it does not list these arrays: {', '.join(unlisted[:20])}")
@@ -260,8 +265,8 @@ class Zarr3SaveShardedStrategy(PlannedSaveStrategy):
         >>> save(state, "ckpt", Zarr3SaveShardedStrategy(codec="zstd"))
     """
 
-    writer_type = ZarrV3Writer
-    writes = ("zarr", 2)
+    writer_type: ClassVar[type[ZarrV3Writer]] = ZarrV3Writer
+    writes: ClassVar[tuple[str, int]] = ("zarr", 2)
 
     def __init__(
         self,
@@ -292,8 +297,8 @@ class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
         >>> loaded = load(state, "ckpt", Zarr3LoadShardedStrategy())
     """
 
-    reader_type = ZarrV3Reader
-    reads = frozenset({("zarr", 2)})
+    reader_type: ClassVar[type[ZarrV3Reader]] = ZarrV3Reader
+    reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("zarr", 2)})
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)

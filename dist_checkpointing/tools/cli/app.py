@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import typer
@@ -11,9 +13,19 @@ from typer.core import TyperGroup
 
 from dist_checkpointing import __version__
 from dist_checkpointing.errors import CheckpointingException
-from dist_checkpointing.tools.cli import convert, diff, ls, plan, rm_prefix, show, stats, verify
+from dist_checkpointing.tools.cli import (
+    convert,
+    diff,
+    ls,
+    plan,
+    rm_prefix,
+    show,
+    stats,
+    verify,
+    watch,
+)
 from dist_checkpointing.tools.cli import map as map_command
-from dist_checkpointing.tools.cli.screen import fail, say
+from dist_checkpointing.tools.cli.screen import fail, print_json, say
 
 EXIT_BAD_INPUT: Final = 2
 EXIT_INTERRUPTED: Final = 130
@@ -54,19 +66,26 @@ app = typer.Typer(
     cls=_Program,
     name="dckpt",
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("ls")(ls.ls)
-app.command("show")(show.show)
-app.command("stats")(stats.stats)
-app.command("verify")(verify.verify)
-app.command("diff")(diff.diff)
-app.command("convert")(convert.convert)
-app.command("plan")(plan.plan)
-app.command("map")(map_command.map_tensors)
-app.command("rm-prefix")(rm_prefix.rm_prefix)
+COMMANDS: Final[dict[str, tuple[Callable[..., None], str]]] = {
+    "ls": (ls.ls, "List a checkpoint, or the steps of a run."),
+    "show": (show.show, "Show one tensor, object or value."),
+    "stats": (stats.stats, "Count what it consists of, or what moved."),
+    "watch": (watch.watch, "Follow a save that is going on."),
+    "verify": (verify.verify, "Read all of it and name what is damaged."),
+    "diff": (diff.diff, "Compare two checkpoints."),
+    "convert": (convert.convert, "Convert it into another format."),
+    "plan": (plan.plan, "Forecast a load on many ranks."),
+    "map": (map_command.map_tensors, "Draw chunks and who wrote them (HTML)."),
+    "rm-prefix": (rm_prefix.rm_prefix, "Remove tensors for good."),
+}
+"""Every command: its function, and what it does in a few words."""
+
+for _name, (_function, _what) in COMMANDS.items():
+    app.command(_name, short_help=_what)(_function)
 
 
 def _say_version(wanted: bool) -> None:
@@ -107,8 +126,21 @@ def main() -> None:
     except _ANSWERED as error:
         if debug:
             raise
+        if "--json" in sys.argv:
+            # Scripts read the standard output, people the line below.
+            print_json({"error": _as_json(error)})
         fail(_text(error))
         sys.exit(EXIT_BAD_INPUT)
+
+
+def _as_json(error: Exception) -> dict[str, Any]:
+    findings = error.findings if isinstance(error, CheckpointingException) else ()
+    message = error.message if isinstance(error, CheckpointingException) else _text(error)
+    return {
+        "type": type(error).__name__,
+        "message": message,
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+    }
 
 
 def _text(error: Exception) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.byte_sizes import bytes_text, parse_bytes
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
@@ -16,6 +17,8 @@ from dist_checkpointing.tools.cli.screen import (
     progress_bar,
     say,
 )
+from dist_checkpointing.tools.inspect.opening import explaining
+from dist_checkpointing.tools.inspect.runs import located
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.convert import Conversion
@@ -27,6 +30,7 @@ def convert(
     source: Annotated[
         Path,
         typer.Argument(
+            parser=location,
             help="A checkpoint of any backend (also Megatron's, torch DCP's), safetensors (a file, "
             "or a folder of them), or a file of torch.save.",
             show_default=False,
@@ -35,8 +39,9 @@ def convert(
     destination: Annotated[
         Path,
         typer.Argument(
-            help="What to make: a folder; with --to torch a file, with --to safetensors a file if "
-            "it ends in .safetensors. Must not exist.",
+            parser=location,
+            help="What to make: a folder or the URL of one; with --to torch a file, with "
+            "--to safetensors a file if it ends in .safetensors. Must not exist.",
             show_default=False,
         ),
     ],
@@ -71,6 +76,15 @@ def convert(
         ),
     ] = None,
     lossy: Annotated[bool, typer.Option("--lossy", help="Allow --cast to change values.")] = False,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rules in JSON or YAML that make other tensors of those of SOURCE, applied before "
+            "all other options. --dry-run shows what comes from where.",
+            show_default=False,
+        ),
+    ] = None,
     reshard: Annotated[
         Texts | None,
         typer.Option(
@@ -121,6 +135,7 @@ def convert(
     Example: dckpt convert ckpt/1000 model --to safetensors --include ^model
     """
     # Imported here, because it imports torch.
+    from dist_checkpointing.planning.recipe import Recipe  # noqa: PLC0415
     from dist_checkpointing.tools import convert  # noqa: PLC0415
 
     rules = convert.Rules.parse(
@@ -142,10 +157,17 @@ def convert(
         dry_run=dry_run,
     )
     convert.return_freed_memory()
+    place = located(source)
     try:
-        with progress_bar("planning", None) as bar:
+        with progress_bar("planning", None) as bar, explaining(place):
             done = convert.convert(
-                source, destination, to, rules=rules, options=options, progress=bar.show
+                place,
+                destination,
+                to,
+                rules=rules,
+                recipe=None if recipe is None else Recipe.read(recipe),
+                options=options,
+                progress=bar.show,
             )
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"nothing of {destination} is left") from None
@@ -158,13 +180,11 @@ def convert(
 def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
     plan = done.plan
     if dry_run:
-        for tensor in plan.tensors:
-            old = tensor.source
-            arrow = "" if old.key == tensor.key else f"{one_line(old.key)} -> "
-            dtype = tensor.dtype.name
-            change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
-            say(f"{arrow}{one_line(tensor.key)}  {change}{list(tensor.shape)}")
+        _show_tensors(done)
     say(f"{_summary(done, dry_run=dry_run)}: {one_line(str(destination))}")
+    if done.made is not None and done.made.idle and not dry_run:
+        idle = counted(len(done.made.idle), "rule")
+        say(f"  recipe: {idle} of {len(done.made.counts)} matched nothing, see --dry-run")
     if plan.num_left:
         say(f"  left: {counted(plan.num_left, 'key')} that include and exclude do not take")
     if plan.num_renamed:
@@ -187,6 +207,17 @@ def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
         say(f"  left out, {done.target} cannot hold it: {one_line(what)}")
 
 
+def _show_tensors(done: Conversion) -> None:
+    for line in str(done.made or "").splitlines():
+        say(one_line(line))
+    for tensor in done.plan.tensors:
+        old = tensor.source
+        arrow = "" if old.key == tensor.key else f"{one_line(old.key)} -> "
+        dtype = tensor.dtype.name
+        change = dtype if dtype == old.dtype.name else f"{old.dtype.name} -> {dtype}"
+        say(f"{arrow}{one_line(tensor.key)}  {change}{list(tensor.shape)}")
+
+
 def _summary(done: Conversion, *, dry_run: bool) -> str:
     plan = done.plan
     what = f"{counted(len(plan.tensors), 'tensor')} ({bytes_text(plan.num_bytes)})"
@@ -195,8 +226,8 @@ def _summary(done: Conversion, *, dry_run: bool) -> str:
     way = f"{done.source} -> {done.target}"
     if dry_run:
         return f"would convert {what}, {way}"
-    speed = plan.num_bytes / 1e9 / max(done.seconds, 1e-9)
-    return f"converted {what}, {way}, in {done.seconds:.1f} s ({speed:.2f} GB/s)"
+    speed = bytes_text(plan.num_bytes / max(done.seconds, 1e-9))
+    return f"converted {what}, {way}, in {done.seconds:.1f} s ({speed}/s)"
 
 
 def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
@@ -228,4 +259,5 @@ def _as_json(done: Conversion, *, dry_run: bool) -> dict[str, Any]:
         "verified_bytes": done.verified_bytes,
         "not_verified": done.not_verified,
         "num_proven": done.num_proven,
+        "recipe": None if done.made is None else done.made.as_json(),
     }

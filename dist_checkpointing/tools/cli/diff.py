@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.byte_sizes import parse_bytes
+from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
     CheckpointArgument,
@@ -23,8 +25,10 @@ from dist_checkpointing.tools.cli.screen import (
     print_json,
     progress_bar,
     say,
+    terminal_width,
 )
 from dist_checkpointing.tools.inspect.listing import name_filter, shape_text
+from dist_checkpointing.tools.inspect.opening import open_tensors
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.inspect.comparison import (
@@ -35,11 +39,14 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERENT = 1
 _MOST_LISTED = 50
+_NARROW = 96
 
 
 def diff(
     first: CheckpointArgument,
-    second: Annotated[Path, typer.Argument(help="The checkpoint to compare it with.")],
+    second: Annotated[
+        Path, typer.Argument(parser=location, help="The checkpoint to compare it with.")
+    ],
     pattern: Annotated[
         str | None,
         typer.Argument(help="Only these keys, as in dckpt ls: a glob or a part of the key."),
@@ -53,13 +60,16 @@ def diff(
     ] = False,
     regex: Regex = False,
     memory: Annotated[
-        str, typer.Option(help="Values in memory at a time, such as 256MiB or 2GiB.")
-    ] = "256MiB",
+        str, typer.Option(metavar="SIZE", help="Memory that this process may take in all.")
+    ] = "2GiB",
     read_all: Annotated[
         bool,
         typer.Option(
             "--read-all", help="Read also tensors that have the same fingerprint in both."
         ),
+    ] = False,
+    summary: Annotated[
+        bool, typer.Option("--summary", help="Print only the counts, in one line.")
     ] = False,
     trusted: Trusted = False,
     quiet: Annotated[
@@ -75,11 +85,14 @@ def diff(
     the same bit for bit, NaN included.
 
     Exit code: 0 if they are the same, 1 if they differ, 2 if they cannot
-    be compared.
+    be compared. Also opens safetensors (a file or a folder) and files of
+    torch.save, and then compares what these can hold.
 
     Example: dckpt diff ckpt/1000 converted --rtol 1e-3
     """
-    # Imports torch.
+    # These import torch.
+    from dist_checkpointing.storage.options import ReadMode, StorageOptions  # noqa: PLC0415
+    from dist_checkpointing.tools.convert.memory import budget_of  # noqa: PLC0415
     from dist_checkpointing.tools.inspect.comparison import (  # noqa: PLC0415
         Tolerance,
         compare_checkpoints,
@@ -87,8 +100,17 @@ def diff(
 
     wanted = name_filter(pattern, regex=regex)
     tolerance = Tolerance(rtol=rtol, atol=atol, equal_nan=equal_nan)
-    a = Checkpoint.open(first, trusted=trusted)
-    b = Checkpoint.open(second, trusted=trusted)
+    a = open_tensors(first, trusted=trusted)
+    b = open_tensors(second, trusted=trusted)
+    if pattern is not None and not any(wanted(key) for opened in (a, b) for key in _names(opened)):
+        raise LookupError(
+            f"neither checkpoint has a key that matches {pattern!r}{hint(pattern, a)}"
+        )
+    budget = budget_of(parse_bytes(memory))
+    for opened in (a, b):
+        if opened.backend[0] not in ("safetensors", "torch"):
+            # Pages of a mapped file would count as memory in use.
+            opened.reads.options = StorageOptions(read_mode=ReadMode.PREAD)
     num_bytes = sum(tensor.num_bytes for key, tensor in a.items() if wanted(key) and key in b)
     with progress_bar("comparing", num_bytes) as bar:
         found = compare_checkpoints(
@@ -97,17 +119,27 @@ def diff(
             tolerance=tolerance,
             wanted=wanted,
             ignore_dtype=ignore_dtype,
-            memory_bytes=parse_bytes(memory),
+            memory_bytes=budget.buffer_bytes,
             report=bar.advance,
             read_all=read_all,
         )
     if as_json:
-        print_json(_as_json(a, b, found))
+        print_json(_as_json(a, b, found, summary=summary))
+    elif summary and not quiet:
+        say(_verdict(found))
     elif not quiet:
         for line in _lines(a, b, found):
             say(line)
     if not found.is_same:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _names(opened: Checkpoint) -> Iterator[str]:
+    from dist_checkpointing.tools.inspect import plain_state  # noqa: PLC0415 - imports torch
+
+    yield from opened
+    yield from opened.objects
+    yield from plain_state.entries(opened.common)
 
 
 def _lines(a: Checkpoint, b: Checkpoint, found: Comparison) -> Iterator[str]:
@@ -129,8 +161,10 @@ def _lines(a: Checkpoint, b: Checkpoint, found: Comparison) -> Iterator[str]:
     values = [row for row in found.differing if row.values and row.values.num_differing]
     if values:
         yield painted("other values", "bold")
-        headers = ("KEY", "DIFFERING", "MAX ABS", "MAX REL", "FIRST AT", "VALUES")
+        headers: tuple[str, ...] = ("KEY", "DIFFERING", "MAX ABS", "MAX REL", "FIRST AT", "VALUES")
         rows = [_value_row(row) for row in values[:_MOST_LISTED]]
+        if (terminal_width() or _NARROW) < _NARROW:
+            headers, rows = headers[:4], [_narrowed(row) for row in rows]
         yield from in_columns(headers, rows, right=[1, 2, 3])
         yield from _more(values)
         yield ""
@@ -141,6 +175,8 @@ def _lines(a: Checkpoint, b: Checkpoint, found: Comparison) -> Iterator[str]:
                 yield from _entry_lines(entry)
             yield from _more(entries)
             yield ""
+    if found.left_out is not None:
+        yield painted(f"not compared: {found.left_out}", "dim")
     yield _verdict(found)
 
 
@@ -149,7 +185,8 @@ def _verdict(found: Comparison) -> str:
     if found.is_same:
         known = found.num_by_fingerprint
         compared += f" ({known:,} by fingerprint)" if known else ""
-        return painted(f"the same: {compared}, objects and common state", "green")
+        others = "" if found.left_out else ", objects and common state"
+        return painted(f"the same: {compared}{others}", "green")
     counts = [
         (len(found.differing), f"of {compared} differing"),
         (len(found.only_first), "only in the first"),
@@ -184,6 +221,11 @@ def _value_row(row: TensorComparison) -> tuple[str, ...]:
     )
 
 
+def _narrowed(row: tuple[str, ...]) -> tuple[str, ...]:
+    """The columns for a narrow terminal, without the number of all elements."""
+    return (row[0], row[1].partition(" ")[0], *row[2:4])
+
+
 def _number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
@@ -200,13 +242,23 @@ def _more(rows: Sequence[object]) -> Iterator[str]:
         yield painted(f"... {len(rows) - _MOST_LISTED:,} more (--json lists all)", "dim")
 
 
-def _as_json(a: Checkpoint, b: Checkpoint, found: Comparison) -> dict[str, Any]:
-    return {
+def _as_json(a: Checkpoint, b: Checkpoint, found: Comparison, *, summary: bool) -> dict[str, Any]:
+    counts = {
         "first": str(a.path),
         "second": str(b.path),
         "is_same": found.is_same,
         "num_compared": len(found.tensors),
         "num_by_fingerprint": found.num_by_fingerprint,
+        "num_differing": len(found.differing),
+        "num_only_first": len(found.only_first),
+        "num_only_second": len(found.only_second),
+        "num_objects": len(found.objects),
+        "num_common": len(found.common),
+        "not_compared": found.left_out,
+    }
+    if summary:
+        return counts
+    return counts | {
         "only_first": found.only_first,
         "only_second": found.only_second,
         "tensors": [dataclasses.asdict(row) for row in found.differing],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,12 +13,15 @@ import typer
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.gc_pause import paused_collector
+from dist_checkpointing.format.near_names import hint
+from dist_checkpointing.tools.cli.run_listing import print_run
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
     CheckpointArgument,
     Regex,
     Trusted,
     counted,
+    fail,
     in_columns,
     one_line,
     painted,
@@ -37,10 +41,13 @@ from dist_checkpointing.tools.inspect.listing import (
     subtotals,
     tensor_entries,
 )
+from dist_checkpointing.tools.inspect.opening import open_tensors
+from dist_checkpointing.tools.inspect.runs import LATEST, is_run, located, read_run
 
 _NARROW = 90
 _MOST_SUBTOTALS = 12
 _LINES_AT_ONCE = 1000
+_NO_MATCH = 1
 
 
 def ls(
@@ -48,7 +55,7 @@ def ls(
     pattern: Annotated[
         str | None,
         typer.Argument(
-            help="Only these keys: a glob for the whole key if it has *, ? or \\[, else part of it."
+            help="Only these keys: a glob for the whole key if it has *, ? or [, else part of it."
         ),
     ] = None,
     *,
@@ -71,17 +78,32 @@ def ls(
     trusted: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the tensors of a checkpoint: key, shape, dtype, size and how they are cut.
+    """List the tensors of a checkpoint, or the steps of a run.
+
+    Of a tensor: key, shape, dtype, size and how it is cut. Also opens
+    safetensors (a file or a folder) and files of torch.save. Of a step of a
+    run: whether it is whole, its age, size and what deleting it would free
+    (OWN), and which steps share files with it.
 
     "8x1 of 512x4096" means 8 chunks along the first axis and 1 along the
     second, each of that shape. A fingerprint depends on values, dtype and
     shape, and not on how a tensor is cut. One that the save did not keep is
     computed: the tensor is read.
 
+    Exit code: 0, 1 if PATTERN matches nothing, 2 if there is nothing to list.
+
+    Example: dckpt ls runs/gpt
+
     Example: dckpt ls ckpt/1000 "optimizer.*" --tree --depth 2
     """
     wanted = name_filter(pattern, regex=regex)
-    opened = Checkpoint.open(checkpoint, trusted=trusted)
+    place = located(checkpoint)
+    if isinstance(place, Path) and is_run(place):
+        if pattern is not None or everything or fingerprint or tree or depth is not None:
+            raise ValueError(f"{place} is a run: name a step of it, as {place}@{LATEST}")
+        print_run(read_run(place), as_json=as_json)
+        return
+    opened = open_tensors(place, trusted=trusted)
     with paused_collector():
         tensors = list(tensor_entries(opened.index, wanted))
         others = [entry for entry in _others(opened) if wanted(entry.key)] if everything else []
@@ -95,8 +117,13 @@ def ls(
             _print_table([*tensors, *others], prints)
             _print_total(tensors, others)
             _print_subtotals(tensors)
-            if pattern is None and (files := count_files(opened.path)).num_bytes_shared:
+            if pattern is None and (files := count_files(opened.folder)).num_bytes_shared:
                 say(f"of its own: {files.own_text()}")
+    if pattern is not None and not tensors and not others:
+        near = hint(pattern, opened)
+        more = "" if everything else "; --all looks at objects and common state too"
+        fail(f"no key of {opened.path} matches {pattern!r}{near or more}")
+        raise typer.Exit(_NO_MATCH)
 
 
 def _fingerprints(opened: Checkpoint, tensors: Sequence[Entry]) -> dict[str, str]:

@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from dist_checkpointing.checkpoint.handle import Checkpoint
-from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.tools.cli.screen import (
     CheckpointArgument,
+    check_page,
     out,
     print_json,
+    write_page,
 )
+from dist_checkpointing.tools.inspect.opening import open_checkpoint
 from dist_checkpointing.tools.map import checkpoint_map
 from dist_checkpointing.tools.map.page import render_page
 
@@ -36,19 +37,10 @@ def map_tensors(
 
     Example: dckpt map ckpt/1000 decoder.weight -o weight.html
     """
-    if output.suffix.lower() != ".html":
-        page = output.with_suffix(".html")
-        raise ValueError(
-            f"{str(output)!r} must end in .html: write {str(page)!r} and open it in a browser"
-        )
-    if output.exists() and not force:
-        raise FileExistsError(f"{output} exists: name another file, or pass --force")
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"the folder {output.absolute().parent} does not exist")
-    chunks = checkpoint_map(Checkpoint.open(checkpoint), None if key is None else [key])
-    data = render_page(chunks).encode()
-    local.write_atomic(output, data, local.Durability.PAGE_CACHE)
+    check_page(output, force=force)
+    chunks = checkpoint_map(open_checkpoint(checkpoint), None if key is None else [key])
+    size = write_page(output, render_page(chunks))
     if as_json:
-        print_json({"file": str(output), "bytes": len(data), "tensors": len(chunks.tensors)})
+        print_json({"file": str(output), "bytes": size, "tensors": len(chunks.tensors)})
     else:
-        out.print(f"{output}  {bytes_text(len(data))}", markup=False, soft_wrap=True)
+        out.print(f"{output}  {bytes_text(size)}", markup=False, soft_wrap=True)

@@ -7,23 +7,29 @@ import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
     CheckpointArgument,
     counted,
+    facts_lines,
+    in_columns,
     one_line,
-    out,
+    painted,
     print_json,
     same_for_all_layers,
+    say,
+    say_wrapped,
+    terminal_width,
 )
 from dist_checkpointing.tools.forecast.topology import (
     KeyCut,
@@ -31,8 +37,10 @@ from dist_checkpointing.tools.forecast.topology import (
     cut_keys,
     guessed_rules,
     parse_rule,
+    stacked_keys,
     stored_axis,
 )
+from dist_checkpointing.tools.inspect.opening import open_checkpoint
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.forecast.forecast import Forecast, RankCost
@@ -72,6 +80,15 @@ def plan(
             help="What each rank wants: function(rank, world_size) returns a sharded state dict.",
         ),
     ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(
+            "--recipe",
+            metavar="FILE",
+            help="Load what these rules (JSON or YAML) make of the checkpoint, and show what comes "
+            "from where.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a load on many ranks and show what it costs. Nothing is allocated or loaded.
@@ -88,29 +105,42 @@ def plan(
     Example: dckpt plan ckpt/1000 --tp 2 --shard 'experts.*=0'
     """
     rules = [parse_rule(text) for text in shard or []]
-    opened = Checkpoint.open(checkpoint)
+    opened = open_checkpoint(checkpoint)
     cuts: list[KeyCut] = []
     if (template is None) != (ranks is None):
         raise ValueError("--template and --ranks go together: pass both, or neither")
     if template is not None and (tp > 1 or dp > 1 or rules):
         raise ValueError("a template says how tensors are cut: leave --tp, --dp and --shard out")
     # Imported here, because forecasts import torch.
+    from dist_checkpointing.planning.recipe import Recipe, derive  # noqa: PLC0415
+    from dist_checkpointing.serialization.load_recipe import shapes_of  # noqa: PLC0415
     from dist_checkpointing.tools.forecast.forecast import forecast_of  # noqa: PLC0415
     from dist_checkpointing.tools.forecast.templates import (  # noqa: PLC0415
         of_function,
         of_tensor_parallel,
     )
 
+    rows = None if recipe is None else Recipe.read(recipe)
+    made, index = None, opened.index
     if template is None or ranks is None:
-        cuts = cut_keys(opened.index, tp, [*rules, *guessed_rules(opened.index)])
-        wants = of_tensor_parallel(opened.index, cuts, parts=tp, replicas=dp)
+        if rows is not None:
+            made = derive(rows, opened.index, opened.objects)
+            index = made.index
+        cuts = cut_keys(index, tp, [*rules, *guessed_rules(index)])
+        wants = of_tensor_parallel(index, cuts, parts=tp, replicas=dp)
     else:
         wants = of_function(template, ranks)
-    found = forecast_of(opened, wants)
+        if rows is not None:
+            leaves = [leaf for want in wants for leaf in want.tensors.values()]
+            made = derive(rows, opened.index, opened.objects, shapes_of(leaves))
+    found = forecast_of(opened, wants, made)
     if as_json:
-        print_json(_as_json(opened, found, cuts))
+        answer = _as_json(opened, found, cuts)
+        print_json(answer if made is None else {**answer, "recipe": made.as_json()})
     else:
-        _show(opened, found, cuts, tp)
+        for line in str(made).splitlines() if made is not None else ():
+            say(one_line(line))
+        _show(opened, index, found, cuts, tp)
     if found.findings:
         raise typer.Exit(_DOES_NOT_FIT)
 
@@ -118,32 +148,37 @@ def plan(
 # The text that is printed.
 
 
-def _show(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut], tp: int) -> None:
+def _show(
+    opened: Checkpoint, index: Index, found: Forecast, cuts: Sequence[KeyCut], tp: int
+) -> None:
     backend, version = opened.backend
     stored = sum(handle.num_bytes for handle in opened.values())
     size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
-    out.print(f"{opened.path} ({backend} {version}): {size}", markup=False)
+    say_wrapped(f"{opened.path} ({backend} {version}): {size}")
     topology = f"Load on {counted(found.num_ranks, 'rank')}"
     if cuts and found.num_ranks > 1:
         topology += f": {counted(tp, 'tensor-parallel rank')}"
         topology += f" x {found.num_ranks // tp} replicas" if found.num_ranks > tp else ""
-    out.print(f"{topology}\n")
-    out.print(_table(found.costs))
-    out.print()
-    out.print(_totals(opened, found))
+    say_wrapped(topology)
+    say()
+    for line in (*_table(found.costs), "", *_totals(opened, found)):
+        say(line)
     if cuts and tp > 1:
-        out.print()
-        _show_cuts(opened, cuts, tp)
+        say()
+        _show_cuts(index, cuts, tp)
     if found.unasked:
         count = counted(len(found.unasked), "tensor")
-        out.print(f"\nwanted by no rank: {count}", style="yellow")
+        say()
+        say_wrapped(f"wanted by no rank: {count}", "yellow")
         _show_keys(found.unasked)
     if found.findings:
-        out.print(f"\n[bold red]This load would fail[/]: {counted(len(found.findings), 'finding')}")
+        say(
+            f"\n{painted('This load would fail', 'red')}: {counted(len(found.findings), 'finding')}"
+        )
         for finding in found.findings[:_MOST_LISTED]:
-            out.print(f"  {one_line(str(finding))}", markup=False)
+            say_wrapped(f"  {one_line(str(finding))}")
         if len(found.findings) > _MOST_LISTED:
-            out.print(f"  and {len(found.findings) - _MOST_LISTED} more (see --json)")
+            say(f"  and {len(found.findings) - _MOST_LISTED} more (see --json)")
 
 
 _COLUMNS: tuple[tuple[str, Callable[[RankCost], float], Callable[[float], str]], ...] = (
@@ -160,28 +195,27 @@ _COLUMNS: tuple[tuple[str, Callable[[RankCost], float], Callable[[float], str]],
 _LEFT_OUT_IF_NARROW = ("tensors", "ratio", "boxes")
 
 
-def _table(costs: Sequence[RankCost]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("rank", style="bold", no_wrap=True)
-    is_narrow = out.width < _WIDE
+def _table(costs: Sequence[RankCost]) -> Iterator[str]:
+    is_narrow = (terminal_width() or _WIDE) < _WIDE
     columns = [c for c in _COLUMNS if not (is_narrow and c[0] in _LEFT_OUT_IF_NARROW)]
-    for name, _, _ in columns:
-        table.add_column(name, justify="right", no_wrap=True)
     if len(costs) <= _MOST_ROWS:
-        for cost in costs:
-            cells = [text(value(cost)) for _, value, text in columns]
-            table.add_row(_ranks_text(cost.ranks), *cells)
-        return table
-    every = [cost for cost in costs for _ in cost.ranks]
-    choices: dict[str, Callable[[list[float]], float]] = {
-        "min": min,
-        "median": statistics.median_low,
-        "max": max,
-    }
-    for name, choose in choices.items():
-        cells = [text(choose([value(cost) for cost in every])) for _, value, text in columns]
-        table.add_row(name, *cells)
-    return table
+        rows = [
+            (_ranks_text(cost.ranks), *(text(value(cost)) for _, value, text in columns))
+            for cost in costs
+        ]
+    else:
+        every = [cost for cost in costs for _ in cost.ranks]
+        choices: dict[str, Callable[[list[float]], float]] = {
+            "min": min,
+            "median": statistics.median_low,
+            "max": max,
+        }
+        rows = [
+            (name, *(text(choose([value(cost) for cost in every])) for _, value, text in columns))
+            for name, choose in choices.items()
+        ]
+    headers = ("rank", *(name for name, _, _ in columns))
+    return in_columns(headers, rows, right=range(1, len(headers)))
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
@@ -190,42 +224,39 @@ def _ranks_text(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
 
 
-def _totals(opened: Checkpoint, found: Forecast) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
+def _totals(opened: Checkpoint, found: Forecast) -> Iterator[str]:
     ratio = found.read_bytes / found.wanted_bytes if found.wanted_bytes else 1.0
     wanted, read = bytes_text(found.wanted_bytes), bytes_text(found.read_bytes)
-    grid.add_row("all ranks", f"want {wanted}, read {read} ({ratio:.2f} x)")
+    rows = [("all ranks", f"want {wanted}, read {read} ({ratio:.2f} x)")]
     if found.shared_read_bytes != found.read_bytes:
-        grid.add_row(
-            "",
-            f"{bytes_text(found.shared_read_bytes)} if replicas pass on what one of them reads "
-            "(FullyParallelLoadStrategyWrapper)",
-        )
+        shared = bytes_text(found.shared_read_bytes)
+        how = "(FullyParallelLoadStrategyWrapper)"
+        rows.append(("", f"{shared} if replicas pass on what one of them reads {how}"))
     files = found.files
-    size = sum(path.stat().st_size for name in files if (path := opened.path / name).is_file())
-    grid.add_row("files", f"{len(files)} opened, {bytes_text(size)} in all")
-    return grid
+    size = sum(store.size_of(opened.folder / name) or 0 for name in files)
+    rows.append(("files", f"{len(files)} opened, {bytes_text(size)} in all"))
+    if not files and found.read_bytes:
+        rows[-1] = ("files", "no other: the values lie with what describes the checkpoint")
+    return facts_lines(rows)
 
 
-def _show_cuts(opened: Checkpoint, cuts: Sequence[KeyCut], tp: int) -> None:
+def _show_cuts(index: Index, cuts: Sequence[KeyCut], tp: int) -> None:
     axes = Counter((cut.axis, cut.reason) for cut in cuts if cut.axis is not None)
     for (axis, reason), count in sorted(axes.items(), key=lambda item: item[0][0]):
         how = f", {reason.value}" if reason is Reason.STORED else ""
-        out.print(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
+        say_wrapped(f"cut along axis {axis}{how}: {counted(count, 'tensor')}")
     for reason in (Reason.NO_RULE, Reason.STORED, Reason.NOT_DIVISIBLE, Reason.ASKED):
         keys = [cut.key for cut in cuts if cut.axis is None and cut.reason is reason]
         if keys:
-            size = bytes_text(sum(opened.index[key].num_bytes for key in keys))
+            size = bytes_text(sum(index[key].num_bytes for key in keys))
             why = f"{reason.value} by {tp}" if reason is Reason.NOT_DIVISIBLE else reason.value
-            out.print(
+            say_wrapped(
                 f"whole on every rank, {why}: {counted(len(keys), 'tensor')}, {size}",
-                style="yellow" if reason is Reason.NOT_DIVISIBLE else None,
+                "yellow" if reason is Reason.NOT_DIVISIBLE else None,
             )
-            _show_keys(sorted(keys, key=lambda key: -opened.index[key].num_bytes))
-        if reason is Reason.STORED and (rule := _example_rule(opened.index, cuts, tp)):
-            out.print(f"To cut them, say how: --shard {rule}", markup=False, soft_wrap=True)
+            _show_keys(sorted(keys, key=lambda key: -index[key].num_bytes))
+        if reason is Reason.STORED and (rule := _example_rule(index, cuts, tp)):
+            say(f"To cut them, say how: --shard {rule}")
 
 
 def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
@@ -237,12 +268,13 @@ def _example_rule(index: Index, cuts: Sequence[KeyCut], tp: int) -> str | None:
     }
     if sum(whole.values()) < _WORTH_CUTTING * sum(index[cut.key].num_bytes for cut in cuts):
         return None
+    stacked = stacked_keys(index)
     for key in sorted(whole, key=lambda key: -whole[key]):
-        stored = index[key]
-        extents = enumerate(stored.global_shape)
+        stored, is_stacked = index[key], key in stacked
+        extents = list(enumerate(stored.global_shape))[is_stacked:]
         fits = [axis for axis, extent in extents if extent and extent % tp == 0]
         if fits:
-            own = stored_axis(stored)
+            own = stored_axis(stored, is_stacked=is_stacked)
             # The part after the number of the layer, which all layers share.
             name = same_for_all_layers(key).rpartition("*.")[2]
             pattern = re.escape(name).replace(r"\.", ".")
@@ -255,9 +287,9 @@ def _show_keys(keys: Sequence[str]) -> None:
     groups = Counter(map(same_for_all_layers, keys))
     for name, count in list(groups.items())[:_MOST_LISTED]:
         times = f"  ({count})" if count > 1 else ""
-        out.print(f"  {one_line(name)}{times}", markup=False, style="dim", soft_wrap=True)
+        say(painted(f"  {one_line(name)}{times}", "dim"))
     if len(groups) > _MOST_LISTED:
-        out.print(f"  and {len(groups) - _MOST_LISTED} more", style="dim")
+        say(painted(f"  and {len(groups) - _MOST_LISTED} more", "dim"))
 
 
 def _as_json(opened: Checkpoint, found: Forecast, cuts: Sequence[KeyCut]) -> dict[str, Any]:

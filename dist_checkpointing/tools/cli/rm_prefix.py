@@ -8,24 +8,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.tools.cli.screen import (
     CheckpointArgument,
     bytes_on_disk,
     counted,
-    escaped,
+    facts_lines,
     in_columns,
     one_line,
-    out,
+    painted,
     print_json,
     same_for_all_layers,
     say,
 )
 from dist_checkpointing.tools.inspect.listing import shape_text
+from dist_checkpointing.tools.inspect.opening import open_checkpoint
 
 _MOST_LISTED = 12
 _NO = 1
@@ -57,12 +58,13 @@ def rm_prefix(
         raise ValueError("an empty prefix means every tensor: delete the whole checkpoint instead")
     if as_json and not (yes or dry_run):
         raise ValueError("--json asks nothing: pass --yes to remove, or --dry-run to look")
-    opened = Checkpoint.open(checkpoint)
+    opened = open_checkpoint(checkpoint)
+    place = opened.path
     # Imported here, because strategies import torch.
     from dist_checkpointing.comm import SingleProcess  # noqa: PLC0415
     from dist_checkpointing.serialization.readers import preview_removal, remove_sharded_tensors  # noqa: PLC0415
 
-    planned = preview_removal(checkpoint, prefix)
+    planned = preview_removal(place, prefix)
     if not planned.keys and not planned.is_unfinished:
         raise LookupError(_nothing(opened, prefix))
     document = _as_json(opened, prefix, planned)
@@ -70,13 +72,14 @@ def rm_prefix(
         _show(opened, planned, document)
     if not dry_run:
         _make_sure(len(planned.keys), yes=yes)
-        before = _usage(checkpoint)
-        remove_sharded_tensors(checkpoint, prefix, comm=SingleProcess())
-        freed = before - _usage(checkpoint)
+        before = _usage(place)
+        remove_sharded_tensors(place, prefix, comm=SingleProcess())
+        freed = before - _usage(place)
         if as_json:
             print_json(document | {"removed": True, "bytes_freed": freed})
         else:
-            out.print(f"Removed {len(planned.keys)} tensors: {bytes_text(freed)} are free again.")
+            count = counted(len(planned.keys), "tensor")
+            say(f"Removed {count}: {bytes_text(freed)} are free again.")
     elif as_json:
         print_json(document | {"removed": False})
 
@@ -97,33 +100,29 @@ def _show(opened: Checkpoint, planned: PlannedRemoval, document: dict[str, Any])
             say(line)
     if len(largest) > _MOST_LISTED:
         left = sum(len(sizes) for _, sizes in largest[_MOST_LISTED:])
-        out.print(f"[dim]and {left} smaller ones[/]")
+        say(painted(f"and {left} smaller ones", "dim"))
     backend, version = opened.backend
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim")
-    facts.add_column(overflow="fold")
-    facts.add_row("checkpoint", escaped(f"{opened.path} ({backend} {version})"))
-    facts.add_row(
-        "tensors",
-        f"{len(planned.keys)} of {len(opened)} go: {bytes_text(document['num_bytes'])} of values",
-    )
+    size = bytes_text(document["num_bytes"])
     files = counted(len(planned.files), "file")
-    facts.add_row("disk", f"{bytes_text(document['file_bytes'])} freed by deleting {files}")
+    facts = [
+        ("checkpoint", f"{one_line(str(opened.path))} ({backend} {version})"),
+        ("tensors", f"{len(planned.keys)} of {len(opened)} go: {size} of values"),
+        ("disk", f"{bytes_text(document['file_bytes'])} freed by deleting {files}"),
+    ]
     if planned.is_unfinished:
-        facts.add_row("unfinished", "an interrupted removal is completed")
+        facts.append(("unfinished", "an interrupted removal is completed"))
     if shared_bytes := sum(planned.shared.values()):
-        facts.add_row(
-            "[yellow]not freed[/]",
-            f"{bytes_text(shared_bytes)} stay on the disk: they are in "
-            f"{counted(len(planned.shared), 'file')} with values that are kept. To free them, "
-            "convert the checkpoint without these tensors into a new one.",
+        kept_in = counted(len(planned.shared), "file")
+        text = (
+            f"{bytes_text(shared_bytes)} stay on the disk: they are in {kept_in} with values that "
+            "are kept. To free them, convert the checkpoint without these tensors into a new one."
         )
+        facts.append(("not freed", text))
     if objects := document["objects_kept"]:
         kept = ", ".join(map(one_line, objects[:3])) + (", ..." if len(objects) > 3 else "")
-        facts.add_row("kept", escaped(f"{counted(len(objects), 'sharded object')}: {kept}"))
-    out.print()
-    out.print(facts)
-    out.print()
+        facts.append(("kept", f"{counted(len(objects), 'sharded object')}: {kept}"))
+    for line in ("", *facts_lines(facts), ""):
+        say(line)
 
 
 def _make_sure(num_tensors: int, *, yes: bool) -> None:
@@ -133,7 +132,7 @@ def _make_sure(num_tensors: int, *, yes: bool) -> None:
         raise ValueError("cannot ask without a terminal: pass --yes to remove them")
     question = f"Remove {counted(num_tensors, 'tensor')} for good?"
     if not typer.confirm(question, default=False):
-        out.print("Nothing was removed.")
+        say("Nothing was removed.")
         raise typer.Exit(_NO)
 
 
@@ -145,7 +144,7 @@ def _as_json(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> dict[s
         "keys": list(planned.keys),
         "num_bytes": sum(opened.index[key].num_bytes for key in planned.keys),
         "files": list(planned.files),
-        "file_bytes": bytes_on_disk(opened.path / name for name in planned.files),
+        "file_bytes": bytes_on_disk(Path(opened.path) / name for name in planned.files),
         "bytes_not_freed": dict(planned.shared),
         "objects_kept": [key for key in opened.objects if key.startswith(prefix)],
     }
@@ -158,6 +157,6 @@ def _nothing(opened: Checkpoint, prefix: str) -> str:
     return f"no tensor in {opened.path} has a key that begins with {prefix!r}{hint}"
 
 
-def _usage(folder: Path) -> int:
+def _usage(folder: Location) -> int:
     walked = (Path(path, name) for path, _, names in os.walk(folder) for name in names)
     return bytes_on_disk(walked)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.cells import cell_len
 from rich.console import Console
+
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.paths import location
 
 if TYPE_CHECKING:
     from dist_checkpointing.storage.progress import Progress
@@ -28,7 +32,13 @@ out = Console(soft_wrap=False, highlight=False)
 errors = Console(stderr=True, highlight=False)
 """The standard error, for errors and progress."""
 
-CheckpointArgument = Annotated[Path, typer.Argument(help="Folder of a checkpoint.")]
+CheckpointArgument = Annotated[
+    Path,
+    typer.Argument(
+        parser=location,
+        help="Folder or URL of a checkpoint; RUN@1000 or RUN@latest is a step of a run.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Regex = Annotated[bool, typer.Option("--regex", "-E", help="PATTERN is a regular expression.")]
 Trusted = Annotated[
@@ -36,7 +46,7 @@ Trusted = Annotated[
 ]
 
 _GAP = "  "
-_LEAST_FIRST = 24
+_LEAST_FIRST = 20
 _LEAST_FOR_BAR = 2**25
 _SECONDS_BETWEEN_REPORTS = 0.05
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -65,6 +75,33 @@ def one_line(text: str) -> str:
 def say(line: str = "") -> None:
     """Print a line of the result as it is."""
     sys.stdout.write(f"{line}\n")
+
+
+def say_wrapped(line: str, style: str | None = None) -> None:
+    """Print a line of words; on a terminal none is cut at its edge."""
+    for part in _wrapped(line, terminal_width()):
+        say(part if style is None else painted(part, style))
+
+
+def facts_lines(rows: Sequence[tuple[str, str]], style: str = "dim") -> Iterator[str]:
+    """Lines of named facts, in two columns."""
+    width = max(len(name) for name, _ in rows)
+    available = terminal_width()
+    room = None if available is None else max(_LEAST_FIRST, available - width - len(_GAP))
+    for name, fact in rows:
+        first, *rest = _wrapped(fact, room) or [""]
+        yield f"{painted(f'{name:<{width}}', style) if name else ' ' * width}{_GAP}{first}".rstrip()
+        yield from (f"{' ' * width}{_GAP}{line}" for line in rest)
+
+
+def _wrapped(text: str, width: int | None) -> list[str]:
+    if width is None or len(text) <= width:
+        return [text]
+    indent = " " * (len(text) - len(text.lstrip()))
+    # Paths and keys stay whole, so that they can be copied.
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def painted(text: str, style: str) -> str:
@@ -159,6 +196,26 @@ def json_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_value(below) for below in value]
     return value
+
+
+def check_page(output: Path, *, force: bool) -> None:
+    """Refuse a path that a web page is not to be written to, before the work for it is done."""
+    if output.suffix.lower() != ".html":
+        page = output.with_suffix(".html")
+        raise ValueError(
+            f"{str(output)!r} must end in .html: write {str(page)!r} and open it in a browser"
+        )
+    if output.exists() and not force:
+        raise FileExistsError(f"{output} exists: name another file, or pass --force")
+    if not output.absolute().parent.is_dir():
+        raise FileNotFoundError(f"the folder {output.absolute().parent} does not exist")
+
+
+def write_page(output: Path, page: str) -> int:
+    """Write a web page as a whole; returns its bytes."""
+    data = page.encode()
+    local.write_atomic(output, data, local.Durability.PAGE_CACHE)
+    return len(data)
 
 
 def bytes_on_disk(paths: Iterable[Path]) -> int:

@@ -32,9 +32,10 @@ from dist_checkpointing.tools.cli.screen import (
     terminal_width,
 )
 from dist_checkpointing.tools.inspect.listing import shape_text, sharding_text
+from dist_checkpointing.tools.inspect.opening import open_tensors
 
 if TYPE_CHECKING:
-    from dist_checkpointing.tools.inspect.values import Statistics
+    from dist_checkpointing.tools.inspect.values import Histogram, Statistics
 
 _MOST_WHOLE = 200
 _MOST_JSON = 10_000
@@ -57,23 +58,30 @@ def show(
     statistics: Annotated[
         bool, typer.Option(help="Read all of it (or of the slice) for its statistics.")
     ] = True,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw a histogram of it (or of the slice).")
+    ] = False,
     trusted: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
     """Show a tensor: values, statistics, and the part in each chunk.
 
-    Also shows sharded objects and entries of the common state.
+    Also shows sharded objects and entries of the common state. A histogram
+    reaches as far as four standard deviations from the mean; what lies
+    outside is counted below and above it.
+
+    Example: dckpt show runs/gpt@latest decoder.weight --plot
 
     Example: dckpt show ckpt/1000 decoder.weight --slice "0:4,:8"
     """
-    opened = Checkpoint.open(checkpoint, trusted=trusted)
+    opened = open_tensors(checkpoint, trusted=trusted)
     if key in opened:
-        _show_tensor(opened[key], part, statistics=statistics, as_json=as_json)
+        _show_tensor(opened[key], part, statistics=statistics, plot=plot, as_json=as_json)
         return
     is_object = key in opened.objects
     value = None if is_object else _common_value(opened, key)
-    if part is not None:
-        raise ValueError(f"{key!r} is not a tensor, and only tensors have slices")
+    if part is not None or plot:
+        raise ValueError(f"{key!r} is not a tensor: only tensors have slices and histograms")
     if is_object:
         _show_object(opened.objects[key], as_json=as_json)
     else:
@@ -81,20 +89,26 @@ def show(
 
 
 def _show_tensor(
-    handle: TensorHandle, part: str | None, *, statistics: bool, as_json: bool
+    handle: TensorHandle, part: str | None, *, statistics: bool, plot: bool, as_json: bool
 ) -> None:
-    # Imported here, because it imports torch.
-    from dist_checkpointing.tools.inspect.values import statistics_of_part  # noqa: PLC0415
+    # Imported here, because these import torch.
+    from dist_checkpointing.tools.cli.plot import BINS, plot_lines  # noqa: PLC0415
+    from dist_checkpointing.tools.inspect.values import (  # noqa: PLC0415
+        histogram_of_part,
+        statistics_of_part,
+    )
 
     slices = ... if part is None else parse_slices(part)
     selected = select(handle.shape, slices, handle.key)
-    found = None
-    if statistics:
+    found = histogram = None
+    if statistics or plot:
         num_bytes = sum(box.num_elements for box in selected.boxes) * handle.stored.dtype.itemsize
-        with progress_bar("reading", num_bytes) as bar:
+        with progress_bar("reading", num_bytes * (2 if plot else 1)) as bar:
             found = statistics_of_part(handle, slices, report=bar.advance)
+            if plot:
+                histogram = histogram_of_part(handle, slices, found, bins=BINS, report=bar.advance)
     if as_json:
-        print_json(_as_json(handle, part, slices, selected.shape, found))
+        print_json(_as_json(handle, part, slices, selected.shape, found, histogram))
         return
     stored = handle.stored
     say(painted(one_line(handle.key), "bold"))
@@ -109,6 +123,10 @@ def _show_tensor(
     if found is not None:
         say(f"\n{painted(f'Statistics{title}', 'bold')}")
         for line in _statistics_lines(found):
+            say(line)
+    if histogram is not None:
+        say(f"\n{painted(f'Histogram{title}', 'bold')}")
+        for line in plot_lines(histogram, terminal_width() or _PIPE_WIDTH):
             say(line)
     say(f"\n{painted(f'Values{title}', 'bold')}")
     say(_values_text(handle, slices))
@@ -202,6 +220,7 @@ def _as_json(
     slices: Any,
     shape: tuple[int, ...],
     found: Statistics | None,
+    histogram: Histogram | None,
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "key": handle.key,
@@ -213,6 +232,8 @@ def _as_json(
     }
     if found is not None:
         document["statistics"] = dataclasses.asdict(found)
+    if histogram is not None:
+        document["histogram"] = dataclasses.asdict(histogram)
     if math.prod(shape) <= _MOST_JSON:
         from dist_checkpointing.tools.inspect.values import as_numbers  # noqa: PLC0415
 

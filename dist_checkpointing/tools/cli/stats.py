@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,10 +12,13 @@ import typer
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.tools.cli.moved import print_movement
 from dist_checkpointing.tools.cli.screen import (
     AsJson,
     CheckpointArgument,
+    Trusted,
     counted,
+    facts_lines,
     in_columns,
     one_line,
     painted,
@@ -23,9 +27,14 @@ from dist_checkpointing.tools.cli.screen import (
     say,
 )
 from dist_checkpointing.tools.inspect.inventory import Inventory, TensorTotal, take_inventory
+from dist_checkpointing.tools.inspect.opening import open_tensors
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.inspect.values import Statistics
+
+
+_MOST_LARGEST = 5
+_MOST_MOVED = 20
 
 
 def stats(
@@ -34,17 +43,59 @@ def stats(
     scan: Annotated[
         bool, typer.Option("--scan", help="Read every tensor and look for NaN and infinity.")
     ] = False,
-    top: Annotated[int, typer.Option("--top", "-n", min=0, help="How many of the largest.")] = 5,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare",
+            metavar="EARLIER",
+            help="Show which tensors have moved most since this checkpoint.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="With --compare: FILE.html for all tensors that moved."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace the file.")] = False,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            "--top", "-n", min=0, show_default="5, 20 with --compare", help="How many to list."
+        ),
+    ] = None,
+    trusted: Trusted = False,
     as_json: AsJson = False,
 ) -> None:
     """Show files, bytes, dtypes, the largest tensors and the share of the optimizer.
 
     With --scan the exit code is 1 if a tensor holds NaN or infinity.
 
+    With --compare, "moved by" is the norm of the change divided by the norm
+    before, and tensors that moved most come first. Memory stays bounded,
+    whatever the size.
+
     Example: dckpt stats ckpt/1000 --scan
+
+    Example: dckpt stats --compare runs/gpt@1000 runs/gpt@2000 -o moved.html
     """
-    opened = Checkpoint.open(checkpoint)
-    found = take_inventory(opened, most_listed=top)
+    opened = open_tensors(checkpoint, trusted=trusted)
+    if compare is not None:
+        if scan:
+            raise ValueError("--scan and --compare are two different reads: pass one of them")
+        earlier = open_tensors(compare, trusted=trusted)
+        print_movement(
+            earlier,
+            opened,
+            top=_MOST_MOVED if top is None else top,
+            page=output,
+            force=force,
+            as_json=as_json,
+        )
+        return
+    if output is not None:
+        raise ValueError("--output is the page of --compare: pass --compare EARLIER")
+    found = take_inventory(opened, most_listed=_MOST_LARGEST if top is None else top)
     strange = _scan(opened) if scan else None
     if as_json:
         print_json(_as_json(opened, found, strange))
@@ -90,8 +141,7 @@ def _lines(opened: Checkpoint, found: Inventory) -> Iterator[str]:
         ("chunks", chunks if found.num_chunks else "none"),
         *((one_line(fact), one_line(text)) for fact, text in found.facts.items()),
     ]
-    for row in rows:
-        yield f"{row[0]:<20}{row[1]}"
+    yield from facts_lines(rows)
     shares = {"model": found.model, "optimizer": found.optimizer}
     yield from _share_lines("SHARE", {key: one for key, one in shares.items() if one.num_tensors})
     yield from _share_lines("DTYPE", found.by_dtype)

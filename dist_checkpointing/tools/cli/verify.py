@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.format.byte_sizes import bytes_text
@@ -24,6 +23,8 @@ from dist_checkpointing.tools.cli.screen import (
     progress_bar,
     say,
 )
+from dist_checkpointing.tools.inspect.opening import explaining, open_checkpoint
+from dist_checkpointing.tools.inspect.runs import located
 
 if TYPE_CHECKING:
     from dist_checkpointing.checkpoint.examination import Examination
@@ -65,14 +66,15 @@ def verify(
     from dist_checkpointing.checkpoint.verify import examine_checkpoint  # noqa: PLC0415
 
     expected = None if against is None else read_fingerprints(against)
-    with progress_bar("verifying", None) as bar:
+    place = located(checkpoint)
+    with progress_bar("verifying", None) as bar, explaining(place):
         found = examine_checkpoint(
-            checkpoint,
+            place,
             trusted=trusted,
             progress=bar.show,
         )
     if expected is not None and against is not None and found.is_sound:
-        opened = Checkpoint.open(checkpoint, trusted=trusted)
+        opened = open_checkpoint(checkpoint, trusted=trusted)
         others = other_fingerprints(opened.fingerprints(stored=False), expected, against)
         found = dataclasses.replace(found, findings=tuple(others))
     if as_json:

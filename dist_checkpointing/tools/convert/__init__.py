@@ -11,10 +11,10 @@ from dist_checkpointing.tools.convert.convert import (
     Conversion,
     ConvertOptions,
     convert,
-    open_source,
     targets,
 )
 from dist_checkpointing.tools.convert.memory import return_freed_memory
+from dist_checkpointing.tools.convert.opening import open_source
 from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
 from dist_checkpointing.tools.convert.rules import Rules
 from dist_checkpointing.tools.convert.torch_file import COMMON_KEY, OBJECTS_KEY

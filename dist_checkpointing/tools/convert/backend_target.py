@@ -6,22 +6,21 @@ import copy
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
+from dist_checkpointing.errors import CheckpointingException, Finding
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.commit import remove_checkpoint
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.index import read_index
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.progress import ProgressCallback
+from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import SaveShardedStrategy
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
@@ -35,6 +34,7 @@ from dist_checkpointing.tools.convert.plan import (
     is_cut_across,
     shards,
 )
+from dist_checkpointing.tools.convert.proof import prove_checkpoint
 from dist_checkpointing.tools.convert.sources import Source
 
 _LARGE_BYTES = 2**20
@@ -48,14 +48,14 @@ ItemId = tuple[str, Ints | None]
 def convert_to_backend(
     source: Source,
     plan: ConversionPlan,
-    destination: Path,
+    destination: Location,
     backend: tuple[str, int],
     budget: Budget,
     *,
     overwrite: bool,
     tensors_only: bool,
     trusted: bool,
-    progress: ProgressCallback | None,
+    progress: ProgressOption | None,
     stop: threading.Event,
 ) -> int:
     """Save what was planned as a checkpoint.
@@ -69,8 +69,7 @@ def convert_to_backend(
     strategy = lazy_strategy(backend, budget, _LazyPlanner(source, plan, budget, stop))
     common = {} if tensors_only else dict(source.common)
     writer = strategy.make_writer(destination)
-    layout, fingerprints = writer.layout, source.index.fingerprints
-    proves = writer.keeps_fingerprints and bool(fingerprints)
+    layout, proves = writer.layout, bool(source.index.fingerprints)
     # Cut here as the backend would anyway, but along what is stored.
     most_bytes = budget.box_bytes
     if isinstance(layout, RowBlockLayout):
@@ -99,34 +98,15 @@ def convert_to_backend(
             progress=progress,
             before_claim=check_source,
             trusted=trusted,
-            fingerprints=proves,
+            fingerprints=proves and writer.keeps_fingerprints,
         )
-    return _proven(plan, fingerprints, destination) if proves else 0
-
-
-def _proven(plan: ConversionPlan, fingerprints: Mapping[str, str], destination: Path) -> int:
-    """How many tensors have the fingerprint of the source; all must that keep their dtype.
-
-    Raises:
-        CorruptCheckpointError: if any has another one. Nothing is left of the checkpoint then.
-    """
-    written = read_index(destination)
-    assert written is not None
-    kept = [
-        (tensor.key, fingerprints[tensor.source.key])
-        for tensor in plan.tensors
-        if tensor.dtype == tensor.source.dtype and tensor.source.key in fingerprints
-    ]
-    findings = [
-        Finding("was not converted bit by bit", key, expected=expected, found=found)
-        for key, expected in kept
-        if (found := written.fingerprints.get(key)) != expected
-    ]
-    if findings:
+    if not proves:
+        return 0
+    try:
+        return prove_checkpoint(plan, source, destination, budget.box_bytes)
+    except BaseException:
         remove_checkpoint(destination)
-        message = "what was written has other fingerprints than the source"
-        raise CorruptCheckpointError(message, findings)
-    return len(kept)
+        raise
 
 
 def lazy_strategy(

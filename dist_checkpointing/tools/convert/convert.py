@@ -8,22 +8,23 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.errors import (
     CheckpointingException,
-    CheckpointNotFoundError,
     Finding,
     RankFailedError,
     StrategyNotFoundError,
 )
-from dist_checkpointing.filesystem import local
-from dist_checkpointing.filesystem.paths import local_folder
-from dist_checkpointing.format.commit import check_is_distributed_checkpoint
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.paths import local_folder, location
 from dist_checkpointing.format.near_names import hint
-from dist_checkpointing.storage.progress import Meter, ProgressCallback
+from dist_checkpointing.planning.recipe import Derivation, Recipe
+from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.strategies.registry import StrategyAction, available_strategies
 from dist_checkpointing.tools.convert.backend_target import convert_to_backend, lazy_strategy
 from dist_checkpointing.tools.convert.copying import Copier, stopping
@@ -41,23 +42,23 @@ from dist_checkpointing.tools.convert.file_targets import (
     write_torch_file,
 )
 from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES, Budget, budget_of
+from dist_checkpointing.tools.convert.model_files import MODEL_FILES_KEY, files_to_write
+from dist_checkpointing.tools.convert.opening import open_source
 from dist_checkpointing.tools.convert.plan import ConversionPlan, plan_conversion
+from dist_checkpointing.tools.convert.proof import prove
+from dist_checkpointing.tools.convert.recipe_source import RecipeSource
 from dist_checkpointing.tools.convert.rules import Rules
 from dist_checkpointing.tools.convert.safetensors_files import (
     INDEX_SUFFIX,
     SUFFIX,
     SafetensorsSource,
-    holds_safetensors,
 )
-from dist_checkpointing.tools.convert.sources import CheckpointSource, Source
+from dist_checkpointing.tools.convert.sources import Source
 from dist_checkpointing.tools.convert.torch_file import TorchFileSource
 from dist_checkpointing.tools.convert.verification import PartChecks
 
 SAFETENSORS = "safetensors"
 TORCH = "torch"
-
-_SIGNATURES = (b"PK\x03\x04", b"\x80\x02\x8a\x0a")
-"""How files of torch.save begin: as zip archives, or (before 1.6) as pickles of a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,7 @@ class Conversion:
         not_verified: what was not verified, and why, in words; None if all tensors were (or would
             be).
         num_proven: number of tensors whose fingerprint in the destination is that of the source.
+        made: what the recipe made of the source; ``str()`` of it says what comes from where.
         seconds: time that it took.
     """
 
@@ -106,6 +108,7 @@ class Conversion:
     verified_bytes: int
     not_verified: str | None
     num_proven: int
+    made: Derivation | None
     seconds: float
 
 
@@ -115,23 +118,28 @@ def convert(
     to: str = "tensorstore",
     *,
     rules: Rules | None = None,
+    recipe: Recipe | None = None,
     options: ConvertOptions | None = None,
-    progress: ProgressCallback | None = None,
+    progress: ProgressOption | None = None,
 ) -> Conversion:
     """Convert tensors from one format into another, bit by bit unless a cast is asked for.
 
     Streams: what is in memory at a time stays within the budget, whatever the size. Nothing is at
     the destination until all of it is; a conversion that was killed is begun again by the next one.
     Tensors are compared with the checksums of the source, so that damage does not get new ones.
+    The configuration and tokenizer files of a Hugging Face folder become common state, and come
+    back into the next such folder.
     If the source has fingerprints and the destination can keep them, they are computed again from
     what is written, and must be the same wherever the dtype is.
 
     Args:
         source: a committed checkpoint of any backend (also of Megatron and torch DCP), safetensors
             files (one, or a Hugging Face folder), or a file of torch.save.
-        destination: a folder; a file for ``torch``, and for ``safetensors`` if its name says so.
+        destination: a folder, or a URL for a checkpoint; a file for ``torch``, and for
+            ``safetensors`` if its name says so.
         to: ``backend`` or ``backend:version``, ``safetensors`` or ``torch``.
         rules: which keys, by what names, dtypes and cuts.
+        recipe: what to make of the tensors first; the rules apply to the result.
         options: memory, threads and the like.
         progress: called with a Progress, from any thread.
 
@@ -139,6 +147,7 @@ def convert(
         CheckpointNotFoundError: ``source`` holds nothing that is read.
         CheckpointExistsError: ``destination`` is taken. Nothing was touched.
         CorruptCheckpointError: the source is damaged. Nothing new is at the destination.
+        StateMismatchError: the recipe does not fit the source; it names the rule.
         CheckpointingException: anything else. Nothing new is at the destination.
 
     Example:
@@ -158,9 +167,13 @@ def convert(
     if backend is None and rules.reshards:
         finding = Finding("only checkpoints are cut into parts", found=to)
         raise CheckpointingException(f"reshard makes no sense for {to}", [finding])
-    place = local_folder(destination)
+    place = location(destination) if backend is not None else local_folder(destination)
     opened = open_source(source, trusted=options.trusted, most_bytes=options.memory_bytes // 2)
+    made = None
     try:
+        if recipe is not None:
+            opened = RecipeSource(opened, recipe)
+            made = opened.made
         job = _Job(opened, place, to, backend, rules, options, progress)
         job.check()
         if not options.dry_run:
@@ -173,6 +186,7 @@ def convert(
             verified_bytes=0 if job.checks is None else job.checks.num_bytes,
             not_verified=job.not_verified,
             num_proven=job.num_proven,
+            made=made,
             seconds=time.perf_counter() - began,
         )
     finally:
@@ -200,52 +214,19 @@ def parse_backend(text: str) -> tuple[str, int]:
     return max(found, key=lambda backend: backend[1])
 
 
-def open_source(
-    path: str | PathLike[str], *, trusted: bool = False, most_bytes: int = DEFAULT_MEMORY_BYTES
-) -> Source:
-    """Whatever there is to convert at a path.
-
-    Args:
-        path: see ``convert``.
-        trusted: unpickle anything in it.
-        most_bytes: size of a file that may be loaded as a whole, if it must.
-
-    Raises:
-        CheckpointNotFoundError: if nothing is there that is read.
-    """
-    place = local_folder(path)
-    if place.is_dir():
-        if not check_is_distributed_checkpoint(place) and holds_safetensors(place):
-            return SafetensorsSource(place)
-        return CheckpointSource(place, trusted=trusted)
-    if not place.is_file():
-        finding = Finding("no such file or folder", path=str(place))
-        raise CheckpointNotFoundError(f"{place} does not exist", [finding])
-    if place.name.endswith((SUFFIX, INDEX_SUFFIX)):
-        return SafetensorsSource(place)
-    with place.open("rb") as file:
-        signature = file.read(4)
-    if signature in _SIGNATURES:
-        return TorchFileSource(place, trusted=trusted, most_bytes=most_bytes)
-    finding = Finding(
-        "neither a folder with a checkpoint, nor a file of safetensors or torch.save",
-        path=str(place),
-    )
-    raise CheckpointNotFoundError(f"{place} cannot be converted", [finding])
-
-
 @dataclass(slots=True, eq=False)
 class _Job:
     source: Source
-    destination: Path
+    destination: Location
     to: str
     backend: tuple[str, int] | None
     rules: Rules
     options: ConvertOptions
-    progress: ProgressCallback | None
+    progress: ProgressOption | None
     left_out: list[str] = field(default_factory=list)
     common: dict[Any, Any] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
     plan: ConversionPlan = field(init=False)
     budget: Budget = field(init=False)
     checks: PartChecks | None = None
@@ -255,7 +236,7 @@ class _Job:
     @property
     def as_folder(self) -> bool:
         """Whether safetensors files go into a folder."""
-        return self.to == SAFETENSORS and self.destination.suffix != SUFFIX
+        return self.to == SAFETENSORS and not self.destination.name.endswith(SUFFIX)
 
     def check(self) -> None:
         """Find out all that can be wrong before a byte is written."""
@@ -268,7 +249,7 @@ class _Job:
             self._choose_texts()
         else:
             self._choose_for_torch()
-        local.check_room(self.destination.absolute().parent, self.plan.num_bytes)
+        store.check_room(self.destination.absolute().parent, self.plan.num_bytes)
         if self.backend is not None:
             # Imports what will be used, so that its memory counts before the rest is divided.
             lazy_strategy(self.backend, Budget(1, 1, 1, 1))
@@ -293,7 +274,9 @@ class _Job:
             return
         common = self.source.common
         self.common = texts_for_safetensors(common)
-        lost = [name for name in common if name not in self.common]
+        self.files = files_to_write(common) if self.as_folder else {}
+        kept = {*self.common, *([MODEL_FILES_KEY] if self.files else [])}
+        lost = [name for name in common if name not in kept]
         if lost:
             self.left_out.append(f"common state that is no text ({_few(lost)})")
         if self.plan.objects:
@@ -352,7 +335,7 @@ class _Job:
     def _write_files(self, stop: threading.Event) -> None:
         meter = Meter("convert", 0, self.progress)
         beside = written_beside(
-            self.destination, overwrite=self.options.overwrite, replaceable=self._is_alike
+            Path(self.destination), overwrite=self.options.overwrite, replaceable=self._is_alike
         )
         with beside as path, meter.phase("writing"):
             meter.expect(self.plan.num_bytes)
@@ -366,9 +349,27 @@ class _Job:
                     shard_bytes=self.options.shard_bytes,
                     texts=self.common,
                 )
+                for name, data in self.files.items():
+                    (path / name).write_bytes(data)
             else:
                 write_torch_file(self.plan, path, copier, common=self.common, objects=self.objects)
             self.source.check_unchanged()
+            self._prove(path)
+
+    def _prove(self, path: Path) -> None:
+        """Compare what was written with the fingerprints of the source, if it has any."""
+        written: Source
+        if not self.source.index.fingerprints:
+            return
+        if self.to == TORCH:
+            # It holds nothing but what torch.load takes without trust.
+            written = TorchFileSource(path, trusted=True, most_bytes=self.budget.mapped_bytes)
+        elif find_spec("safetensors") is not None:
+            written = SafetensorsSource(path)
+        else:
+            return  # the package that reads them is an extra
+        written.limit_mapped(self.budget.mapped_bytes)
+        self.num_proven = prove(self.plan, self.source, written, self.budget.box_bytes)
 
     def _is_alike(self, path: Path) -> bool:
         """Whether the destination holds the same kind of files as would be written there."""
@@ -376,7 +377,8 @@ class _Job:
             return path.is_file()
         if not path.is_dir():
             return False
-        return all(entry.name.endswith((SUFFIX, INDEX_SUFFIX)) for entry in path.iterdir())
+        names = [entry.name for entry in path.iterdir() if entry.name not in self.files]
+        return all(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
 def _few(names: Iterable[object]) -> str:

@@ -10,22 +10,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.own_files import OWN_FOLDER
+from dist_checkpointing.filesystem.store_claims import CLAIMS
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint, remove_checkpoint
+from dist_checkpointing.format.data_folder import DATA
 from dist_checkpointing.format.leftovers import attempt_of, leftovers
 
 
-def check_apart(sources: Iterable[Path], destination: Path) -> None:
+def check_apart(sources: Iterable[Location], destination: Location) -> None:
     """Refuse to write into what is read.
 
     Raises:
         CheckpointExistsError: if one is, or is inside, the other.
     """
-    target = destination.resolve()
-    for path in sources:
-        source = path.resolve()
-        if target.is_relative_to(source) or source.is_relative_to(target):
+    for source in sources:
+        if store.overlap(source, destination):
             finding = Finding(
                 "source and destination overlap",
                 path=str(destination),
@@ -34,34 +36,36 @@ def check_apart(sources: Iterable[Path], destination: Path) -> None:
             raise CheckpointExistsError("cannot convert a checkpoint into itself", [finding])
 
 
-def check_checkpoint_place(folder: Path, *, overwrite: bool) -> None:
+def check_checkpoint_place(folder: Location, *, overwrite: bool) -> None:
     """Refuse a place for a checkpoint that is taken; a conversion that did not end may lie there.
 
     Raises:
         CheckpointExistsError: if something else is there.
     """
-    if not os.path.lexists(folder):
+    if not store.is_there(folder):
         return
-    if not folder.is_dir():
+    if not store.is_folder(folder):
         raise _exists(folder, "a file is here", "Name another place.")
     if check_is_distributed_checkpoint(folder):
         if not overwrite:
             raise _exists(folder, "a checkpoint is here", "Name another place, or pass --force.")
         return
-    ours = {Path(name).parts[0] for name in leftovers(folder)} | {".dckpt", LOCK_NAME}
-    others = sorted({entry.name for entry in folder.iterdir()} - ours)
+    ours = {Path(name).parts[0] for name in leftovers(folder)} | {OWN_FOLDER, LOCK_NAME}
+    if store.is_there(folder / CLAIMS):
+        ours.add(DATA)
+    others = sorted({*store.names_in(folder)} - ours)
     if others:
         raise _exists(folder, f"the folder holds {others[0]!r}", "Name an empty or a new folder.")
 
 
 @contextmanager
-def cleared_on_failure(folder: Path) -> Iterator[None]:
+def cleared_on_failure(folder: Location) -> Iterator[None]:
     """Leave nothing of a checkpoint that the body began to write and did not commit."""
-    before = attempt_of(folder) if folder.is_dir() else None
+    before = attempt_of(folder)
     try:
         yield
     except BaseException:
-        began = folder.is_dir() and attempt_of(folder) != before
+        began = attempt_of(folder) != before
         if began and not check_is_distributed_checkpoint(folder):
             remove_checkpoint(folder)
         raise
@@ -131,6 +135,6 @@ def _check_free(destination: Path, *, overwrite: bool, replaceable: Callable[[Pa
         )
 
 
-def _exists(path: Path, problem: str, remedy: str) -> CheckpointingException:
+def _exists(path: Location, problem: str, remedy: str) -> CheckpointingException:
     finding = Finding(problem, path=str(path), remedy=remedy)
     return CheckpointExistsError(f"{path} already exists", [finding])

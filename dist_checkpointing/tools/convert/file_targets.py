@@ -30,7 +30,7 @@ from dist_checkpointing.tools.convert.torch_file import (
     can_be_stored,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 DEFAULT_SHARD_BYTES: Final = 5_000_000_000
 

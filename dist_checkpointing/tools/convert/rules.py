@@ -7,14 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dist_checkpointing.errors import CheckpointingException, Finding, UnsupportedFormatError
-from dist_checkpointing.format.element_types import DType, from_name
+from dist_checkpointing.format.element_types import FLOATING, DType, from_name
 from dist_checkpointing.format.geometry import Ints
-
-FLOATING = frozenset(
-    {"float16", "bfloat16", "float32", "float64"}
-    | {"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
-)
-"""The dtypes that a cast applies to; float8_e8m0fnu holds scales of others, not values."""
 
 _CUT = re.compile(r"\s*axis\s*=\s*(\d+)\s*,\s*parts\s*=\s*(\d+)\s*")
 

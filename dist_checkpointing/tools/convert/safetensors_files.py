@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,10 +24,12 @@ from dist_checkpointing.errors import (
     Finding,
     UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import local, store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.element_types import DType, from_name
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
+from dist_checkpointing.tools.convert.model_files import MODEL_FILES_KEY, model_files
 from dist_checkpointing.tools.convert.sources import MappedSource
 
 SUFFIX: Final = ".safetensors"
@@ -104,10 +107,14 @@ class SafetensorsSource(MappedSource[dict[Path, Any]]):
         count = len(self._files)
         return f"safetensors, {count} file{'s' if count != 1 else ''}"
 
-    @property
+    @cached_property
     def common(self) -> dict[Any, Any]:
         # Says what wrote the file, which will not be true of the next one.
-        return {name: text for name, text in self._texts.items() if name != "format"}
+        texts = {name: text for name, text in self._texts.items() if name != "format"}
+        path = Path(self.path)
+        own = path.suffix == SUFFIX
+        files = {} if own else model_files(path if path.is_dir() else path.parent)
+        return {**texts, **({MODEL_FILES_KEY: files} if files else {})}
 
     def _open(self) -> dict[Path, Any]:
         return {file: _open(file) for file in self._files}
@@ -118,7 +125,10 @@ class SafetensorsSource(MappedSource[dict[Path, Any]]):
             view: torch.Tensor = content[file].get_slice(key)[box.slices() or ...]
         return view
 
-    def files(self) -> tuple[Path, ...]:
+    def file_of(self, key: str) -> Path:
+        return self._file_of[key]
+
+    def files(self) -> tuple[Location, ...]:
         return (self.path, *self._files)
 
 
@@ -155,9 +165,9 @@ def _stored(key: str, mapped: Any) -> StoredTensor:
     return StoredTensor.undivided(key, from_name(DTYPE_NAMES[code]), shape)
 
 
-def holds_safetensors(folder: Path) -> bool:
+def holds_safetensors(folder: Location) -> bool:
     """Whether a folder looks like one of safetensors files."""
-    return any(folder.glob(f"*{SUFFIX}")) or any(folder.glob(f"*{INDEX_SUFFIX}"))
+    return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in store.names_in(folder))
 
 
 def _files(path: Path) -> tuple[list[Path], Mapping[str, str]]:

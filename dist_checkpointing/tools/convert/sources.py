@@ -14,6 +14,7 @@ import torch
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.checkpoint.verify import stored_objects_damage
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.checksums import StoredPart, checksum_files, joined, read_table
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
@@ -34,7 +35,7 @@ class Source(ABC):
         path: Path of the source.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
 
     @property
@@ -75,9 +76,13 @@ class Source(ABC):
     def limit_mapped(self, most_bytes: int) -> None:  # noqa: B027 - a hook
         """Map files again after so many bytes were read of them."""
 
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[Location, ...]:
         """The paths that must not be written to while it is read."""
         return (self.path,)
+
+    def file_of(self, key: str) -> Location:  # noqa: ARG002 - a hook
+        """The file or folder that holds a tensor."""
+        return self.path
 
     def check_unchanged(self) -> None:  # noqa: B027 - a hook
         """Raise CorruptCheckpointError if it is no longer what was opened."""
@@ -89,9 +94,10 @@ class Source(ABC):
 class CheckpointSource(Source):
     """A committed checkpoint of any backend, Megatron's and torch DCP's included."""
 
-    def __init__(self, path: Path, *, trusted: bool = False) -> None:
+    def __init__(self, path: Location, *, trusted: bool = False) -> None:
         super().__init__(path)
         self._checkpoint = Checkpoint.open(path, trusted=trusted)
+        self._folder = self._checkpoint.folder
         # Threads are the caller's, and pages of a mapped file would count as memory in use.
         self._checkpoint.reads.options = StorageOptions(
             threads=1, buffer_bytes=STRIDED_BLOCK_BYTES, read_mode=ReadMode.PREAD
@@ -119,20 +125,20 @@ class CheckpointSource(Source):
         return self._checkpoint.objects[key][cell]
 
     def checksums(self, keys: Collection[str]) -> PartChecks | None:
-        seal = read_seal(self.path)
+        seal = read_seal(self._folder)
         if seal is not None and not seal.is_open:
             findings = self._damaged_files(seal)
             if findings:
                 raise CorruptCheckpointError("the source is not what was saved", findings)
-        return checks_of(self.path, self.index, keys)
+        return checks_of(self._folder, self.index, keys)
 
     def _damaged_files(self, seal: Seal) -> list[Finding]:
         """What is wrong with common state, objects, and all that describes the tensors."""
         names = [file.name for file in seal.files.values() if file.digest is not None]
-        findings = [*check_config(seal, self.path), *check_files(seal, self.path, names)]
+        findings = [*check_config(seal, self._folder), *check_files(seal, self._folder, names)]
         if findings:
             return findings
-        tables = (read_table(path) for path in checksum_files(self.path))
+        tables = (read_table(path) for path in checksum_files(self._folder))
         return stored_objects_damage(self._checkpoint, joined(tables).objects)
 
     def verify_with(self, checks: PartChecks) -> None:

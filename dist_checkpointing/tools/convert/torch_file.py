@@ -70,7 +70,7 @@ class TorchFileSource(MappedSource[_FileContent]):
         )
         self._trusted = trusted
         if not self._is_mapped:
-            self.most_bytes = math.inf
+            self.most_bytes: float = math.inf
         content = self._mapped(0)
         self.cells, self._common = content.cells, content.common
         self._index = Index.of(
@@ -79,7 +79,9 @@ class TorchFileSource(MappedSource[_FileContent]):
         )
 
     def _open(self) -> _FileContent:
-        content = deserialize_file(self.path, trusted=self._trusted, maps_file=self._is_mapped)
+        content = deserialize_file(
+            Path(self.path), trusted=self._trusted, maps_file=self._is_mapped
+        )
         common: dict[Any, Any] = {}
         cells: dict[str, dict[Ints, Any]] = {}
         if isinstance(content, torch.Tensor):

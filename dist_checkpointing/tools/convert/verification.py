@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import StoredPart, checksum_of, read_checksums
 from dist_checkpointing.format.geometry import Box, boxes_of_part, split_rows
@@ -20,7 +20,7 @@ from dist_checkpointing.strategies.verification import not_covered
 
 KeyBoxes = Sequence[tuple[str, Box]]
 ReadBoxes = Callable[[KeyBoxes], list[torch.Tensor]]
-Location = Callable[[StoredPart], str]
+PartLocation = Callable[[StoredPart], str]
 
 _HASHED_BYTES = 4 * 2**20
 """Values that do not lie in one run are copied so many at a time to be hashed."""
@@ -50,7 +50,11 @@ class PartChecks:
         self._lock = threading.Lock()
 
     def compare(
-        self, wanted: KeyBoxes, values: Sequence[torch.Tensor], read: ReadBoxes, location: Location
+        self,
+        wanted: KeyBoxes,
+        values: Sequence[torch.Tensor],
+        read: ReadBoxes,
+        location: PartLocation,
     ) -> None:
         """Compare every part that meets what was read, unless that was done. From any thread.
 
@@ -108,7 +112,7 @@ class _Waiting:
 
 
 def checks_of(
-    folder: Path, tensors: Mapping[str, StoredTensor], keys: Collection[str]
+    folder: Location, tensors: Mapping[str, StoredTensor], keys: Collection[str]
 ) -> PartChecks | None:
     """What the checksums of a checkpoint say about some of its tensors; None if it has no
     checksums.

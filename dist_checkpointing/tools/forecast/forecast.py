@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import Finding, StateMismatchError, UnsupportedFormatError
+from dist_checkpointing.filesystem.ranged_reads import ReadLimits
 from dist_checkpointing.format.geometry import Ints, Window
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import MetadataIndex, ReadItem
 from dist_checkpointing.planning.reads import WantedShard, plan_load
+from dist_checkpointing.planning.recipe import Derivation
+from dist_checkpointing.serialization.load_recipe import source_leaves
 from dist_checkpointing.storage.calls import set_up_reader
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader
@@ -95,8 +97,15 @@ class Forecast:
         return frozenset().union(*(cost.files for cost in self.costs))
 
 
-def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
+def forecast_of(
+    checkpoint: Checkpoint, wants: Sequence[RankWants], made: Derivation | None = None
+) -> Forecast:
     """Plan the load of every rank from an open checkpoint, and add up what it takes.
+
+    Args:
+        checkpoint: what is loaded.
+        wants: what the ranks want.
+        made: what a recipe makes of the checkpoint, if one is used.
 
     Raises:
         UnsupportedFormatError: if its strategy does not tell where things are.
@@ -109,10 +118,10 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
     index = checkpoint.reads.index_for(reader, checkpoint.index)
     set_up_reader(reader, index, rank=0, world_size=1)
     options = strategy.options
-    stored = StoredTensors(index)
+    stored = StoredTensors(index if made is None else made.index)
     findings: dict[tuple[str, str | None], Finding] = {}
     costs = []
-    planner = _Planner(index, reader, options.maps_files(reader.checkpoint_dir))
+    planner = _Planner(index, reader)
     asked: set[str] = set()
     for want in wants:
         asked |= {leaf.key for leaf in want.tensors.values()}
@@ -127,10 +136,11 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
         wanted_bytes = 0
         for leaf in want.tensors.values():
             if leaf.key not in unfit:
-                shard = WantedShard(leaf.key, leaf.box, leaf.flat_range, 0)
-                parts, uncovered = planner.parts_of(shard)
-                touched += parts
-                misfits += uncovered
+                for own in (leaf,) if made is None else source_leaves(made, leaf):
+                    shard = WantedShard(own.key, own.box, own.flat_range, 0)
+                    parts, uncovered = planner.parts_of(shard)
+                    touched += parts
+                    misfits += uncovered
                 start, stop = leaf.flat_range or (0, leaf.box.num_elements)
                 wanted_bytes += (stop - start) * leaf.dtype.itemsize
         for finding in misfits:
@@ -139,11 +149,13 @@ def forecast_of(checkpoint: Checkpoint, wants: Sequence[RankWants]) -> Forecast:
             findings[finding.problem, finding.key] = replace(known, ranks=ranks)
         costs.append(_cost(want, touched, wanted_bytes, options))
     result = Forecast(
-        tuple(costs), tuple(findings.values()), tuple(key for key in index if key not in asked)
+        tuple(costs),
+        tuple(findings.values()),
+        tuple(key for key in (index if made is None else made.tensors) if key not in asked),
     )
-    lost = _missing_files(result.files, reader.checkpoint_dir)
+    lost = _missing_files(result.files, reader)
     if any(want.objects for want in wants):
-        lost += unknown_objects(wants, checkpoint.objects)
+        lost += unknown_objects(wants, checkpoint.objects if made is None else made.objects)
     return replace(result, findings=(*result.findings, *lost))
 
 
@@ -169,10 +181,10 @@ class _Touch:
 class _Planner:
     """Plans loads shard by shard; those of tensors that are stored alike are planned once."""
 
-    def __init__(self, index: Index, reader: StorageReader, maps_files: bool) -> None:
+    def __init__(self, index: Index, reader: StorageReader) -> None:
         self._index = index
         self._reader = reader
-        self._maps_files = maps_files
+        self._limits = reader.files.limits
         self._known: dict[object, tuple[_Touch, ...]] = {}
         self._places: dict[str, dict[tuple[Ints | None, int | None], ChunkPlace | None]] = {}
 
@@ -189,7 +201,7 @@ class _Planner:
         touches = self._known.get(name)
         if touches is None:
             items, findings = plan_load(self._index, [shard])
-            touches = _touches(items, tensor.dtype.itemsize, maps_files=self._maps_files)
+            touches = _touches(items, tensor.dtype.itemsize, self._limits)
             if not findings:
                 self._known[name] = touches
         places = self._places.setdefault(shard.key, {})
@@ -200,7 +212,8 @@ class _Planner:
         return [(touch, places[touch.chunk]) for touch in touches], findings
 
 
-def _touches(items: Sequence[ReadItem], itemsize: int, *, maps_files: bool) -> tuple[_Touch, ...]:
+def _touches(items: Sequence[ReadItem], itemsize: int, limits: ReadLimits) -> tuple[_Touch, ...]:
+    maps_files, gap = limits.maps_files, limits.strided_gap
     by_chunk: dict[tuple[Ints | None, int | None], list[Window]] = {}
     for item in items:
         at = item.storage_index
@@ -209,9 +222,13 @@ def _touches(items: Sequence[ReadItem], itemsize: int, *, maps_files: bool) -> t
         _Touch(
             chunk,
             max(window.start + window.array_size for window in windows) * itemsize,
-            sum(bytes_read(window, itemsize, maps_files=maps_files) for window in windows),
+            sum(bytes_read(window, itemsize, maps_files=maps_files, gap=gap) for window in windows),
             tuple(
-                span_bytes(window, axes_apart(window, itemsize, maps_files=False)[0], itemsize)
+                span_bytes(
+                    window,
+                    axes_apart(window, itemsize, maps_files=False, most_gap=gap)[0],
+                    itemsize,
+                )
                 for window in windows
                 if not maps_files and window.contiguous_range() is None
             ),
@@ -255,7 +272,7 @@ def _cost(
     )
 
 
-def bytes_read(window: Window, itemsize: int, *, maps_files: bool) -> int:
+def bytes_read(window: Window, itemsize: int, *, maps_files: bool, gap: int | None = None) -> int:
     """Bytes that have to come from storage for a window of a chunk that can be read in part.
 
     A window that is one run is read as it is. Of others a mapped file delivers whole pages of 4 KiB
@@ -266,7 +283,7 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool) -> int:
     if window.contiguous_range() is not None:
         return wanted
     if not maps_files:
-        axes, _ = axes_apart(window, itemsize, maps_files=False)
+        axes, _ = axes_apart(window, itemsize, maps_files=False, most_gap=gap)
         return math.prod(window.box.shape[:axes]) * span_bytes(window, axes, itemsize)
     span = span_bytes(window, 0, itemsize)
     run = 1
@@ -283,9 +300,9 @@ def bytes_read(window: Window, itemsize: int, *, maps_files: bool) -> int:
     return min(span, wanted + runs * _PAGE_BYTES)
 
 
-def _missing_files(files: frozenset[str], folder: Path) -> list[Finding]:
+def _missing_files(files: frozenset[str], reader: StorageReader) -> list[Finding]:
     return [
-        Finding("a file that would be read is missing", path=str(folder / name))
+        Finding("a file that would be read is missing", path=f"{reader.checkpoint_dir}/{name}")
         for name in sorted(files)
-        if not (folder / name).is_file()
+        if reader.files.size_of(name) is None
     ]

@@ -95,16 +95,43 @@ def guessed_rules(index: Index) -> tuple[AxisRule, ...]:
     return MEGATRON_RULES if by_name else (AxisRule(re.compile(""), AS_STORED),)
 
 
-def stored_axis(stored: StoredTensor) -> int | None:
+def stored_axis(stored: StoredTensor, *, is_stacked: bool = False) -> int | None:
     """The last axis along which a tensor was cut when it was saved; None if it was not.
 
-    The last, because stages of a pipeline cut stacked layers along the first.
+    The last, because stages of a pipeline cut stacked layers along the first, which does not count
+    in a tensor that ``is_stacked``.
     """
+    axes = (axis for axis, count in enumerate(_counts(stored)) if count > 1)
+    return max((axis for axis in axes if axis or not is_stacked), default=None)
+
+
+def _counts(stored: StoredTensor) -> list[int]:
+    """In how many parts a tensor is cut along each axis."""
     if stored.pieces is None:
-        counts = list(stored.grid.counts)
-    else:
-        counts = [len(set(column.tolist())) for column in stored.pieces.offsets.T]
-    return max((axis for axis, count in enumerate(counts) if count > 1), default=None)
+        return list(stored.grid.counts)
+    return [len(set(column.tolist())) for column in stored.pieces.offsets.T]
+
+
+def stacked_keys(index: Index) -> frozenset[str]:
+    """The tensors whose first axis counts layers: how the layers of a model become one tensor.
+
+    They are stored layer by layer, and all tensors below a prefix have that axis: weights of three
+    axes, and norms or biases of two.
+    """
+    below: dict[str, list[StoredTensor]] = {}
+    for key in index:
+        parts = key.split(".")
+        for depth in range(1, len(parts)):
+            below.setdefault(".".join(parts[:depth]), []).append(index[key])
+    found: set[str] = set()
+    for tensors in below.values():
+        ndims = {len(stored.global_shape) for stored in tensors}
+        if min(ndims) < 2 or max(ndims) < 3:
+            continue
+        layers = {stored.global_shape[0] for stored in tensors}
+        if len(layers) == 1 and all(_counts(stored)[0] in layers for stored in tensors):
+            found.update(stored.key for stored in tensors)
+    return frozenset(found)
 
 
 def cut_keys(index: Index, parts: int, rules: Sequence[AxisRule]) -> list[KeyCut]:
@@ -113,17 +140,20 @@ def cut_keys(index: Index, parts: int, rules: Sequence[AxisRule]) -> list[KeyCut
     Raises:
         ValueError: if a rule names an axis that a tensor does not have.
     """
-    return [_cut(index[key], parts, rules) for key in index]
+    stacked = stacked_keys(index)
+    return [_cut(index[key], parts, rules, is_stacked=key in stacked) for key in index]
 
 
-def _cut(stored: StoredTensor, parts: int, rules: Iterable[AxisRule]) -> KeyCut:
+def _cut(
+    stored: StoredTensor, parts: int, rules: Iterable[AxisRule], *, is_stacked: bool
+) -> KeyCut:
     rule = next((rule for rule in rules if rule.pattern.search(stored.key)), None)
     if rule is None:
         return KeyCut(stored.key, None, Reason.NO_RULE)
     if rule.axis is None:
         return KeyCut(stored.key, None, Reason.ASKED)
     if rule.axis == AS_STORED:
-        axis, reason = stored_axis(stored), Reason.STORED
+        axis, reason = stored_axis(stored, is_stacked=is_stacked), Reason.STORED
     else:
         ndim = len(stored.global_shape)
         if not -ndim <= rule.axis < ndim:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.checkpoint import handle as checkpoints
-from dist_checkpointing.format.byte_sizes import in_batches
+from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.checkpoint.lazy_values import ObjectHandle
 from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES, MOST_BOXES, blocks
+from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES
+from dist_checkpointing.tools.convert.convert import SAFETENSORS
 from dist_checkpointing.tools.inspect import plain_state
-from dist_checkpointing.tools.inspect.values import SLAB_ELEMENTS, as_numbers, slabs
+from dist_checkpointing.tools.inspect.tensor_files import held_by
+from dist_checkpointing.tools.inspect.values import (
+    SLAB_ELEMENTS,
+    as_numbers,
+    slabs,
+    stream_pairs,
+    without_equal_fingerprints,
+)
 
 Array = npt.NDArray[Any]
 
@@ -132,6 +140,7 @@ class Comparison:
         common: entries of the common state that differ or are in only one.
         ignores_dtype: whether tensors with the same values and different dtypes are equal.
         num_by_fingerprint: number of tensors that were not read: their fingerprints are the same.
+        left_out: what was not compared, because a file of tensors cannot hold it, in words.
     """
 
     only_first: tuple[str, ...]
@@ -141,6 +150,7 @@ class Comparison:
     common: tuple[ValueComparison, ...]
     ignores_dtype: bool = False
     num_by_fingerprint: int = 0
+    left_out: str | None = None
 
     @property
     def differing(self) -> tuple[TensorComparison, ...]:
@@ -158,8 +168,8 @@ class Comparison:
 
 
 def compare_checkpoints(
-    first: checkpoints.Checkpoint,
-    second: checkpoints.Checkpoint,
+    first: Checkpoint,
+    second: Checkpoint,
     *,
     tolerance: Tolerance = EXACT,
     wanted: Callable[[str], bool] = lambda _: True,
@@ -185,25 +195,19 @@ def compare_checkpoints(
         CheckpointingException: if something cannot be read.
     """
     common = [key for key in first if key in second and wanted(key)]
+    commons, objects, left_out = _others(first, second)
     same_shape = [key for key in common if first[key].shape == second[key].shape]
     found = dict.fromkeys(same_shape, Difference())
 
-    def compare(batch: Sequence[tuple[str, Box]]) -> None:
-        # A function of its own, so that its values are freed before the next batch is read.
-        for (key, box), a, b in zip(batch, first.read(batch), second.read(batch), strict=True):
-            found[key] = found[key].with_more(compare_tensors(a, b, tolerance, box.offset))
-            report(a.nbytes)
+    def compare(key: str, box: Box, a: torch.Tensor, b: torch.Tensor) -> None:
+        found[key] = found[key].with_more(compare_tensors(a, b, tolerance, box.offset))
+        report(a.nbytes)
 
-    to_read = same_shape
-    if not read_all:
-        ours, theirs = first.index.fingerprints, second.index.fingerprints
-        to_read = [key for key in same_shape if key not in ours or ours[key] != theirs.get(key)]
-        for key in set(same_shape) - set(to_read):
-            found[key] = Difference(num_compared=first[key].num_elements)
-            report(first[key].num_bytes)
-    most = memory_bytes // 2
-    for batch in in_batches(_boxes(first, second, to_read, most), most, MOST_BOXES):
-        compare(batch)
+    to_read = same_shape if read_all else without_equal_fingerprints(first, second, same_shape)
+    for key in set(same_shape) - set(to_read):
+        found[key] = Difference(num_compared=first[key].num_elements)
+        report(first[key].num_bytes)
+    stream_pairs(first, second, to_read, memory_bytes, compare)
     tensors = [
         TensorComparison(
             key,
@@ -217,32 +221,30 @@ def compare_checkpoints(
         tuple(key for key in first if key not in second and wanted(key)),
         tuple(key for key in second if key not in first and wanted(key)),
         tuple(tensors),
-        tuple(_compare_objects(first, second, tolerance, wanted)),
+        tuple(_compare_objects(objects[0], objects[1], tolerance, wanted)),
         tuple(
             row
-            for row in compare_values(first.common, second.common, tolerance)
-            if wanted(row.name)
+            for row in compare_values(commons[0], commons[1], tolerance)
+            if row.name and wanted(row.name)
         ),
         ignore_dtype,
         len(same_shape) - len(to_read),
+        left_out,
     )
 
 
-def _boxes(
-    first: checkpoints.Checkpoint,
-    second: checkpoints.Checkpoint,
-    keys: Iterable[str],
-    most_bytes: int,
-) -> Iterator[tuple[tuple[str, Box], int]]:
-    """Key and box of everything that is compared, and its bytes."""
-    for key in keys:
-        pair = first.index[key], second.index[key]
-        # Along the chunks of the checkpoint that must decode whole chunks.
-        lead = pair[1] if second.index.codec and not first.index.codec else pair[0]
-        widest = max(stored.dtype.itemsize for stored in pair)
-        most = most_bytes * lead.dtype.itemsize // widest
-        for box in blocks(lead, Box.whole(lead.global_shape), most):
-            yield (key, box), box.num_elements * widest
+def _others(
+    first: Checkpoint, second: Checkpoint
+) -> tuple[list[dict[str, Any]], list[Mapping[str, ObjectHandle]], str | None]:
+    """Common states and objects, as far as the formats of both hold them; and what is left out."""
+    formats = first.backend[0], second.backend[0]
+    whole = [first.common, second.common]
+    commons = [held_by(other, state) for other, state in zip(formats[::-1], whole, strict=True)]
+    objects = [first.objects, second.objects]
+    kept = [{}, {}] if SAFETENSORS in formats else objects
+    if commons == whole and kept == objects:
+        return whole, objects, None
+    return commons, kept, "objects and common state that a file of tensors cannot hold"
 
 
 def compare_tensors(
@@ -306,15 +308,15 @@ def _largest(numbers: Array) -> float:
 
 
 def _compare_objects(
-    first: checkpoints.Checkpoint,
-    second: checkpoints.Checkpoint,
+    first: Mapping[str, ObjectHandle],
+    second: Mapping[str, ObjectHandle],
     tolerance: Tolerance,
     wanted: Callable[[str], bool],
 ) -> Iterable[ValueComparison]:
-    for key in sorted({*first.objects, *second.objects}):
+    for key in sorted({*first, *second}):
         if not wanted(key):
             continue
-        pair = first.objects.get(key), second.objects.get(key)
+        pair = first.get(key), second.get(key)
         if pair[0] is None or pair[1] is None or pair[0].shape != pair[1].shape:
             grids = [None if one is None else f"object {list(one.shape)}" for one in pair]
             yield ValueComparison(key, (grids[0], grids[1]))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
 from dist_checkpointing.format.index import StoredTensor
@@ -84,8 +84,8 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
         CheckpointingException: if the index cannot be read.
     """
     index = checkpoint.index
-    statuses = _file_statuses(checkpoint.path)
-    sizes = {name: status.st_size for name, status in statuses.items()}
+    uses = store.use_below(checkpoint.folder)
+    sizes = {name: use.num_bytes for name, use in uses.items()}
     shares: dict[str, TensorTotal] = {}
     by_owner = {True: TensorTotal(), False: TensorTotal()}
     num_elements = num_chunks = largest_chunk = 0
@@ -103,7 +103,7 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
     biggest_files = sorted(sizes.items(), key=_by_size)
     by_size = sorted(shares.items(), key=lambda row: (-row[1].num_bytes, row[0]))
     return Inventory(
-        _totals(statuses.values()),
+        _totals(uses.values()),
         tuple(biggest_files[:most_listed]),
         TensorTotal(len(index), sum(share.num_bytes for share in by_owner.values())),
         dict(by_size),
@@ -137,33 +137,24 @@ def _chunks(stored: StoredTensor) -> tuple[int, int]:
     return len(counts), max(counts, default=0) * itemsize
 
 
-def count_files(folder: Path) -> Files:
+def count_files(folder: Location) -> Files:
     """The files below a folder."""
-    return _totals(_file_statuses(folder).values())
+    return _totals(store.use_below(folder).values())
 
 
-def _totals(statuses: Collection[os.stat_result]) -> Files:
+def _totals(uses: Collection[store.FileUse]) -> Files:
     return Files(
-        len(statuses),
-        sum(status.st_size for status in statuses),
-        # st_blocks counts units of 512 bytes on every file system.
-        sum(status.st_blocks * 512 for status in statuses),
-        sum(status.st_size for status in statuses if status.st_nlink > 1),
+        len(uses),
+        sum(use.num_bytes for use in uses),
+        sum(use.num_bytes_stored for use in uses),
+        sum(use.num_bytes for use in uses if use.is_shared),
     )
-
-
-def _file_statuses(folder: Path) -> dict[str, os.stat_result]:
-    """The status of each file by its relative name."""
-    statuses = {}
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(parent, name)  # noqa: PTH118 - Paths cost ten times more
-            statuses[os.path.relpath(path, folder)] = os.lstat(path)
-    return statuses
 
 
 def _facts(checkpoint: Checkpoint, sizes: Mapping[str, int]) -> dict[str, str]:
     backend, version = checkpoint.backend
+    if backend in ("safetensors", "torch"):
+        return {}
     facts = {}
     tables = [n for n in sizes if n.startswith(f"{CHECKSUMS_NAME}/") and n.endswith(".bin")]
     facts["checksums"] = f"in {_count(tables, 'table')}" if tables else "none were kept"

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,12 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.checkpoint.lazy_values import TensorHandle
 from dist_checkpointing.checkpoint.slicing import positions
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, split_rows
-from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES, batches, blocks
+from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES, MOST_BOXES, batches, blocks
 
 Array = npt.NDArray[Any]
+Result = TypeVar("Result")
 
 SLAB_ELEMENTS = 2**18
 """Number of elements that are processed at a time, such that they stay in the cache."""
@@ -170,6 +172,55 @@ def stream_statistics(
     return found
 
 
+def without_equal_fingerprints(
+    first: Checkpoint, second: Checkpoint, keys: Iterable[str]
+) -> list[str]:
+    """The tensors that are not known to be the same bit for bit, NaN included."""
+    ours, theirs = first.index.fingerprints, second.index.fingerprints
+    return [key for key in keys if key not in ours or ours[key] != theirs.get(key)]
+
+
+def stream_pairs(
+    first: Checkpoint,
+    second: Checkpoint,
+    keys: Iterable[str],
+    memory_bytes: int,
+    use: Callable[[str, Box, torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Read tensors of one shape from both checkpoints, block by block.
+
+    Args:
+        first: one checkpoint.
+        second: the other checkpoint.
+        keys: keys of the tensors.
+        memory_bytes: most bytes of values of both that are in memory at a time.
+        use: called with key, box, and the values of both.
+    """
+    most = memory_bytes // 2
+
+    def read(batch: Sequence[tuple[str, Box]]) -> None:
+        # A function of its own, so that its values are freed before the next batch is read.
+        for (key, box), a, b in zip(batch, first.read(batch), second.read(batch), strict=True):
+            use(key, box, a, b)
+
+    for batch in in_batches(_boxes_of_both(first, second, keys, most), most, MOST_BOXES):
+        read(batch)
+
+
+def _boxes_of_both(
+    first: Checkpoint, second: Checkpoint, keys: Iterable[str], most_bytes: int
+) -> Iterator[tuple[tuple[str, Box], int]]:
+    """Key and box of everything that is compared, and its bytes."""
+    for key in keys:
+        pair = first.index[key], second.index[key]
+        # Along the chunks of the checkpoint that must decode whole chunks.
+        lead = pair[1] if second.index.codec and not first.index.codec else pair[0]
+        widest = max(stored.dtype.itemsize for stored in pair)
+        most = most_bytes * lead.dtype.itemsize // widest
+        for box in blocks(lead, Box.whole(lead.global_shape), most):
+            yield (key, box), box.num_elements * widest
+
+
 def statistics_of_part(
     handle: TensorHandle,
     slices: Any = ...,
@@ -183,35 +234,104 @@ def statistics_of_part(
         IndexError: if ``slices`` do not fit the shape.
         CheckpointingException: if the part cannot be read.
     """
+    total = Statistics()
+    for part in _parts(handle, slices, memory_bytes):
+        total = total.with_more(_used(handle, part, statistics_of, report))
+    return total
+
+
+def _used(
+    handle: TensorHandle,
+    part: Any,
+    use: Callable[[torch.Tensor], Result],
+    report: Callable[[int], None],
+) -> Result:
+    # A function of its own, so that the values are freed before the next part is read.
+    tensor = handle[part]
+    report(tensor.nbytes)
+    return use(tensor)
+
+
+def _parts(handle: TensorHandle, slices: Any, memory_bytes: int) -> Iterator[tuple[slice, ...]]:
+    """``slices`` of a tensor, cut into parts that fit into memory."""
     taken = positions(handle.shape, slices, handle.key)
     ranges = [range(part, part + 1) if isinstance(part, int) else part for part in taken]
     itemsize = handle.num_bytes // handle.num_elements if handle.num_elements else 1
-    total = Statistics()
     if all(part.step == 1 for part in ranges):
         box = Box(tuple(part.start for part in ranges), tuple(map(len, ranges)))
-        region = blocks(handle.stored, box, memory_bytes)
-        parts = (block.slices() for block in region)
+        yield from (block.slices() for block in blocks(handle.stored, box, memory_bytes))
+        return
+    whole = Box.whole(tuple(map(len, ranges)))
+    for block in split_rows(whole, max(1, memory_bytes // itemsize)):
+        if block.num_elements:
+            inside = zip(ranges, block.slices(), strict=True)
+            yield tuple(_as_slice(part[chosen]) for part, chosen in inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often values of a tensor lie between ``edges[i]`` and ``edges[i + 1]``.
+
+    Attributes:
+        edges: Borders of the bins; the last one belongs to the last bin.
+        counts: Number of values in each bin.
+        below: Number of finite values below the first edge.
+        above: Number of finite values above the last edge.
+        is_of_integers: Whether each bin is for one integer, which lies in its middle.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    below: int
+    above: int
+    is_of_integers: bool
+
+
+def histogram_of_part(
+    handle: TensorHandle,
+    slices: Any,
+    known: Statistics,
+    *,
+    bins: int,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    report: Callable[[int], None] = lambda _: None,
+) -> Histogram:
+    """The histogram of the finite values of ``handle[slices]``, which need not fit into memory.
+
+    It reaches as far as four standard deviations from the mean, so that a few outliers do not
+    leave all the rest in one bin. A few integers have a bin each.
+
+    Raises:
+        ValueError: if the values have no order: complex numbers, or no finite value.
+    """
+    if known.minimum is None or known.maximum is None or known.std is None:
+        raise ValueError(f"{handle.key!r} has no finite real numbers to draw")
+    least, most = float(known.minimum), float(known.maximum)
+    is_of_integers = isinstance(known.minimum, int) and most - least < bins
+    if is_of_integers:
+        edges = np.arange(least - 0.5, most + 1)
     else:
-        within = split_rows(Box.whole(tuple(map(len, ranges))), max(1, memory_bytes // itemsize))
-        parts = (
-            tuple(
-                slice(chosen.start, chosen.stop, chosen.step)
-                for chosen in (
-                    part[inside] for part, inside in zip(ranges, block.slices(), strict=True)
-                )
-            )
-            for block in within
-            if block.num_elements
-        )
+        assert isinstance(known.mean, int | float)
+        least = max(least, known.mean - 4 * known.std)
+        most = min(most, known.mean + 4 * known.std)
+        edges = np.linspace(least, most if most > least else least + 1, bins + 1)
+    counts = np.zeros(len(edges) + 1, dtype=np.int64)
 
-    def look_at(part: Any) -> Statistics:
-        tensor = handle[part]
-        report(tensor.nbytes)
-        return statistics_of(tensor)
+    def count(tensor: torch.Tensor) -> Array:
+        total = np.zeros_like(counts)
+        flat = tensor.reshape(-1)
+        for start in range(0, flat.numel(), SLAB_ELEMENTS):
+            values = as_numbers(flat[start : start + SLAB_ELEMENTS]).astype(np.float64)
+            values = values[np.isfinite(values)]
+            places = np.searchsorted(edges, values, side="right")
+            places[values == edges[-1]] = len(edges) - 1
+            total += np.bincount(places, minlength=len(total))
+        return total
 
-    for part in parts:
-        total = total.with_more(look_at(part))
-    return total
+    for part in _parts(handle, slices, memory_bytes):
+        counts += _used(handle, part, count, report)
+    below, *inside, above = counts.tolist()
+    return Histogram(tuple(edges.tolist()), tuple(inside), below, above, is_of_integers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.checksums import StoredPart, read_checksums
@@ -72,7 +71,7 @@ def checkpoint_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) ->
     wanted = [checkpoint[key].key for key in (checkpoint if keys is None else keys)]
     index = checkpoint.index
     parts: dict[str, list[StoredPart]] = {key: [] for key in wanted}
-    for part in read_checksums(checkpoint.path):
+    for part in read_checksums(checkpoint.folder):
         if part.key in parts:
             parts[part.key].append(part)
     silent = [key for key in wanted if not parts[key]]
@@ -93,7 +92,7 @@ def checkpoint_map(checkpoint: Checkpoint, keys: Iterable[str] | None = None) ->
             )
         )
     backend, version = checkpoint.backend
-    path = Path(checkpoint.path).resolve()
+    path = checkpoint.path.absolute()
     return CheckpointMap(f"{path.parent.name}/{path.name}", f"{backend} {version}", tuple(tensors))
 
 

@@ -19,7 +19,7 @@ from dist_checkpointing.mapping import (
     StateDict,
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 KEEP_VARS_HINT = (
     " The state dict must hold the parameters themselves: call state_dict(keep_vars=True), and wrap"

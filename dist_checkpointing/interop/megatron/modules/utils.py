@@ -21,7 +21,7 @@ from dist_checkpointing.mapping import (
 
 _ShardId = tuple[str, tuple[int, ...], tuple[int, int] | None]
 
-fallback_logger = logging.getLogger(__name__)
+fallback_logger: logging.Logger = logging.getLogger(__name__)
 _names: list[str] = []
 _loggers: list[logging.Logger] = []
 
@@ -41,19 +41,22 @@ def _sharded_object_id(sharded_object: ShardedObject) -> tuple[Any, ...]:
     return sharded_object.key, sharded_object.global_offset, sharded_object.global_shape
 
 
-def _extractor(*kinds: type) -> Callable[[StateDict], tuple[Any, Any]]:
+Extractor = Callable[[StateDict], tuple[Any, Any]]
+
+
+def _extractor(*kinds: type) -> Extractor:
     return lambda sharded_state_dict: dict_utils.extract_matching_values(
         sharded_state_dict, lambda value: isinstance(value, kinds)
     )
 
 
-extract_sharded_tensors = _extractor(ShardedTensor)
-extract_sharded_tensors_and_factories = _extractor(ShardedTensor, ShardedTensorFactory)
-extract_sharded_tensors_or_nonpersistent = _extractor(
+extract_sharded_tensors: Extractor = _extractor(ShardedTensor)
+extract_sharded_tensors_and_factories: Extractor = _extractor(ShardedTensor, ShardedTensorFactory)
+extract_sharded_tensors_or_nonpersistent: Extractor = _extractor(
     ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject
 )
-extract_sharded_base = _extractor(ShardedBase)
-extract_nonpersistent = _extractor(LocalNonpersistentObject)
+extract_sharded_base: Extractor = _extractor(ShardedBase)
+extract_nonpersistent: Extractor = _extractor(LocalNonpersistentObject)
 
 
 def _leaves(sharded_state_dict: StateDict) -> Iterator[ShardedBase]:

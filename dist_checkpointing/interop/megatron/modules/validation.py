@@ -24,7 +24,7 @@ from dist_checkpointing.validation.strictness import (
     parse_strict_flag,  # noqa: F401 - one of the names that Megatron has here
 )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Metadata = list[ShardedBase]
 

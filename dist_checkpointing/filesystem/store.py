@@ -1,0 +1,307 @@
+"""Files of a checkpoint wherever it is: on a mounted file system, or in an object store.
+
+What works in both places is here, and nothing above asks which of the two it is. What has ``local``
+for its module works on mounted file systems only. An object store has no folders, no links and no
+half-written objects, and what it has answered is durable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_checkpointing.filesystem import local, own_files
+from dist_checkpointing.filesystem.local import Durability
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
+
+
+def read_bytes(path: Location, max_bytes: int) -> bytes:
+    """The content of a file that must not be larger than ``max_bytes``."""
+    if isinstance(path, Path):
+        return local.read_bytes(path, max_bytes)
+    return path.store.get(path.key, lambda size: local.check_size(size, path, max_bytes))
+
+
+def blocks(path: Location, num_bytes: int = 1 << 22) -> Iterator[bytes | memoryview]:
+    """The content of a file of any size, block by block."""
+    if isinstance(path, ObjectPath):
+        yield from path.store.blocks(path.key)
+        return
+    with path.open("rb") as file:
+        while data := file.read(num_bytes):
+            yield data
+
+
+def read_json(path: Location, max_bytes: int) -> Any:
+    """What a JSON file says that must not be larger than ``max_bytes``; see ``parse_json``."""
+    return local.parse_json(read_bytes(path, max_bytes))
+
+
+def read_own(path: Location, max_bytes: int) -> bytes | None:
+    """The content of a file that only this library writes; None if there is no regular file.
+
+    Raises:
+        CorruptCheckpointError: if it is larger than ``max_bytes``.
+        OSError: if it cannot be read.
+    """
+    if isinstance(path, Path):
+        return own_files.read_own(path, max_bytes)
+    try:
+        return read_bytes(path, max_bytes)
+    except FileNotFoundError:
+        return None
+
+
+def read_own_start(path: Location, num_bytes: int) -> bytes | None:
+    """Like ``read_own``, but the first bytes of a file of any size."""
+    if isinstance(path, Path):
+        return own_files.read_own_start(path, num_bytes)
+    try:
+        return bytes(path.store.get_range(path.key, 0, num_bytes)[0])
+    except FileNotFoundError:
+        return None
+
+
+def is_there(path: Location) -> bool:
+    """Whether anything has this path, even a link to nothing.
+
+    Raises:
+        OSError: if that cannot be told, which is not the same as no.
+    """
+    if isinstance(path, Path):
+        return local.is_there(path)
+    return is_file(path) or is_folder(path)
+
+
+def is_file(path: Location) -> bool:
+    """Like ``is_there``, whether the path is a file or a link to one."""
+    return local.is_file(path) if isinstance(path, Path) else size_of(path) is not None
+
+
+def is_folder(path: Location) -> bool:
+    """Like ``is_there``, whether the path is a folder or a link to one."""
+    if isinstance(path, Path):
+        return local.is_folder(path)
+    return any(True for _ in path.store.list_below(path.prefix))
+
+
+def size_of(path: Location) -> int | None:
+    """Bytes of a file; None if there is none."""
+    if isinstance(path, Path):
+        return path.stat().st_size if local.is_file(path) else None
+    info = path.store.head(path.key) if path.key else None
+    return None if info is None else info.num_bytes
+
+
+def marks_of(folder: Location, names: Iterable[str], *, opens: bool) -> object:
+    """What changes with any of some files; None if one is not there, or would have to be asked for.
+
+    Args:
+        folder: of the files.
+        names: of the files.
+        opens: open them, because some network file systems look for changes only then.
+    """
+    return local.marks_of(folder, names, opens=opens) if isinstance(folder, Path) else None
+
+
+def folders_with(
+    root: Location, name: str, skipped: str, on_error: Callable[[OSError], None]
+) -> Iterator[str]:
+    """Folders below ``root`` that hold a file of this name, by relative name.
+
+    Args:
+        root: looked through, in this order: a folder, then those in it.
+        name: of the file.
+        skipped: folders whose names end so are left out.
+        on_error: called where a folder cannot be listed.
+    """
+    if isinstance(root, ObjectPath):
+        for found, _ in files_below(root, root):
+            *above, last = found.split("/")
+            if last == name and not any(part.endswith(skipped) for part in above):
+                yield "/".join(above) or "."
+        return
+    for folder, names, files in os.walk(root, onerror=on_error):
+        names[:] = sorted(below for below in names if not below.endswith(skipped))
+        if name in files:
+            yield Path(folder).relative_to(root).as_posix()
+
+
+def names_in(folder: Location) -> list[str]:
+    """The names in a folder, sorted; none if there is no such folder.
+
+    Raises:
+        OSError: if the folder cannot be read, which is not the same as empty.
+    """
+    if isinstance(folder, Path):
+        return local.names_in(folder)
+    folders, objects = folder.store.list_folder(folder.prefix)
+    return sorted({*folders, *(info.key.rpartition("/")[2] for info in objects)})
+
+
+def folders_in(folder: Location) -> list[str]:
+    """The names of the folders in a folder, sorted; none if there is no such folder.
+
+    Raises:
+        OSError: if the folder cannot be read, which is not the same as empty.
+    """
+    if isinstance(folder, Path):
+        return [name for name in local.names_in(folder) if local.is_folder(folder / name)]
+    return folder.store.list_folder(folder.prefix)[0]
+
+
+def relative(path: Location, root: Location) -> str:
+    """Name of a file relative to a folder that it is in, with ``/``."""
+    if isinstance(path, Path):
+        assert isinstance(root, Path)
+        return path.relative_to(root).as_posix()
+    return path.key.removeprefix(root.prefix) if isinstance(root, ObjectPath) else path.key
+
+
+def overlap(one: Location, other: Location) -> bool:
+    """Whether one of two files or folders is, or is in, the other."""
+    if isinstance(one, Path) and isinstance(other, Path):
+        first, second = one.resolve(), other.resolve()
+        return first.is_relative_to(second) or second.is_relative_to(first)
+    names = [f"{place}/" for place in (one, other)]
+    return names[0].startswith(names[1]) or names[1].startswith(names[0])
+
+
+def files_below(path: Location, root: Location) -> Iterator[tuple[str, int | None]]:
+    """All files below a folder: name relative to ``root``, and size, None if it is no regular file.
+
+    Links are not followed.
+    """
+    if isinstance(path, ObjectPath):
+        assert isinstance(root, ObjectPath)
+        for info in path.store.list_below(path.prefix):
+            yield info.key.removeprefix(root.prefix), info.num_bytes
+        return
+    assert isinstance(root, Path)
+    yield from local.files_below(path, root)
+
+
+@dataclass(frozen=True, slots=True)
+class FileUse:
+    """What a file takes.
+
+    Attributes:
+        num_bytes: Size.
+        num_bytes_stored: Bytes of its disk blocks, which are fewer for files with holes.
+        is_shared: Whether it has another name elsewhere, as in other checkpoints.
+    """
+
+    num_bytes: int
+    num_bytes_stored: int
+    is_shared: bool = False
+
+
+def use_below(folder: Location) -> dict[str, FileUse]:
+    """What each file below a folder takes, by its relative name."""
+    if isinstance(folder, ObjectPath):
+        found = files_below(folder, folder)
+        return {name: FileUse(size, size) for name, size in found if size is not None}
+    return {
+        # st_blocks counts units of 512 bytes on every file system.
+        name: FileUse(status.st_size, status.st_blocks * 512, status.st_nlink > 1)
+        for name, status in local.statuses_below(folder).items()
+    }
+
+
+def sizes_in(
+    root: Location, names: Collection[str] | None, reported: Mapping[str, int]
+) -> dict[str, int]:
+    """Size of each file that lies in one of these files and folders, by name relative to ``root``.
+
+    Args:
+        root: the folder.
+        names: of files and folders in it; None for all that is there.
+        reported: sizes of the files that have been written. In an object store these are all that
+            is in ``names``: it has answered for each, and is not asked again.
+    """
+    if isinstance(root, ObjectPath) and names is not None:
+        return dict(reported)
+    sizes: dict[str, int] = {}
+    for name in [""] if names is None else sorted(names):
+        path = root / name
+        size = size_of(path)
+        if size is not None:
+            sizes[name] = size
+        elif names is None or (isinstance(path, Path) and local.is_folder(path)):
+            found = files_below(path, root)
+            sizes.update((own, size) for own, size in found if size is not None)
+    return sizes
+
+
+def make_own_folder(folder: Location) -> None:
+    """Make the folder ``.dckpt`` of a checkpoint, where there are folders.
+
+    Raises:
+        CheckpointExistsError: if a link or a file has this name.
+    """
+    if isinstance(folder, Path):
+        own_files.make_own_folder(folder)
+
+
+def make_folder(path: Location) -> None:
+    """Make a folder and those that it is in, where there are folders."""
+    if isinstance(path, Path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def write(path: Location, data: bytes, durability: Durability = Durability.FSYNC) -> str | None:
+    """Write a file such that readers see all of it or none; its ETag in an object store."""
+    if isinstance(path, Path):
+        local.write_atomic(path, data, durability)
+        return None
+    return path.store.put(path.key, data)
+
+
+def remove(path: Location, root: Location) -> None:
+    """Delete a file or folder below ``root``, and the parents that are empty then."""
+    if isinstance(path, Path):
+        assert isinstance(root, Path)
+        local.remove(path, root)
+        return
+    assert isinstance(root, ObjectPath)
+    if not path.key.startswith(root.prefix) or path.key == root.key:
+        raise ValueError(f"{path} is not below {root}")
+    remove_below(path)
+    path.store.delete([path.key])
+
+
+def remove_below(folder: ObjectPath) -> None:
+    """Delete all objects in a folder."""
+    folder.store.delete([info.key for info in folder.store.list_below(folder.prefix)])
+
+
+def temporaries(names: Iterable[str], root: Location) -> list[Path]:
+    """Temporary files that killed writers of these files below ``root`` have left."""
+    return local.temporaries(names, root) if isinstance(root, Path) else []
+
+
+def fsync_file(path: Location) -> None:
+    """Make the content of a file durable."""
+    if isinstance(path, Path):
+        local.fsync_file(path)
+
+
+def fsync_folders(files: Iterable[Location], root: Location) -> None:
+    """Make the names of files durable: every folder from them up to ``root``, once."""
+    if isinstance(root, Path):
+        local.fsync_folders((file for file in files if isinstance(file, Path)), root)
+
+
+def fsync_folder(folder: Location) -> None:
+    """Make the names in a folder durable."""
+    if isinstance(folder, Path):
+        local.fsync_folder(folder)
+
+
+def check_room(folder: Location, num_bytes: int) -> None:
+    """Check before a save that ``num_bytes`` can be written below a folder, where that is known."""
+    if isinstance(folder, Path):
+        local.check_room(folder, num_bytes)

@@ -1,0 +1,111 @@
+"""The Trainer of transformers saves and resumes through a CheckpointManager."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from dist_checkpointing.comm import default_comm
+from dist_checkpointing.interop.torch_state import TorchState
+from dist_checkpointing.interop.torch_state.rng import rng_state, set_rng_state
+from dist_checkpointing.manager.manager import CheckpointManager
+from dist_checkpointing.serialization.readers import load_common_state_dict
+
+
+class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers may be missing
+    """Trains with a Trainer of transformers, and saves and resumes in place of it.
+
+    The Trainer decides when to save (``save_strategy``, ``save_steps``); what it would write then
+    is one checkpoint of a CheckpointManager, written behind the training. ``train`` resumes from
+    the newest whole one: model, optimizer, scheduler, GradScaler, random numbers, the Trainer's
+    state and its place in the data.
+
+    Args:
+        root: folder of the run, see ``CheckpointManager``.
+        options: options of ``CheckpointManager``, such as ``retention``.
+
+    ``TrainerCheckpoints("run").train(trainer)`` takes the place of ``trainer.train()``.
+    """
+
+    def __init__(self, root: str | PathLike[str], **options: Any) -> None:
+        self._root, self._options = root, options
+        self._progress: dict[str, Any] = {}
+        self._resumed_step: int | None = None
+        self._rng: dict[str, Any] | None = None
+
+    def train(self, trainer: Trainer, **options: Any) -> Any:
+        """Train from the newest checkpoint, or from the beginning if there is none. Collective.
+
+        Args:
+            trainer: Trainer; its model must not be loaded from one of its own checkpoints.
+            options: options of ``Trainer.train``.
+
+        Returns:
+            What ``Trainer.train`` returns.
+
+        Raises:
+            ValueError: for ``load_best_model_at_end``, which needs the Trainer's own checkpoints.
+            CheckpointingException: see ``CheckpointManager``.
+        """
+        if trainer.args.load_best_model_at_end:
+            raise ValueError("load_best_model_at_end needs the checkpoints of the Trainer itself")
+        own = {"_save_checkpoint": self._save, "_load_from_checkpoint": lambda *_: None}
+        vars(trainer).update(own)
+        self._trainer = trainer
+        trainer.add_callback(self)
+        try:
+            with (
+                CheckpointManager(self._root, **self._options) as self._manager,
+                tempfile.TemporaryDirectory() as folder,
+            ):
+                self._resumed_step = self._manager.latest_valid(check="structure")
+                if self._resumed_step is None:
+                    return trainer.train(**options)
+                # The Trainer takes its place in the data from this file, and nothing else.
+                common = load_common_state_dict(self._manager.folder(self._resumed_step))
+                state = common["trainer"]["state"]
+                Path(folder, "trainer_state.json").write_text(state, encoding="utf-8")
+                return trainer.train(resume_from_checkpoint=folder, **options)
+        finally:
+            trainer.remove_callback(self)
+            for name in own:
+                del vars(trainer)[name]
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Load the step that is resumed: everything is made, and nothing has been trained."""
+        del control
+        self._state = TorchState(
+            given["model"],
+            given["optimizer"],
+            scheduler=given["lr_scheduler"],
+            scaler=self._trainer.accelerator.scaler,
+            trainer=self._progress,
+        )
+        if self._resumed_step is not None:
+            self._manager.load(self._state, self._resumed_step, verify=True)
+            # Within an epoch the Trainer first skips data, which may draw random numbers.
+            if not (args.ignore_data_skip or state.epoch == int(state.epoch)):
+                self._rng = rng_state()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Restore the random numbers after data was skipped."""
+        if self._rng is not None:
+            set_rng_state(self._rng)
+            self._rng = None
+
+    def _save(self, *_: Any) -> None:
+        trainer = self._trainer
+        trainer.store_flos()
+        # The ranks differ in who they are; the Trainer itself keeps what rank 0 knows.
+        state = default_comm().broadcast(json.dumps(asdict(trainer.state)))
+        self._progress["state"] = state
+        self._state.step = trainer.state.global_step
+        self._manager.async_save(self._state.step, self._state)

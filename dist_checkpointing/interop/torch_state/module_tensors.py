@@ -1,0 +1,127 @@
+"""The tensors of a module by names that wrappers do not change, tied weights once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_checkpointing.errors import Finding, InvalidShardingError
+
+_WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""What torch.compile and activation checkpointing put into names."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of DistributedDataParallel and torch.compile.
+
+    Raises:
+        InvalidShardingError: if parts of it are wrapped with FSDP1, whose parameters are flat.
+    """
+    while True:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+            module = inner
+        else:
+            break
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        finding = Finding(
+            "FSDP1 keeps flat parameters without a shape of their own",
+            expected="FSDP2",
+            found="FullyShardedDataParallel",
+            remedy="Wrap the model with torch.distributed.fsdp.fully_shard.",
+        )
+        raise InvalidShardingError("this module cannot be saved", [finding])
+    return module
+
+
+def clean_name(name: str) -> str:
+    """The name of a parameter without the wrappers around modules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+class ModuleTensors:
+    """The state dict of a module, with each group of tied tensors under one name.
+
+    Args:
+        module: Module without a wrapper around it, see ``unwrapped``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        own = module.state_dict()
+        self._names = {name: clean_name(name) for name in own}
+        self.values: dict[str, Any] = {self._names[name]: value for name, value in own.items()}
+        self.parameters: dict[torch.Tensor, list[str]] = {}
+        self._groups: dict[str, list[str]] = {}
+        tensors: list[tuple[str, torch.Tensor]] = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        ]
+        for name, tensor in tensors:
+            names = self.parameters.setdefault(tensor, [])
+            names.append(clean_name(name))
+            self._groups[names[-1]] = names
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Name of each tensor that is stored under another name, and that name."""
+        chosen = self.choose({}, ())
+        return {name: source for name, source in chosen.items() if name != source}
+
+    def choose(self, ties: Mapping[str, str], stored: Container[str]) -> dict[str, str]:
+        """The name under which each value lies in a checkpoint.
+
+        Args:
+            ties: ``ties`` of the module that was saved.
+            stored: names that the checkpoint has.
+        """
+        chosen = {}
+        for name in self.values:
+            known = [own for own in self._groups.get(name, [name]) if own in self.values]
+            # A model that was tied and now is not finds its values under the other name.
+            candidates = [*known, *(ties[own] for own in known if own in ties)]
+            chosen[name] = next((own for own in candidates if own in stored), candidates[0])
+        return chosen
+
+    def tree(self, chosen: Mapping[str, str]) -> dict[str, Any]:
+        """The values by the names of a checkpoint, each once."""
+        found: dict[str, Any] = {}
+        for name, source in chosen.items():
+            found.setdefault(source, self.values[name])
+        return found
+
+    def restore(self, loaded: Mapping[str, Any], chosen: Mapping[str, str]) -> None:
+        """Put loaded values into the module."""
+        full = {
+            name: loaded[source]
+            for name, own in self._names.items()
+            if (source := chosen[own]) in loaded
+        }
+        # Parameters have been filled in place; this is for what a module makes of its state dict.
+        self._module.load_state_dict(full, strict=False)
+
+
+def name_parameters(tensors: ModuleTensors) -> Callable[[torch.Tensor], list[str]]:
+    """A function that gives all names of a parameter.
+
+    It raises InvalidShardingError for a tensor that is no parameter of the module.
+    """
+
+    def names_of(parameter: torch.Tensor) -> list[str]:
+        if parameter not in tensors.parameters:
+            finding = Finding(
+                "the optimizer has a parameter that the model does not have",
+                found=f"a tensor of shape {list(parameter.shape)}",
+                remedy="Make the optimizer after fully_shard or parallelize_module, from the "
+                "parameters of the model that is given.",
+            )
+            raise InvalidShardingError("optimizer state without a name", [finding])
+        return tensors.parameters[parameter]
+
+    return names_of

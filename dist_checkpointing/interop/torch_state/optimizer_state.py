@@ -1,0 +1,198 @@
+"""Optimizer state by parameter name, on whatever groups and ranks it was and is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.mapping import StateDict, StoredState
+from dist_checkpointing.validation.common_state import CommonDigests
+
+logger = logging.getLogger(__name__)
+
+NamesOf = Callable[[torch.Tensor], list[str]]
+_PREFIX: Final = "optimizer.state."
+
+
+def optimizer_tree(
+    optimizers: Sequence[Optimizer], names_of: NamesOf, comm: Comm
+) -> dict[str, Any]:
+    """State and groups of all optimizers, by parameter name. Collective.
+
+    Ranks with other parameters than rank 0 (pipeline stages) add their groups to it.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    groups_here: list[dict[str, Any]] = []
+    with comm.agreed("naming the optimizer state"):
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                names = [names_of(parameter)[0] for parameter in group["params"]]
+                own = {key: _plain(value) for key, value in group.items() if key != "params"}
+                groups_here.append({**own, "params": names})
+                for name, parameter in zip(names, group["params"], strict=True):
+                    if parameter in optimizer.state:
+                        state[name] = dict(optimizer.state[parameter])
+    values = {
+        name: {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
+        for name, own in state.items()
+    }
+    groups = groups_here
+    if not comm.all_same(CommonDigests({"all": repr((groups, values))}, None).number):
+        groups = []
+        for groups_there, values_there in comm.all_gather((groups_here, values)):
+            groups += [group for group in groups_there if group not in groups]
+            for name, own in values_there.items():
+                state[name] = own | state.get(name, {})
+    return {"state": state, "param_groups": groups}
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter without tensors, whose keys would depend on the grouping."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return type(value)(map(_plain, value))
+    return value
+
+
+class OptimizerTemplate:
+    """What is asked of a checkpoint for optimizers that may have no state yet.
+
+    Args:
+        optimizers: Optimizers to restore.
+        names_of: All names of a parameter.
+        stored: What the checkpoint holds.
+
+    Attributes:
+        tree: State by the names of the checkpoint.
+
+    Raises:
+        StateMismatchError: if the checkpoint has no optimizer, or state of a form that cannot be
+            made before the first step.
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], names_of: NamesOf, stored: StoredState
+    ) -> None:
+        saved = stored.common.get("optimizer")
+        if not isinstance(saved, dict) or "param_groups" not in saved:
+            finding = Finding(
+                "the checkpoint has no optimizer",
+                "optimizer",
+                remedy="Load TorchState(model) alone.",
+            )
+            raise StateMismatchError("template and checkpoint do not fit", [finding])
+        self._optimizers = optimizers
+        self._values: Mapping[str, Any] = saved.get("state", {})
+        self._groups = {name: group for group in saved["param_groups"] for name in group["params"]}
+        self._names: dict[torch.Tensor, str] = {}
+        self.tree: dict[str, dict[str, Any]] = {}
+        tensors = self._tensors_by_name(stored)
+        findings: list[Finding] = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    names = names_of(parameter)
+                    name = next((own for own in names if own in self._groups), names[0])
+                    self._names[parameter] = name
+                    if name in tensors or name in self._values:
+                        self.tree[name] = dict(optimizer.state.get(parameter, {}))
+                        findings += self._add_missing(name, parameter, group, tensors.get(name, {}))
+        if findings:
+            raise StateMismatchError("optimizer state cannot be made", findings)
+        self._log_unequal(set(tensors) | set(self._values))
+
+    def _tensors_by_name(
+        self, stored: StoredState
+    ) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+        found: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+        for key, described in stored.tensors.items():
+            # Both parts may have dots; the first is the name of a parameter in a group.
+            name = key.removeprefix(_PREFIX)
+            while name != key and name and name not in self._groups:
+                name = name.rpartition(".")[0]
+            if name and name != key:
+                found.setdefault(name, {})[key[len(_PREFIX) + len(name) + 1 :]] = described
+        return found
+
+    def _add_missing(
+        self,
+        name: str,
+        parameter: torch.Tensor,
+        group: Mapping[str, Any],
+        stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    ) -> list[Finding]:
+        """Make the tensors that a step would make; what cannot be made."""
+        own, findings = self.tree[name], []
+        for entry, (shape, dtype) in stored.items():
+            if entry in own or entry.partition(".")[0] in own:
+                continue
+            if entry == "step" and not (group.get("fused") or group.get("capturable")):
+                own[entry] = torch.empty(shape, dtype=dtype)
+            elif shape == tuple(parameter.shape):
+                own[entry] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            elif "." in entry or (isinstance(parameter, DTensor) and shape):
+                finding = Finding(
+                    "how this state is cut is known only after a step of the optimizer",
+                    f"{_PREFIX}{name}.{entry}",
+                    expected=f"the shape of the parameter, {list(parameter.shape)}",
+                    found=list(shape),
+                    remedy="Make one step of the optimizer before the load.",
+                )
+                findings.append(finding)
+            else:
+                own[entry] = torch.empty(shape, dtype=dtype, device=parameter.device)
+        return findings
+
+    def _log_unequal(self, stored: set[str]) -> None:
+        fresh = set(self._names.values()) - stored
+        unused = stored - set(self._names.values())
+        if fresh and stored:
+            logger.warning(
+                "%d of %d parameters start without optimizer state: the checkpoint has none, "
+                "for example of %s",
+                len(fresh), len(self._names), min(fresh),
+            )  # fmt: skip
+        if unused:
+            logger.info(
+                "optimizer state of %d parameters of the checkpoint is not used, for example of %s",
+                len(unused),
+                min(unused),
+            )
+
+    def restore(self, loaded: StateDict) -> None:
+        """Put the loaded state and hyperparameters into the optimizers."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = self._names[parameter]
+                    if name in self.tree:
+                        optimizer.state[parameter] = loaded["state"].get(name, {})
+                    else:
+                        optimizer.state.pop(parameter, None)
+                self._restore_group(group)
+
+    def _restore_group(self, group: dict[str, Any]) -> None:
+        names = [self._names[parameter] for parameter in group["params"]]
+        found = {
+            id(self._groups[name]): self._groups[name] for name in names if name in self._groups
+        }
+        for key in {key for saved in found.values() for key in saved} - {"params"}:
+            values = [saved[key] for saved in found.values() if key in saved]
+            if any(value != values[0] for value in values):
+                logger.warning(
+                    "%s stays %r: parameters of one group were saved with different values",
+                    key,
+                    group.get(key),
+                )
+            elif isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(values[0])
+            else:
+                group[key] = values[0]

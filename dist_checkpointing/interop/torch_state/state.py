@@ -1,0 +1,274 @@
+"""TorchState: a model, its optimizer and what else a training needs, to be saved and restored."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.interop.dtensor import shard_state_dict, unshard_state_dict
+from dist_checkpointing.interop.torch_state.module_tensors import (
+    ModuleTensors,
+    name_parameters,
+    unwrapped,
+)
+from dist_checkpointing.interop.torch_state.optimizer_state import (
+    OptimizerTemplate,
+    optimizer_tree,
+)
+from dist_checkpointing.interop.torch_state.rng import rng_state, set_rng_state
+from dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedStateDict,
+    StateDict,
+    StoredState,
+)
+from dist_checkpointing.mapping.nesting import flatten
+from dist_checkpointing.validation.common_state import CommonDigests
+
+logger = logging.getLogger(__name__)
+
+_RECORD: Final = "torch_state"
+_NO_RECORD: Final[Mapping[str, Any]] = {
+    "world_size": 0,
+    "ties": {},
+    "per_rank": (),
+    "objects": (),
+}
+_RESERVED: Final = frozenset({"model", "optimizer", "step", "rng", _RECORD})
+
+
+class TorchState:
+    """The state of a training: ``save`` and ``load`` take it in place of a state dict.
+
+    ``load`` restores all of it in place. The model may be plain, in DistributedDataParallel, cut by
+    FSDP2 (``fully_shard``), tensor parallelism, HSDP or products of them, with torch.compile and
+    activation checkpointing; it may be cut in another way when it is loaded. Optimizer state goes
+    by parameter name, so parameters may be grouped in another way or frozen; it is made where an
+    optimizer has none before its first step. Tied weights are stored once. The states of the random
+    number generators are kept for each rank.
+
+    Args:
+        model: Model, with memory (not on the meta device).
+        optimizer: Optimizer of its parameters, or several; made after the model was cut.
+        step: Number of the step, kept as ``state.step``.
+        others: What else to save, by name: modules (an EMA of the model), objects with
+            ``state_dict`` and ``load_state_dict`` (schedulers, GradScaler, data loaders), and dicts
+            of plain values, which are filled in place; None for a part that there is not. What
+            differs between ranks is kept for each, and restored on the same number of ranks.
+
+    Attributes:
+        step: Number of the step; ``load`` sets it.
+
+    Raises:
+        ValueError: for a name that is reserved.
+        TypeError: for another object that is none of these.
+        InvalidShardingError: for FSDP1; by ``save`` and ``load`` for an optimizer of parameters
+            that the model does not have.
+        StateMismatchError: by ``load``, if the checkpoint does not hold what is asked for.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> state = TorchState(model, optimizer, step=17)
+        >>> save(state, "ckpt/17")
+        >>> state.step = 0
+        >>> _ = load(state, "ckpt/17")
+        >>> state.step
+        17
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        *,
+        step: int = 0,
+        **others: nn.Module | Stateful | dict[str, Any] | None,
+    ) -> None:
+        if reserved := _RESERVED & others.keys():
+            raise ValueError(f"the name {min(reserved)!r} is reserved")
+        given = {name: other for name, other in others.items() if other is not None}
+        for name, other in given.items():
+            if not isinstance(other, nn.Module | Stateful | dict):
+                raise TypeError(
+                    f"{name} must be a module, a dict, or have state_dict and load_state_dict; "
+                    f"it is a {type(other).__name__}"
+                )
+        self.step = step
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+        modules = {name: part for name, part in given.items() if isinstance(part, nn.Module)}
+        self._modules = {
+            name: unwrapped(module) for name, module in {"model": model, **modules}.items()
+        }
+        self._others = {name: part for name, part in given.items() if name not in modules}
+
+    def sharded_state_dict(self, comm: Comm) -> ShardedStateDict:
+        """What ``save`` writes; its tensors are those of the training. Collective."""
+        with comm.agreed("taking the state of the model"):
+            modules = {name: ModuleTensors(module) for name, module in self._modules.items()}
+        state: StateDict = {
+            name: tensors.tree(tensors.choose({}, ())) for name, tensors in modules.items()
+        }
+        if self._optimizers:
+            names_of = name_parameters(modules["model"])
+            state["optimizer"] = optimizer_tree(self._optimizers, names_of, comm)
+        per_rank, objects = {}, {}
+        for name, part in self._others.items():
+            with comm.agreed(f"taking the state of {name}"):
+                own = part if isinstance(part, dict) else part.state_dict()
+                number = CommonDigests({name: own}, _without_weights).number
+            if not comm.all_same(number):
+                per_rank[name] = own
+            elif _has(own, _is_weight) or not _has(own, _is_tensor):
+                state[name] = own
+            else:
+                # A new object may have no tensor yet that could be filled.
+                objects[name] = own
+        state["step"] = self.step
+        state[_RECORD] = {
+            "world_size": comm.world_size,
+            "ties": {name: tensors.ties for name, tensors in modules.items()},
+            "per_rank": [*per_rank],
+            "objects": [*objects],
+        }
+        sharded = shard_state_dict(state, comm=comm)
+        own_states = {**per_rank, "rng": rng_state()}
+        cells = {name: _cell(name, own, comm) for name, own in own_states.items()}
+        cells |= {name: _object(name, own, comm) for name, own in objects.items()}
+        return {**sharded, **cells}
+
+    def template_for(
+        self, stored: StoredState, comm: Comm
+    ) -> tuple[ShardedStateDict, Callable[[StateDict], None]]:
+        """What ``load`` asks for, and what restores it. Collective."""
+        record = stored.common.get(_RECORD, _NO_RECORD)
+        modules: dict[str, tuple[ModuleTensors, dict[str, str]]] = {}
+        optimizer: OptimizerTemplate | None = None
+        with comm.agreed("asking for the state"):
+            state: StateDict = {}
+            for name, module in self._modules.items():
+                tensors = ModuleTensors(module)
+                known = {
+                    key.removeprefix(f"{name}.")
+                    for key in stored.tensors
+                    if key.startswith(f"{name}.")
+                }
+                chosen = tensors.choose(record["ties"].get(name, {}), known)
+                modules[name] = tensors, chosen
+                state[name] = tensors.tree(chosen)
+            if self._optimizers:
+                names_of = name_parameters(modules["model"][0])
+                optimizer = OptimizerTemplate(self._optimizers, names_of, stored)
+                state["optimizer"] = {"state": optimizer.tree}
+            here = record["world_size"] == comm.world_size
+            cells = {}
+            if comm.rank < record["world_size"]:
+                cells["rng"] = _cell("rng", None, comm, record["world_size"])
+            restored = self._restorable(stored, here=here)
+            for name in restored:
+                if name in record["per_rank"]:
+                    cells[name] = _cell(name, None, comm)
+                elif name in record["objects"]:
+                    cells[name] = _object(name, None, comm)
+                elif _has(own := self._state_of(name), _is_tensor):
+                    state[name] = own
+        sharded = shard_state_dict(state, comm=comm)
+
+        def restore(loaded: StateDict) -> None:
+            loaded = unshard_state_dict(loaded, state)
+            for name, (tensors, chosen) in modules.items():
+                tensors.restore(loaded.get(name, {}), chosen)
+            if optimizer is not None:
+                optimizer.restore(loaded["optimizer"])
+            for name in restored:
+                self._restore_other(name, loaded[name])
+            self.step = loaded.get("step", self.step)
+            if "rng" in cells:
+                set_rng_state(loaded["rng"])
+
+        return {**sharded, **cells}, restore
+
+    def _state_of(self, name: str) -> dict[str, Any]:
+        part = self._others[name]
+        return part if isinstance(part, dict) else part.state_dict()
+
+    def _restorable(self, stored: StoredState, *, here: bool) -> list[str]:
+        """Names of the other objects whose state fits this number of ranks."""
+        record = stored.common.get(_RECORD, _NO_RECORD)
+        missing = [
+            name
+            for name in self._others
+            if name not in (*record["per_rank"], *record["objects"], *stored.common)
+            and not any(key.startswith(f"{name}.") for key in stored.tensors)
+        ]  # fmt: skip
+        if missing:
+            remedy = "Leave it out of TorchState for this load."
+            findings = [Finding("not in the checkpoint", name, remedy=remedy) for name in missing]
+            raise StateMismatchError("template and checkpoint do not fit", findings)
+        unfit = [name for name in self._others if name in record["per_rank"] and not here]
+        for name in unfit:
+            logger.warning(
+                "%s is not restored: each of %d ranks has saved its own, and now there are others",
+                name,
+                record["world_size"],
+            )
+        return [name for name in self._others if name not in unfit]
+
+    def _restore_other(self, name: str, loaded: dict[str, Any]) -> None:
+        part = self._others[name]
+        if isinstance(part, dict):
+            part.clear()
+            part.update(loaded)
+            return
+        part.load_state_dict(loaded)
+        if isinstance(part, LRScheduler):
+            _regroup(part)
+
+
+def _regroup(scheduler: LRScheduler) -> None:
+    """Give a scheduler that was saved with other groups the rates of those that are here."""
+    groups = scheduler.optimizer.param_groups
+    if len(getattr(scheduler, "base_lrs", groups)) != len(groups):
+        scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+    scheduler._last_lr = [group["lr"] for group in groups]  # noqa: SLF001 - torch has no setter
+    for part in getattr(scheduler, "_schedulers", ()):
+        _regroup(part)
+
+
+def _cell(name: str, value: object, comm: Comm, world_size: int | None = None) -> ShardedObject:
+    return ShardedObject(name, value, (world_size or comm.world_size,), (comm.rank,))
+
+
+def _object(name: str, value: object, comm: Comm) -> ShardedObject:
+    return ShardedObject(name, value, (1,), (0,), comm.rank)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, DTensor) or (
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 0
+    )
+
+
+def _without_weights(state: dict[str, Any]) -> dict[str, Any]:
+    """What tells whether ranks hold the same: weights are large, and the same or DTensors."""
+    leaves, _ = flatten(state)
+    return {str(path): leaf for path, leaf in leaves.items() if not _is_weight(leaf)}
+
+
+def _has(state: dict[str, Any], kind: Callable[[object], bool]) -> bool:
+    leaves, _ = flatten(state)
+    return any(map(kind, leaves.values()))

@@ -1,0 +1,174 @@
+"""Tensors made of boxes of other tensors: what a recipe makes of a checkpoint, before any read.
+
+Cutting, joining and turning tensors only changes which box of which stored tensor fills a box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from dist_checkpointing.format.element_types import DType
+from dist_checkpointing.format.geometry import Box, Ints
+
+Fill = Literal["zeros", "template"]
+"""What fills elements that nothing stored fills: zeros, or what the template holds there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a derived tensor, and the box of a stored tensor that fills it.
+
+    Attributes:
+        box: Box in the derived tensor.
+        key: Key of the stored tensor; None for a box that nothing stored fills.
+        origin: Element of the stored tensor that is the first one of the box.
+        axes: For each axis of the box, the axis of the stored tensor that it runs along; None for
+            an axis of extent 1 that the stored tensor does not have.
+        fill: What fills a box without a key.
+    """
+
+    box: Box
+    key: str | None
+    origin: Ints
+    axes: tuple[int | None, ...]
+    fill: Fill = "zeros"
+
+    @property
+    def source_box(self) -> Box:
+        """The box of the stored tensor; its extent is 1 on axes that the piece does not have."""
+        shape = [1] * len(self.origin)
+        for axis, extent in zip(self.axes, self.box.shape, strict=True):
+            if axis is not None:
+                shape[axis] = extent
+        return Box(self.origin, tuple(shape))
+
+    def part(self, box: Box) -> Piece:
+        """The piece that fills a box inside the own box."""
+        origin = list(self.origin)
+        for axis, begin, own in zip(self.axes, box.offset, self.box.offset, strict=True):
+            if axis is not None:
+                origin[axis] += begin - own
+        return replace(self, box=box, origin=tuple(origin))
+
+    def as_source(self, values: torch.Tensor) -> torch.Tensor:
+        """A view of a tensor of the shape of ``box`` that has the shape of ``source_box``."""
+        kept = [axis for axis in self.axes if axis is not None]
+        for axis in reversed(range(len(self.axes))):
+            if self.axes[axis] is None:
+                values = values.select(axis, 0)
+        values = values.permute(sorted(range(len(kept)), key=kept.__getitem__))
+        for axis in sorted({*range(len(self.origin))}.difference(kept)):
+            values = values.unsqueeze(axis)
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedTensor:
+    """A global tensor made of pieces, which cover each element once.
+
+    Attributes:
+        shape: Global shape.
+        dtype: Element type.
+        pieces: The pieces.
+    """
+
+    shape: Ints
+    dtype: DType
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of_stored(cls, key: str, shape: Ints, dtype: DType) -> DerivedTensor:
+        """A stored tensor as it is."""
+        axes = tuple(range(len(shape)))
+        piece = Piece(Box.whole(shape), key, (0,) * len(shape), axes)
+        return cls(shape, dtype, () if 0 in shape else (piece,))
+
+    @classmethod
+    def filled(cls, shape: Ints, dtype: DType, fill: Fill) -> DerivedTensor:
+        """A tensor of which nothing is stored."""
+        piece = Piece(Box.whole(shape), None, (), (None,) * len(shape), fill)
+        return cls(shape, dtype, () if 0 in shape else (piece,))
+
+    @classmethod
+    def joined(cls, tensors: Sequence[DerivedTensor], axis: int) -> DerivedTensor:
+        """Tensors of one dtype, and of one shape but for the axis, along which they follow."""
+        pieces: list[Piece] = []
+        extent = 0
+        for tensor in tensors:
+            pieces += (_moved(piece, axis, extent) for piece in tensor.pieces)
+            extent += tensor.shape[axis]
+        first = tensors[0]
+        return cls(_with(first.shape, axis, extent), first.dtype, tuple(pieces))
+
+    def narrow(self, axis: int, start: int, extent: int) -> DerivedTensor:
+        """``extent`` rows of an axis."""
+        shape = _with(self.shape, axis, extent)
+        kept = Box(_with((0,) * len(shape), axis, start), shape)
+        pieces = tuple(_moved(piece, axis, -start) for piece in self.parts(kept))
+        return replace(self, shape=shape, pieces=pieces)
+
+    def cut(self, axis: int, extents: Sequence[int]) -> list[DerivedTensor]:
+        """Parts with these extents, one after the other along an axis."""
+        starts = [sum(extents[:number]) for number in range(len(extents))]
+        return [self.narrow(axis, *rows) for rows in zip(starts, extents, strict=True)]
+
+    def permuted(self, order: Sequence[int]) -> DerivedTensor:
+        """The axes in another order, as ``torch.permute``."""
+
+        def turned(values: Sequence[int]) -> Ints:
+            return tuple(values[axis] for axis in order)
+
+        pieces = tuple(
+            replace(
+                piece,
+                box=Box(turned(piece.box.offset), turned(piece.box.shape)),
+                axes=tuple(piece.axes[axis] for axis in order),
+            )
+            for piece in self.pieces
+        )
+        return replace(self, shape=turned(self.shape), pieces=pieces)
+
+    def with_axis(self) -> DerivedTensor:
+        """The tensor with an axis of extent 1 before the others."""
+        pieces = tuple(
+            replace(
+                piece,
+                box=Box((0, *piece.box.offset), (1, *piece.box.shape)),
+                axes=(None, *piece.axes),
+            )
+            for piece in self.pieces
+        )
+        return replace(self, shape=(1, *self.shape), pieces=pieces)
+
+    def without_axis(self) -> DerivedTensor:
+        """The tensor without its first axis, whose extent is 1."""
+        pieces = tuple(
+            replace(piece, box=Box(piece.box.offset[1:], piece.box.shape[1:]), axes=piece.axes[1:])
+            for piece in self.pieces
+        )
+        return replace(self, shape=self.shape[1:], pieces=pieces)
+
+    def parts(self, box: Box) -> Iterator[Piece]:
+        """The pieces that fill a box, each as far as it lies in the box."""
+        for piece in self.pieces:
+            common = piece.box.intersect(box)
+            if common is not None:
+                yield piece.part(common)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Keys of the stored tensors that fill it."""
+        return tuple(dict.fromkeys(p.key for p in self.pieces if p.key is not None))
+
+
+def _with(values: Ints, axis: int, value: int) -> Ints:
+    return (*values[:axis], value, *values[axis + 1 :])
+
+
+def _moved(piece: Piece, axis: int, by: int) -> Piece:
+    offset = _with(piece.box.offset, axis, piece.box.offset[axis] + by)
+    return replace(piece, box=Box(offset, piece.box.shape))

@@ -1,0 +1,121 @@
+"""Opens whatever a user names: a checkpoint, a step of a run, or files of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.errors import CheckpointNotFoundError, Finding
+from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.format.commit import is_committed
+from dist_checkpointing.format.leftovers import ATTEMPT_NAME
+from dist_checkpointing.tools.inspect.runs import LATEST, is_run, located, step_folders
+
+_SAFETENSORS: Final = "*.safetensors*"
+_FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
+    (
+        "safetensors (such as a Hugging Face model)",
+        (_SAFETENSORS,),
+        "dckpt ls, show, stats and diff open it; dckpt convert makes a checkpoint of it.",
+    ),
+    (
+        "an Orbax checkpoint (JAX)",
+        ("_CHECKPOINT_METADATA", "_METADATA", "[0-9]*/_CHECKPOINT_METADATA"),
+        "It is not read here: export it with Orbax, for example to safetensors.",
+    ),
+    (
+        "a DeepSpeed checkpoint",
+        ("*_model_states.pt", "global_step*/*_model_states.pt", "zero_to_fp32.py"),
+        "Each of its .pt files opens by itself.",
+    ),
+    (
+        "Megatron's older format (torch)",
+        ("mp_rank_*/*.pt",),
+        "Each of its .pt files opens by itself; dist checkpoints need --ckpt-format torch_dist.",
+    ),
+    (
+        "an unfinished save of torch DCP: .metadata, which it writes last, is missing",
+        ("__*_*.distcp",),
+        "Load an older checkpoint.",
+    ),
+    (
+        "a Hugging Face model of pickled files",
+        ("pytorch_model*.bin", "pytorch_model*.bin.index.json", "adapter_model.bin"),
+        "Each of its .bin files opens by itself.",
+    ),
+    ("a Hugging Face folder without weights", ("config.json", "tokenizer.json"), ""),
+    (
+        "a zarr or TensorStore database without a checkpoint",
+        ("zarr.json", ".zgroup", ".zarray", "manifest.ocdbt"),
+        "",
+    ),
+    ("a folder of torch.save files", ("*.pt", "*.pth", "*.ckpt"), "Each opens by itself."),
+)
+"""What other folders are: in words, the files by which they are known, and what to do."""
+
+
+def open_checkpoint(path: Location, *, trusted: bool = False) -> Checkpoint:
+    """Open a checkpoint, or a step of a run.
+
+    Args:
+        path: A folder, or ``run@1000`` or ``run@latest``.
+        trusted: See ``Checkpoint.open``.
+
+    Raises:
+        CheckpointNotFoundError: if there is none; it says what there is.
+        CorruptCheckpointError: see ``Checkpoint.open``.
+    """
+    place = located(path)
+    with explaining(place):
+        return Checkpoint.open(place, trusted=trusted)
+
+
+def open_tensors(path: Location, *, trusted: bool = False) -> Checkpoint:
+    """Like ``open_checkpoint``; also opens safetensors (files or a folder) and torch.save files."""
+    place = located(path)
+    if isinstance(place, Path) and (
+        place.is_file()
+        or (place.is_dir() and not is_committed(place) and any(place.glob(_SAFETENSORS)))
+    ):
+        # Not at the top: it imports torch.
+        from dist_checkpointing.tools.inspect.tensor_files import open_files  # noqa: PLC0415
+
+        return open_files(place, trusted=trusted)
+    return open_checkpoint(place, trusted=trusted)
+
+
+@contextmanager
+def explaining(path: Location) -> Iterator[None]:
+    """Say what there is if the body finds no checkpoint at a path."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        found = _what_it_is(path)
+        if found is None:
+            raise
+        problem, remedy = found
+        finding = Finding(problem, path=str(path), remedy=remedy or None)
+        message = f"{path} is not a distributed checkpoint"
+        raise CheckpointNotFoundError(message, [finding]) from error
+
+
+def _what_it_is(path: Location) -> tuple[str, str] | None:
+    """What a path is instead of a checkpoint, and what to do."""
+    if not isinstance(path, Path) or not path.is_dir() or (path / ATTEMPT_NAME).exists():
+        return None
+    if is_run(path):
+        number = len(step_folders(path))
+        remedy = f"dckpt ls {path} lists them; name one, such as {path}@{LATEST}."
+        return f"it is a run with {number} step{'s' * (number != 1)}", remedy if number else ""
+    folders_inside = sorted(inside for inside in path.iterdir() if inside.is_dir())
+    for what, holds in (("checkpoints", is_committed), ("runs", is_run)):
+        names = [inside.name for inside in folders_inside if holds(inside)]
+        if names:
+            return f"it holds {what}: {', '.join(names[:8])}", "Name one of them."
+    for what, patterns, remedy in _FOREIGN:
+        if any(any(path.glob(pattern)) for pattern in patterns):
+            return f"it is {what}", remedy
+    return None

@@ -1,0 +1,115 @@
+"""CheckpointManager with a root in an object store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_checkpointing import CheckpointManager, Retention, ShardedTensor
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.mapping import ShardedStateDict
+from stores import new_url
+
+
+def state(value: float) -> ShardedStateDict:
+    tensor = torch.full((64, 8), float(value))
+    return {"w": ShardedTensor.from_rank_offsets("w", tensor), "value": value}
+
+
+def damage(folder: object) -> None:
+    """Flip a byte of a tensor."""
+    data = data_folder(str(folder))
+    assert isinstance(data, ObjectPath)
+    (key,) = (i.key for i in data.store.list_below(data.prefix) if "/data/model/" in i.key)
+    content = bytearray(data.store.get(key))
+    content[5] ^= 1
+    data.store.put(key, bytes(content))
+
+
+def test_retention_and_the_pointer() -> None:
+    root = new_url()
+    with CheckpointManager(root, retention=Retention(keep_last=2)) as manager:
+        for step in (100, 200, 300):
+            manager.save(step, state(step))
+        assert (manager.steps(), manager.latest()) == ([200, 300], 300)
+    place = ObjectPath.of(root)
+    assert place.store.list_folder(place.prefix)[0] == ["step-00000200", "step-00000300"]
+    with CheckpointManager(root) as manager:
+        assert (manager.steps(), manager.latest()) == ([200, 300], 300)
+        assert manager.load(state(0))["value"] == 300
+        assert manager.load(state(0), 200)["value"] == 200
+        with pytest.raises(CheckpointExistsError):
+            manager.save(300, state(1))
+        manager.delete(200)
+        assert (manager.steps(), manager.latest()) == ([300], 300)
+
+
+@pytest.mark.parametrize("worker", ["thread", "process"])
+def test_saves_in_the_background(worker: str, s3_place: ObjectPath) -> None:
+    with CheckpointManager(
+        s3_place,
+        retention=Retention(keep_last=2),
+        worker=worker,  # type: ignore[arg-type]
+    ) as manager:
+        for step in (1, 2, 3):
+            manager.async_save(step, state(step))
+    with CheckpointManager(s3_place) as manager:
+        assert manager.steps() == [2, 3]
+        assert manager.latest_valid() == 3
+        assert manager.load(state(0))["value"] == 3
+
+
+def test_a_damaged_step_is_skipped_and_saved_again() -> None:
+    root = new_url()
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+        damage(manager.folder(2))
+        assert manager.load(state(0))["value"] == 1
+        manager.save(2, state(2.5))
+        assert manager.load(state(0))["value"] == 2.5
+
+
+def test_what_was_never_committed_is_cleared_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = new_url()
+    with CheckpointManager(root, retention=Retention(keep_last=1)) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "dist_checkpointing.format.store_commit.StoreAttempt.abandon",
+                lambda attempt: attempt.release(),
+            )
+            patch.setattr(
+                "dist_checkpointing.serialization.save_job.write_seal",
+                lambda *_, **__: 1 / 0,
+            )
+            with pytest.raises(Exception, match="division"):
+                manager.save(1, state(1))
+        place = ObjectPath.of(f"{root}/step-00000001/data")
+        assert list(place.store.list_below(place.prefix))
+        manager.save(2, state(2))
+        assert not list(place.store.list_below(place.prefix))
+        assert manager.steps() == [2]
+
+
+def test_what_needs_a_disk_is_refused(tmp_path: Path) -> None:
+    del tmp_path
+    with pytest.raises(UnsupportedFormatError, match="an incremental save works on a mounted"):
+        CheckpointManager(new_url(), incremental=True)
+    with pytest.raises(UnsupportedFormatError, match="drop_optimizer_after works on a mounted"):
+        CheckpointManager(new_url(), retention=Retention(drop_optimizer_after=1))
+
+
+def test_memory_is_of_one_process() -> None:
+    with (
+        CheckpointManager(new_url(), worker="process") as manager,
+        pytest.raises(CheckpointingException, match="memory:// is in one process"),
+    ):
+        manager.async_save(1, state(1)).result()

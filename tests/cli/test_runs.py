@@ -1,0 +1,264 @@
+"""``dckpt`` on the folder of a run, and on folders that are no checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import CheckpointManager, save
+from dist_checkpointing.filesystem.folder_lock import FolderLock
+from dist_checkpointing.manager import Retention
+from samples import Run, Samples
+from states import at_step, trained, wholes
+
+ROOT = Path(__file__).parents[2]
+
+
+def managed(root: Path, *steps: int, **options: Any) -> Path:
+    with CheckpointManager(root, **options) as manager:
+        for step in steps:
+            manager.save(step, trained(step))
+    return root
+
+
+def of_megatron(root: Path, pointer: str = "200") -> Path:
+    for step in (100, 200):
+        save(at_step(step), root / f"iter_{step:07d}", ("torch_dist", 1))
+    (root / "latest_checkpointed_iteration.txt").write_text(f"{pointer}\n")
+    return root
+
+
+def listed(dckpt: Run, root: Path) -> dict[str, dict[str, Any]]:
+    return {row["step"]: row for row in dckpt("ls", root, "--json").json["steps"]}
+
+
+def test_the_steps_of_a_run_of_ours(tmp_path: Path, dckpt: Run) -> None:
+    root = managed(tmp_path / "run", 10, 20, 30)
+    finished = dckpt("ls", root)
+    assert (finished.code, finished.err) == (0, "")
+    title, header, *rows = finished.out.partition("\n\n")[0].split("\n")
+    assert (title, header.split()) == (str(root), ["STEP", "STATE", "AGE", "SIZE", "OWN", "NOTES"])
+    assert [row.split()[:2] for row in rows] == [[step, "whole"] for step in ("10", "20", "30")]
+    assert [row.endswith("latest") for row in rows] == [False, False, True]
+    assert "3 steps" in finished.out
+    document = dckpt("ls", root, "--json").json
+    assert (document["latest"], document["remark"]) == ("30", None)
+    for row in document["steps"]:
+        files = [path for path in Path(row["path"]).rglob("*") if path.is_file()]
+        assert row["num_bytes"] == sum(path.stat().st_size for path in files)
+        assert abs(time.time() - row["saved_at"]) < 600
+
+
+def test_the_steps_of_a_run_of_megatron(tmp_path: Path, dckpt: Run) -> None:
+    root = of_megatron(tmp_path / "run", pointer="100")
+    document = dckpt("ls", root, "--json").json
+    assert [row["step"] for row in document["steps"]] == ["100", "200"]
+    # Not the newest: Megatron loads what its pointer names.
+    assert document["latest"] == "100"
+    (root / "latest_checkpointed_iteration.txt").write_text("300")
+    document = dckpt("ls", root, "--json").json
+    assert document["latest"] == "200"
+    assert "names '300', which is not a checkpoint here" in document["remark"]
+    assert document["remark"] in dckpt("ls", root).out
+
+
+def test_a_step_is_named_wherever_a_checkpoint_is_taken(tmp_path: Path, dckpt: Run) -> None:
+    root = of_megatron(tmp_path / "run")
+    before = Path.cwd()
+    os.chdir(root)
+    try:
+        assert dckpt("show", "@latest", "step", "--json").json["value"] == 200
+    finally:
+        os.chdir(before)
+    for name, step in (("latest", 200), ("100", 100), ("0000200", 200)):
+        assert dckpt("show", f"{root}@{name}", "step", "--json").json["value"] == step
+    one, two = f"{root}@100", f"{root}@latest"
+    converted = tmp_path / "c"
+    for arguments, code in (
+        (["ls", one], 0),
+        (["stats", one], 0),
+        (["verify", one], 0),
+        (["diff", one, two], 1),
+        (["plan", one], 0),
+        (["map", one, "-o", tmp_path / "map.html"], 0),
+        (["convert", one, converted, "--to", "zarr"], 0),
+        (["watch", one], 0),
+        (["rm-prefix", one, "w", "--dry-run"], 0),
+    ):
+        finished = dckpt(*arguments)
+        assert finished.code == code, (arguments, finished.err)
+    assert dckpt("show", converted, "step", "--json").json["value"] == 100
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("run@30", "no such step; did you mean '3'?; file {root}. Its last steps: 1, 2, 3."),
+        ("nothing@latest", "no steps of a run are here"),
+        ("run", "it is a run with 3 steps"),
+    ],
+)
+def test_a_step_that_is_not_there(tmp_path: Path, dckpt: Run, name: str, words: str) -> None:
+    root = managed(tmp_path / "run", 1, 2, 3)
+    finished = dckpt("stats", tmp_path / name)
+    assert (finished.code, finished.out) == (2, "")
+    assert words.format(root=root) in finished.err
+
+
+def test_a_folder_whose_name_has_an_at_is_that_folder(tmp_path: Path, dckpt: Run) -> None:
+    save(at_step(1), tmp_path / "a@latest")
+    assert dckpt("ls", tmp_path / "a@latest").code == 0
+
+
+def test_what_is_not_whole(tmp_path: Path, dckpt: Run) -> None:
+    root = managed(tmp_path / "run", 1, 2, 3, 4)
+    (root / "step-00000005").mkdir()
+    (root / "step-00000001" / "metadata.json").unlink()
+    (root / "step-00000002" / "common.pt").unlink()
+    (root / "step-00000004" / ".dckpt" / "seal.json").unlink()
+    attempt = root / "step-00000004" / ".dckpt" / "attempt.json"
+    attempt.write_text(attempt.read_text().replace('".dckpt/seal.json",', ""))
+    states = {step: row["state"] for step, row in listed(dckpt, root).items()}
+    assert states == {
+        "1": "unfinished",
+        "2": "damaged",
+        "3": "whole",
+        "4": "committed",
+        "5": "no checkpoint",
+    }
+    with FolderLock.acquire(root / "step-00000001"):
+        assert listed(dckpt, root)["1"]["state"] == "being saved"
+    assert listed(dckpt, root)["1"]["state"] == "unfinished"
+
+
+def test_a_lock_that_a_killed_save_left_is_not_a_save(tmp_path: Path, dckpt: Run) -> None:
+    root = managed(tmp_path / "run", 1, 2)
+    folder = root / "step-00000001"
+    (folder / "metadata.json").unlink()
+    code = f"""
+import os, signal
+from pathlib import Path
+from dist_checkpointing.filesystem.folder_lock import FolderLock
+lock = FolderLock.acquire(Path({str(folder)!r}))
+os.kill(os.getpid(), {int(signal.SIGKILL)})
+"""
+    killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (folder / ".dckpt.lock").exists()
+    assert listed(dckpt, root)["1"]["state"] == "unfinished"
+
+
+def test_what_is_shared_with_what(tmp_path: Path, dckpt: Run) -> None:
+    tensors = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
+    root = tmp_path / "run"
+    save(wholes(tensors), root / "1")
+    save(wholes({**tensors, "w3": torch.ones(1000)}), root / "2", base=root / "1")
+    save(wholes(tensors), root / "3")
+    rows = listed(dckpt, root)
+    assert {name: row["shared_with"] for name, row in rows.items()} == {
+        "1": ["2"],
+        "2": ["1"],
+        "3": [],
+    }
+    assert rows["1"]["num_bytes_shared"] == rows["2"]["num_bytes_shared"] == 16_000
+    finished = dckpt("ls", root)
+    assert "shares with 1" in finished.out
+    inodes = {(s.st_ino, s.st_size) for p in root.rglob("*") if p.is_file() for s in [p.stat()]}
+    total = sum(size for _, size in inodes)
+    assert f"{total / 1024:.1f} KiB" in finished.out.splitlines()[-1]
+
+
+def test_what_the_manager_knows(tmp_path: Path, dckpt: Run) -> None:
+    root = managed(tmp_path / "run", 1, 2, retention=Retention(drop_optimizer_after=1))
+    record = json.loads((root / "manager.json").read_text())
+    record["steps"]["2"]["verified"] = True
+    (root / "manager.json").write_text(json.dumps(record))
+    notes = {step: row["notes"] for step, row in listed(dckpt, root).items()}
+    assert notes == {"1": ["without optimizer"], "2": ["verified"]}
+
+
+def test_a_run_has_no_tensors(tmp_path: Path, dckpt: Run) -> None:
+    root = managed(tmp_path / "run", 1)
+    for option in (["w"], ["--tree"], ["--all"], ["--fingerprint"]):
+        finished = dckpt("ls", root, *option)
+        assert (finished.code, finished.out) == (2, "")
+        assert "is a run: name a step of it" in finished.err
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["_CHECKPOINT_METADATA", "manifest.ocdbt"], "it is an Orbax checkpoint"),
+        (["0/_CHECKPOINT_METADATA", "0/default/_METADATA"], "it is an Orbax checkpoint"),
+        (["config.json", "model.safetensors"], "it is safetensors (such as a Hugging Face model)"),
+        (["config.json", "pytorch_model.bin"], "it is a Hugging Face model of pickled files"),
+        (["config.json"], "it is a Hugging Face folder without weights"),
+        (["__0_0.distcp", "__1_0.distcp"], "it is an unfinished save of torch DCP"),
+        (["latest", "global_step10/mp_rank_00_model_states.pt"], "it is a DeepSpeed checkpoint"),
+        (["mp_rank_00/model_optim_rng.pt"], "it is Megatron's older format"),
+        (["zarr.json"], "it is a zarr or TensorStore database"),
+        (["a.pt"], "it is a folder of torch.save files"),
+        (["readme.txt"], "metadata.json is missing"),
+    ],
+)
+def test_another_folder_is_named_for_what_it_is(
+    tmp_path: Path, dckpt: Run, files: list[str], words: str
+) -> None:
+    for name in files:
+        path = tmp_path / "x" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for command in (["verify"], ["plan"], ["rm-prefix", "w"]):
+        finished = dckpt(command[0], tmp_path / "x", *command[1:])
+        assert finished.code == 2
+        assert words in finished.err, command
+        assert f"{tmp_path / 'x'} is not a distributed checkpoint" in finished.err
+
+
+def test_folders_of_runs_and_of_checkpoints(tmp_path: Path, samples: Samples, dckpt: Run) -> None:
+    managed(tmp_path / "runs" / "gpt", 1)
+    assert "it holds runs: gpt" in dckpt("ls", tmp_path / "runs").err
+    shutil.copytree(samples("dcp").folder, tmp_path / "accelerate" / "model_fsdp")
+    assert "it holds checkpoints: model_fsdp" in dckpt("ls", tmp_path / "accelerate").err
+
+
+def test_errors_are_json_where_json_is_asked_for(tmp_path: Path, dckpt: Run) -> None:
+    finished = dckpt("stats", tmp_path, "--json")
+    assert finished.code == 2
+    error = finished.json["error"]
+    assert error["type"] == "CheckpointNotFoundError"
+    assert error["message"] == f"{tmp_path} is not a distributed checkpoint"
+    assert error["findings"][0]["problem"] == "metadata.json is missing"
+    assert finished.err.startswith("error: ")
+
+
+def test_a_run_without_steps(tmp_path: Path, dckpt: Run) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "latest_checkpointed_iteration.txt").write_text("0")
+    finished = dckpt("ls", root)
+    assert finished.code == 0
+    assert "0 steps, 0 B, none is committed" in finished.out
+    assert "it is a run with 0 steps" in dckpt("stats", root).err
+    assert "no steps of a run are here" in dckpt("stats", f"{root}@latest").err
+
+
+def test_a_release_of_megatron(tmp_path: Path, dckpt: Run) -> None:
+    root = of_megatron(tmp_path / "run", pointer="release")
+    save(at_step(7), root / "release", ("torch_dist", 1))
+    document = dckpt("ls", root, "--json").json
+    assert ([row["step"] for row in document["steps"]], document["latest"]) == (
+        ["release", "100", "200"],
+        "release",
+    )
+    assert dckpt("show", f"{root}@latest", "step", "--json").json["value"] == 7

@@ -1,0 +1,170 @@
+"""``dckpt watch`` beside a save that is going on in another thread or process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_checkpointing import CheckpointManager, save
+from dist_checkpointing.filesystem.folder_lock import FolderLock
+from dist_checkpointing.serialization.save_job import SaveJob
+from dist_checkpointing.tools.cli import watch as watching
+from samples import Run
+from states import at_step
+
+ROOT = Path(__file__).parents[2]
+
+
+def holding_commits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on saves wait before their commit until the result is called."""
+    may_commit = threading.Event()
+    own = SaveJob.commit
+
+    def waiting(self: SaveJob, *arguments: Any) -> Any:
+        assert may_commit.wait(60)
+        return own(self, *arguments)
+
+    monkeypatch.setattr(SaveJob, "commit", waiting)
+    return may_commit.set
+
+
+def while_saving(work: Callable[[], object], folder: Path) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not (folder / ".dckpt.lock").exists():
+        assert thread.is_alive()
+    return thread
+
+
+def after(looks: int, then: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call something when the command has looked so many times."""
+    count = iter(range(looks))
+
+    def pause() -> None:
+        time.sleep(0.01)
+        if next(count, None) is None:
+            then()
+
+    monkeypatch.setattr(watching, "_pause", pause)
+
+
+def test_a_save_until_its_commit(
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "c"
+    let_go = holding_commits(monkeypatch)
+    thread = while_saving(lambda: save(at_step(1), folder), folder)
+    after(3, let_go, monkeypatch)
+    finished = dckpt("watch", folder)
+    thread.join()
+    assert (finished.code, finished.err) == (0, "")
+    begun, ended = finished.out.splitlines()
+    assert begun == f"c: being saved by process {os.getpid()} on {os.uname().nodename}"
+    assert ended.startswith("c: whole, ")
+    assert ", saved in " in ended
+
+
+def test_the_saves_of_a_run_until_ctrl_c(
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    with CheckpointManager(root) as manager:
+        manager.save(1, at_step(1))
+    let_go = holding_commits(monkeypatch)
+
+    def train() -> None:
+        with CheckpointManager(root) as manager:
+            manager.save(2, at_step(2))
+
+    thread = while_saving(train, root / "step-00000002")
+
+    calls = iter(range(4))
+
+    def then() -> None:
+        let_go()
+        thread.join()
+        call = next(calls)
+        if call == 1:
+            save(at_step(3), root / "step-00000003")  # begins and ends between two looks
+        elif call == 3:
+            raise KeyboardInterrupt
+
+    after(3, then, monkeypatch)
+    finished = dckpt("watch", root)
+    assert (finished.code, finished.err) == (130, "")
+    title, begun, second, third = finished.out.splitlines()
+    assert title == f"{root}: waiting for saves; Ctrl-C ends"
+    assert begun.startswith(f"2: being saved by process {os.getpid()} on ")
+    assert ", about " in begun
+    assert second.startswith("2: whole, ")
+    assert third.startswith("3: whole, ")
+
+
+def test_a_save_that_is_killed(tmp_path: Path, dckpt: Run) -> None:
+    folder = tmp_path / "c"
+    code = f"""
+import time
+from dist_checkpointing import save
+from dist_checkpointing.filesystem.folder_lock import FolderLock
+from dist_checkpointing.serialization.save_job import SaveJob
+from states import at_step
+SaveJob.commit = lambda self, comm: (print("written", flush=True), time.sleep(60))
+save(at_step(1), {str(folder)!r})
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'shared'}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "written\n"
+        killer = threading.Timer(1, process.kill)
+        killer.start()
+        finished = dckpt("watch", folder)
+        killer.join()
+    assert process.returncode == -signal.SIGKILL
+    begun, ended = finished.out.splitlines()
+    assert finished.code == 1
+    assert begun.startswith(f"c: being saved by process {process.pid} on ")
+    assert ended == "c: unfinished: its save has ended"
+
+
+def test_a_step_that_is_deleted_meanwhile(
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / "x").touch()
+    lock = FolderLock.acquire(folder)
+
+    def delete() -> None:
+        lock.release()
+        shutil.rmtree(folder)
+
+    after(2, delete, monkeypatch)
+    finished = dckpt("watch", folder)
+    assert finished.code == 1
+    assert finished.out.splitlines()[-1] == "c: deleted"
+
+
+@pytest.mark.parametrize("name", ["c", "nothing", "other"])
+def test_where_nothing_is_saved(tmp_path: Path, dckpt: Run, name: str) -> None:
+    save(at_step(1), tmp_path / "c")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "_CHECKPOINT_METADATA").touch()
+    finished = dckpt("watch", tmp_path / name)
+    if name == "c":
+        assert finished.code == 0
+        assert finished.out.startswith("c: whole, ")
+        return
+    assert (finished.code, finished.out) == (2, "")
+    assert ("does not exist" if name == "nothing" else "Orbax") in finished.err

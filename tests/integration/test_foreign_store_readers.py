@@ -1,0 +1,181 @@
+"""Other tools read what a save has put into an object store, and every dtype comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore
+import torch
+import zarr
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
+from zarr.storage import ObjectStore as ZarrStore
+
+from dist_checkpointing import ShardedObject, ShardedTensor, load, save
+from dist_checkpointing.errors import RankFailedError
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectStoreOptions
+from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.format.dtypes import DTYPES
+from dist_checkpointing.testing import run_ranks
+from dist_checkpointing.testing.conformance.shards import random_bits
+from s3_proxy import Fault, proxy_before
+from states import between, flat
+from stores import new_url
+
+WEIGHT = torch.arange(24.0).reshape(6, 4)
+
+
+def saved(place: ObjectPath, backend: str) -> ObjectPath:
+    """The folder of the data of a checkpoint that four ranks have saved."""
+
+    def part(rank: int) -> dict[str, Any]:
+        row, column = divmod(rank, 2)
+        own = WEIGHT.chunk(2)[row].chunk(2, 1)[column]
+        leaf = ShardedTensor.from_rank_offsets("layer.weight", own, (0, row, 2), (1, column, 2))
+        return {"layer": leaf, "step": 3}
+
+    run_ranks(4, lambda comm: save(part(comm.rank), place, backend, comm=comm))
+    folder = data_folder(place)
+    assert isinstance(folder, ObjectPath)
+    return folder
+
+
+def s3_kvstore(folder: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    options = folder.store.options
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options.access_key_id))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(options.secret_access_key))
+    return {
+        "driver": "s3",
+        "bucket": "checkpoints",
+        "endpoint": options.endpoint,
+        "aws_region": options.region,
+        "path": folder.prefix,
+    }
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
+def test_tensorstore_opens_a_tensor(
+    backend: str, s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = s3_kvstore(saved(s3_place, backend), monkeypatch)
+    kvstore = {"driver": "ocdbt", "base": base, "path": "layer.weight/"}
+    if backend == "zarr":
+        kvstore = base | {"path": f"{base['path']}layer.weight/"}
+    array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, read=True).result()
+    np.testing.assert_array_equal(array.read().result(), WEIGHT.numpy())
+
+
+def test_zarr_opens_the_checkpoint(s3_place: ObjectPath) -> None:
+    import obstore
+
+    folder = saved(s3_place, "zarr")
+    options = folder.store.options
+    client = obstore.store.S3Store(
+        "checkpoints",
+        prefix=folder.key,
+        endpoint=options.endpoint,
+        region=options.region,
+        access_key_id=options.access_key_id,
+        secret_access_key=options.secret_access_key,
+        client_options={"allow_http": True},
+    )
+    group = zarr.open_group(ZarrStore(client, read_only=True), mode="r")
+    np.testing.assert_array_equal(group["layer.weight"][:], WEIGHT.numpy())  # type: ignore[index]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torch_reads_a_downloaded_checkpoint(s3_place: ObjectPath, tmp_path: Path) -> None:
+    folder = saved(s3_place, "torch_dist")
+    for info in folder.store.list_below(folder.prefix):
+        path = tmp_path / info.key.removeprefix(folder.prefix)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(folder.store.get(info.key))
+    target = {"layer.weight": torch.zeros(6, 4)}
+    load_by_dcp(target, checkpoint_id=str(tmp_path), no_dist=True)
+    assert torch.equal(target["layer.weight"], WEIGHT)
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
+def test_every_dtype_comes_back(backend: str) -> None:
+    values = {row.name: random_bits((5, 8), row.torch) for row in DTYPES}
+
+    def leaves(source: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {n: ShardedTensor.from_rank_offsets(n, v) for n, v in source.items()}
+
+    url = new_url()
+    save(leaves(values), url, backend)
+    loaded = load(leaves({n: torch.zeros_like(v) for n, v in values.items()}), url, verify=True)
+    for name, value in values.items():
+        assert torch.equal(loaded[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_uneven_flattened_and_objects_come_back(backend: str) -> None:
+    full = torch.arange(35.0).reshape(7, 5)
+    url = new_url()
+
+    def leaves(rank: int, world_size: int, source: torch.Tensor) -> dict[str, Any]:
+        first, last = (7 * r // world_size for r in (rank, rank + 1))
+        start, stop = (35 * r // world_size for r in (rank, rank + 1))
+        return {
+            "uneven": between("uneven", source, first, last),
+            "flat": flat("flat", source, start, stop),
+            "cell": ShardedObject("cell", {"rank": rank}, (world_size,), (rank,)),
+        }
+
+    run_ranks(4, lambda comm: save(leaves(comm.rank, 4, full), url, backend, comm=comm))
+
+    def read(comm: Any) -> None:
+        template = leaves(comm.rank, 3, torch.zeros_like(full))
+        del template["cell"]
+        found = load(template, url, comm=comm, verify=True)
+        expected = leaves(comm.rank, 3, full)
+        for key in ("uneven", "flat"):
+            assert torch.equal(found[key], expected[key].data)
+
+    run_ranks(3, read)
+    template = {
+        "cell": [ShardedObject("cell", None, (4,), (number,)) for number in range(4)],
+    }
+    assert load(template, url)["cell"] == [{"rank": rank} for rank in range(4)]
+
+
+def test_errors_name_the_object_and_the_last_answer(s3_options: ObjectStoreOptions) -> None:
+    assert s3_options.endpoint is not None
+    with proxy_before(s3_options.endpoint) as proxy:
+        place = ObjectPath.of(
+            new_url("s3").replace("bucket", "checkpoints"),
+            replace(s3_options, endpoint=proxy.url, max_retries=1),
+        )
+        proxy.fault = lambda method, path: (
+            Fault(status=503) if method == "PUT" and "common.pt" in path else None
+        )
+        with pytest.raises(RankFailedError, match=r"(?s)503.*common\.pt"):
+            save({"step": 1}, place)
+        proxy.fault = lambda _method, _path: None
+        save({"step": 1}, place)
+        assert load({"step": 0}, place) == {"step": 1}
+
+
+def test_a_server_that_is_busy_is_asked_again(s3_options: ObjectStoreOptions) -> None:
+    assert s3_options.endpoint is not None
+    with proxy_before(s3_options.endpoint) as proxy:
+        place = ObjectPath.of(
+            new_url("s3").replace("bucket", "checkpoints"),
+            replace(s3_options, endpoint=proxy.url, max_retries=8),
+        )
+        seen: set[tuple[str, str]] = set()
+
+        def first_time(method: str, path: str) -> Fault | None:
+            is_new = (method, path) not in seen
+            seen.add((method, path))
+            return Fault(status=503) if is_new and "/data/" in path else None
+
+        proxy.fault = first_time
+        save({"w": ShardedTensor.from_rank_offsets("w", WEIGHT)}, place)
+        template = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(6, 4))}
+        assert torch.equal(load(template, place, verify=True)["w"], WEIGHT)

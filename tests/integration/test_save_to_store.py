@@ -1,0 +1,325 @@
+"""Saves into object stores: what is put, what a reader finds, and what a failed save leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+from dist_checkpointing import ShardedObject, ShardedTensor, load, save, verify_checkpoint
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    RankFailedError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.filesystem import new_files
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.format.seal import SealedFile, read_seal
+from dist_checkpointing.storage import StorageOptions
+from dist_checkpointing.strategies.tensorstore import TensorStoreSaveShardedStrategy
+from dist_checkpointing.strategies.tensorstore.data_files import DataFiles
+from dist_checkpointing.testing import run_ranks
+from s3_proxy import Fault, proxy_before
+from stores import new_url
+
+BIG = torch.randn(3000, 1024, generator=torch.Generator().manual_seed(1))
+
+
+def big_state(*, empty: bool = False) -> dict[str, Any]:
+    """12 MiB in one tensor, of which a part is strided, and small values."""
+    big = torch.zeros_like(BIG) if empty else BIG
+    return {
+        "big": ShardedTensor.from_rank_offsets("big", big),
+        "turned": ShardedTensor.from_rank_offsets("turned", big[:2000].clone().T),
+        "small": [ShardedTensor.from_rank_offsets(f"small.{n}", big[n].clone()) for n in range(20)],
+        "object": ShardedObject("object", None if empty else {"seed": 7}, (1,), (0,)),
+        "step": 0 if empty else 1000,
+    }
+
+
+def require_big(loaded: dict[str, Any]) -> None:
+    assert torch.equal(loaded["big"], BIG)
+    assert torch.equal(loaded["turned"], BIG[:2000].T)
+    assert all(torch.equal(loaded["small"][n], BIG[n]) for n in range(20))
+    assert (loaded["object"], loaded["step"]) == ({"seed": 7}, 1000)
+
+
+def keys_below(place: ObjectPath) -> list[str]:
+    return [info.key.removeprefix(place.prefix) for info in place.store.list_below(place.prefix)]
+
+
+def unfinished_uploads(place: ObjectPath) -> int:
+    """Multipart uploads that the simulated server still holds."""
+    with urlopen(f"{place.store.options.endpoint}/checkpoints?uploads") as answer:
+        listed = answer.read().decode()
+    return sum(key.startswith(place.prefix) for key in re.findall("<Key>(.*?)</Key>", listed))
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_a_checkpoint_comes_back_from_s3(s3_place: ObjectPath, backend: str) -> None:
+    save(big_state(), s3_place, backend)
+    require_big(load(big_state(empty=True), s3_place, verify=True))
+    verify_checkpoint(s3_place)
+    assert unfinished_uploads(s3_place) == 0
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_what_is_put_is_sealed_and_not_listed(
+    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """The store answers for every put: a save neither lists its own files nor reads them again."""
+    asked: list[tuple[str, str]] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        own = getattr(ObjectStore, name)
+
+        def request(store: ObjectStore, key: str, *args: Any, **kwargs: Any) -> Any:
+            asked.append((name, key))
+            return own(store, key, *args, **kwargs)
+
+        return request
+
+    for name in ("get", "get_range", "head", "list_below", "list_folder", "blocks"):
+        monkeypatch.setattr(ObjectStore, name, noting(name))
+    save(big_state(), s3_place, backend)
+    monkeypatch.undo()
+    folder = data_folder(s3_place)
+    assert isinstance(folder, ObjectPath)
+    of_data = [(name, key) for name, key in asked if key.startswith(folder.key)]
+    names = {key.removeprefix(folder.prefix) for _, key in of_data}
+    assert names <= {".dckpt/attempt.json", ".dckpt/seal.json"}
+    seal = read_seal(folder)
+    assert seal is not None
+    assert sorted([*seal.files, ".dckpt/seal.json", "metadata.json"]) == keys_below(folder)
+    etags = {info.key: info.etag for info in folder.store.list_below(folder.prefix)}
+    of_tensors = [file for file in seal.files.values() if file.digest is None]
+    assert of_tensors
+    assert all(file.etag == etags[(folder / file.name).key] for file in of_tensors)
+
+
+def test_large_objects_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_files, "_OBJECT_BYTES", 2**22)
+    url = new_url()
+    save(big_state(), url)
+    sizes = [
+        info.num_bytes
+        for info in ObjectPath.of(url).store.list_below(ObjectPath.of(url).prefix)
+        if "/data/model/" in info.key
+    ]
+    assert len(sizes) > 2
+    require_big(load(big_state(empty=True), url, verify=True))
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_the_folder_of_the_data_is_a_checkpoint_on_a_disk(
+    s3_place: ObjectPath, tmp_path: Path, backend: str
+) -> None:
+    save(big_state(), s3_place, backend)
+    folder = data_folder(s3_place)
+    assert isinstance(folder, ObjectPath)
+    for name in keys_below(folder):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(folder.store.get((folder / name).key))
+    require_big(load(big_state(empty=True), tmp_path, verify=True))
+    verify_checkpoint(tmp_path)
+
+
+def sharded(rank: int, world_size: int, rows: torch.Tensor) -> dict[str, Any]:
+    own = rows.chunk(world_size)[rank].clone()
+    return {"rows": ShardedTensor.from_rank_offsets("rows", own, (0, rank, world_size))}
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+@pytest.mark.parametrize("loading", [1, 2, 8])
+@pytest.mark.parametrize("saving", [1, 4])
+def test_other_ranks_load_it(saving: int, loading: int, backend: str) -> None:
+    url = new_url()
+    run_ranks(saving, lambda c: save(sharded(c.rank, saving, BIG[:2048]), url, backend, comm=c))
+
+    def read(comm: Comm) -> torch.Tensor:
+        template = sharded(comm.rank, loading, torch.zeros_like(BIG[:2048]))
+        rows: torch.Tensor = load(template, url, comm=comm, verify=True)["rows"]
+        return rows
+
+    assert torch.equal(torch.cat(run_ranks(loading, read)), BIG[:2048])
+
+
+def test_a_place_is_saved_to_once(s3_place: ObjectPath) -> None:
+    save({"step": 1}, s3_place)
+    with pytest.raises(CheckpointExistsError, match="already holds a checkpoint"):
+        save({"step": 2}, s3_place)
+    assert load({"step": 0}, s3_place) == {"step": 1}
+    save({"step": 2}, s3_place, overwrite=True)
+    assert load({"step": 0}, s3_place) == {"step": 2}
+
+
+@pytest.mark.parametrize("nth", range(1, 40, 3))
+def test_a_save_that_is_cut_off_leaves_no_checkpoint(
+    nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever put fails: there is no checkpoint, or a whole one, and the next save works."""
+    url, left = new_url(), [nth]
+
+    def breaking(name: str) -> Callable[..., Any]:
+        own = getattr(ObjectStore, name)
+
+        def request(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise OSError(5, "the server is on fire", args[1])
+            return own(*args, **kwargs)
+
+        return request
+
+    with monkeypatch.context() as patch:
+        for name in ("put", "put_parts"):
+            patch.setattr(ObjectStore, name, breaking(name))
+        with suppress(RankFailedError):
+            run_ranks(2, lambda c: save(sharded(c.rank, 2, BIG), url, comm=c))
+    template = {"rows": ShardedTensor.from_rank_offsets("rows", torch.zeros_like(BIG))}
+    try:
+        assert torch.equal(load(template, url, verify=True)["rows"], BIG)
+    except CheckpointNotFoundError:
+        run_ranks(2, lambda c: save(sharded(c.rank, 2, BIG), url, comm=c))
+        assert torch.equal(load(template, url, verify=True)["rows"], BIG)
+        data = {key.split("/")[1] for key in keys_below(ObjectPath.of(url)) if "data/" in key}
+        assert len(data) == 1, "what the failed save wrote is still there"
+
+
+def test_an_upload_that_is_given_up_is_aborted(
+    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = DataFiles.finish
+
+    def fail(files: DataFiles) -> list[SealedFile]:
+        files.flush()
+        while not unfinished_uploads(s3_place):
+            time.sleep(0.01)
+        raise OSError(5, "a cable is cut")
+
+    monkeypatch.setattr(DataFiles, "finish", fail)
+    with pytest.raises(RankFailedError, match="a cable is cut"):
+        save(big_state(), s3_place)
+    assert unfinished_uploads(s3_place) == 0
+    assert not any("data/" in key for key in keys_below(s3_place))
+    monkeypatch.setattr(DataFiles, "finish", finish)
+    save(big_state(), s3_place)
+
+
+@pytest.mark.parametrize("parallelism", [16, 1])
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
+def test_an_upload_that_fails_in_the_middle_ends_the_save(
+    s3_place: ObjectPath, backend: str, parallelism: int
+) -> None:
+    """While the next parts wait, and no thread waits for ever."""
+    assert s3_place.store.options.endpoint is not None
+    with proxy_before(s3_place.store.options.endpoint) as proxy:
+        proxy.fault = lambda _, path: (
+            Fault(status=503) if "partNumber=2" in path or "partNumber=3" in path else None
+        )
+        options = replace(
+            s3_place.store.options,
+            endpoint=proxy.url,
+            max_retries=0,
+            part_bytes=5 * 2**20,
+            parallelism=parallelism,
+        )
+        place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
+        big = torch.zeros(2**23)
+        state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", big) for n in range(3)}
+        # Of parts that come while the upload is aborted moto makes a 500.
+        with pytest.raises(RankFailedError, match=rf"(?s)50[03].*{s3_place.key}/data/"):
+            save(state, place, backend)
+    if parallelism == 1:
+        assert unfinished_uploads(s3_place) == 0
+
+
+def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
+    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_files, "_OBJECT_BYTES", 2**23)
+    assert s3_place.store.options.endpoint is not None
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with proxy_before(s3_place.store.options.endpoint) as proxy:
+        parts: list[str] = []
+
+        def interrupt(method: str, path: str) -> Fault | None:
+            if method == "PUT" and "partNumber" in path:
+                parts.append(path)
+                if len(parts) == 3:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return Fault(forwards=True, seconds=0.2)
+            return None
+
+        proxy.fault = interrupt
+        options = replace(s3_place.store.options, endpoint=proxy.url, parallelism=1)
+        place = ObjectPath(replace(s3_place.store, options=options), s3_place.key)
+        state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", BIG) for n in range(20)}
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                save(state, place)
+        finally:
+            signal.signal(signal.SIGINT, old)
+        assert len(parts) < 20
+    assert unfinished_uploads(s3_place) == 0
+    with pytest.raises(CheckpointNotFoundError):
+        load({}, s3_place)
+
+
+@pytest.mark.parametrize("strategy", [("zarr", 1)])
+def test_formats_for_disks_are_refused(strategy: Any) -> None:
+    url = new_url()
+    with pytest.raises(UnsupportedFormatError, match="mounted file system only"):
+        save(big_state(), url, strategy)
+    assert keys_below(ObjectPath.of(url)) == []
+
+
+def test_a_base_is_refused(tmp_path: Path) -> None:
+    save(big_state(), tmp_path / "base")
+    url = new_url()
+    with pytest.raises(UnsupportedFormatError, match="an incremental save works on a mounted"):
+        save(big_state(), url, base=tmp_path / "base")
+    save(big_state(), url)
+    with pytest.raises(UnsupportedFormatError, match="object store"):
+        save(big_state(), tmp_path / "next", base=url)
+
+
+def test_progress_counts_bytes() -> None:
+    seen: list[int] = []
+    save(big_state(), new_url(), progress=lambda state: seen.append(state.bytes_done))
+    assert max(seen) >= BIG.nbytes
+
+
+def test_metadata_json_has_the_four_fields() -> None:
+    url = new_url()
+    save({"step": 1}, url)
+    place = ObjectPath.of(url) / "metadata.json"
+    assert json.loads(place.store.get(place.key)) == {
+        "sharded_backend": "tensorstore",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+
+
+def test_options_of_the_writer_hold(s3_place: ObjectPath) -> None:
+    """A budget far below the size of the state, and one thread."""
+    options = StorageOptions(threads=1, buffer_bytes=2**20)
+    save(big_state(), s3_place, TensorStoreSaveShardedStrategy(options=options))
+    require_big(load(big_state(empty=True), s3_place))

@@ -1,0 +1,117 @@
+"""Commands and conversions with checkpoints in object stores."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dist_checkpointing import load
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
+from dist_checkpointing.tools.convert import convert
+from samples import Run, Sample, Samples
+from stores import copied_up, damage, data_names, new_url, put
+
+
+@pytest.mark.parametrize("to", ["tensorstore", "zarr:2", "torch_dist", "safetensors"])
+def test_a_checkpoint_is_converted_out_of_a_store(
+    samples: Samples, to: str, tmp_path: Path
+) -> None:
+    sample = samples("tensorstore")
+    url = copied_up(sample.folder, new_url())
+    done = convert(url, tmp_path / "out", to)
+    assert done.verified_bytes == sum(tensor.nbytes for tensor in sample.tensors.values())
+    if to != "safetensors":
+        sample.assert_is(load(sample.template(), tmp_path / "out"))
+
+
+def test_a_checkpoint_is_converted_into_a_store_and_within_it(samples: Samples) -> None:
+    sample, first, second = samples("zarr-2"), new_url(), new_url()
+    convert(sample.folder, first)
+    convert(first, second)
+    sample.assert_is(load(sample.template(), second, verify=True))
+    with pytest.raises(CheckpointExistsError, match="a checkpoint is here"):
+        convert(sample.folder, first)
+    with pytest.raises(CheckpointExistsError, match="overlap"):
+        convert(first, f"{first}/below")
+    put(url := new_url(), "notes.txt", b"mine")
+    with pytest.raises(CheckpointExistsError, match=r"holds 'notes\.txt'"):
+        convert(sample.folder, url)
+    with pytest.raises(UnsupportedFormatError, match="not a local path"):
+        convert(sample.folder, new_url(), "safetensors")
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        convert(new_url(), second)
+
+
+def test_a_conversion_finds_damage_in_a_store(samples: Samples, tmp_path: Path) -> None:
+    sample = samples("tensorstore")
+    url = copied_up(sample.folder, new_url())
+    for name in data_names(sample):
+        damage(url, name, lambda data: bytes(byte ^ 64 for byte in data))
+    with pytest.raises(CorruptCheckpointError, match="not what was saved") as caught:
+        convert(url, tmp_path / "out")
+    assert all(str(finding.path).startswith(url) for finding in caught.value.findings)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ls", "--fingerprint"),
+        ("show", "decoder.weight"),
+        ("stats",),
+        ("verify",),
+        ("plan", "--tp", "2"),
+        ("diff",),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_command_prints_the_same_as_of_a_disk(
+    sample: Sample, dckpt: Run, command: tuple[str, ...]
+) -> None:
+    url = copied_up(sample.folder, new_url())
+    name, *rest = command
+    rest = [str(sample.folder), "--equal-nan"] if name == "diff" else rest
+    of_store, of_disk = (dckpt(name, place, *rest) for place in (url, sample.folder))
+    assert (of_store.code, of_store.err) == (of_disk.code, of_disk.err)
+    assert of_store.code == 0
+    if name != "stats":  # which tells the blocks of files on a disk
+        shown = re.sub(r"\s+", "", of_store.out).replace(url, str(sample.folder))
+        assert shown == re.sub(r"\s+", "", of_disk.out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("ls", "{none}"), "does not exist"),
+        (("verify", "{none}"), "does not exist"),
+        (("rm-prefix", "{url}", "optimizer.", "--yes"), "this is in an object store"),
+        (("ls", "ftp://bucket/x"), "'ftp' are not supported"),
+        (("ls", "s3://"), "names no bucket"),
+        (("convert", "{url}", "{url}", "--to", "tensorstore"), "overlap"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_an_error_of_a_command_names_the_url(
+    samples: Samples, dckpt: Run, arguments: tuple[str, ...], said: str
+) -> None:
+    urls = {"url": copied_up(samples("tensorstore").folder, new_url()), "none": new_url()}
+    given = [argument.format(**urls) for argument in arguments]
+    ended = dckpt(*given)
+    assert ended.code == 2
+    assert ended.err.startswith("error: ")
+    assert said in ended.err
+    assert given[1] in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_the_map_of_a_checkpoint_in_a_store(samples: Samples, dckpt: Run, tmp_path: Path) -> None:
+    url = copied_up(samples("tensorstore").folder, new_url())
+    assert dckpt("map", url, "-o", tmp_path / "map.html").code == 0
+    assert "/".join(url.split("/")[-2:]) in (tmp_path / "map.html").read_text()

@@ -1,0 +1,629 @@
+"""TorchState in one process, against torch's own state dicts and trainings without a break."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.swa_utils import AveragedModel
+
+from dist_checkpointing import (
+    CheckpointManager,
+    InvalidShardingError,
+    RankFailedError,
+    ShardedTensor,
+    StateMismatchError,
+    async_save,
+    fingerprint,
+    load,
+    load_common_state_dict,
+    load_tensors_metadata,
+    save,
+)
+from dist_checkpointing.interop import TorchState, shard_state_dict
+from dist_checkpointing.testing import run_ranks
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.25), nn.LayerNorm(5), nn.Linear(5, 4))
+
+
+def train(model: nn.Module, *steppers: Any, steps: int = 3) -> list[str]:
+    """The losses of so many steps on random numbers, by their bits."""
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(7, 6)).square().mean() + random.random() + np.random.rand()  # noqa: NPY002
+        for stepper in steppers:
+            if isinstance(stepper, torch.optim.Optimizer):
+                stepper.zero_grad()
+        loss.backward()
+        for stepper in steppers:
+            stepper.step()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def bits(tree: Any) -> Any:
+    """A nest in which tensors are bytes, to be compared with ``==``."""
+    if isinstance(tree, torch.Tensor):
+        flat = tree.detach().contiguous().reshape(-1)
+        return str(tree.dtype), tuple(tree.shape), flat.view(torch.uint8).numpy().tobytes()
+    if isinstance(tree, dict):
+        return {key: bits(value) for key, value in tree.items()}
+    return [bits(value) for value in tree] if isinstance(tree, list | tuple) else tree
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adam-amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "adam-tensor-lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-2), foreach=False),
+    "adam-fused": lambda p: torch.optim.Adam(p, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adafactor": torch.optim.Adafactor,
+    "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True),
+    "nadam": torch.optim.NAdam,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_goes_on_as_without_a_break(name: str, tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    train(model, optimizer, scheduler)
+    save(TorchState(model, optimizer, scheduler=scheduler, step=3), tmp_path / "ckpt")
+    saved = bits(optimizer.state_dict())
+    expected = train(model, optimizer, scheduler)
+
+    model = model_of(1)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    state = TorchState(model, optimizer, scheduler=scheduler)
+    load(state, tmp_path / "ckpt", verify=True)
+    assert state.step == 3
+    assert bits(optimizer.state_dict()) == saved
+    assert train(model, optimizer, scheduler) == expected
+
+
+def test_tensors_that_are_there_are_filled_in_place(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    state = TorchState(model, optimizer)
+    save(state, tmp_path / "ckpt")
+    expected = train(model, optimizer)
+    own = [(p, p.data_ptr(), optimizer.state[p]["exp_avg"].data_ptr()) for p in model.parameters()]
+    load(state, tmp_path / "ckpt")
+    assert all(
+        p.data_ptr() == at and optimizer.state[p]["exp_avg"].data_ptr() == its_state
+        for p, at, its_state in own
+    )
+    assert train(model, optimizer) == expected
+
+
+def test_what_is_saved_is_no_copy() -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, steps=1)
+    taken: dict[str, Any] = {}
+
+    def take(comm: Any) -> None:
+        taken.update(TorchState(model, optimizer).sharded_state_dict(comm))
+
+    run_ranks(1, take)
+    weight: Any = model[0].weight
+    assert taken["model"]["0.weight"].data.data_ptr() == weight.data_ptr()
+    exp_avg = taken["optimizer"]["state"]["0.weight"]["exp_avg"]
+    assert exp_avg.data.data_ptr() == optimizer.state[weight]["exp_avg"].data_ptr()
+
+
+def test_state_from_before_the_first_step_takes_later_state_away(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TorchState(model, optimizer)
+    save(state, tmp_path / "ckpt")
+    expected = train(model, optimizer)
+    load(state, tmp_path / "ckpt")
+    assert not optimizer.state_dict()["state"]
+    assert train(model, optimizer) == expected
+
+
+def test_state_keeps_a_dtype_of_its_own(tmp_path: Path) -> None:
+    """torch's own load_state_dict casts it to the dtype of the parameter."""
+    model = nn.Linear(3, 2).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {
+            "step": torch.tensor(5.0),
+            "exp_avg": torch.rand(parameter.shape),
+            "exp_avg_sq": torch.rand(parameter.shape),
+        }
+    save(TorchState(model, optimizer), tmp_path / "ckpt")
+    saved = bits(optimizer.state_dict())
+    other = torch.optim.AdamW(model.parameters())
+    load(TorchState(model, other), tmp_path / "ckpt")
+    assert bits(other.state_dict()) == saved
+
+
+def test_values_and_nests_in_optimizer_state(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = {"step": 7, "factors": {0: torch.rand(2, 2), 1: torch.rand(3, 3)}, "flag": None}
+    optimizer.state[model.weight] = copy.deepcopy(made)
+    state = TorchState(model, optimizer)
+    save(state, tmp_path / "ckpt")
+    optimizer.state[model.weight]["step"] = 9
+    optimizer.state[model.weight]["factors"][0].zero_()
+    load(state, tmp_path / "ckpt")
+    assert bits(dict(optimizer.state[model.weight])) == bits(made)
+    fresh = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(StateMismatchError, match="Make one step of the optimizer"):
+        load(TorchState(model, fresh), tmp_path / "ckpt")
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+    ]
+
+
+def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: bits(dict(optimizer.state[p])) for name, p in model.named_parameters()}
+
+
+def test_another_grouping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(two_groups(model), lr=0.5)
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    train(model, optimizer, scheduler)
+    save(TorchState(model, optimizer, scheduler=scheduler), tmp_path / "two")
+    saved, rate = state_by_name(model, optimizer), optimizer.param_groups[0]["lr"]
+
+    model = model_of(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.3)
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    with caplog.at_level(logging.WARNING):
+        load(TorchState(model, optimizer, scheduler=scheduler), tmp_path / "two")
+    assert state_by_name(model, optimizer) == saved
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["initial_lr"], group["weight_decay"]) == (rate, 0.5, 0.3)
+    assert "weight_decay stays 0.3" in caplog.text
+    assert (scheduler.base_lrs, scheduler.get_last_lr(), scheduler.last_epoch) == ([0.5], [rate], 3)
+    train(model, optimizer, scheduler)
+
+    save(TorchState(model, optimizer), tmp_path / "one")
+    saved, rate = state_by_name(model, optimizer), group["lr"]
+    optimizer = torch.optim.AdamW(two_groups(model))
+    load(TorchState(model, optimizer), tmp_path / "one")
+    assert state_by_name(model, optimizer) == saved
+    assert [group["lr"] for group in optimizer.param_groups] == [rate, rate]
+
+
+def test_schedulers_of_schedulers(tmp_path: Path) -> None:
+    def make(model: nn.Module, groups: Any) -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD(groups(model), lr=0.5)
+        parts = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, 6)]
+        return optimizer, SequentialLR(optimizer, parts, milestones=[2])
+
+    model = model_of()
+    optimizer, scheduler = make(model, two_groups)
+    train(model, optimizer, scheduler)
+    save(TorchState(model, optimizer, scheduler=scheduler), tmp_path / "ckpt")
+    train(model, optimizer, scheduler)
+    rates = {group["lr"] for group in optimizer.param_groups}
+    optimizer, scheduler = make(model, lambda model: list(model.parameters()))
+    load(TorchState(model, optimizer, scheduler=scheduler), tmp_path / "ckpt")
+    train(model, optimizer, scheduler)
+    assert {group["lr"] for group in optimizer.param_groups} == rates
+
+
+def test_frozen_and_new_parameters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    save(TorchState(model, optimizer), tmp_path / "all")
+    saved = state_by_name(model, optimizer)
+
+    model[0].requires_grad_(requires_grad=False)
+    only = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    with caplog.at_level(logging.INFO):
+        load(TorchState(model, only), tmp_path / "all")
+    assert "optimizer state of 2 parameters of the checkpoint is not used" in caplog.text
+    found = state_by_name(model, only)
+    assert found.pop("0.weight") == found.pop("0.bias") == {}
+    assert found == {name: saved[name] for name in found}
+
+    save(TorchState(model, only), tmp_path / "frozen")
+    model.requires_grad_()
+    everything = torch.optim.AdamW(model.parameters())
+    train(model, everything)
+    load(TorchState(model, everything), tmp_path / "frozen")
+    assert "2 of 6 parameters start without optimizer state" in caplog.text
+    assert state_by_name(model, everything) == {"0.weight": {}, "0.bias": {}} | found
+    train(model, everything)
+
+
+def test_adapters_by_name(tmp_path: Path) -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(6, 4).requires_grad_(requires_grad=False)
+            self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.base(x) + self.up(self.down(x))
+            return result
+
+    def make() -> tuple[nn.Module, Any]:
+        model = Adapted()
+        return model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+
+    model, optimizer = make()
+    train(model, optimizer)
+    save(TorchState(model, optimizer), tmp_path / "ckpt")
+    stored = load_tensors_metadata(tmp_path / "ckpt")
+    assert not [key for key in stored if key.startswith("optimizer.state.base")]
+    expected = train(model, optimizer)
+    model, optimizer = make()
+    load(TorchState(model, optimizer), tmp_path / "ckpt")
+    assert train(model, optimizer) == expected
+
+
+class Tied(nn.Module):
+    """A model whose last layer has the weights of the first."""
+
+    def __init__(self, *, is_tied: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.embed(x) @ self.head.weight
+        return result
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    save(TorchState(model, optimizer), tmp_path / "ckpt")
+    keys = [key for key in load_tensors_metadata(tmp_path / "ckpt") if key.startswith("model.")]
+    assert keys == ["model.embed.weight"]
+    expected = train(model, optimizer)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    load(TorchState(model, optimizer), tmp_path / "ckpt")
+    assert model.head.weight is model.embed.weight
+    assert train(model, optimizer) == expected
+
+
+def test_tied_weights_into_a_model_without_ties_and_back(tmp_path: Path) -> None:
+    tied = Tied()
+    save(TorchState(tied), tmp_path / "tied")
+    apart = Tied(is_tied=False)
+    load(TorchState(apart), tmp_path / "tied")
+    assert torch.equal(apart.embed.weight, tied.embed.weight)
+    assert torch.equal(apart.head.weight, tied.embed.weight)
+    assert apart.head.weight is not apart.embed.weight
+    apart.head.weight.data.zero_()
+    save(TorchState(apart), tmp_path / "apart")
+    load(TorchState(tied), tmp_path / "apart")
+    assert torch.equal(tied.head.weight, apart.embed.weight)
+
+
+def test_a_tie_whose_first_name_is_another_one(tmp_path: Path) -> None:
+    class Reversed(Tied):
+        def __init__(self) -> None:
+            super().__init__()
+            embed, head = self.embed, self.head
+            del self.embed, self.head
+            self.head, self.embed = head, embed
+
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    save(TorchState(model, optimizer), tmp_path / "ckpt")
+    expected = train(model, optimizer)
+    other = Reversed()
+    assert next(iter(other.state_dict())) == "head.weight"
+    own = torch.optim.AdamW(other.parameters())
+    load(TorchState(other, own), tmp_path / "ckpt")
+    assert train(other, own) == expected
+
+
+def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain = model_of()
+    save(TorchState(plain), tmp_path / "ckpt")
+    inner: Any = model_of(1)
+    inner[0] = checkpoint_wrapper(inner[0])
+    inner[3] = torch.compile(inner[3], backend="eager")
+    wrapped: Any = torch.compile(inner, backend="eager")
+    load(TorchState(wrapped), tmp_path / "ckpt")
+    for own, expected in zip(inner.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own, expected)
+    save(TorchState(wrapped), tmp_path / "wrapped")
+    stored, expected_keys = (load_tensors_metadata(tmp_path / n) for n in ("wrapped", "ckpt"))
+    assert list(stored) == list(expected_keys)
+
+
+class Loader:
+    """A data loader that knows where it is."""
+
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+        self.generator = torch.Generator().manual_seed(position)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        self.generator.set_state(state["generator"])
+
+
+def test_other_parts(tmp_path: Path) -> None:
+    model = model_of()
+    ema = AveragedModel(model, use_buffers=True)
+    loader, scaler = Loader(5), torch.amp.GradScaler("cpu", init_scale=512.0)
+    progress: dict[str, Any] = {"tokens": 2**40, "names": ["a", ("b", 2.5)]}
+    save(
+        TorchState(model, ema=ema, loader=loader, scaler=scaler, progress=progress),
+        tmp_path / "ckpt",
+    )
+    assert "ema.module.0.weight" in load_tensors_metadata(tmp_path / "ckpt")
+    other = AveragedModel(model_of(3), use_buffers=True)
+    restored = Loader()
+    scaler2 = torch.amp.GradScaler("cpu", init_scale=2.0)
+    counts: dict[str, Any] = {"tokens": 0, "other": 1}
+    load(
+        TorchState(model_of(4), ema=other, loader=restored, scaler=scaler2, progress=counts),
+        tmp_path / "ckpt",
+    )
+    assert bits(other.state_dict()) == bits(ema.state_dict())
+    assert bits(restored.state_dict()) == bits(loader.state_dict())
+    assert scaler2.state_dict() == scaler.state_dict()
+    assert counts == progress
+
+
+def test_a_plain_class_with_averages_keeps_its_tensors(tmp_path: Path) -> None:
+    class Averages:
+        def __init__(self, model: nn.Module) -> None:
+            self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow, "decay": 0.5}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow = state["shadow"]
+
+    model = model_of()
+    own, other = Averages(model), Averages(model_of(1))
+    save(TorchState(model, averages=own), tmp_path / "ckpt")
+    assert "averages.shadow.0.weight" in load_tensors_metadata(tmp_path / "ckpt")
+    before = other.shadow["0.weight"]
+    load(TorchState(model, averages=other), tmp_path / "ckpt")
+    assert bits(other.shadow) == bits(own.shadow)
+    assert other.shadow["0.weight"] is before
+
+
+def test_an_object_that_has_no_tensor_yet(tmp_path: Path) -> None:
+    class Best:
+        score: torch.Tensor | None = None
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"score": self.score}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.score = state["score"]
+
+    own, other = Best(), Best()
+    own.score = torch.tensor(2.5)
+
+    def save_own(comm: Any) -> None:
+        save(TorchState(nn.Linear(1, 1), best=own), tmp_path / "ckpt", comm=comm)
+
+    run_ranks(2, save_own)
+    load(TorchState(nn.Linear(1, 1), best=other), tmp_path / "ckpt")
+    assert bits(other.score) == bits(own.score)
+
+
+def test_a_checkpoint_of_state_dicts(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": of_model, "optimizer": of_optimizer}
+    save(shard_state_dict(state), tmp_path / "ckpt")
+    saved = state_by_name(model, optimizer)
+    train(model, optimizer)
+    load(TorchState(model, optimizer), tmp_path / "ckpt")
+    assert state_by_name(model, optimizer) == saved
+    with pytest.raises(StateMismatchError, match="'loader': not in the checkpoint"):
+        load(TorchState(model, loader=Loader()), tmp_path / "ckpt")
+
+
+def test_what_differs_between_ranks_is_kept_for_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of()
+
+    def save_own(comm: Any) -> None:
+        parts: Any = {"loader": Loader(10 + comm.rank), "same": Loader(3)}
+        save(TorchState(model, **parts), tmp_path / "ckpt", comm=comm)
+
+    def load_own(comm: Any) -> tuple[int, int]:
+        parts: Any = {"loader": Loader(), "same": Loader()}
+        load(TorchState(model_of(), **parts), tmp_path / "ckpt", comm=comm)
+        return parts["loader"].position, parts["same"].position
+
+    run_ranks(3, save_own)
+    assert run_ranks(3, load_own) == [(10, 3), (11, 3), (12, 3)]
+    with caplog.at_level(logging.WARNING):
+        assert run_ranks(2, load_own) == [(0, 3), (0, 3)]
+    assert "loader is not restored: each of 3 ranks has saved its own" in caplog.text
+
+
+def test_stages_of_a_pipeline(tmp_path: Path) -> None:
+    """Ranks with other parameters: each has its own, and all groups are kept."""
+
+    def stage(rank: int, seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model: Any = nn.ModuleDict({f"layer{rank}": nn.Linear(3, 2)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + rank, momentum=0.5)
+        optimizer.state[model[f"layer{rank}"].weight] = {"count": rank, "at": torch.rand(2, 3)}
+        return model, optimizer
+
+    stages = [stage(rank, 5) for rank in range(2)]
+
+    def work(comm: Any) -> Any:
+        model, optimizer = stages[comm.rank]
+        save(TorchState(model, optimizer), tmp_path / "ckpt", comm=comm)
+        other, own = stage(comm.rank, 9)
+        own.param_groups[0]["lr"] = 5.0
+        load(TorchState(other, own), tmp_path / "ckpt", comm=comm)
+        return bits([other.state_dict(), own.state_dict()])
+
+    found = run_ranks(2, work)
+    assert found == [bits([m.state_dict(), o.state_dict()]) for m, o in stages]
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        model = model_of()
+        thin, thick = (group["params"] for group in two_groups(model))
+        return model, [torch.optim.AdamW(thin), torch.optim.SGD(thick, lr=0.1, momentum=0.9)]
+
+    model, optimizers = make()
+    train(model, *optimizers)
+    save(TorchState(model, optimizers), tmp_path / "ckpt")
+    expected = train(model, *optimizers)
+    model, optimizers = make()
+    load(TorchState(model, optimizers), tmp_path / "ckpt")
+    assert train(model, *optimizers) == expected
+
+
+def test_manager_async_save_and_fingerprint(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TorchState(model, optimizer)
+    with CheckpointManager(tmp_path / "run") as manager:
+        for state.step in (1, 2):
+            train(model, optimizer, steps=1)
+            manager.async_save(state.step, state)
+        saved = fingerprint(state)
+        expected = train(model, optimizer)
+        state.step = 0
+        manager.load(state)
+    assert state.step == 2
+    assert fingerprint(state) == saved
+    assert train(model, optimizer) == expected
+    # All of it was read and compared, so it counts as verified.
+    assert '"verified": true' in (tmp_path / "run" / "manager.json").read_text()
+    async_save(state, tmp_path / "other").result()
+    assert load_common_state_dict(tmp_path / "other")["step"] == 2
+
+
+def test_extra_state_of_a_module(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    model = Counting(2, 2)
+    model.count = 7
+    save(TorchState(model), tmp_path / "ckpt")
+    other = Counting(2, 2)
+    load(TorchState(other), tmp_path / "ckpt")
+    assert other.count == 7
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    model = model_of()
+    with pytest.raises(ValueError, match="'rng' is reserved"):
+        TorchState(model, rng={})
+    with pytest.raises(TypeError, match="lr must be a module, a dict, or have state_dict"):
+        TorchState(model, lr=0.1)  # type: ignore[arg-type]
+    foreign = torch.optim.SGD(model_of().parameters(), lr=0.1)
+    with pytest.raises(InvalidShardingError, match="that the model does not have"):
+        save(TorchState(model, foreign), tmp_path / "ckpt")
+    save(TorchState(model), tmp_path / "ckpt")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(StateMismatchError, match="the checkpoint has no optimizer"):
+        load(TorchState(model, optimizer), tmp_path / "ckpt")
+    with pytest.raises(StateMismatchError, match="'loader': not in the checkpoint"):
+        load(TorchState(model, loader=Loader()), tmp_path / "ckpt")
+    with pytest.raises(StateMismatchError, match=r"model\.extra\.weight"):
+        load(TorchState(nn.ModuleDict({"extra": nn.Linear(2, 2)})), tmp_path / "ckpt")
+
+    class Broken(Loader):
+        def state_dict(self) -> dict[str, Any]:
+            raise OSError("no state today")
+
+    with pytest.raises(RankFailedError, match="no state today"):
+        save(TorchState(model, loader=Broken()), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+class Own:
+    """A class of a user's that save and load take."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.w, self.fails = torch.zeros(4), fails
+        self.loaded: Any = None
+
+    def sharded_state_dict(self, comm: Any) -> dict[str, Any]:
+        shard = ShardedTensor.from_rank_offsets("w", self.w, replica_id=comm.rank)
+        return {"w": shard, "count": 3}
+
+    def template_for(self, stored: Any, comm: Any) -> Any:
+        assert stored.tensors == {"w": ((4,), torch.float32)}
+        assert stored.common == {"count": 3}
+        return self.sharded_state_dict(comm), self.restore
+
+    def restore(self, loaded: Any) -> None:
+        if self.fails:
+            raise OSError("cannot be restored")
+        self.loaded = loaded
+
+
+def test_a_class_of_a_user(tmp_path: Path) -> None:
+    own = [Own() for _ in range(2)]
+    for one in own:
+        one.w += 5
+    run_ranks(2, lambda comm: save(own[comm.rank], tmp_path / "ckpt", comm=comm))
+    others = [Own(), Own()]
+    run_ranks(2, lambda comm: load(others[comm.rank], tmp_path / "ckpt", comm=comm))
+    assert all(torch.equal(other.w, own[0].w) for other in others)
+    assert [other.loaded["count"] for other in others] == [3, 3]
+
+
+def test_all_ranks_hear_of_one_that_cannot_be_restored(tmp_path: Path) -> None:
+    run_ranks(2, lambda comm: save(Own(), tmp_path / "ckpt", comm=comm))
+
+    def load_own(comm: Any) -> str:
+        with pytest.raises(RankFailedError) as caught:
+            load(Own(fails=comm.rank == 1), tmp_path / "ckpt", comm=comm)
+        return str(caught.value)
+
+    assert all("cannot be restored" in text for text in run_ranks(2, load_own))

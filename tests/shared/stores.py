@@ -1,0 +1,95 @@
+"""Checkpoints in object stores: copies of folders, as a user would make them by hand."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from dist_checkpointing.filesystem import object_store
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.filesystem.store_claims import COMMITS
+from dist_checkpointing.format.data_folder import DATA, data_folder
+from samples import Sample
+
+Url = TypeVar("Url", str, ObjectPath)
+
+
+def new_url(scheme: str = "memory") -> str:
+    """A URL that no other test uses."""
+    return f"{scheme}://bucket/{uuid.uuid4().hex}/1000"
+
+
+def _place(url: str | ObjectPath) -> ObjectPath:
+    return ObjectPath.of(url) if isinstance(url, str) else url
+
+
+def put(url: str | ObjectPath, name: str, data: bytes) -> None:
+    """Put an object below a URL."""
+    place = _place(url) / name
+    place.store.put(place.key, data)
+
+
+def data_url(url: str) -> str:
+    """Where the files of a checkpoint that ``copied_up`` has made are."""
+    place = ObjectPath.of(url)
+    (attempt,) = place.store.list_folder((place / DATA).prefix)[0]
+    return f"{url}/{DATA}/{attempt}"
+
+
+def copied_up(folder: Path, url: Url) -> Url:
+    """Copy a checkpoint into a store as a save there would leave it; ``url`` again."""
+    attempt = uuid.uuid4().hex
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            put(url, f"{DATA}/{attempt}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+    config = (folder / "metadata.json").read_bytes()
+    commit = {"attempt": attempt, "config": json.loads(config), "seal": ""}
+    put(url, f"{COMMITS}/1.json", json.dumps(commit).encode())
+    put(url, "metadata.json", config)
+    return url
+
+
+@contextmanager
+def counted_requests(patch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often each kind of request is made in the body."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str) -> Any:
+        own = getattr(ObjectStore, name)
+
+        def request(self: ObjectStore, *args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return own(self, *args, **kwargs)
+
+        return request
+
+    with patch.context() as within:
+        for name in ("get", "get_range", "head", "list_folder", "list_below", "blocks", "put"):
+            within.setattr(object_store.ObjectStore, name, counting(name))
+        yield counts
+
+
+def damage(url: str, name: str, change: Any) -> str:
+    """Change an object below the data folder; its URL."""
+    place = data_folder(url) / name
+    assert isinstance(place, ObjectPath)
+    data = change(place.store.get(place.key))
+    place.store.delete([place.key])
+    if data is not None:
+        place.store.put(place.key, data)
+    return str(place)
+
+
+def data_names(sample: Sample) -> list[str]:
+    """Files with values, by relative name."""
+    named = (p.relative_to(sample.folder).as_posix() for p in sample.folder.rglob("*"))
+    ends = (".distcp", "/c.0.0", "decoder.weight/0.0")
+    return [n for n in named if n.startswith("data/model/") or n.endswith(ends)]

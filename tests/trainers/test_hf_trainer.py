@@ -1,0 +1,144 @@
+"""TrainerCheckpoints with the real Trainer: it goes on as if it had not stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dist_checkpointing import CheckpointManager, Retention, load_tensors_metadata
+from real_ranks import run_script
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is missing: make test-trainers"
+)
+
+# transformers and accelerate warn of themselves.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Vectors to predict the sum of."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x = torch.rand(6, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "labels": x.sum()}
+
+
+class Model(nn.Module):
+    """A model that draws random numbers in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.layers(x).squeeze(-1)
+        return {"loss": (found - labels).square().mean(), "logits": found}
+
+
+class Stop(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+    """Ends a training early, as a time limit does."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        del args
+        if state.global_step == self.step:
+            control.should_training_stop = True
+        return control
+
+
+def train(
+    folder: Path,
+    *,
+    stop: int | None = None,
+    model_seed: int = 3,
+    cut: Callable[[Any], Any] = lambda model: model,
+    **given: Any,
+) -> Any:
+    """The Trainer after a training of 24 steps in 3 epochs, or less."""
+    from dist_checkpointing.interop.hf_trainer import TrainerCheckpoints
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder / "out"),
+        num_train_epochs=3,
+        per_device_train_batch_size=5,
+        save_strategy="steps",
+        save_steps=4,
+        logging_steps=2,
+        disable_tqdm=True,
+        report_to=[],
+        use_cpu=True,
+        seed=3,
+        data_seed=1,
+        **given,
+    )
+    torch.manual_seed(model_seed)
+    trainer = transformers.Trainer(
+        cut(Model()),
+        arguments,
+        train_dataset=Numbers(),
+        eval_dataset=Numbers(),
+        callbacks=[Stop(stop)],
+    )
+    TrainerCheckpoints(folder / "run", retention=Retention(keep_last=2)).train(trainer)
+    return trainer
+
+
+def outcome(trainer: Any) -> tuple[Any, Any]:
+    logged = [
+        (entry["step"], entry["loss"], entry["learning_rate"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+    weights = {name: w.detach().numpy().tobytes() for name, w in trainer.model.named_parameters()}
+    return logged, weights
+
+
+@pytest.mark.parametrize("stop", [6, 8, 13])  # step 8 ends an epoch
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_it_goes_on_as_if_it_had_not_stopped(stop: int, accumulation: int, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
+    whole = train(tmp_path / "whole", **given)
+    assert whole.state.global_step == 24 // accumulation
+    train(tmp_path / "broken", stop=stop, **given)
+    resumed = train(tmp_path / "broken", model_seed=4, **given)
+    assert outcome(resumed) == outcome(whole)
+
+
+def test_nothing_else_is_written_and_old_ones_go(tmp_path: Path) -> None:
+    trainer = train(tmp_path)
+    assert not list(tmp_path.glob("out/checkpoint-*"))
+    assert CheckpointManager(tmp_path / "run").steps() == [20, 24]
+    stored = load_tensors_metadata(tmp_path / "run" / "step-00000024")
+    assert "model.layers.0.weight" in stored
+    # The trainer is its own again.
+    assert "_save_checkpoint" not in vars(trainer)
+    trainer.save_model(tmp_path / "model")
+
+
+def test_the_best_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="load_best_model_at_end"):
+        train(tmp_path, load_best_model_at_end=True, eval_strategy="steps", eval_steps=4)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_ranks(mode: str, tmp_path: Path) -> None:
+    def run(folder: str, stop: object, name: str) -> list[Any]:
+        script = Path(__file__).with_name("hf_trainer_rank.py")
+        given = (mode, tmp_path / folder, stop)
+        return run_script(2, script, *given, reports=tmp_path / name, timeout_seconds=200)
+
+    whole = run("whole", "none", "1")
+    assert whole[0]["step"] == 12
+    run("broken", 6, "2")
+    assert run("broken", "none", "3") == whole

@@ -1,0 +1,150 @@
+"""The callback and the CheckpointIO with the real Lightning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dist_checkpointing import CheckpointManager, CheckpointNotFoundError, load_tensors_metadata
+from real_ranks import run_script
+
+lightning = pytest.importorskip("lightning", reason="lightning is missing: make test-trainers")
+
+from lightning_models import fit  # noqa: E402 - it imports lightning
+
+# Lightning warns of small machines, and torch of Lightning.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def outcome(trainer: Any) -> tuple[list[str], dict[str, bytes], int]:
+    module = trainer.lightning_module
+    weights = {name: w.detach().numpy().tobytes() for name, w in module.named_parameters()}
+    return module.losses, weights, trainer.global_step
+
+
+def test_a_fit_goes_on_after_an_epoch(tmp_path: Path) -> None:
+    from dist_checkpointing.interop.lightning import RunCheckpoints
+
+    losses, weights, step = outcome(fit(3, callbacks=[RunCheckpoints(tmp_path / "whole")]))
+    assert step == 18
+    fit(1, callbacks=[RunCheckpoints(tmp_path / "run")])
+    resumed = fit(3, seed=9, callbacks=[RunCheckpoints(tmp_path / "run")])
+    assert resumed.current_epoch == 3
+    assert outcome(resumed) == (losses[6:], weights, step)
+    assert CheckpointManager(tmp_path / "run").steps() == [6, 12, 18]
+
+
+def test_saves_within_an_epoch(tmp_path: Path) -> None:
+    from dist_checkpointing.interop.lightning import RunCheckpoints
+
+    own = RunCheckpoints(tmp_path / "run", every_n_steps=4)
+    fit(1, callbacks=[own], max_steps=5)
+    manager = CheckpointManager(tmp_path / "run")
+    assert manager.steps() == [4, 5]
+    manager.delete(5)  # step 4 is within an epoch, as after a crash
+    manager.close()
+    resumed = fit(1, seed=9, callbacks=[RunCheckpoints(tmp_path / "run")])
+    assert resumed.global_step == 6
+    assert len(resumed.lightning_module.losses) == 2
+
+
+def test_callbacks_get_their_state_back(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import EarlyStopping
+
+    from dist_checkpointing.interop.lightning import RunCheckpoints
+
+    def stopping() -> Any:
+        return EarlyStopping("loss", patience=50)
+
+    first, second = stopping(), stopping()
+    fit(2, callbacks=[first, RunCheckpoints(tmp_path / "run")])
+    fit(2, callbacks=[second, RunCheckpoints(tmp_path / "run")])
+    assert torch.equal(second.best_score, first.best_score)
+    assert second.wait_count == first.wait_count
+
+
+def test_the_checkpoint_io_saves_and_resumes(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from dist_checkpointing.interop.lightning import DistCheckpointIO
+
+    def own() -> dict[str, Any]:
+        keeping = ModelCheckpoint(tmp_path / "io", save_top_k=-1, save_last=True)
+        return {"callbacks": [keeping], "plugins": [DistCheckpointIO()]}
+
+    fit(1, **own())
+    first = tmp_path / "io" / "epoch=0-step=6.ckpt"
+    assert "state_dict.layers.0.weight" in load_tensors_metadata(first)
+    resumed = fit(3, seed=9, ckpt_path=str(tmp_path / "io" / "last.ckpt"), **own())
+    assert resumed.global_step == 18
+    assert len(resumed.lightning_module.losses) == 12
+    last = tmp_path / "io" / "last.ckpt"
+    own_weights = DistCheckpointIO().load_checkpoint(last)["state_dict"]
+    for name, weight in resumed.lightning_module.state_dict().items():
+        assert torch.equal(own_weights[name], weight)
+    DistCheckpointIO().remove_checkpoint(first)
+    assert not first.exists()
+    with pytest.raises(CheckpointNotFoundError):
+        DistCheckpointIO().remove_checkpoint(tmp_path)
+    assert tmp_path.exists()
+
+
+def test_fabric(tmp_path: Path) -> None:
+    from lightning.fabric import Fabric
+
+    from dist_checkpointing import load, save
+    from dist_checkpointing.interop import TorchState
+    from dist_checkpointing.interop.lightning import DistCheckpointIO
+
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[DistCheckpointIO()])
+
+    def make(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+        prepared: tuple[Any, Any] = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+        return prepared
+
+    def train(model: Any, optimizer: Any) -> list[str]:
+        losses = []
+        for _ in range(3):
+            loss = model(torch.rand(5, 4)).square().mean()
+            optimizer.zero_grad()
+            fabric.backward(loss)
+            optimizer.step()
+            losses.append(float(loss.detach()).hex())
+        return losses
+
+    model, optimizer = make(0)
+    train(model, optimizer)
+    fabric.save(tmp_path / "io", {"model": model, "optimizer": optimizer, "step": 3})
+    save(TorchState(model.module, optimizer, step=3), tmp_path / "state")
+    expected = train(model, optimizer)
+
+    model, optimizer = make(1)
+    rest = fabric.load(tmp_path / "io", {"model": model, "optimizer": optimizer})
+    assert rest == {"step": 3}
+    other, other_optimizer = make(2)
+    load(TorchState(other.module, other_optimizer), tmp_path / "state")
+    for own, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(own, same)
+    assert train(other, other_optimizer) == expected
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_ranks(mode: str, tmp_path: Path) -> None:
+    def run(folder: str, epochs: int, name: str) -> list[Any]:
+        script = Path(__file__).with_name("lightning_rank.py")
+        given = (mode, tmp_path / folder, epochs)
+        return run_script(2, script, *given, reports=tmp_path / name, timeout_seconds=200)
+
+    whole = run("whole", 3, "1")
+    run("run", 1, "2")
+    resumed = run("run", 3, "3")
+    for own, expected in zip(resumed, whole, strict=True):
+        assert own["digests"] == expected["digests"]
+        assert own["losses"] == expected["losses"][-len(own["losses"]) :]
+        assert own["step"] == expected["step"] == 9
