@@ -207,6 +207,27 @@ def begin_attempt(
     return Attempt.begin(folder, creates, overwrite=overwrite, durability=durability)
 
 
+def finish_commit(folder: Location) -> None:
+    """Put the ``metadata.json`` of a commit that was cut off before it; does nothing on a disk.
+
+    Raises:
+        CheckpointExistsError: if a save or a removal is going on there.
+        OSError: if the store does not answer.
+    """
+    if not isinstance(folder, ObjectPath) or _is_there(folder / CONFIG_FNAME):
+        return
+    if read_commit(folder) is None:
+        return
+    claim = HeldClaim.take(folder, PERIOD)  # a removal deletes this file first, and the commit next
+    try:
+        commit = read_commit(folder)
+        if commit is not None and not _is_there(folder / CONFIG_FNAME):
+            _publish(folder, commit.attempt, commit.config)
+    finally:
+        with _tolerant("a look was not noted as ended: the next save waits for a while"):
+            claim.end()
+
+
 def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
     """Delete a checkpoint, and what unfinished saves left below its prefix.
 

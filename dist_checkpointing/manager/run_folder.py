@@ -25,6 +25,7 @@ from dist_checkpointing.format.commit import (
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import attempt_of, number_of_save
+from dist_checkpointing.format.store_commit import finish_commit
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_record import (
     RunRecord,
@@ -85,6 +86,15 @@ class RunFolder:
 
     def skip(self, step: int) -> None:
         """Learn that what would be read of a step is damaged."""
+
+    def finish_commits(self) -> None:
+        """Finish what a killed save had committed in a store, but not yet shown to readers."""
+        try:
+            for step in self.all_steps():
+                if not is_committed(self.folder(step)):
+                    finish_commit(self.folder(step))
+        except (OSError, CheckpointingException) as error:
+            logger.warning("a commit in %s could not be finished: %s", self.root, error)
 
     def close(self) -> None:
         """Do nothing: nothing is done beside the training."""

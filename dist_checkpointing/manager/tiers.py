@@ -151,6 +151,10 @@ class TieredRun:
         self._fast.committed(step, metric)
         self.start()
 
+    def finish_commits(self) -> None:
+        """See RunFolder."""
+        self._stored.finish_commits()
+
     def start(self) -> None:
         """Copy, or let be copied, what is not in the store yet. Only on rank 0."""
         if self._drain == "wait":
@@ -298,8 +302,12 @@ def run_files(
     """The checkpoints of a run, in one place or in two, as one rank has them."""
     place, kept = location(root), Retention() if retention is None else retention
     if fast is None:
-        return RunFolder(place, kept, on_deleted)
+        folder = RunFolder(place, kept, on_deleted)
+        if rank == 0:
+            folder.finish_commits()
+        return folder
     run = TieredRun(fast, place, kept, on_deleted, drain)
     if rank == 0:
+        run.finish_commits()
         run.start()
     return run

@@ -52,6 +52,19 @@ def test_retention_and_the_pointer() -> None:
         assert (manager.steps(), manager.latest()) == ([300], 300)
 
 
+def test_a_commit_that_was_cut_off_is_finished_by_the_next_manager() -> None:
+    root = new_url()
+    with CheckpointManager(root) as manager:
+        manager.save(100, state(100))
+        manager.save(200, state(200))
+    place = ObjectPath.of(root) / "step-00000200/metadata.json"
+    place.store.delete([place.key])  # as if the save had been killed just before it was put
+    with CheckpointManager(root) as manager:
+        assert (manager.steps(), manager.latest()) == ([100, 200], 200)
+        assert manager.load(state(0))["value"] == 200
+        manager.save(300, state(300))
+
+
 @pytest.mark.parametrize("worker", ["thread", "process"])
 def test_saves_in_the_background(worker: str, s3_place: ObjectPath) -> None:
     with CheckpointManager(
