@@ -42,13 +42,8 @@ from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.storage.calls import result_of, set_up_reader, set_up_writer
 from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
 from dist_checkpointing.storage.options import Durability
-from dist_checkpointing.storage.protocol import (
-    StorageReader,
-    StorageWriter,
-    WriteResult,
-    WriteResults,
-)
-from dist_checkpointing.storage.results import results_for_finish
+from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
+from dist_checkpointing.storage.results import WriteResult, WriteResults, results_for_finish
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.protocol import WriteResult
+from dist_checkpointing.storage.results import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk
 from dist_checkpointing.strategies.zarr.codecs import codec_json, make_codec
