@@ -60,14 +60,13 @@ class StagedSave:
         Args:
             contents: see ``ChangeDetector``.
         """
-        tensors = self._job.watched_tensors()
+        tensors = self._job.own.tensors()
         self._buffers.follow(tensor for held in tensors.values() for tensor in held)
         return ChangeDetector(tensors, contents=contents)
 
     def capture(self) -> None:
         """Copy what this rank will write, and let go of the caller's state."""
-        with self._job.meter.phase("copying"):
-            self._job.capture(self._buffers)
+        self._job.capture(self._buffers)
 
     def write_own(self) -> None:
         """Write what this rank has to write. Not collective.
