@@ -42,12 +42,17 @@ def checksum(array: npt.NDArray[Any]) -> int:
     return checksum_of([array])
 
 
+def bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    """The memory of a C-contiguous array of any dtype."""
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
 def checksum_of(blocks: Iterable[npt.NDArray[Any]]) -> int:
     """xxh3_64 of a C-contiguous array that is given in blocks, one after the other."""
     digest = xxhash.xxh3_64()
     for block in blocks:
         # Unlike the one-shot function this lets other threads run.
-        digest.update(memoryview(block.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+        digest.update(bytes_of(block))
     return digest.intdigest()
 
 

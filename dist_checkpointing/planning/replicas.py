@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import unravel
 from dist_checkpointing.mapping import ShardedTensor
@@ -20,8 +20,8 @@ from dist_checkpointing.planning.agreed_cache import AgreedCache
 from dist_checkpointing.planning.compared_values import (
     SAMPLES,
     OwnValues,
-    bytes_of,
     digest_of_values,
+    host_bytes,
     looked_at,
     owned_values,
     piece_digests,
@@ -249,7 +249,7 @@ class ReplicaComparison:
             for unit, (begin, part) in values.items():
                 size = piece_step(part)
                 start = numbers[unit] * size
-                told[unit] = begin + start, bytes(bytes_of(part[start : start + size]))
+                told[unit] = begin + start, bytes(host_bytes(part[start : start + size]))
             return told
 
         told = comm.exchange(step, tell)
@@ -305,14 +305,8 @@ def _finding(copies: Copies, difference: _Difference, first: str) -> Finding:
     return Finding(
         f"the copies of {where} are not the same" + (first and f", {first}"),
         copies.parts.key(row),
-        expected=f"as on {_named(most)}",
-        found="; ".join(f"other values on {_named(ranks)}" for ranks in rest),
+        expected=f"as on {ranks_text(most, _MOST_NAMED)}",
+        found="; ".join(f"other values on {ranks_text(ranks, _MOST_NAMED)}" for ranks in rest),
         ranks=tuple(rank for ranks in rest for rank in ranks)[:_MOST_NAMED],
         remedy="Load the last checkpoint on all ranks, and look at the machine of these ranks.",
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"

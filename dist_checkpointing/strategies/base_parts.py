@@ -22,11 +22,10 @@ from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.checksums import ChecksumColumns
+from dist_checkpointing.format.checksums import ChecksumColumns, bytes_of
 from dist_checkpointing.format.digests import (
     Digest,
     Uint64s,
-    bytes_of,
     columns_of,
     digest_of,
     digest_of_array,

@@ -80,7 +80,8 @@ class ZarrV2Writer(ZarrFolderWriter):
         if not self.checkpoint_dir.is_dir():
             return
         ours = leftovers(self.checkpoint_dir)
-        found = _array_folders(self.checkpoint_dir, _raise_unless_gone)
+        # A save that has the folder clears it, and the lock, which is asked for next, says so.
+        found = _array_folders(self.checkpoint_dir, local.raise_unless_gone)
         foreign = [key for key in found if key not in ours]
         if foreign:
             raise CheckpointExistsError(
@@ -234,12 +235,6 @@ def _array_folders(
 def _raise(error: OSError) -> None:
     # A folder that cannot be listed is no folder without arrays.
     raise error
-
-
-def _raise_unless_gone(error: OSError) -> None:
-    # A save that has the folder clears it, and the lock, which is asked for next, says so.
-    if error.errno not in local.NOT_THERE:
-        raise error
 
 
 def _parse(folder: Location, key: str) -> StoredTensor:
