@@ -54,7 +54,7 @@ def owned_values(copies: Copies, held: Sequence[ShardedTensor], rank: int) -> It
                 yield OwnValues(unit, leaves[part], crossing.box)
 
 
-def values_of(own: OwnValues) -> torch.Tensor:
+def flat_values(own: OwnValues) -> torch.Tensor:
     """The values of a unit in C order, on any device."""
     leaf, box = own.leaf, own.box
     assert leaf.data is not None

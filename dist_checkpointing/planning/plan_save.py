@@ -144,7 +144,7 @@ class SavePlanning:
         """What this rank says of itself: its tables, or which plan it would use again."""
         number = None
         if self._cache is not None and self.planner.settings is not None:
-            rows = described(itertools.chain(self._leaves.values(), self._others))
+            rows = plan_inputs(itertools.chain(self._leaves.values(), self._others))
             settings = (type(self.planner), self.planner.settings, self._layout)
             ranks = (self._rank, self._world_size)
             self._description = (*settings, *ranks, len(self._leaves), *rows)
@@ -360,7 +360,7 @@ def checked_plans(
     return [plan.for_index(index) for plan in plans], index
 
 
-def described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
+def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
     """Everything about the leaves that a plan depends on, as values that cannot change."""
     for leaf in leaves:
         data = leaf.data

@@ -21,18 +21,18 @@ from dist_checkpointing.planning.compared_values import (
     SAMPLES,
     OwnValues,
     digest_of_values,
+    flat_values,
     host_bytes,
     looked_at,
     owned_values,
     piece_digests,
     piece_step,
     text_of,
-    values_of,
 )
 from dist_checkpointing.planning.copies import Copies, copies_of
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
-from dist_checkpointing.planning.plan_save import described
+from dist_checkpointing.planning.plan_save import plan_inputs
 from dist_checkpointing.planning.shard_table import ShardTable
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class ReplicaComparison:
             logger.warning("%s", error)
 
     def _description(self) -> tuple[Any, ...]:
-        return (self._comm.rank, self._comm.world_size, *described(self._held))
+        return (self._comm.rank, self._comm.world_size, *plan_inputs(self._held))
 
     def _copies(self) -> Copies:
         """The copies of the ranks; those of the last save, while nothing but values has changed."""
@@ -217,7 +217,7 @@ class ReplicaComparison:
         self._own = []
         spoken: dict[int, bytes] = {}
         for own in owned_values(copies, self._held, rank):
-            _, values = looked_at(values_of(own), own.unit, self._sample)
+            _, values = looked_at(flat_values(own), own.unit, self._sample)
             if len(values):
                 digest = digest_of_values(values)
                 self._own.append((own, digest))
@@ -232,7 +232,7 @@ class ReplicaComparison:
         comm, step = self._comm, "looking for the first difference"
         pairs = {d.unit: d.groups[:2] for d in differences[:_MOST_NAMED] if len(d.groups) > 1}
         values = {
-            own.unit: looked_at(values_of(own), own.unit, self._sample)
+            own.unit: looked_at(flat_values(own), own.unit, self._sample)
             for own, digest in self._own
             if any(of == digest and r[0] == comm.rank for of, r in pairs.get(own.unit, ()))
         }

@@ -25,7 +25,7 @@ from dist_checkpointing.strategies.selection import LoadStrategies, handles_obje
 from dist_checkpointing.validation.compare import StoredTensors
 
 
-def read_index(
+def open_stored(
     found: LoadStrategies,
     checkpoint_dir: Location,
     parts: Partition,

@@ -25,7 +25,7 @@ from dist_checkpointing.strategies.selection import handles_objects
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Values:
+class RankValues:
     """What this rank gives to those that write: the caller's own values, or copies.
 
     Attributes:
@@ -68,9 +68,9 @@ class RankState:
         if handles_objects(strategy):
             self.by_strategy, self.by_common = {**parts.tensors, **parts.objects}, {}
         self.planner: SavePlanner | None = None
-        self._copies: Values | None = None
+        self._copies: RankValues | None = None
 
-    def values(self) -> Values:
+    def values(self) -> RankValues:
         """What is written: of the caller's own state, or the copies."""
         if self._copies is not None:
             return self._copies
@@ -78,9 +78,9 @@ class RankState:
 
     def _nested(
         self, common: CommonStateDict, objects: Leaves, leaves: Leaves, planner: SavePlanner | None
-    ) -> Values:
+    ) -> RankValues:
         nested = self._parts.nested
-        return Values(
+        return RankValues(
             common,
             nested(objects) if objects else None,
             {} if self._is_planned else nested(leaves),

@@ -27,7 +27,7 @@ from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.planning.base_grids import along_grids
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.serialization.rank_state import RankState, Values
+from dist_checkpointing.serialization.rank_state import RankState, RankValues
 from dist_checkpointing.serialization.save_checks import (
     Claimed,
     Decided,
@@ -222,7 +222,7 @@ class SaveJob:
         """
         self._claimed.check(self.data_folder, self._config, self.rank)
 
-    def _write_common(self, values: Values) -> list[SealedFile]:
+    def _write_common(self, values: RankValues) -> list[SealedFile]:
         folder, files = self.data_folder, list[SealedFile]()
         if self.rank == 0:
             files += self._common_writer.save_common(values.common, folder) or ()
@@ -257,7 +257,7 @@ class SaveJob:
         with comm.agreed("writing"):
             return self.strategy.async_save(values.leaves, self.data_folder)
 
-    def _save_common(self, comm: Comm) -> Values:
+    def _save_common(self, comm: Comm) -> RankValues:
         """By itself: a strategy that talks to other ranks must find all of them there."""
         with comm.agreed("writing the common state"):
             self.check_claim()
