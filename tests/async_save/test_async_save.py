@@ -416,6 +416,7 @@ def test_a_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(2, one)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ━")[0].strip() for line in lines] == [
+        "asynchronous save: copying",
         "asynchronous save: writing",
         "load: reading",
     ]
