@@ -311,13 +311,13 @@ def _entries(
     return [make(node.below.get(number), leaves) for number in range(len(node.keys))]
 
 
-def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
+def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any]) -> Any:
     """The tree with only the given leaves, or MISSING if nothing is left of it.
 
     A dict loses the keys of absent leaves. In a list or tuple, None replaces an absent leaf, so
     that the others keep their positions. Containers that were empty from the start are kept.
     """
-    return part_of(skeleton, (leaves.get(path, MISSING) for path in paths_of(skeleton, prefix)))
+    return part_of(skeleton, (leaves.get(path, MISSING) for path in paths_of(skeleton)))
 
 
 def part_of(skeleton: Skeleton | None, leaves: Iterator[Any]) -> Any:

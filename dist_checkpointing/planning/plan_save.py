@@ -240,30 +240,6 @@ def configure(planner: SavePlanner, leaves: Leaves, layout: Layout, rank: int) -
     )
 
 
-def plan_save(
-    leaves: Leaves,
-    planner: SavePlanner,
-    layout: Layout,
-    comm: Comm,
-    *,
-    cache: PlanCache | None = None,
-) -> AgreedPlan:
-    """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
-
-    Args:
-        leaves: see ``SavePlanning``.
-        planner: see ``SavePlanning``.
-        layout: see ``SavePlanning``.
-        comm: the ranks that save together.
-        cache: see ``SavePlanning``.
-
-    Raises:
-        InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
-            tensor exactly once.
-    """
-    return SavePlanning(leaves, planner, layout, comm, cache=cache).agree(comm)
-
-
 def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether the planner needs no plans of all ranks, but what they hold."""
     own = DefaultSavePlanner.build_global_plan

@@ -22,7 +22,6 @@ from dist_checkpointing.tools.inspect import plain_state
 from dist_checkpointing.tools.inspect.tensor_files import held_by
 from dist_checkpointing.tools.inspect.values import (
     SLAB_ELEMENTS,
-    as_numbers,
     slabs,
     stream_pairs,
     without_equal_fingerprints,
@@ -259,16 +258,16 @@ def compare_tensors(
         origin: index of their first element, for ``first_index``.
     """
     total = Difference(num_compared=a.numel())
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, a.numel(), SLAB_ELEMENTS):
-        part = slice(start, start + SLAB_ELEMENTS)
-        found, place = _compare_slab(as_numbers(flat_a[part]), as_numbers(flat_b[part]), tolerance)
+    start = 0
+    for x, y in zip(slabs(a), slabs(b), strict=True):
+        found, place = _compare_slab(x, y, tolerance)
         if place is not None:
             index = np.unravel_index(start + place, a.shape) if a.ndim else ()
             offset = origin or (0,) * a.ndim
             where = tuple(int(i) + o for i, o in zip(index, offset, strict=True))
             pair = a[index].item() if a.ndim else a.item(), b[index].item() if a.ndim else b.item()
             total = total.with_more(replace(found, first_index=where, first_values=pair))
+        start += x.size
     return total
 
 
@@ -363,8 +362,9 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
 def _same_arrays(a: Array, b: Array, tolerance: Tolerance) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    pairs = zip(slabs(np.ascontiguousarray(a)), slabs(np.ascontiguousarray(b)), strict=True)
-    return all(_compare_slab(x, y, tolerance)[1] is None for x, y in pairs)
+    count = a.size // SLAB_ELEMENTS + 1
+    parts = (np.array_split(array.reshape(-1), count) for array in (a, b))
+    return all(_compare_slab(x, y, tolerance)[1] is None for x, y in zip(*parts, strict=True))
 
 
 def _same_tensors(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> bool:

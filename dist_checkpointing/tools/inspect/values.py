@@ -98,20 +98,21 @@ def as_numbers(tensor: torch.Tensor) -> Array:
     return dtypes.as_numpy(tensor)
 
 
-def slabs(array: Array) -> Iterator[Array]:
-    """The elements of a C-contiguous array, some at a time."""
-    flat = array.reshape(-1)
-    for start in range(0, len(flat), SLAB_ELEMENTS):
-        yield flat[start : start + SLAB_ELEMENTS]
+def slabs(tensor: torch.Tensor) -> Iterator[Array]:
+    """The values of a CPU tensor as numbers, some at a time.
+
+    All of a bfloat16 tensor would take twice its memory as float32.
+    """
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), SLAB_ELEMENTS):
+        yield as_numbers(flat[start : start + SLAB_ELEMENTS])
 
 
 def statistics_of(tensor: torch.Tensor) -> Statistics:
     """The statistics of a CPU tensor."""
     total = Statistics()
-    flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), SLAB_ELEMENTS):
-        # Converted in parts: a whole bfloat16 tensor would take twice its memory as float32.
-        total = total.with_more(_of_slab(as_numbers(flat[start : start + SLAB_ELEMENTS])))
+    for values in slabs(tensor):
+        total = total.with_more(_of_slab(values))
     return total
 
 
@@ -293,7 +294,6 @@ def histogram_of_part(
     known: Statistics,
     *,
     bins: int,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
 ) -> Histogram:
     """The histogram of the finite values of ``handle[slices]``, which need not fit into memory.
@@ -319,16 +319,15 @@ def histogram_of_part(
 
     def count(tensor: torch.Tensor) -> Array:
         total = np.zeros_like(counts)
-        flat = tensor.reshape(-1)
-        for start in range(0, flat.numel(), SLAB_ELEMENTS):
-            values = as_numbers(flat[start : start + SLAB_ELEMENTS]).astype(np.float64)
+        for slab in slabs(tensor):
+            values = slab.astype(np.float64)
             values = values[np.isfinite(values)]
             places = np.searchsorted(edges, values, side="right")
             places[values == edges[-1]] = len(edges) - 1
             total += np.bincount(places, minlength=len(total))
         return total
 
-    for part in _parts(handle, slices, memory_bytes):
+    for part in _parts(handle, slices, DEFAULT_MEMORY_BYTES):
         counts += _used(handle, part, count, report)
     below, *inside, above = counts.tolist()
     return Histogram(tuple(edges.tolist()), tuple(inside), below, above, is_of_integers)
