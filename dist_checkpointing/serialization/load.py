@@ -44,6 +44,7 @@ from dist_checkpointing.serialization.load_reads import (
     read_wanted,
     replaced,
     split_objects,
+    stored_shapes,
 )
 from dist_checkpointing.serialization.load_recipe import RecipeLoad, apply_recipe, object_keys
 from dist_checkpointing.serialization.load_verification import Verification
@@ -288,13 +289,10 @@ def _template_of(
         return state, lambda loaded: loaded
     with comm.agreed("opening the checkpoint"):
         folder = data_folder(checkpoint_dir)
-        found = open_checkpoint(folder, sharded_strategy, common_strategy)
-        common = (found.common.trusting() if trusted else found.common).load_common(folder)
-    tensors = comm.from_rank0(
-        "reading the index", lambda: found.sharded.load_tensors_metadata(folder)
-    )
-    described = {key: (tuple(leaf.global_shape), leaf.dtype) for key, leaf in tensors.items()}
-    template, restore = state.template_for(StoredState(described, common), comm)
+        found = _trusting(open_checkpoint(folder, sharded_strategy, common_strategy), trusted)
+        common = found.common.load_common(folder)
+    stored = StoredState(stored_shapes(found, folder, comm), common)
+    template, restore = state.template_for(stored, comm)
 
     def restored(loaded: StateDict) -> StateDict:
         restore(loaded)
