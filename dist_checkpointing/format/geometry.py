@@ -23,6 +23,9 @@ class Box:
     offset: Ints
     shape: Ints
 
+    def __str__(self) -> str:
+        return f"{self.offset} .. {self.stop}"
+
     @classmethod
     def whole(cls, shape: Ints) -> Box:
         """The box that covers a tensor of ``shape``."""

@@ -235,10 +235,8 @@ def _chunk(chunk: MetadataIndex, tensor: StoredTensor) -> tuple[int | None, Ints
 
 def _window(box: Box, shape: Ints, key: str, what: str) -> Window:
     if len(box.shape) != len(shape) or not Box.whole(shape).contains(box):
-        found = f"{box.offset} .. {box.stop}"
-        raise _misplaced(
-            f"the box of a ReadItem is not inside {what}", key, f"inside {shape}", found
-        )
+        problem = f"the box of a ReadItem is not inside {what}"
+        raise _misplaced(problem, key, f"inside {shape}", str(box))
     return Window(0, shape, box)
 
 

@@ -299,7 +299,7 @@ def _differences(
 def _finding(copies: Copies, difference: _Difference, first: str) -> Finding:
     """What to say of a unit whose copies differ; the same on all ranks."""
     row, box, flat = copies.place(difference.unit)
-    where = f"{box.offset} .. {box.stop}" + ("" if flat is None else f", {flat[0]}:{flat[1]}")
+    where = str(box) + ("" if flat is None else f", {flat[0]}:{flat[1]}")
     most, *rest = [ranks for _, ranks in difference.groups]
     rest = rest or [most]  # a rank that holds several copies
     return Finding(

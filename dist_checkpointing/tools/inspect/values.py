@@ -18,7 +18,13 @@ from dist_checkpointing.checkpoint.slicing import positions
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, split_rows
-from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES, MOST_BOXES, batches, blocks
+from dist_checkpointing.format.read_blocks import (
+    DEFAULT_MEMORY_BYTES,
+    MOST_BOXES,
+    batches,
+    blocks,
+    stream,
+)
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
@@ -162,14 +168,11 @@ def stream_statistics(
     wanted = list(regions)
     found = {key: Statistics() for key, _ in wanted}
 
-    def add(batch: Sequence[tuple[str, Box]]) -> None:
-        # A function of its own, so that its values are freed before the next batch is read.
-        for (key, _), tensor in zip(batch, checkpoint.read(batch), strict=True):
-            found[key] = found[key].with_more(statistics_of(tensor))
-            report(tensor.nbytes)
+    def add(key: str, _: Box, tensor: torch.Tensor) -> None:
+        found[key] = found[key].with_more(statistics_of(tensor))
+        report(tensor.nbytes)
 
-    for batch in batches(checkpoint.index, wanted, memory_bytes):
-        add(batch)
+    stream(batches(checkpoint.index, wanted, memory_bytes), checkpoint.read, add)
     return found
 
 
@@ -199,13 +202,11 @@ def stream_pairs(
     """
     most = memory_bytes // 2
 
-    def read(batch: Sequence[tuple[str, Box]]) -> None:
-        # A function of its own, so that its values are freed before the next batch is read.
-        for (key, box), a, b in zip(batch, first.read(batch), second.read(batch), strict=True):
-            use(key, box, a, b)
+    def read(batch: Sequence[tuple[str, Box]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(first.read(batch), second.read(batch), strict=True)
 
-    for batch in in_batches(_boxes_of_both(first, second, keys, most), most, MOST_BOXES):
-        read(batch)
+    together = in_batches(_boxes_of_both(first, second, keys, most), most, MOST_BOXES)
+    stream(together, read, lambda key, box, pair: use(key, box, *pair))
 
 
 def _boxes_of_both(
