@@ -56,7 +56,7 @@ class Record:
         value: what the rank passes, if that is small: a failure, a number.
         last_value: what the rank passed in the step before.
         state: where the rank is in the step.
-        call: which call of the user led here; only with ``State.OUTSIDE``.
+        call: The call of the user that led here; only with ``State.OUTSIDE``.
     """
 
     number: int

@@ -28,8 +28,8 @@ class MetadataIndex:
     Attributes:
         fqn: the key.
         offset: first element of the part, in elements of the global tensor.
-        index: on the side of a rank, which of its leaves; on the side of the checkpoint, which
-            piece of a tensor without chunk grid (None on a grid).
+        index: Number of one of its leaves on the side of a rank; on the side of the checkpoint
+            that of a piece of a tensor without chunk grid (None on a grid).
     """
 
     fqn: str
@@ -102,8 +102,8 @@ class SavePlan:
     Attributes:
         table: the shards.
         index: what the whole checkpoint will hold; set by ``build_global_plan``.
-        storage_data: for a StorageWriter's own use.
-        planner_data: for a SavePlanner's own use.
+        storage_data: Data for a StorageWriter's own use.
+        planner_data: Data for a SavePlanner's own use.
     """
 
     table: ShardTable

@@ -39,7 +39,7 @@ class ReadTable(Sequence[ReadItem]):
         is_object: whether it is a cell of a sharded object, which has no windows.
         ndim: number of axes of the tensor, or of the grid of cells.
         window_ndim: number of axes of the windows.
-        sources: which leaf of this rank is filled.
+        sources: The leaf of this rank that is filled.
         dest_offsets: ``[rows, axes]``, offset of the destination shard, or the cell.
         dest_starts: first element of the destination's array in its memory.
         dest_shapes: ``[rows, axes]``, shape of that array.
@@ -299,8 +299,8 @@ class LoadPlan:
 
     Attributes:
         table: the boxes to copy.
-        storage_data: for a StorageReader's own use.
-        planner_data: for a LoadPlanner's own use.
+        storage_data: Data for a StorageReader's own use.
+        planner_data: Data for a LoadPlanner's own use.
     """
 
     table: ReadTable

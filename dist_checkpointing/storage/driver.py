@@ -56,7 +56,7 @@ class Written:
         digests: their checksums, 8 bytes each.
         files: files that the rank has made.
         save: number of the save, if ranks may mistake one for another.
-        sums: of each of its tensors, packed, if fingerprints are taken.
+        sums: Sums of each of its tensors, packed, if fingerprints are taken.
         uppers: upper halves of the 128-bit digests, 8 bytes each; empty if they are not known.
     """
 

@@ -66,9 +66,10 @@ class ChunkPlace:
     """Where a stored chunk is.
 
     Attributes:
-        file: relative to the checkpoint; None if it lies among what describes the checkpoint.
-        num_bytes: that it takes there.
-        is_read_whole: whatever is wanted of it, because it is compressed or very small.
+        file: File, relative to the checkpoint; None if it lies among what describes the checkpoint.
+        num_bytes: Bytes that it takes there.
+        is_read_whole: Whether all of it is read whatever is wanted, because it is compressed or
+            very small.
     """
 
     file: str | None
@@ -95,7 +96,8 @@ class StorageWriter(ABC):
             through ``filesystem.store`` and ``filesystem.new_files``.
         takes_fingerprints: whether the values are summed as they are written.
         options: knobs of the I/O.
-        report: to be called with the number of bytes that have been written since the last call.
+        report: Function to call with the number of bytes that have been written since the last
+            call.
         base: folder of a checkpoint of the same format, whose files may be shared where they hold
             what this save would write; None for none.
     """
@@ -185,7 +187,7 @@ class StorageReader(ABC):
         trusted: whether objects may be unpickled without an allow-list.
         is_kept: whether many reads of single parts follow each other, from several threads, so that
             it pays to remember where parts are.
-        report: to be called with the number of bytes that have been read since the last call.
+        report: Function to call with the number of bytes that have been read since the last call.
     """
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:

@@ -20,12 +20,13 @@ class WriteResult:
     """What a writer did with one item.
 
     Attributes:
-        index: of the item. ``finish`` gets the index by which a reader asks for the stored chunk.
+        index: Index of the item. ``finish`` gets the index by which a reader asks for the stored
+            chunk.
         size_in_bytes: bytes stored.
-        storage_data: for the writer's own ``finish``.
-        checksum: of the item's values, see ``checksums``; None for none.
-        files: that the writer made for the item, with their final sizes. What is not reported here
-            rank 0 looks for itself before the commit.
+        storage_data: Data for the writer's own ``finish``.
+        checksum: Checksum of the item's values, see ``checksums``; None for none.
+        files: Files that the writer made for the item, with their final sizes. What is not
+            reported here rank 0 looks for itself before the commit.
     """
 
     index: MetadataIndex

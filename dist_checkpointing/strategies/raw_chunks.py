@@ -45,10 +45,10 @@ class Extent:
     """Where the bytes of a chunk lie.
 
     Attributes:
-        folder: that the file is in.
-        name: of the file, relative to the folder.
-        offset: of the first byte.
-        num_bytes: of the whole chunk.
+        folder: Folder that the file is in.
+        name: Name of the file, relative to the folder.
+        offset: Position of the first byte.
+        num_bytes: Bytes of the whole chunk.
         file_bytes: size that the file must have; None if it holds more than this chunk.
     """
 

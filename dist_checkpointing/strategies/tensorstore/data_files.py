@@ -35,9 +35,9 @@ class DataFiles:
 
     Attributes:
         names: relative paths of the files.
-        file: for each value, position in ``names``.
-        offset: for each value, its first byte.
-        length: for each value, how many bytes it has.
+        file: For each value the position of its file in ``names``.
+        offset: For each value its first byte.
+        length: For each value its bytes.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class SharedValues:
 
     Attributes:
         rows: rows of the plan.
-        extents: of their values; ``file`` is a position in ``files``.
+        extents: Extents of their values; ``file`` is a position in ``files``.
         files: the shared files.
         steady: further rows that have not changed, in files of which too little is used.
     """

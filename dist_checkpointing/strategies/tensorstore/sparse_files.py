@@ -35,7 +35,7 @@ class Stored:
 
     Attributes:
         files: relative paths of data files.
-        extents: of the values; ``file`` is a position in ``files``.
+        extents: Extents of the values; ``file`` is a position in ``files``.
     """
 
     files: tuple[str, ...]

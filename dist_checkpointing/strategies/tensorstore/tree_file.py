@@ -32,7 +32,7 @@ class StoredValues:
         files: relative paths of data files.
         keys: keys in the database, joined.
         key_lengths: bytes of each.
-        extents: of the values; ``file`` is a position in ``files``.
+        extents: Extents of the values; ``file`` is a position in ``files``.
         shared: those of the files that are shared with the base.
     """
 

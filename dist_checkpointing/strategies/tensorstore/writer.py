@@ -157,8 +157,8 @@ class _Share:
 
     Attributes:
         group: data group that all of it belongs to.
-        number: of the share in its group.
-        rows: of the plan.
+        number: Number of the share in its group.
+        rows: Rows of the plan.
     """
 
     group: int

@@ -164,11 +164,11 @@ class _Touch:
     """What one shard reads of one chunk; a window at a time if the chunk can be read in part.
 
     Attributes:
-        chunk: which, by its offset and the number of the piece.
-        num_bytes: of the chunk in memory.
-        read_bytes: of all windows.
+        chunk: The chunk, by its offset and the number of the piece.
+        num_bytes: Bytes of the chunk in memory.
+        read_bytes: Bytes of all windows.
         buffers: bytes of those windows that cannot be read in place.
-        num_reads: windows.
+        num_reads: Number of windows.
     """
 
     chunk: tuple[Ints | None, int | None]
