@@ -83,9 +83,9 @@ class Window:
     an n-dimensional array there.
 
     Attributes:
-        start: first element of the array in the buffer.
-        shape: shape of the array.
-        box: the box in the array.
+        start: First element of the array in the buffer.
+        shape: Shape of the array.
+        box: The box in the array.
     """
 
     start: int

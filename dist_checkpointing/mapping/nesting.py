@@ -57,10 +57,10 @@ class Skeleton:
     """The structure of one container.
 
     Attributes:
-        prototype: an empty container of its kind; for a tuple, which cannot be filled, its class.
-        keys: the keys of a dict, in order; the positions of a list or tuple.
-        below: number of each entry that is a container -> its skeleton. The others are leaves.
-        num_leaves: leaves at any depth.
+        prototype: An empty container of its kind; for a tuple, which cannot be filled, its class.
+        keys: The keys of a dict, in order; the positions of a list or tuple.
+        below: Number of each entry that is a container -> its skeleton. The others are leaves.
+        num_leaves: Leaves at any depth.
     """
 
     prototype: Any

@@ -115,8 +115,8 @@ class SavePlanning:
         saved_as: the format in words, which must be the same on all ranks.
 
     Attributes:
-        planner: answers for the data of the plan's items.
-        is_coordinator: whether this is rank 0.
+        planner: Answers for the data of the plan's items.
+        is_coordinator: Whether this is rank 0.
     """
 
     def __init__(

@@ -41,11 +41,11 @@ class ReadItem:
         storage_offsets: offset of the box in the stored chunk.
 
     Attributes:
-        type: tensor or bytes.
-        dest_index: key, offset of the destination shard, and which leaf of this rank it is.
-        dest: where the box lies in the destination's memory.
-        storage_index: key, offset of the stored chunk, and which piece it is.
-        storage: where the box lies in the stored chunk, whose elements are in C order.
+        type: Tensor or bytes.
+        dest_index: Key, offset of the destination shard, and which leaf of this rank it is.
+        dest: Where the box lies in the destination's memory.
+        storage_index: Key, offset of the stored chunk, and which piece it is.
+        storage: Where the box lies in the stored chunk, whose elements are in C order.
 
     Raises:
         InvalidShardingError: if it does not say which box goes where.

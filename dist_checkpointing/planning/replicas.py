@@ -48,9 +48,9 @@ class ReplicaCheck(Enum):
     """How much of the replicas a save compares before it writes.
 
     Attributes:
-        OFF: nothing.
-        SAMPLE: another sixteenth at each save, so that sixteen saves look at everything.
-        ALL: everything.
+        OFF: Nothing.
+        SAMPLE: Another sixteenth at each save, so that sixteen saves look at everything.
+        ALL: Everything.
 
     Example:
         >>> import torch

@@ -73,13 +73,13 @@ class SaveJob:
 
     Attributes:
         rank: The rank whose job it is.
-        folder: absolute path of the checkpoint.
-        data_folder: where its files are; another one in an object store, once it is claimed.
-        strategy, writer: write the sharded state; the writer of a strategy made of one, else None.
-        meter: counts what is done.
+        folder: Absolute path of the checkpoint.
+        data_folder: Where its files are; another one in an object store, once it is claimed.
+        strategy, writer: Write the sharded state; the writer of a strategy made of one, else None.
+        meter: Counts what is done.
         own: The state that this rank saves.
-        attempt_id: name of the attempt, the same on every rank, once it is claimed.
-        index: what the checkpoint will hold, once it is planned; None for a third party's strategy.
+        attempt_id: Name of the attempt, the same on every rank, once it is claimed.
+        index: What the checkpoint will hold, once it is planned; None for a third party's strategy.
     """
 
     def __init__(

@@ -86,19 +86,19 @@ class StorageWriter(ABC):
     rank has written.
 
     Attributes:
-        layout: how this format wants tensors cut up. By default every stored part is a box.
-        gathers_results: whether ``finish`` needs the results of all ranks, as a list for each rank
+        layout: How this format wants tensors cut up. By default every stored part is a box.
+        gathers_results: Whether ``finish`` needs the results of all ranks, as a list for each rank
             in rank order; else it gets those of rank 0 only. Of WriteResults it gets ``rest``.
-        keeps_fingerprints: whether the index that ``finish`` gets is kept with all that it says.
-        shares_files: whether it can share files of a base. Such a writer makes a checkpoint that
+        keeps_fingerprints: Whether the index that ``finish`` gets is kept with all that it says.
+        shares_files: Whether it can share files of a base. Such a writer makes a checkpoint that
             is whole without the base, and reports 128-bit digests.
-        uses_object_stores: whether ``checkpoint_dir`` may be an ObjectPath: the writer then goes
+        uses_object_stores: Whether ``checkpoint_dir`` may be an ObjectPath: the writer then goes
             through ``filesystem.store`` and ``filesystem.new_files``.
-        takes_fingerprints: whether the values are summed as they are written.
-        options: knobs of the I/O.
+        takes_fingerprints: Whether the values are summed as they are written.
+        options: Knobs of the I/O.
         report: Function to call with the number of bytes that have been written since the last
             call.
-        base: folder of a checkpoint of the same format, whose files may be shared where they hold
+        base: Folder of a checkpoint of the same format, whose files may be shared where they hold
             what this save would write; None for none.
     """
 
@@ -183,9 +183,9 @@ class StorageReader(ABC):
     ``prepare_local_plan``, ``prepare_global_plan`` (rank 0, and only if overridden), ``read_data``.
 
     Attributes:
-        options: knobs of the I/O.
-        trusted: whether objects may be unpickled without an allow-list.
-        is_kept: whether many reads of single parts follow each other, from several threads, so that
+        options: Knobs of the I/O.
+        trusted: Whether objects may be unpickled without an allow-list.
+        is_kept: Whether many reads of single parts follow each other, from several threads, so that
             it pays to remember where parts are.
         report: Function to call with the number of bytes that have been read since the last call.
     """

@@ -22,7 +22,7 @@ class WriteResult:
     Attributes:
         index: Index of the item. ``finish`` gets the index by which a reader asks for the stored
             chunk.
-        size_in_bytes: bytes stored.
+        size_in_bytes: Bytes stored.
         storage_data: Data for the writer's own ``finish``.
         checksum: Checksum of the item's values, see ``checksums``; None for none.
         files: Files that the writer made for the item, with their final sizes. What is not

@@ -52,9 +52,9 @@ class BaseParts:
     """The base of a save, and how its parts fit the rows of a plan of one rank.
 
     Attributes:
-        folder: folder of the base.
-        seal: its seal.
-        index: what it holds.
+        folder: Folder of the base.
+        seal: Its seal.
+        index: What it holds.
         same_dtype: ``[rows]``, whether the base has the key with the same dtype.
         same_box: ``[rows]``, whether it also has a part with the same box.
         digests: ``[rows, 2]``, upper half and checksum of that part.

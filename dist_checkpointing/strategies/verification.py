@@ -63,8 +63,8 @@ class Wanted:
     """What one rank loads.
 
     Attributes:
-        tensors: shards that are wanted. Those with memory are filled with what is stored.
-        objects: cells of sharded objects that are wanted.
+        tensors: Shards that are wanted. Those with memory are filled with what is stored.
+        objects: Cells of sharded objects that are wanted.
     """
 
     tensors: WantedLeaves

@@ -29,8 +29,8 @@ class _Leaf:
     """What ranks tell each other about a value.
 
     Attributes:
-        digest: digest of the value.
-        text: dtype and shape of a tensor that may be a part of a larger one; "" for other values.
+        digest: Digest of the value.
+        text: Dtype and shape of a tensor that may be a part of a larger one; "" for other values.
     """
 
     digest: bytes

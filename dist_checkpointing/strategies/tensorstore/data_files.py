@@ -34,7 +34,7 @@ class DataFiles:
         report: called with the bytes of tensors that were written since the last call.
 
     Attributes:
-        names: relative paths of the files.
+        names: Relative paths of the files.
         file: For each value the position of its file in ``names``.
         offset: For each value its first byte.
         length: For each value its bytes.

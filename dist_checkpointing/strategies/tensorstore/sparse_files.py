@@ -34,7 +34,7 @@ class Stored:
     """Where values lie.
 
     Attributes:
-        files: relative paths of data files.
+        files: Relative paths of data files.
         extents: Extents of the values; ``file`` is a position in ``files``.
     """
 

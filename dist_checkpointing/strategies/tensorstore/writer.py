@@ -156,7 +156,7 @@ class _Share:
     """What one thread writes.
 
     Attributes:
-        group: data group that all of it belongs to.
+        group: Data group that all of it belongs to.
         number: Number of the share in its group.
         rows: Rows of the plan.
     """

@@ -35,9 +35,9 @@ class Tolerance:
     """Two numbers are the same if ``|a - b| <= atol + rtol * |b|``.
 
     Attributes:
-        rtol: relative tolerance, for ``b`` of the second checkpoint.
-        atol: absolute tolerance.
-        equal_nan: whether NaN is the same as NaN.
+        rtol: Relative tolerance, for ``b`` of the second checkpoint.
+        atol: Absolute tolerance.
+        equal_nan: Whether NaN is the same as NaN.
     """
 
     rtol: float = 0.0
@@ -58,12 +58,12 @@ class Difference:
     """How the values of two tensors differ.
 
     Attributes:
-        num_differing: number of elements that are not the same.
-        num_compared: number of all elements.
-        max_abs: largest ``|a - b|`` that is a number; infinity if ``a`` or ``b`` is infinite.
-        max_rel: largest ``|a - b| / |b|``; infinity if ``b`` is 0.
-        first_index: index of the first element that differs, in C order.
-        first_values: the two values of that element.
+        num_differing: Number of elements that are not the same.
+        num_compared: Number of all elements.
+        max_abs: Largest ``|a - b|`` that is a number; infinity if ``a`` or ``b`` is infinite.
+        max_rel: Largest ``|a - b| / |b|``; infinity if ``b`` is 0.
+        first_index: Index of the first element that differs, in C order.
+        first_values: The two values of that element.
     """
 
     num_differing: int = 0
@@ -92,10 +92,10 @@ class TensorComparison:
     """A tensor that both checkpoints have. Pairs are for the first and the second.
 
     Attributes:
-        key: key of the tensor.
-        shapes: global shapes.
-        dtypes: names of the element types.
-        values: difference of the values; None if the shapes differ.
+        key: Key of the tensor.
+        shapes: Global shapes.
+        dtypes: Names of the element types.
+        values: Difference of the values; None if the shapes differ.
     """
 
     key: str
@@ -119,8 +119,8 @@ class ValueComparison:
     """An entry of an object or of the common state that is not the same in both.
 
     Attributes:
-        name: path of the entry.
-        texts: the value in the first and in the second, as text; None if there is none.
+        name: Path of the entry.
+        texts: The value in the first and in the second, as text; None if there is none.
     """
 
     name: str
@@ -132,14 +132,14 @@ class Comparison:
     """Two checkpoints compared.
 
     Attributes:
-        only_first: keys of tensors that only the first has.
-        only_second: keys of tensors that only the second has.
-        tensors: tensors that both have, equal ones included.
-        objects: cells of sharded objects that differ or are in only one.
-        common: entries of the common state that differ or are in only one.
-        ignores_dtype: whether tensors with the same values and different dtypes are equal.
-        num_by_fingerprint: number of tensors that were not read: their fingerprints are the same.
-        left_out: what was not compared, because a file of tensors cannot hold it, in words.
+        only_first: Keys of tensors that only the first has.
+        only_second: Keys of tensors that only the second has.
+        tensors: Tensors that both have, equal ones included.
+        objects: Cells of sharded objects that differ or are in only one.
+        common: Entries of the common state that differ or are in only one.
+        ignores_dtype: Whether tensors with the same values and different dtypes are equal.
+        num_by_fingerprint: Number of tensors that were not read: their fingerprints are the same.
+        left_out: What was not compared, because a file of tensors cannot hold it, in words.
     """
 
     only_first: tuple[str, ...]

@@ -38,14 +38,14 @@ class Statistics:
     """Statistics of a tensor, or of a part of it.
 
     Attributes:
-        count: number of elements.
-        minimum: smallest finite value; None if there is none, and for complex numbers.
-        maximum: largest finite value; None likewise.
-        mean: mean of the finite values; None if there are none.
-        std: standard deviation of the finite values (divided by their number).
-        num_nan: number of elements that are NaN.
-        num_inf: number of infinite elements.
-        num_zero: number of zeros of either sign.
+        count: Number of elements.
+        minimum: Smallest finite value; None if there is none, and for complex numbers.
+        maximum: Largest finite value; None likewise.
+        mean: Mean of the finite values; None if there are none.
+        std: Standard deviation of the finite values (divided by their number).
+        num_nan: Number of elements that are NaN.
+        num_inf: Number of infinite elements.
+        num_zero: Number of zeros of either sign.
     """
 
     count: int = 0
@@ -339,11 +339,11 @@ class Excerpt:
     """A tensor, or its corners.
 
     Attributes:
-        values: all values, or the first and last ``edge`` of every long axis. Between them is one
+        values: All values, or the first and last ``edge`` of every long axis. Between them is one
             more, in place of the values that were left out.
-        is_whole: whether these are all values.
-        shape: shape of the whole tensor or slice.
-        edge: number of values at each end of a long axis.
+        is_whole: Whether these are all values.
+        shape: Shape of the whole tensor or slice.
+        edge: Number of values at each end of a long axis.
     """
 
     values: torch.Tensor
