@@ -27,8 +27,8 @@ from dist_checkpointing.planning.plan_save import (
     AgreedPlan,
     PlanCache,
     PlanFacts,
+    SavePlanning,
     exchanged_parts,
-    plan_save,
 )
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ def plan_of_rank0(leaves: Leaves, messages: Sequence[Message]) -> Planned:
     """Plan a save with the messages of all ranks, of which the first is made again."""
     comm = _OneOfMany(messages)
     begin = time.process_time()
-    agreed = plan_save(leaves, DefaultSavePlanner(), RowBlockLayout(), comm)
+    agreed = SavePlanning(leaves, DefaultSavePlanner(), RowBlockLayout(), comm).agree(comm)
     return Planned(agreed, comm.seconds, time.process_time() - begin)
 
 
@@ -178,5 +178,7 @@ class CachedPlan:
         """Seconds, and bytes that a rank sends."""
         comm = _Counting()
         begin = time.process_time()
-        plan_save(self._leaves, DefaultSavePlanner(), RowBlockLayout(), comm, cache=self._cache)
+        SavePlanning(
+            self._leaves, DefaultSavePlanner(), RowBlockLayout(), comm, cache=self._cache
+        ).agree(comm)
         return time.process_time() - begin, comm.sent

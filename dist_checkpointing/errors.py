@@ -17,7 +17,7 @@ Every error has ``findings``: everything that is wrong, where, on which ranks an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,12 +55,18 @@ class Finding:
         if self.path is not None:
             parts.append(f"file {self.path}")
         if self.ranks:
-            word = "rank" if len(self.ranks) == 1 else "ranks"
-            parts.append(f"{word} {', '.join(map(str, self.ranks))}")
+            parts.append(ranks_text(self.ranks, len(self.ranks)))
         text = "; ".join(parts)
         if self.remedy is None:
             return text
         return f"{text}{'' if text.endswith('?') else '.'} {self.remedy}"
+
+
+def ranks_text(ranks: Sequence[int], most: int) -> str:
+    """``rank 0``, or ``ranks 0, 1 and 6 more`` where more than ``most`` would be named."""
+    named = ", ".join(map(str, ranks[:most]))
+    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"
 
 
 class CheckpointingException(Exception):

@@ -40,9 +40,9 @@ class Checkpoint(Mapping[str, TensorHandle]):
     """A committed checkpoint of any backend, also of Megatron and torch DCP; see ``open``.
 
     Attributes:
-        path: where it is.
-        folder: folder of its files: on a disk ``path``, in an object store below it.
-        trusted: whether anything is unpickled.
+        path: Where it is.
+        folder: Folder of its files: on a disk ``path``, in an object store below it.
+        trusted: Whether anything is unpickled.
 
     Example:
         >>> import torch

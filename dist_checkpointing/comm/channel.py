@@ -51,7 +51,7 @@ class Channel:
         is_flagged: tells whether another rank has given up; called about once a second.
 
     Attributes:
-        recent: the last small collectives. A thread of gloo reports that a collective is done just
+        recent: The last small collectives. A thread of gloo reports that a collective is done just
             before it drops its reference. If that were the last reference to a tensor while the
             interpreter ends, the process would abort. With these kept, it never is.
     """

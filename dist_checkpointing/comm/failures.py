@@ -26,9 +26,9 @@ class Failure:
     """What a rank tells the others about its exception.
 
     Attributes:
-        error: the exception itself, if it is a CheckpointingException that can be pickled.
-        summary: class and message of the exception.
-        traceback: the traceback as text.
+        error: The exception itself, if it is a CheckpointingException that can be pickled.
+        summary: Class and message of the exception.
+        traceback: The traceback as text.
     """
 
     error: CheckpointingException | None

@@ -51,12 +51,12 @@ class Record:
     """What a rank writes about itself.
 
     Attributes:
-        number: number of the step; all ranks count the same steps.
-        label: name of the step, the same on all ranks if they make the same call.
-        value: what the rank passes, if that is small: a failure, a number.
-        last_value: what the rank passed in the step before.
-        state: where the rank is in the step.
-        call: which call of the user led here; only with ``State.OUTSIDE``.
+        number: Number of the step; all ranks count the same steps.
+        label: Name of the step, the same on all ranks if they make the same call.
+        value: What the rank passes, if that is small: a failure, a number.
+        last_value: What the rank passed in the step before.
+        state: Where the rank is in the step.
+        call: The call of the user that led here; only with ``State.OUTSIDE``.
     """
 
     number: int
@@ -72,11 +72,11 @@ class Verdict:
     """What the ranks that are here decide about a step.
 
     Attributes:
-        label: label of the step.
-        absent: ranks that did not come, or did not come back.
-        values: values of the other ranks.
-        calls: what each rank calls, if the ranks do not call the same.
-        is_lost: whether the step cannot be repeated: some ranks have its result and others do not.
+        label: Label of the step.
+        absent: Ranks that did not come, or did not come back.
+        values: Values of the other ranks.
+        calls: What each rank calls, if the ranks do not call the same.
+        is_lost: Whether the step cannot be repeated: some ranks have its result and others do not.
     """
 
     label: str

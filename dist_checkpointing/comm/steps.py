@@ -52,9 +52,9 @@ class Settled(NamedTuple):
     """A step that was ended through the store.
 
     Attributes:
-        number: number of the step.
-        verdict: verdict on the step.
-        payloads: payloads of the ranks that passed one.
+        number: Number of the step.
+        verdict: Verdict on the step.
+        payloads: Payloads of the ranks that passed one.
     """
 
     number: int

@@ -93,7 +93,7 @@ def walked(root: Path) -> Iterator[tuple[Path, list[str]]]:
     Raises:
         OSError: if a folder cannot be read; ``os.walk`` and ``Path.rglob`` skip it.
     """
-    for folder, _, names in os.walk(root, onerror=_raise_unless_gone):
+    for folder, _, names in os.walk(root, onerror=raise_unless_gone):
         yield Path(folder), names
 
 
@@ -110,7 +110,7 @@ def files_below(path: Path, root: Path) -> Iterator[tuple[str, int | None]]:
         try:
             entries = os.scandir(pending.pop())
         except OSError as error:
-            _raise_unless_gone(error)
+            raise_unless_gone(error)
             continue
         with entries:
             for entry in entries:
@@ -135,7 +135,8 @@ def statuses_below(folder: Path) -> dict[str, os.stat_result]:
     return statuses
 
 
-def _raise_unless_gone(error: OSError) -> None:
+def raise_unless_gone(error: OSError) -> None:
+    """Raise an error, unless it says that a file or folder is not there."""
     if error.errno not in NOT_THERE:
         raise error
 

@@ -42,12 +42,17 @@ def checksum(array: npt.NDArray[Any]) -> int:
     return checksum_of([array])
 
 
+def bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    """The memory of a C-contiguous array of any dtype."""
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
 def checksum_of(blocks: Iterable[npt.NDArray[Any]]) -> int:
     """xxh3_64 of a C-contiguous array that is given in blocks, one after the other."""
     digest = xxhash.xxh3_64()
     for block in blocks:
         # Unlike the one-shot function this lets other threads run.
-        digest.update(memoryview(block.reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+        digest.update(bytes_of(block))
     return digest.intdigest()
 
 
@@ -107,10 +112,10 @@ class StoredObject:
     """A cell of a sharded object that lies among the tensors, with the hash of its bytes.
 
     Attributes:
-        key: key of the object.
-        cell: position of the cell in the grid of the object.
+        key: Key of the object.
+        cell: Position of the cell in the grid of the object.
         digest: xxh3_64 of the stored bytes.
-        rank: rank that wrote it.
+        rank: Rank that wrote it.
     """
 
     key: str
@@ -124,11 +129,11 @@ class TableFile:
     """A table as a file.
 
     Attributes:
-        name: path relative to the checkpoint.
-        data: content of the file.
-        first_key: smallest key in it.
-        last_key: largest key in it.
-        num_rows: number of rows in it.
+        name: Path relative to the checkpoint.
+        data: Content of the file.
+        first_key: Smallest key in it.
+        last_key: Largest key in it.
+        num_rows: Number of rows in it.
     """
 
     name: str
@@ -143,11 +148,11 @@ class ChecksumColumns:
     """What all ranks wrote, sorted by key; row ``i`` of every array describes one part or object.
 
     Attributes:
-        names: keys; ``keys`` are positions in it.
-        keys: position of the key in ``names``.
-        ranks: rank that wrote it.
-        ndim: number of axes.
-        is_object: whether it is a cell of a sharded object.
+        names: Keys; ``keys`` are positions in it.
+        keys: Position of the key in ``names``.
+        ranks: Rank that wrote it.
+        ndim: Number of axes.
+        is_object: Whether it is a cell of a sharded object.
         offsets: ``[rows, axes]``, first element of the box, or the cell.
         shapes: ``[rows, axes]``, shape of the box.
         flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.

@@ -18,7 +18,7 @@ import xxhash
 
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.format.checksums import ChecksumColumns, TableFile, parse_table
+from dist_checkpointing.format.checksums import ChecksumColumns, TableFile, bytes_of, parse_table
 from dist_checkpointing.format.seal import SealedFile
 
 Uint64s = npt.NDArray[np.uint64]
@@ -99,11 +99,6 @@ def digests_at(
     lower = [xxhash.xxh3_64_intdigest(_MEMORY[starts[i] : stops[i]]) for i in short.tolist()]
     columns[short, 1] = np.array(lower, dtype=np.uint64)
     return columns
-
-
-def bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    """The memory of a C-contiguous array of any dtype."""
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def columns_of(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:

@@ -23,6 +23,9 @@ class Box:
     offset: Ints
     shape: Ints
 
+    def __str__(self) -> str:
+        return f"{self.offset} .. {self.stop}"
+
     @classmethod
     def whole(cls, shape: Ints) -> Box:
         """The box that covers a tensor of ``shape``."""
@@ -80,9 +83,9 @@ class Window:
     an n-dimensional array there.
 
     Attributes:
-        start: first element of the array in the buffer.
-        shape: shape of the array.
-        box: the box in the array.
+        start: First element of the array in the buffer.
+        shape: Shape of the array.
+        box: The box in the array.
     """
 
     start: int

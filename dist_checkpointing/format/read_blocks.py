@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, ChunkGrid, Ints, split_rows
 from dist_checkpointing.format.index import Index, StoredTensor
+
+Values = TypeVar("Values")
 
 DEFAULT_MEMORY_BYTES = 256 * 2**20
 MOST_BOXES = 4096
@@ -58,3 +61,19 @@ def batches(
         for block in blocks(index[key], region, most_bytes)
     )
     return in_batches(sized, most_bytes, MOST_BOXES)
+
+
+def stream(
+    some: Iterable[Sequence[tuple[str, Box]]],
+    read: Callable[[Sequence[tuple[str, Box]]], Iterable[Values]],
+    use: Callable[[str, Box, Values], None],
+) -> None:
+    """Read batches one after the other, and call ``use`` with the values of each box."""
+
+    def read_one(batch: Sequence[tuple[str, Box]]) -> None:
+        # A function of its own, so that its values are freed before the next batch is read.
+        for (key, box), values in zip(batch, read(batch), strict=True):
+            use(key, box, values)
+
+    for batch in some:
+        read_one(batch)

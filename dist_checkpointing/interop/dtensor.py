@@ -27,7 +27,7 @@ from dist_checkpointing.mapping import (
     StateDict,
 )
 from dist_checkpointing.mapping.base import ReplicaId
-from dist_checkpointing.mapping.dtensor import local_part
+from dist_checkpointing.mapping.dtensor import LocalPart, local_part
 from dist_checkpointing.mapping.nesting import (
     DictKey,
     Path,
@@ -145,35 +145,22 @@ def _describe_all(tensors: Mapping[Path, torch.Tensor]) -> dict[Path, _Held | No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """What this rank holds of one tensor.
-
-    Attributes:
-        key: Key of the tensor.
-        data: The local tensor.
-        global_shape: Shape of the global tensor.
-        boxes: Boxes of the global tensor that make up ``data``, in C order of ``local_boxes``.
-        local_boxes: The box of ``data`` that each of ``boxes`` fills.
-        grid: Number of parts along each axis if they are even, else None.
-    """
+    """What this rank holds of one tensor, with its key and its global shape."""
 
     key: str
-    data: torch.Tensor
     global_shape: Ints
-    boxes: tuple[Box, ...]
-    local_boxes: tuple[Box, ...]
-    grid: Ints | None
+    part: LocalPart
 
     def leaf(self, replica_id: int) -> ShardedTensor | ShardedTensorFactory:
-        if len(self.boxes) == 1:
-            return self._shard(self.data, self.boxes[0], self.grid, replica_id)
+        data = self.part.data
+        if len(self.part.boxes) == 1:
+            return self._shard(data, self.part.boxes[0], self.part.grid, replica_id)
         # Views of the local tensor: filling them fills it.
-        return ShardedTensorFactory(
-            self.key, self.data, self._build, partial(_first, self.data), replica_id
-        )
+        return ShardedTensorFactory(self.key, data, self._build, partial(_first, data), replica_id)
 
     def _build(self, key: str, data: torch.Tensor, replica_id: ReplicaId, flat: Any) -> Any:
         del key, flat
-        pairs = enumerate(zip(self.boxes, self.local_boxes, strict=True))
+        pairs = enumerate(zip(self.part.boxes, self.part.local_boxes, strict=True))
         return {
             str(i): self._shard(data[local_box.slices()], box, None, replica_id)
             for i, (box, local_box) in pairs
@@ -196,10 +183,7 @@ def _describe(key: str, tensor: torch.Tensor) -> _Held | None:
     """What this rank holds of a tensor; None if this rank is not in its mesh."""
     if isinstance(tensor, DTensor):
         part = local_part(key, tensor)
-        if part is None:
-            return None
-        shape = tuple(tensor.shape)
-        return _Held(key, part.data, shape, part.boxes, part.local_boxes, part.grid)
+        return None if part is None else _Held(key, tuple(tensor.shape), part)
     if hasattr(tensor, "local_shards") or hasattr(tensor, "__create_chunk_list__"):
         finding = Finding(
             "this kind of tensor has no memory of its own",
@@ -211,14 +195,14 @@ def _describe(key: str, tensor: torch.Tensor) -> _Held | None:
         raise InvalidShardingError("cannot be sharded", [finding])
     whole = Box.whole(tuple(tensor.shape))
     ones = (1,) * tensor.ndim
-    return _Held(key, tensor.detach(), whole.shape, (whole,), (whole,), ones)
+    return _Held(key, whole.shape, LocalPart(tensor.detach(), (whole,), (whole,), ones, ()))
 
 
 def _replica_numbers(held: Sequence[_Held], comm: Comm) -> list[int]:
     """For each part, how many lower ranks hold it too. Collective."""
     # Hashes, because every rank gets those of all ranks. A collision would be found as a gap.
     own = np.array(
-        [xxhash.xxh3_64_intdigest(repr((part.key, part.boxes)).encode()) for part in held],
+        [xxhash.xxh3_64_intdigest(repr((own.key, own.part.boxes)).encode()) for own in held],
         dtype=np.uint64,
     )
     lower = comm.exchange("finding replicas", lambda: own)[: comm.rank]

@@ -30,7 +30,7 @@ from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_record import (
     RunRecord,
     StepRecord,
-    clear_temporaries,
+    clear_unfinished,
     read_record,
     write_record,
 )
@@ -177,7 +177,7 @@ class RunFolder:
         check_room(self.root, 0)
         with self._lock:
             if not self._is_tidy:
-                clear_temporaries(self.root)
+                clear_unfinished(self.root)
                 self._is_tidy = True
             stored = read_record(self.root)
             record = self._current()

@@ -106,7 +106,7 @@ def _parsed(content: Any) -> RunRecord:
     return RunRecord(latest, steps)
 
 
-def clear_temporaries(root: Location) -> None:
+def clear_unfinished(root: Location) -> None:
     """Delete the temporary files of a killed ``write_record``."""
     for path in store.temporaries([RECORD_NAME], root):
         path.unlink()

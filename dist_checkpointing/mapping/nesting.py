@@ -57,10 +57,10 @@ class Skeleton:
     """The structure of one container.
 
     Attributes:
-        prototype: an empty container of its kind; for a tuple, which cannot be filled, its class.
-        keys: the keys of a dict, in order; the positions of a list or tuple.
-        below: number of each entry that is a container -> its skeleton. The others are leaves.
-        num_leaves: leaves at any depth.
+        prototype: An empty container of its kind; for a tuple, which cannot be filled, its class.
+        keys: The keys of a dict, in order; the positions of a list or tuple.
+        below: Number of each entry that is a container -> its skeleton. The others are leaves.
+        num_leaves: Leaves at any depth.
     """
 
     prototype: Any
@@ -311,13 +311,13 @@ def _entries(
     return [make(node.below.get(number), leaves) for number in range(len(node.keys))]
 
 
-def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()) -> Any:
+def unflatten_part(skeleton: Skeleton | None, leaves: Mapping[Path, Any]) -> Any:
     """The tree with only the given leaves, or MISSING if nothing is left of it.
 
     A dict loses the keys of absent leaves. In a list or tuple, None replaces an absent leaf, so
     that the others keep their positions. Containers that were empty from the start are kept.
     """
-    return part_of(skeleton, (leaves.get(path, MISSING) for path in paths_of(skeleton, prefix)))
+    return part_of(skeleton, (leaves.get(path, MISSING) for path in paths_of(skeleton)))
 
 
 def part_of(skeleton: Skeleton | None, leaves: Iterator[Any]) -> Any:

@@ -20,22 +20,19 @@ NO_LEAF: Final = object()
 """Stands where ``overlay_all`` has nothing to put."""
 
 
-def overlay(
-    base: Any, skeleton: Skeleton | None, leaves: Mapping[Path, Any], prefix: Path = ()
-) -> Any:
+def overlay(base: Any, skeleton: Skeleton | None, leaves: Mapping[Path, Any]) -> Any:
     """``base`` with ``leaves`` put in at their paths.
 
     Args:
         base: a tree that ``unflatten_part`` made, or an older writer, which left no None in lists.
         skeleton: skeleton of the whole tree. Parts without any of ``leaves`` below are ignored.
         leaves: leaves by path; MISSING for one that keeps its position, but has no value.
-        prefix: path of the tree.
 
     Raises:
         StateMismatchError: if ``base`` has a value at the path of a leaf.
     """
-    values = [leaves.get(path, NO_LEAF) for path in paths_of(skeleton, prefix)]
-    return overlay_all(base, skeleton, values, prefix)
+    values = [leaves.get(path, NO_LEAF) for path in paths_of(skeleton)]
+    return overlay_all(base, skeleton, values)
 
 
 def overlay_all(

@@ -36,12 +36,12 @@ class Partition:
     """The parts of one state dict, which itself is not changed.
 
     Attributes:
-        tensors: the ShardedTensors by path. Those that a factory built have paths below its own.
-        objects: the ShardedObjects by path, likewise.
-        common: everything else, nested as in the state dict.
-        local: the values of LocalNonpersistentObjects by path.
-        factories: each factory by path, with the skeleton of what it built.
-        skeleton: skeleton of the whole state dict.
+        tensors: The ShardedTensors by path. Those that a factory built have paths below its own.
+        objects: The ShardedObjects by path, likewise.
+        common: Everything else, nested as in the state dict.
+        local: The values of LocalNonpersistentObjects by path.
+        factories: Each factory by path, with the skeleton of what it built.
+        skeleton: Skeleton of the whole state dict.
     """
 
     tensors: Mapping[Path, ShardedTensor]

@@ -37,19 +37,19 @@ class ShardedTensor(ShardedBase):
     """A local tensor and its place in a global one.
 
     Attributes:
-        key: name of the global tensor.
-        data: the local tensor; None in a template that only describes.
-        dtype: element type of ``data``.
-        local_shape: shape of the local tensor (before flattening), without prepended axes.
-        global_shape: shape of the global tensor, prepended axes included.
-        global_offset: where the local tensor begins, in elements, prepended axes included.
-        axis_fragmentations: number of chunks along each global axis of a regular grid; None for
+        key: Name of the global tensor.
+        data: The local tensor; None in a template that only describes.
+        dtype: Element type of ``data``.
+        local_shape: Shape of the local tensor (before flattening), without prepended axes.
+        global_shape: Shape of the global tensor, prepended axes included.
+        global_offset: Where the local tensor begins, in elements, prepended axes included.
+        axis_fragmentations: Number of chunks along each global axis of a regular grid; None for
             an uneven one.
-        replica_id: all zeros on exactly one of the ranks that hold the same part.
-        prepend_axis_num: number of leading axes that exist only globally (local extent 1).
-        allow_shape_mismatch: on load, the stored global shape may differ, and the local tensor may
+        replica_id: All zeros on exactly one of the ranks that hold the same part.
+        prepend_axis_num: Number of leading axes that exist only globally (local extent 1).
+        allow_shape_mismatch: On load, the stored global shape may differ, and the local tensor may
             extend beyond the global one; elements that are not stored are zero.
-        flattened_range: if given, ``data`` is 1-D and holds this slice of the C-order flattening
+        flattened_range: If given, ``data`` is 1-D and holds this slice of the C-order flattening
             of a tensor of ``local_shape``.
 
     Integers of other types, such as numpy's, become plain ints.

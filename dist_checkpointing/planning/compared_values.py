@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import torch
 import xxhash
 
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, ravel_offset
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning.copies import Copies
@@ -54,7 +54,7 @@ def owned_values(copies: Copies, held: Sequence[ShardedTensor], rank: int) -> It
                 yield OwnValues(unit, leaves[part], crossing.box)
 
 
-def values_of(own: OwnValues) -> torch.Tensor:
+def flat_values(own: OwnValues) -> torch.Tensor:
     """The values of a unit in C order, on any device."""
     leaf, box = own.leaf, own.box
     assert leaf.data is not None
@@ -88,12 +88,12 @@ def digest_of_values(values: torch.Tensor) -> bytes:
     # Of a tensor on a GPU no more than a piece is in memory at a time.
     step = len(values) if values.is_cpu else _BLOCK_BYTES // values.itemsize
     for start in range(0, len(values), step):
-        digest.update(bytes_of(values[start : start + step]))
+        digest.update(host_bytes(values[start : start + step]))
     return digest.digest()
 
 
-def bytes_of(values: torch.Tensor) -> memoryview:
-    return memoryview(dtypes.as_numpy(values.cpu().contiguous()).view(np.uint8))  # type: ignore[arg-type]
+def host_bytes(values: torch.Tensor) -> memoryview:
+    return bytes_of(dtypes.as_numpy(values.cpu().contiguous()))
 
 
 def piece_step(values: torch.Tensor) -> int:
@@ -104,7 +104,7 @@ def piece_step(values: torch.Tensor) -> int:
 def piece_digests(values: torch.Tensor) -> list[bytes]:
     step = piece_step(values)
     starts = range(0, len(values), step)
-    return [xxhash.xxh3_128_digest(bytes_of(values[start : start + step])) for start in starts]
+    return [xxhash.xxh3_128_digest(host_bytes(values[start : start + step])) for start in starts]
 
 
 def text_of(raw: bytes, dtype: torch.dtype) -> str:

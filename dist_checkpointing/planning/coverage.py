@@ -142,7 +142,7 @@ def _find_disagreements(groups: KeyGroups) -> tuple[list[Finding], set[str]]:
                 "the shard sticks out of the global tensor",
                 key,
                 expected=f"inside {table.global_shape(row)}",
-                found=f"{box.offset} .. {box.stop}",
+                found=str(box),
                 ranks=(table.first_rank(row),),
             )
         )
@@ -199,7 +199,7 @@ def _find_gaps_and_overlaps(key: str, rows: ShardTable) -> list[Finding]:
                 problem,
                 key,
                 expected=f"one main replica in {shape}",
-                found=f"{box.offset} .. {box.stop}",
+                found=str(box),
                 ranks=_named(holders),
                 remedy=remedy,
             )

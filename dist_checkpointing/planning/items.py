@@ -26,10 +26,10 @@ class MetadataIndex:
     """Names a part of a global tensor or object.
 
     Attributes:
-        fqn: the key.
-        offset: first element of the part, in elements of the global tensor.
-        index: on the side of a rank, which of its leaves; on the side of the checkpoint, which
-            piece of a tensor without chunk grid (None on a grid).
+        fqn: The key.
+        offset: First element of the part, in elements of the global tensor.
+        index: Number of one of its leaves on the side of a rank; on the side of the checkpoint
+            that of a piece of a tensor without chunk grid (None on a grid).
     """
 
     fqn: str
@@ -42,14 +42,14 @@ class WriteItem:
     """A part of one of this rank's leaves, to be stored as one chunk (or one part of a chunk).
 
     Attributes:
-        index: key, offset of the part, and which leaf of this rank it comes from.
-        type: tensor or bytes.
-        tensor_data: what and where, for tensors. A dict or an object with ``chunk``, ``properties``
+        index: Key, offset of the part, and which leaf of this rank it comes from.
+        type: Tensor or bytes.
+        tensor_data: What and where, for tensors. A dict or an object with ``chunk``, ``properties``
             and ``size`` becomes a TensorWriteData.
-        object_cell: grid shape of a sharded object, for objects; the cell is ``index.offset``.
+        object_cell: Grid shape of a sharded object, for objects; the cell is ``index.offset``.
             None for an object of one cell.
-        is_main_replica: whether the user made this the copy to write.
-        bytes_io_data: anything, for an object; it is not kept.
+        is_main_replica: Whether the user made this the copy to write.
+        bytes_io_data: Anything, for an object; it is not kept.
 
     Raises:
         InvalidShardingError: if a tensor comes without usable ``tensor_data``, or bytes with any.
@@ -100,10 +100,10 @@ class SavePlan:
         index: see below.
 
     Attributes:
-        table: the shards.
-        index: what the whole checkpoint will hold; set by ``build_global_plan``.
-        storage_data: for a StorageWriter's own use.
-        planner_data: for a SavePlanner's own use.
+        table: The shards.
+        index: What the whole checkpoint will hold; set by ``build_global_plan``.
+        storage_data: Data for a StorageWriter's own use.
+        planner_data: Data for a SavePlanner's own use.
     """
 
     table: ShardTable

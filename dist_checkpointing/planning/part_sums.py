@@ -16,7 +16,7 @@ from dist_checkpointing.format.fingerprints import (
 )
 from dist_checkpointing.format.geometry import Box, Ints, split_rows
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES, batches
+from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES, batches, stream
 from dist_checkpointing.mapping import ShardedTensor
 
 _MOST_BYTES = 1 << 24
@@ -81,16 +81,13 @@ def fingerprints_by_reading(
     """
     total = dict.fromkeys(keys, NOTHING)
 
-    def add(batch: Sequence[tuple[str, Box]]) -> None:
-        # A function of its own, so that its values are freed before the next batch is read.
-        for (key, box), values in zip(batch, read(batch), strict=True):
-            own = sums_of_tensor(values, box, None, index[key].global_shape)
-            total[key] = added((total[key], own))
-            report(values.nbytes)
+    def add(key: str, box: Box, values: torch.Tensor) -> None:
+        own = sums_of_tensor(values, box, None, index[key].global_shape)
+        total[key] = added((total[key], own))
+        report(values.nbytes)
 
     regions = [(key, Box.whole(index[key].global_shape)) for key in total]
-    for batch in batches(index, regions, most_bytes):
-        add(batch)
+    stream(batches(index, regions, most_bytes), read, add)
     return {
         key: fingerprint_of(sums, index[key].dtype.name, index[key].global_shape)
         for key, sums in total.items()

@@ -115,8 +115,8 @@ class SavePlanning:
         saved_as: the format in words, which must be the same on all ranks.
 
     Attributes:
-        planner: answers for the data of the plan's items.
-        is_coordinator: whether this is rank 0.
+        planner: Answers for the data of the plan's items.
+        is_coordinator: Whether this is rank 0.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class SavePlanning:
         """What this rank says of itself: its tables, or which plan it would use again."""
         number = None
         if self._cache is not None and self.planner.settings is not None:
-            rows = described(itertools.chain(self._leaves.values(), self._others))
+            rows = plan_inputs(itertools.chain(self._leaves.values(), self._others))
             settings = (type(self.planner), self.planner.settings, self._layout)
             ranks = (self._rank, self._world_size)
             self._description = (*settings, *ranks, len(self._leaves), *rows)
@@ -238,30 +238,6 @@ def configure(planner: SavePlanner, leaves: Leaves, layout: Layout, rank: int) -
         remove_redundancy=getattr(planner, "remove_redundancy", True),
         save_to_minimum_rank=getattr(planner, "save_to_minimum_rank", False),
     )
-
-
-def plan_save(
-    leaves: Leaves,
-    planner: SavePlanner,
-    layout: Layout,
-    comm: Comm,
-    *,
-    cache: PlanCache | None = None,
-) -> AgreedPlan:
-    """Describe, exchange, check and plan: all of a save that needs no storage. Collective.
-
-    Args:
-        leaves: see ``SavePlanning``.
-        planner: see ``SavePlanning``.
-        layout: see ``SavePlanning``.
-        comm: the ranks that save together.
-        cache: see ``SavePlanning``.
-
-    Raises:
-        InvalidShardingError: on every rank, if the shards of all ranks do not make up each global
-            tensor exactly once.
-    """
-    return SavePlanning(leaves, planner, layout, comm, cache=cache).agree(comm)
 
 
 def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
@@ -360,7 +336,7 @@ def checked_plans(
     return [plan.for_index(index) for plan in plans], index
 
 
-def described(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
+def plan_inputs(leaves: Iterable[ShardedBase]) -> Iterable[Any]:
     """Everything about the leaves that a plan depends on, as values that cannot change."""
     for leaf in leaves:
         data = leaf.data

@@ -37,7 +37,7 @@ class SavePlanner(ABC):
     earlier plan again calls ``configure_planner`` and ``get_data`` only.
 
     Attributes:
-        layout: how the storage wants tensors cut up; set before ``configure_planner``.
+        layout: How the storage wants tensors cut up; set before ``configure_planner``.
     """
 
     layout: Layout = RowBlockLayout()
@@ -123,7 +123,7 @@ class Destinations:
         plan: whose rows they are.
 
     Attributes:
-        is_own_memory: whether tensors need only be filled, and nobody else is told.
+        is_own_memory: Whether tensors need only be filled, and nobody else is told.
     """
 
     is_own_memory: ClassVar[bool] = False

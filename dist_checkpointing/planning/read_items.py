@@ -41,11 +41,11 @@ class ReadItem:
         storage_offsets: offset of the box in the stored chunk.
 
     Attributes:
-        type: tensor or bytes.
-        dest_index: key, offset of the destination shard, and which leaf of this rank it is.
-        dest: where the box lies in the destination's memory.
-        storage_index: key, offset of the stored chunk, and which piece it is.
-        storage: where the box lies in the stored chunk, whose elements are in C order.
+        type: Tensor or bytes.
+        dest_index: Key, offset of the destination shard, and which leaf of this rank it is.
+        dest: Where the box lies in the destination's memory.
+        storage_index: Key, offset of the stored chunk, and which piece it is.
+        storage: Where the box lies in the stored chunk, whose elements are in C order.
 
     Raises:
         InvalidShardingError: if it does not say which box goes where.
@@ -235,10 +235,8 @@ def _chunk(chunk: MetadataIndex, tensor: StoredTensor) -> tuple[int | None, Ints
 
 def _window(box: Box, shape: Ints, key: str, what: str) -> Window:
     if len(box.shape) != len(shape) or not Box.whole(shape).contains(box):
-        found = f"{box.offset} .. {box.stop}"
-        raise _misplaced(
-            f"the box of a ReadItem is not inside {what}", key, f"inside {shape}", found
-        )
+        problem = f"the box of a ReadItem is not inside {what}"
+        raise _misplaced(problem, key, f"inside {shape}", str(box))
     return Window(0, shape, box)
 
 

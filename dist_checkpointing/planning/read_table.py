@@ -34,23 +34,23 @@ class ReadTable(Sequence[ReadItem]):
     two windows of a row, see ``Window``, have boxes of one shape: ``lengths``.
 
     Attributes:
-        names: keys; ``keys`` are positions in it.
-        keys: position of the key in ``names``.
-        is_object: whether it is a cell of a sharded object, which has no windows.
-        ndim: number of axes of the tensor, or of the grid of cells.
-        window_ndim: number of axes of the windows.
-        sources: which leaf of this rank is filled.
+        names: Keys; ``keys`` are positions in it.
+        keys: Position of the key in ``names``.
+        is_object: Whether it is a cell of a sharded object, which has no windows.
+        ndim: Number of axes of the tensor, or of the grid of cells.
+        window_ndim: Number of axes of the windows.
+        sources: The leaf of this rank that is filled.
         dest_offsets: ``[rows, axes]``, offset of the destination shard, or the cell.
-        dest_starts: first element of the destination's array in its memory.
+        dest_starts: First element of the destination's array in its memory.
         dest_shapes: ``[rows, axes]``, shape of that array.
         dest_boxes: ``[rows, axes]``, offset of the box in it.
-        pieces: row of the stored piece in the tensor's ``Pieces``; -1 on a chunk grid.
+        pieces: Row of the stored piece in the tensor's ``Pieces``; -1 on a chunk grid.
         chunk_offsets: ``[rows, axes]``, offset of the stored chunk or piece, or the cell.
-        storage_starts: first element of the array of the chunk in what is stored.
+        storage_starts: First element of the array of the chunk in what is stored.
         storage_shapes: ``[rows, axes]``, shape of that array.
         storage_boxes: ``[rows, axes]``, offset of the box in it.
         lengths: ``[rows, axes]``, shape of the box.
-        given: the items that the table was made of; None if it was made as a table.
+        given: The items that the table was made of; None if it was made as a table.
     """
 
     names: tuple[str, ...]
@@ -298,9 +298,9 @@ class LoadPlan:
         table: the same as ``items``.
 
     Attributes:
-        table: the boxes to copy.
-        storage_data: for a StorageReader's own use.
-        planner_data: for a LoadPlanner's own use.
+        table: The boxes to copy.
+        storage_data: Data for a StorageReader's own use.
+        planner_data: Data for a LoadPlanner's own use.
     """
 
     table: ReadTable

@@ -113,8 +113,8 @@ class Recipe:
         return f"Recipe({', '.join(map(str, self.rules))})"
 
 
-def _unreadable(place: Path, problem: str) -> CheckpointingException:
-    finding = Finding(problem, path=str(place))
+def _unreadable(place: Path, problem: str, remedy: str | None = None) -> CheckpointingException:
+    finding = Finding(problem, path=str(place), remedy=remedy)
     return CheckpointingException("the recipe cannot be read", [finding])
 
 
@@ -123,8 +123,7 @@ def _yaml(place: Path) -> Callable[[str], Any]:
         yaml = import_module("yaml")
     except ModuleNotFoundError as error:
         remedy = "pip install 'dist_checkpointing[yaml]', or write it as JSON."
-        finding = Finding("the package PyYAML is missing", path=str(place), remedy=remedy)
-        raise CheckpointingException("the recipe cannot be read", [finding]) from error
+        raise _unreadable(place, "the package PyYAML is missing", remedy) from error
 
     def parse(text: str) -> Any:
         try:

@@ -17,6 +17,9 @@ Tensors = Mapping[str, DerivedTensor]
 Wanted = Mapping[str, tuple[Ints, DType]]
 """Global shape and dtype of the tensors of a template, by key."""
 
+Made = list[tuple[str, DerivedTensor]]
+"""New tensors with their keys."""
+
 _SPECIAL = frozenset(r"\[](){}*+?^$|")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)(\*?)\}")
 NUMBER = "i"
@@ -43,7 +46,7 @@ class Change:
     """
 
     taken: list[str] = field(default_factory=list)
-    made: list[tuple[str, DerivedTensor]] = field(default_factory=list)
+    made: Made = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     count: int = 0
 
@@ -129,6 +132,23 @@ class NameRule(Rule):
         return Change([*names], made, count=len(matched))
 
 
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A tensor whose key a rule matches.
+
+    Attributes:
+        tensor: The tensor.
+        key: Its key.
+        match: Match of the pattern.
+        wanted: What the template wants; None if there is no template.
+    """
+
+    tensor: DerivedTensor
+    key: str
+    match: re.Match[str]
+    wanted: Wanted | None
+
+
 class EachRule(Rule):
     """A rule that makes tensors of one tensor at a time."""
 
@@ -138,16 +158,14 @@ class EachRule(Rule):
         self.compiled(self.pattern)
 
     @abstractmethod
-    def made(
-        self, tensor: DerivedTensor, key: str, match: re.Match[str], wanted: Wanted | None
-    ) -> list[tuple[str, DerivedTensor]]:
+    def made(self, own: Matched) -> Made:
         """What it makes of a tensor."""
 
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:
         change = Change()
         for key, match, _ in self.matches(tensors, self.pattern):
             try:
-                made = self.made(tensors[key], key, match, wanted)
+                made = self.made(Matched(tensors[key], key, match, wanted))
             except Misfit as misfit:
                 change.findings.append(replace(misfit.finding, key=key))
                 continue
@@ -249,13 +267,10 @@ class CastTo(EachRule):
         except UnsupportedFormatError:
             return None
 
-    def made(
-        self, tensor: DerivedTensor, key: str, match: re.Match[str], wanted: Wanted | None
-    ) -> list[tuple[str, DerivedTensor]]:
-        del match, wanted
+    def made(self, own: Matched) -> Made:
         assert self._dtype is not None
-        is_floating = tensor.dtype.name in FLOATING
-        return [(key, replace(tensor, dtype=self._dtype) if is_floating else tensor)]
+        is_floating = own.tensor.dtype.name in FLOATING
+        return [(own.key, replace(own.tensor, dtype=self._dtype) if is_floating else own.tensor)]
 
 
 @dataclass(frozen=True)

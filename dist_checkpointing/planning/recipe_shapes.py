@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, get_args
@@ -13,6 +12,8 @@ from dist_checkpointing.planning.recipe_rules import (
     NUMBER,
     Change,
     EachRule,
+    Made,
+    Matched,
     Misfit,
     Rule,
     Tensors,
@@ -46,24 +47,21 @@ class Resize(EachRule):
         if self.size is not None and not _is_count(self.size, 0):
             raise self.invalid("size must be a number of rows")
 
-    def made(
-        self, tensor: DerivedTensor, key: str, match: re.Match[str], wanted: Wanted | None
-    ) -> list[tuple[str, DerivedTensor]]:
-        del match
-        axis, size = _axis(tensor, self.axis), self.size
+    def made(self, own: Matched) -> Made:
+        tensor, axis, size = own.tensor, _axis(own.tensor, self.axis), self.size
         if size is None:
-            shape = tensor.shape if wanted is None or key not in wanted else wanted[key][0]
+            shape, _ = (own.wanted or {}).get(own.key, (tensor.shape, None))
             if len(shape) != len(tensor.shape):
                 raise Misfit(
                     Finding("the number of axes differs", expected=shape, found=tensor.shape)
                 )
             size = shape[axis]
-        own = tensor.shape[axis]
-        if size <= own:
-            return [(key, tensor.narrow(axis, 0, size))]
-        shape = (*tensor.shape[:axis], size - own, *tensor.shape[axis + 1 :])
+        extent = tensor.shape[axis]
+        if size <= extent:
+            return [(own.key, tensor.narrow(axis, 0, size))]
+        shape = (*tensor.shape[:axis], size - extent, *tensor.shape[axis + 1 :])
         more = DerivedTensor.filled(shape, tensor.dtype, self.fill)
-        return [(key, DerivedTensor.joined([tensor, more], axis))]
+        return [(own.key, DerivedTensor.joined([tensor, more], axis))]
 
 
 @dataclass(frozen=True)
@@ -95,11 +93,8 @@ class Split(EachRule):
         if not all(_is_count(size, 1) for size in (*sizes, self.groups)):
             raise self.invalid("sizes and groups must be positive numbers")
 
-    def made(
-        self, tensor: DerivedTensor, key: str, match: re.Match[str], wanted: Wanted | None
-    ) -> list[tuple[str, DerivedTensor]]:
-        del key, wanted
-        axis, sizes = _axis(tensor, self.axis), _sizes(self)
+    def made(self, own: Matched) -> Made:
+        tensor, axis, sizes = own.tensor, _axis(own.tensor, self.axis), _sizes(self)
         unit, rest = divmod(tensor.shape[axis], self.groups * sum(sizes))
         if rest:
             raise Misfit(
@@ -110,7 +105,7 @@ class Split(EachRule):
                 )
             )
         rows = tensor.cut(axis, [unit * size for size in sizes] * self.groups)
-        names = [self.expanded(match, name) for name in self.into]
+        names = [self.expanded(own.match, name) for name in self.into]
         return [
             (name, DerivedTensor.joined(rows[place :: len(sizes)], axis))
             for place, name in enumerate(names)
@@ -205,15 +200,12 @@ class Transpose(EachRule):
         if self.axes is not None and not all(_is_count(axis, 0) for axis in self.axes):
             raise self.invalid("axes must be a list of axes, counted from 0")
 
-    def made(
-        self, tensor: DerivedTensor, key: str, match: re.Match[str], wanted: Wanted | None
-    ) -> list[tuple[str, DerivedTensor]]:
-        del match, wanted
-        every = range(len(tensor.shape))
+    def made(self, own: Matched) -> Made:
+        every = range(len(own.tensor.shape))
         order = [*reversed(every)] if self.axes is None else [*self.axes]
         if sorted(order) != [*every]:
             raise Misfit(Finding("axes must name each axis once", expected=[*every], found=order))
-        return [(key, tensor.permuted(order))]
+        return [(own.key, own.tensor.permuted(order))]
 
 
 @dataclass(frozen=True)
@@ -236,11 +228,8 @@ class Stack(EachRule):
         if NUMBER not in self.compiled(self.pattern).groupindex:
             raise self.invalid("the pattern needs {i}, which stands for the number of the layer")
 
-    def made(
-        self, tensor: DerivedTensor, key: str, match: re.Match[str], wanted: Wanted | None
-    ) -> list[tuple[str, DerivedTensor]]:
-        del key, wanted
-        return [(self.expanded(match, self.into), tensor.with_axis())]
+    def made(self, own: Matched) -> Made:
+        return [(self.expanded(own.match, self.into), own.tensor.with_axis())]
 
     def change(self, tensors: Tensors, wanted: Wanted | None) -> Change:
         change = super().change(tensors, wanted)
@@ -288,16 +277,13 @@ class Unstack(EachRule):
                 "the new name needs {i} for the number of the row; the pattern has none"
             )
 
-    def made(
-        self, tensor: DerivedTensor, key: str, match: re.Match[str], wanted: Wanted | None
-    ) -> list[tuple[str, DerivedTensor]]:
-        del key, wanted
-        _axis(tensor, 0)
+    def made(self, own: Matched) -> Made:
+        _axis(own.tensor, 0)
         # Expanded part by part, as what is matched may hold {i} itself.
-        parts = [self.expanded(match, text) for text in self.into.split(f"{{{NUMBER}}}")]
+        parts = [self.expanded(own.match, text) for text in self.into.split(f"{{{NUMBER}}}")]
         return [
-            (str(number).join(parts), tensor.narrow(0, number, 1).without_axis())
-            for number in range(tensor.shape[0])
+            (str(number).join(parts), own.tensor.narrow(0, number, 1).without_axis())
+            for number in range(own.tensor.shape[0])
         ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import unravel
 from dist_checkpointing.mapping import ShardedTensor
@@ -20,19 +20,19 @@ from dist_checkpointing.planning.agreed_cache import AgreedCache
 from dist_checkpointing.planning.compared_values import (
     SAMPLES,
     OwnValues,
-    bytes_of,
     digest_of_values,
+    flat_values,
+    host_bytes,
     looked_at,
     owned_values,
     piece_digests,
     piece_step,
     text_of,
-    values_of,
 )
 from dist_checkpointing.planning.copies import Copies, copies_of
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
-from dist_checkpointing.planning.plan_save import described
+from dist_checkpointing.planning.plan_save import plan_inputs
 from dist_checkpointing.planning.shard_table import ShardTable
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -48,9 +48,9 @@ class ReplicaCheck(Enum):
     """How much of the replicas a save compares before it writes.
 
     Attributes:
-        OFF: nothing.
-        SAMPLE: another sixteenth at each save, so that sixteen saves look at everything.
-        ALL: everything.
+        OFF: Nothing.
+        SAMPLE: Another sixteenth at each save, so that sixteen saves look at everything.
+        ALL: Everything.
 
     Example:
         >>> import torch
@@ -188,7 +188,7 @@ class ReplicaComparison:
             logger.warning("%s", error)
 
     def _description(self) -> tuple[Any, ...]:
-        return (self._comm.rank, self._comm.world_size, *described(self._held))
+        return (self._comm.rank, self._comm.world_size, *plan_inputs(self._held))
 
     def _copies(self) -> Copies:
         """The copies of the ranks; those of the last save, while nothing but values has changed."""
@@ -217,7 +217,7 @@ class ReplicaComparison:
         self._own = []
         spoken: dict[int, bytes] = {}
         for own in owned_values(copies, self._held, rank):
-            _, values = looked_at(values_of(own), own.unit, self._sample)
+            _, values = looked_at(flat_values(own), own.unit, self._sample)
             if len(values):
                 digest = digest_of_values(values)
                 self._own.append((own, digest))
@@ -232,7 +232,7 @@ class ReplicaComparison:
         comm, step = self._comm, "looking for the first difference"
         pairs = {d.unit: d.groups[:2] for d in differences[:_MOST_NAMED] if len(d.groups) > 1}
         values = {
-            own.unit: looked_at(values_of(own), own.unit, self._sample)
+            own.unit: looked_at(flat_values(own), own.unit, self._sample)
             for own, digest in self._own
             if any(of == digest and r[0] == comm.rank for of, r in pairs.get(own.unit, ()))
         }
@@ -249,7 +249,7 @@ class ReplicaComparison:
             for unit, (begin, part) in values.items():
                 size = piece_step(part)
                 start = numbers[unit] * size
-                told[unit] = begin + start, bytes(bytes_of(part[start : start + size]))
+                told[unit] = begin + start, bytes(host_bytes(part[start : start + size]))
             return told
 
         told = comm.exchange(step, tell)
@@ -299,20 +299,14 @@ def _differences(
 def _finding(copies: Copies, difference: _Difference, first: str) -> Finding:
     """What to say of a unit whose copies differ; the same on all ranks."""
     row, box, flat = copies.place(difference.unit)
-    where = f"{box.offset} .. {box.stop}" + ("" if flat is None else f", {flat[0]}:{flat[1]}")
+    where = str(box) + ("" if flat is None else f", {flat[0]}:{flat[1]}")
     most, *rest = [ranks for _, ranks in difference.groups]
     rest = rest or [most]  # a rank that holds several copies
     return Finding(
         f"the copies of {where} are not the same" + (first and f", {first}"),
         copies.parts.key(row),
-        expected=f"as on {_named(most)}",
-        found="; ".join(f"other values on {_named(ranks)}" for ranks in rest),
+        expected=f"as on {ranks_text(most, _MOST_NAMED)}",
+        found="; ".join(f"other values on {ranks_text(ranks, _MOST_NAMED)}" for ranks in rest),
         ranks=tuple(rank for ranks in rest for rank in ranks)[:_MOST_NAMED],
         remedy="Load the last checkpoint on all ranks, and look at the machine of these ranks.",
     )
-
-
-def _named(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"

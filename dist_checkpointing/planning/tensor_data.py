@@ -25,10 +25,10 @@ class TensorWriteData:
         properties: the same as ``dtype``.
 
     Attributes:
-        chunk: the box to write, in elements of the global tensor.
-        dtype: name of the stored dtype.
-        size: global shape.
-        flat_range: if given, only these elements of the flattened box, as a 1-D tensor.
+        chunk: The box to write, in elements of the global tensor.
+        dtype: Name of the stored dtype.
+        size: Global shape.
+        flat_range: If given, only these elements of the flattened box, as a 1-D tensor.
 
     Raises:
         InvalidShardingError: if these are not a box, a dtype and a shape.

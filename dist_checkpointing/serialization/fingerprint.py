@@ -252,11 +252,9 @@ def _by_reading(
 
 
 def _differs(copies: Copies, part: int, ranks: tuple[int, ...]) -> Finding:
-    box = copies.parts.box(part)
     problem = "copies of one part differ in memory after the load"
-    return Finding(
-        problem, copies.parts.key(part), found=f"{box.offset} .. {box.stop}", ranks=ranks
-    )
+    box = str(copies.parts.box(part))
+    return Finding(problem, copies.parts.key(part), found=box, ranks=ranks)
 
 
 def _other_than_saved(

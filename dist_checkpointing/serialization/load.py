@@ -37,13 +37,14 @@ from dist_checkpointing.serialization.load_checks import (
     check_access,
     noting_filled,
     rebuilt,
-    require_one_save,
+    require_same_save,
 )
 from dist_checkpointing.serialization.load_reads import (
-    read_index,
+    open_stored,
     read_wanted,
     replaced,
     split_objects,
+    stored_shapes,
 )
 from dist_checkpointing.serialization.load_recipe import RecipeLoad, apply_recipe, object_keys
 from dist_checkpointing.serialization.load_verification import Verification
@@ -206,11 +207,11 @@ def load(
         found = _trusting(open_checkpoint(folder, sharded_strategy, common_strategy), trusted)
         parts = _take_apart(template)
         common = found.common.load_common(folder)
-    require_one_save(comm.all_same(save_number), folder)
+    require_same_save(comm.all_same(save_number), folder)
     if validate_access_integrity:
         check_access(parts, comm)
 
-    reader, index, stored, stored_keys = read_index(
+    reader, index, stored, stored_keys = open_stored(
         found, folder, parts, comm, is_kept=bool(verify), is_whole=recipe is not None
     )
     made = apply_recipe(recipe, found, index, parts, folder, comm)
@@ -263,7 +264,7 @@ def load(
 
     @paused_collector()
     def rebuild() -> Any:
-        require_one_save(number_of_save(folder) == save_number, folder)
+        require_same_save(number_of_save(folder) == save_number, folder)
         return restored(parts.rebuild(common, loaded, of_objects))
 
     is_asked = not own_planner and made is None and flag is StrictHandling.ASSUME_OK_UNEXPECTED
@@ -288,13 +289,10 @@ def _template_of(
         return state, lambda loaded: loaded
     with comm.agreed("opening the checkpoint"):
         folder = data_folder(checkpoint_dir)
-        found = open_checkpoint(folder, sharded_strategy, common_strategy)
-        common = (found.common.trusting() if trusted else found.common).load_common(folder)
-    tensors = comm.from_rank0(
-        "reading the index", lambda: found.sharded.load_tensors_metadata(folder)
-    )
-    described = {key: (tuple(leaf.global_shape), leaf.dtype) for key, leaf in tensors.items()}
-    template, restore = state.template_for(StoredState(described, common), comm)
+        found = _trusting(open_checkpoint(folder, sharded_strategy, common_strategy), trusted)
+        common = found.common.load_common(folder)
+    stored = StoredState(stored_shapes(found, folder, comm), common)
+    template, restore = state.template_for(stored, comm)
 
     def restored(loaded: StateDict) -> StateDict:
         restore(loaded)

@@ -27,9 +27,9 @@ _MOST_NAMED: Final = 4
 _MOST_SENT: Final = 256
 
 
-def require_one_save(is_one_save: bool, checkpoint_dir: str | PathLike[str]) -> None:
+def require_same_save(is_same: bool, checkpoint_dir: str | PathLike[str]) -> None:
     """Refuse what was read if another save began meanwhile."""
-    if is_one_save:
+    if is_same:
         return
     finding = Finding(
         "another save into this folder began after the load",

@@ -25,7 +25,7 @@ from dist_checkpointing.strategies.selection import LoadStrategies, handles_obje
 from dist_checkpointing.validation.compare import StoredTensors
 
 
-def read_index(
+def open_stored(
     found: LoadStrategies,
     checkpoint_dir: Location,
     parts: Partition,
@@ -55,11 +55,18 @@ def read_index(
             index = shared.index(None if is_whole else found.sharded.needed_keys(asked))
         stored: Mapping[str, tuple[Ints, torch.dtype]] = StoredTensors(index)
         return reader, index, stored, shared.keys
-    metadata = comm.from_rank0(
-        "reading the index", lambda: found.sharded.load_tensors_metadata(checkpoint_dir)
-    )
-    stored = {key: (tuple(t.global_shape), t.dtype) for key, t in metadata.items()}
+    stored = stored_shapes(found, checkpoint_dir, comm)
     return None, None, stored, stored.keys
+
+
+def stored_shapes(
+    found: LoadStrategies, folder: Location, comm: Comm
+) -> dict[str, tuple[Ints, torch.dtype]]:
+    """Global shape and dtype of each stored tensor, read by rank 0. Collective."""
+    metadata = comm.from_rank0(
+        "reading the index", lambda: found.sharded.load_tensors_metadata(folder)
+    )
+    return {key: (tuple(leaf.global_shape), leaf.dtype) for key, leaf in metadata.items()}
 
 
 def replaced(leaves: Mapping[TreePath, Any], others: Sequence[Any]) -> Mapping[TreePath, Any]:

@@ -53,10 +53,10 @@ class Claimed:
     """What rank 0 has claimed.
 
     Attributes:
-        attempt: name of the attempt.
-        folder: absolute path of the checkpoint on rank 0.
-        data: where its files are, relative to that.
-        config: content of the ``metadata.json`` that will be committed.
+        attempt: Name of the attempt.
+        folder: Absolute path of the checkpoint on rank 0.
+        data: Where its files are, relative to that.
+        config: Content of the ``metadata.json`` that will be committed.
     """
 
     attempt: str

@@ -8,8 +8,6 @@ from dataclasses import replace
 from os import PathLike
 from typing import Unpack
 
-import torch
-
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.failures import Outcome
 from dist_checkpointing.errors import CheckpointingException, Finding, RankFailedError
@@ -24,18 +22,12 @@ from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.format.store_commit import StoreAttempt, begin_attempt
-from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict
+from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.mapping.partition import partition
-from dist_checkpointing.planning import SavePlan, SavePlanner
+from dist_checkpointing.planning import SavePlan
 from dist_checkpointing.planning.base_grids import along_grids
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.planning.planners import Leaves
-from dist_checkpointing.serialization.leaf_copies import (
-    Values,
-    copied_leaves,
-    copied_objects,
-    tensors_by_name,
-)
+from dist_checkpointing.serialization.rank_state import RankState, RankValues
 from dist_checkpointing.serialization.save_checks import (
     Claimed,
     Decided,
@@ -50,7 +42,7 @@ from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageWriter
-from dist_checkpointing.storage.staging import StagingBuffers, detached_copy, stage_plan
+from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -60,7 +52,7 @@ from dist_checkpointing.strategies.base import (
 )
 from dist_checkpointing.strategies.planned import PlannedSaveStrategy
 from dist_checkpointing.strategies.registry import StrategyAction
-from dist_checkpointing.strategies.selection import handles_objects, select_strategy
+from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.validation.unwrapped import refuse_distributed
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -80,16 +72,14 @@ class SaveJob:
         options: see ``save``.
 
     Attributes:
-        rank: whose job it is.
-        folder: absolute path of the checkpoint.
-        data_folder: where its files are; another one in an object store, once it is claimed.
-        strategy, writer: write the sharded state; the writer of a strategy made of one, else None.
-        meter: counts what is done.
-        by_strategy: leaves of this rank that the strategy writes.
-        by_common: leaves of this rank that the common strategy writes.
-        common: common state of this rank.
-        attempt_id: name of the attempt, the same on every rank, once it is claimed.
-        index: what the checkpoint will hold, once it is planned; None for a third party's strategy.
+        rank: The rank whose job it is.
+        folder: Absolute path of the checkpoint.
+        data_folder: Where its files are; another one in an object store, once it is claimed.
+        strategy, writer: Write the sharded state; the writer of a strategy made of one, else None.
+        meter: Counts what is done.
+        own: The state that this rank saves.
+        attempt_id: Name of the attempt, the same on every rank, once it is claimed.
+        index: What the checkpoint will hold, once it is planned; None for a third party's strategy.
     """
 
     def __init__(
@@ -117,11 +107,8 @@ class SaveJob:
         refuse_distributed(replace(parts, common=common), parts.objects)
         trusted = options.get("trusted", False)
         check_values(self.strategy, parts, common if rank == 0 else {}, trusted=trusted)
-        by_strategy: Leaves = parts.tensors
-        by_common: Leaves = parts.objects
-        if handles_objects(self.strategy):
-            by_strategy, by_common = {**parts.tensors, **parts.objects}, {}
-        if by_common:
+        self.own = RankState(parts, common, self.strategy, rank)
+        if self.own.by_common:
             require_method(common_writer, "save_sharded_objects", "writes ShardedObjects")
         self.writer: StorageWriter | None = None
         if isinstance(self.strategy, PlannedSaveStrategy):
@@ -141,14 +128,10 @@ class SaveJob:
             common_writer.backend,
             common_writer.version,
         )
-        self._parts, self.common = parts, common
-        self.by_strategy, self.by_common = by_strategy, by_common
         self._options = options
         self.index: Index | None = None
         self._plan: SavePlan | None = None
         self._own_plan: SavePlan | None = None
-        self._planner: SavePlanner | None = None
-        self._copies: Values | None = None
         self._attempt: Attempt | StoreAttempt | None = None
         self.attempt_id = ""
         self._written: driver.Written | None = None
@@ -165,14 +148,14 @@ class SaveJob:
         """Take what the ranks have decided, or the error of this rank for ``claim`` to tell."""
         self._planned, decided = planned, planned.result
         if decided is not None:
-            self._plan, self.index, self._planner = decided.plan, decided.index, decided.planner
+            self._plan, self.index, self.own.planner = decided.plan, decided.index, decided.planner
             self._objects = decided.objects
 
     @property
     def is_cut_in_row_blocks(self) -> bool:
         """Whether all that is written of a tensor with a chunk grid are whole chunks."""
         layout = None if self.writer is None else self.writer.layout
-        planner = self._planner
+        planner = self.own.planner
         # A planner of a user may know what it has planned to the last item.
         is_own = planner is not None and planner.settings is not None and not planner.makes_data
         return is_own and isinstance(layout, RowBlockLayout)
@@ -239,27 +222,7 @@ class SaveJob:
         """
         self._claimed.check(self.data_folder, self._config, self.rank)
 
-    def _values(self) -> Values:
-        if self._copies is not None:
-            return self._copies
-        return self._nested(self.common, self.by_common, self.by_strategy, self._planner)
-
-    def _nested(
-        self,
-        common: CommonStateDict,
-        objects: Leaves,
-        leaves: Leaves,
-        planner: SavePlanner | None,
-    ) -> Values:
-        nested = self._parts.nested
-        return Values(
-            common,
-            nested(objects) if objects else None,
-            nested(leaves) if self.writer is None else {},
-            planner,
-        )
-
-    def _write_common(self, values: Values) -> list[SealedFile]:
+    def _write_common(self, values: RankValues) -> list[SealedFile]:
         folder, files = self.data_folder, list[SealedFile]()
         if self.rank == 0:
             files += self._common_writer.save_common(values.common, folder) or ()
@@ -284,7 +247,7 @@ class SaveJob:
 
         self._of_ranks = driver.gather_written(write_own, self.writer, comm)
         # What describes the whole takes memory, and needs none of this.
-        self._let_go()
+        self.own.let_go()
         self._plan = self._own_plan = None
 
     def put_off(self, comm: Comm) -> AsyncRequest:
@@ -294,11 +257,11 @@ class SaveJob:
         with comm.agreed("writing"):
             return self.strategy.async_save(values.leaves, self.data_folder)
 
-    def _save_common(self, comm: Comm) -> Values:
+    def _save_common(self, comm: Comm) -> RankValues:
         """By itself: a strategy that talks to other ranks must find all of them there."""
         with comm.agreed("writing the common state"):
             self.check_claim()
-            values = self._values()
+            values = self.own.values()
             self._write_common(values)
         return values
 
@@ -307,31 +270,12 @@ class SaveJob:
         if self._plan is not None and self.writer is not None:
             self._own_plan = driver.prepare_write(self._plan, self.writer, comm)
 
-    def watched_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """The caller's tensors that ``capture`` may copy, by key or path."""
-        return tensors_by_name(self.by_strategy, self.common if self.rank == 0 else {})
-
     def capture(self, buffers: StagingBuffers) -> None:
         """Copy what this rank will write, and let go of the caller's state. Not collective."""
         with self.meter.phase("copying"):
             self.meter.expect(self.num_bytes)
-            common = detached_copy(self.common) if self.rank == 0 else {}
-            objects = copied_objects(self.by_common)
-            leaves: Leaves = {}
-            planner: SavePlanner | None = None
-            if self._own_plan is not None:
-                assert self._planner is not None
-                planner = stage_plan(self._own_plan, self._planner, buffers)
-            else:
-                leaves = copied_leaves(self.by_strategy, buffers)
+            self.own.capture(self._own_plan, buffers)
             self.meter.add(self.num_bytes)
-        self._copies = self._nested(common, objects, leaves, planner)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Keep nothing of the caller's state."""
-        self._parts, self.common = partition({}), {}
-        self.by_strategy, self.by_common, self._planner = {}, {}, None
 
     def write_own(self, write_plan: driver.PlanWriter = driver.write_plan) -> None:
         """Write what this rank has to write. Not collective.
@@ -342,7 +286,7 @@ class SaveJob:
         self._written = None
         with self.meter.phase("writing"):
             self.meter.expect(self.num_bytes)
-            values = self._values()
+            values = self.own.values()
             files = self._write_common(values)
             written = driver.Written()
             if self._own_plan is not None and self.writer is not None:

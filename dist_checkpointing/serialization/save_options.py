@@ -46,20 +46,20 @@ class AsyncSaveOptions(SaveOptions, total=False):
     """Keywords of ``async_save`` and ``AsyncSaver.save``. All may be left out.
 
     Attributes:
-        validate_access_integrity: see ``save``.
-        content_metadata: see ``save``.
-        overwrite: see ``save``.
-        trusted: see ``save``.
-        base: see ``save``.
-        fingerprints: see ``save``.
-        replicas: see ``save``.
-        on_replica_mismatch: see ``save``.
-        progress: see ``save``.
-        step: what the save is for; all ranks must name the same.
+        validate_access_integrity: See ``save``.
+        content_metadata: See ``save``.
+        overwrite: See ``save``.
+        trusted: See ``save``.
+        base: See ``save``.
+        fingerprints: See ``save``.
+        replicas: See ``save``.
+        on_replica_mismatch: See ``save``.
+        progress: See ``save``.
+        step: What the save is for; all ranks must name the same.
         capture: ``"copy"``, the default, copies everything before it returns: the state may be
             changed at once. ``"background"`` returns before the copy is made: nothing of the state
             may change before ``handle.captured`` is set.
-        detect_changes: with ``capture="background"``, how a change that came too early is noticed,
+        detect_changes: With ``capture="background"``, how a change that came too early is noticed,
             which makes the save fail: by torch's own count of in-place operations
             (``"versions"``, the default), or also (slow, for debugging) by comparing all
             ``"contents"``.

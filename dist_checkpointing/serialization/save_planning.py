@@ -84,9 +84,9 @@ class JobPlanning:
         strategy = self._job.strategy
         facts = PlanFacts(None, (str(self._job.folder), f"{strategy.backend} {strategy.version}"))
         if not isinstance(strategy, PlannedSaveStrategy):
-            tables = {_BY_COMMON: describe(list(self._job.by_common.values()), comm.rank)}
+            tables = {_BY_COMMON: describe(list(self._job.own.by_common.values()), comm.rank)}
             if self._validates:
-                own = describe(list(self._job.by_strategy.values()), comm.rank)
+                own = describe(list(self._job.own.by_strategy.values()), comm.rank)
                 tables = {_BY_STRATEGY: own, **tables}
         elif strategy.share_replicas is None:
             self._planning = self._make_planning(comm)
@@ -95,7 +95,11 @@ class JobPlanning:
             # What it brings depends on what the ranks have that share replicas.
             facts = replace(facts, number=LATER)
         self._replicas = ReplicaComparison(
-            [leaf for leaf in self._job.by_strategy.values() if isinstance(leaf, ShardedTensor)],
+            [
+                leaf
+                for leaf in self._job.own.by_strategy.values()
+                if isinstance(leaf, ShardedTensor)
+            ],
             self._options.get("replicas", ReplicaCheck.OFF),
             self._options.get("on_replica_mismatch", "raise"),
             comm,
@@ -142,18 +146,18 @@ class JobPlanning:
     def _common_digests(self) -> CommonDigests:
         if self._digests is None:
             preprocess = self._options.get("preprocess_common_before_consistancy_check")
-            self._digests = CommonDigests(self._job.common, preprocess)
+            self._digests = CommonDigests(self._job.own.common, preprocess)
         return self._digests
 
     def _make_planning(self, comm: Comm) -> SavePlanning:
         assert isinstance(self._job.strategy, PlannedSaveStrategy)
         assert self._job.writer is not None
         return self._job.strategy.planning(
-            self._job.by_strategy,
+            self._job.own.by_strategy,
             self._job.writer,
             comm,
             cache=self._options.get("plan_cache"),
-            others=self._job.by_common.values(),
+            others=self._job.own.by_common.values(),
         )
 
 

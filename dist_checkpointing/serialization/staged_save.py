@@ -60,7 +60,7 @@ class StagedSave:
         Args:
             contents: see ``ChangeDetector``.
         """
-        tensors = self._job.watched_tensors()
+        tensors = self._job.own.tensors()
         self._buffers.follow(tensor for held in tensors.values() for tensor in held)
         return ChangeDetector(tensors, contents=contents)
 

@@ -10,14 +10,8 @@ from dist_checkpointing.storage.options import (
     StorageOptions,
 )
 from dist_checkpointing.storage.progress import Progress, ProgressCallback, ProgressOption
-from dist_checkpointing.storage.protocol import (
-    ChunkPlace,
-    StorageReader,
-    StorageWriter,
-    WriteResult,
-    WriteResults,
-    done,
-)
+from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, StorageWriter, done
+from dist_checkpointing.storage.results import WriteResult, WriteResults
 
 __all__ = [
     "BaseCheck",

@@ -42,13 +42,8 @@ from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.storage.calls import result_of, set_up_reader, set_up_writer
 from dist_checkpointing.storage.fingerprints import SummingPlanner, with_fingerprints
 from dist_checkpointing.storage.options import Durability
-from dist_checkpointing.storage.protocol import (
-    StorageReader,
-    StorageWriter,
-    WriteResult,
-    WriteResults,
-)
-from dist_checkpointing.storage.results import results_for_finish
+from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
+from dist_checkpointing.storage.results import WriteResult, WriteResults, results_for_finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +51,13 @@ class Written:
     """What one rank has written.
 
     Attributes:
-        noted: results for the writer's ``finish``.
-        rows: table of the parts and objects that have a checksum, packed.
-        digests: their checksums, 8 bytes each.
-        files: files that the rank has made.
-        save: number of the save, if ranks may mistake one for another.
-        sums: of each of its tensors, packed, if fingerprints are taken.
-        uppers: upper halves of the 128-bit digests, 8 bytes each; empty if they are not known.
+        noted: Results for the writer's ``finish``.
+        rows: Table of the parts and objects that have a checksum, packed.
+        digests: Their checksums, 8 bytes each.
+        files: Files that the rank has made.
+        save: Number of the save, if ranks may mistake one for another.
+        sums: Sums of each of its tensors, packed, if fingerprints are taken.
+        uppers: Upper halves of the 128-bit digests, 8 bytes each; empty if they are not known.
     """
 
     noted: tuple[WriteResult, ...] = ()
@@ -86,8 +81,8 @@ class Finished:
     """What rank 0 knows of a save whose data is complete; empty on the other ranks.
 
     Attributes:
-        files: files that the ranks have reported, the tables of checksums included.
-        tables: name of each table of checksums -> first and last key in it.
+        files: Files that the ranks have reported, the tables of checksums included.
+        tables: Name of each table of checksums -> first and last key in it.
     """
 
     files: tuple[SealedFile, ...] = ()

@@ -61,17 +61,17 @@ class StorageOptions:
     """How a backend does its I/O. The defaults are for large training jobs on any file system.
 
     Attributes:
-        threads: threads of this process that write or read at a time; by default two for each core
+        threads: Threads of this process that write or read at a time; by default two for each core
             that this rank has to itself, at most 4 (torchrun's LOCAL_WORLD_SIZE tells how many
             ranks share the machine). ``torch_dist`` writes with at most 8.
-        buffer_bytes: memory, beyond the state itself, for copies of what cannot be written or read
+        buffer_bytes: Memory, beyond the state itself, for copies of what cannot be written or read
             in place: tensors on a GPU, strided ones, edge chunks, other dtypes.
-        data_file_bytes: a data file of the tensorstore backend is closed once it is this large.
-        durability: when a save may call itself finished.
-        checksum: what is kept beside each chunk.
-        read_mode: how local files are read.
-        base_check: what is compared before files of a base are shared, see ``save``.
-        least_shared: a data file of a base is shared if at least this part of its bytes is still
+        data_file_bytes: A data file of the tensorstore backend is closed once it is this large.
+        durability: When a save may call itself finished.
+        checksum: What is kept beside each chunk.
+        read_mode: How local files are read.
+        base_check: What is compared before files of a base are shared, see ``save``.
+        least_shared: A data file of a base is shared if at least this part of its bytes is still
             used; of others the bytes in use are written again. Of the bytes of a checkpoint at most
             ``1 - least_shared`` are unused.
 

@@ -9,10 +9,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, overload
+from typing import Any, ClassVar, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
@@ -43,8 +41,8 @@ from dist_checkpointing.planning import (
     SavePlanner,
 )
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout
-from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
 from dist_checkpointing.storage.options import StorageOptions
+from dist_checkpointing.storage.results import WriteResult, WriteResults
 
 T = TypeVar("T")
 
@@ -64,92 +62,14 @@ def unreported(writer: StorageWriter) -> StorageWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteResult:
-    """What a writer did with one item.
-
-    Attributes:
-        index: of the item. ``finish`` gets the index by which a reader asks for the stored chunk.
-        size_in_bytes: bytes stored.
-        storage_data: for the writer's own ``finish``.
-        checksum: of the item's values, see ``checksums``; None for none.
-        files: that the writer made for the item, with their final sizes. What is not reported here
-            rank 0 looks for itself before the commit.
-    """
-
-    index: MetadataIndex
-    size_in_bytes: int
-    storage_data: object = None
-    checksum: int | None = None
-    files: tuple[SealedFile, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WriteResults(Sequence[WriteResult]):
-    """What a writer did with all rows of a plan, as columns.
-
-    As a sequence it has a result for each row, in order, made when asked for, and one more behind
-    them if there are ``storage_data`` or ``files``.
-
-    Attributes:
-        table: The rows.
-        num_bytes: ``[rows]``, bytes stored.
-        checksums: ``[rows]`` as uint64, see ``WriteResult``; None if no row has one.
-        checked: ``[rows]``, which rows have a checksum; None if all have.
-        files: Files that the writer made, with their final sizes.
-        storage_data: For the writer's own ``finish``, about all rows together.
-        uppers: ``[rows]`` as uint64, the upper halves of the 128-bit digests whose lower halves are
-            the checksums; None if the writer does not know them.
-    """
-
-    table: ShardTable
-    num_bytes: Int64s
-    checksums: npt.NDArray[np.uint64] | None = None
-    checked: Bools | None = None
-    files: tuple[SealedFile, ...] = ()
-    storage_data: object = None
-    uppers: npt.NDArray[np.uint64] | None = None
-
-    @property
-    def has_rest(self) -> bool:
-        """Whether there is one more result behind those of the rows."""
-        return self.storage_data is not None or bool(self.files)
-
-    def __len__(self) -> int:
-        return len(self.table) + self.has_rest
-
-    @overload
-    def __getitem__(self, row: int) -> WriteResult: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[WriteResult]: ...
-    def __getitem__(self, row: int | slice) -> WriteResult | list[WriteResult]:
-        if isinstance(row, slice):
-            return [self[position] for position in range(len(self))[row]]
-        row = range(len(self))[row]
-        if row == len(self.table):
-            return self.rest
-        checksum = None
-        if self.checksums is not None and (self.checked is None or self.checked[row]):
-            checksum = int(self.checksums[row])
-        index = MetadataIndex(
-            self.table.key(row), self.table.box(row).offset, int(self.table.sources[row])
-        )
-        return WriteResult(index, int(self.num_bytes[row]), None, checksum)
-
-    @property
-    def rest(self) -> WriteResult:
-        """The result behind those of the rows."""
-        num_bytes = int(self.num_bytes.sum())
-        return WriteResult(MetadataIndex(""), num_bytes, self.storage_data, None, self.files)
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkPlace:
     """Where a stored chunk is.
 
     Attributes:
-        file: relative to the checkpoint; None if it lies among what describes the checkpoint.
-        num_bytes: that it takes there.
-        is_read_whole: whatever is wanted of it, because it is compressed or very small.
+        file: File, relative to the checkpoint; None if it lies among what describes the checkpoint.
+        num_bytes: Bytes that it takes there.
+        is_read_whole: Whether all of it is read whatever is wanted, because it is compressed or
+            very small.
     """
 
     file: str | None
@@ -166,18 +86,19 @@ class StorageWriter(ABC):
     rank has written.
 
     Attributes:
-        layout: how this format wants tensors cut up. By default every stored part is a box.
-        gathers_results: whether ``finish`` needs the results of all ranks, as a list for each rank
+        layout: How this format wants tensors cut up. By default every stored part is a box.
+        gathers_results: Whether ``finish`` needs the results of all ranks, as a list for each rank
             in rank order; else it gets those of rank 0 only. Of WriteResults it gets ``rest``.
-        keeps_fingerprints: whether the index that ``finish`` gets is kept with all that it says.
-        shares_files: whether it can share files of a base. Such a writer makes a checkpoint that
+        keeps_fingerprints: Whether the index that ``finish`` gets is kept with all that it says.
+        shares_files: Whether it can share files of a base. Such a writer makes a checkpoint that
             is whole without the base, and reports 128-bit digests.
-        uses_object_stores: whether ``checkpoint_dir`` may be an ObjectPath: the writer then goes
+        uses_object_stores: Whether ``checkpoint_dir`` may be an ObjectPath: the writer then goes
             through ``filesystem.store`` and ``filesystem.new_files``.
-        takes_fingerprints: whether the values are summed as they are written.
-        options: knobs of the I/O.
-        report: to be called with the number of bytes that have been written since the last call.
-        base: folder of a checkpoint of the same format, whose files may be shared where they hold
+        takes_fingerprints: Whether the values are summed as they are written.
+        options: Knobs of the I/O.
+        report: Function to call with the number of bytes that have been written since the last
+            call.
+        base: Folder of a checkpoint of the same format, whose files may be shared where they hold
             what this save would write; None for none.
     """
 
@@ -262,11 +183,11 @@ class StorageReader(ABC):
     ``prepare_local_plan``, ``prepare_global_plan`` (rank 0, and only if overridden), ``read_data``.
 
     Attributes:
-        options: knobs of the I/O.
-        trusted: whether objects may be unpickled without an allow-list.
-        is_kept: whether many reads of single parts follow each other, from several threads, so that
+        options: Knobs of the I/O.
+        trusted: Whether objects may be unpickled without an allow-list.
+        is_kept: Whether many reads of single parts follow each other, from several threads, so that
             it pays to remember where parts are.
-        report: to be called with the number of bytes that have been read since the last call.
+        report: Function to call with the number of bytes that have been read since the last call.
     """
 
     def __init__(self, checkpoint_dir: Any = _UNKNOWN) -> None:

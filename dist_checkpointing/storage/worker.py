@@ -60,12 +60,12 @@ class Job:
     """What one rank writes.
 
     Attributes:
-        rank: rank of the group that the part belongs to.
+        rank: Rank of the group that the part belongs to.
         writer: StorageWriter of the folder, set up.
         plan: SavePlan of the rank; None for that of the last job.
-        memory: descriptor in the training's process, and bytes, of the shared memory; None for that
+        memory: Descriptor in the training's process, and bytes, of the shared memory; None for that
             of the last job.
-        data: for each row of the plan where its copy is, or the pickled value.
+        data: For each row of the plan the place of its copy, or the pickled value.
     """
 
     rank: int

@@ -22,11 +22,10 @@ from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.checksums import ChecksumColumns
+from dist_checkpointing.format.checksums import ChecksumColumns, bytes_of
 from dist_checkpointing.format.digests import (
     Digest,
     Uint64s,
-    bytes_of,
     columns_of,
     digest_of,
     digest_of_array,
@@ -53,9 +52,9 @@ class BaseParts:
     """The base of a save, and how its parts fit the rows of a plan of one rank.
 
     Attributes:
-        folder: folder of the base.
-        seal: its seal.
-        index: what it holds.
+        folder: Folder of the base.
+        seal: Its seal.
+        index: What it holds.
         same_dtype: ``[rows]``, whether the base has the key with the same dtype.
         same_box: ``[rows]``, whether it also has a part with the same box.
         digests: ``[rows, 2]``, upper half and checksum of that part.

@@ -139,7 +139,7 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
             "memory does not hold what was saved, though another read of it does",
             part.key,
             expected=f"{part.digest or 0:016x}",
-            found=f"{found:016x} in {part.box.offset} .. {part.box.stop}",
+            found=f"{found:016x} in {part.box}",
             remedy="Give each leaf memory of its own. If it has, memory or the file system of this"
             " machine changes what is read.",
         )

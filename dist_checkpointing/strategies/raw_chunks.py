@@ -45,11 +45,11 @@ class Extent:
     """Where the bytes of a chunk lie.
 
     Attributes:
-        folder: that the file is in.
-        name: of the file, relative to the folder.
-        offset: of the first byte.
-        num_bytes: of the whole chunk.
-        file_bytes: size that the file must have; None if it holds more than this chunk.
+        folder: Folder that the file is in.
+        name: Name of the file, relative to the folder.
+        offset: Position of the first byte.
+        num_bytes: Bytes of the whole chunk.
+        file_bytes: Size that the file must have; None if it holds more than this chunk.
     """
 
     folder: Location
@@ -69,12 +69,12 @@ class ChunkReads:
     """Where the chunks of some rows of a plan lie, as columns.
 
     Attributes:
-        rows: rows of the plan's table, in any order.
-        names: files, relative to the checkpoint; ``files`` are positions in it.
-        files: file of each chunk.
-        offsets: first byte of each chunk in its file.
-        num_bytes: bytes of each whole chunk.
-        fill_files: whether every file holds one chunk and nothing else.
+        rows: Rows of the plan's table, in any order.
+        names: Files, relative to the checkpoint; ``files`` are positions in it.
+        files: File of each chunk.
+        offsets: First byte of each chunk in its file.
+        num_bytes: Bytes of each whole chunk.
+        fill_files: Whether every file holds one chunk and nothing else.
     """
 
     rows: Int64s

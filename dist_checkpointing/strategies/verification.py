@@ -63,8 +63,8 @@ class Wanted:
     """What one rank loads.
 
     Attributes:
-        tensors: shards that are wanted. Those with memory are filled with what is stored.
-        objects: cells of sharded objects that are wanted.
+        tensors: Shards that are wanted. Those with memory are filled with what is stored.
+        objects: Cells of sharded objects that are wanted.
     """
 
     tensors: WantedLeaves
@@ -297,7 +297,7 @@ def _verify(
             "checksum differs: bits were flipped after it was saved",
             part.key,
             expected=f"{part.digest or 0:016x}",
-            found=f"{found:016x} in {part.box.offset} .. {part.box.stop}",
+            found=f"{found:016x} in {part.box}",
             path=reader.location(stored_chunk(part, index)),
         )
         for part, value in zip(batch, values, strict=True)
@@ -330,7 +330,7 @@ def in_words(error: CheckpointingException) -> list[Finding]:
 
 def _unreadable(part: StoredPart, error: CheckpointingException) -> list[Finding]:
     """What is wrong with a part that cannot be read; every finding names its key and place."""
-    where = f"{part.box.offset} .. {part.box.stop}"
+    where = str(part.box)
     return [
         replace(
             finding,

@@ -139,7 +139,7 @@ def array_json(
     }
 
 
-def describe(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Node]:
+def nodes_of(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> dict[str, Node]:
     """Path below the checkpoint -> content of ``zarr.json``, for all nodes of a tensor."""
     name = disk_name(tensor.key)
     nodes = {name: top_node(tensor, codecs)}
@@ -178,7 +178,7 @@ def group_json(attributes: Mapping[str, Any]) -> Node:
 
 
 def parse(name: str, node: Mapping[str, Any]) -> StoredTensor:
-    """The tensor that the top node ``name`` describes; the inverse of ``describe``."""
+    """The tensor that the top node ``name`` describes; the inverse of ``nodes_of``."""
     ours = node["attributes"].get(_ATTRIBUTE, {})
     key = ours.get("key", unquote(name))
     if node["node_type"] == "array":

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.errors import Finding, InvalidShardingError, ranks_text
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.mapping import CommonStateDict
 from dist_checkpointing.mapping.nesting import flatten, path_text
@@ -29,8 +29,8 @@ class _Leaf:
     """What ranks tell each other about a value.
 
     Attributes:
-        digest: digest of the value.
-        text: dtype and shape of a tensor that may be a part of a larger one; "" for other values.
+        digest: Digest of the value.
+        text: Dtype and shape of a tensor that may be a part of a larger one; "" for other values.
     """
 
     digest: bytes
@@ -130,7 +130,7 @@ def _warning(different: list[dict[str, str]]) -> str:
         for path, what in of_rank.items():
             ranks.setdefault((path, what), []).append(rank)
     lines = [
-        f"  - {path}: {what} {'rank' if len(on) == 1 else 'ranks'} {_few(on)}"
+        f"  - {path}: {what} {ranks_text(on, _MOST_NAMED)}"
         for (path, what), on in sorted(ranks.items())
     ]
     hidden = len(lines) - _MOST_NAMED
@@ -141,12 +141,6 @@ def _warning(different: list[dict[str, str]]) -> str:
         "Wrap what each rank has for itself: ShardedObject(key, value, (world_size,), (rank,))."
     )
     return "\n".join([head, *lines, remedy])
-
-
-def _few(ranks: list[int]) -> str:
-    more = len(ranks) - _MOST_NAMED
-    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    return f"{named} and {more} more" if more > 0 else named
 
 
 def _described(leaf: object) -> _Leaf:

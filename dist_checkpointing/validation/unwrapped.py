@@ -67,10 +67,10 @@ class Found(NamedTuple):
     """A value in a nest.
 
     Attributes:
-        value: the value.
-        parent: the container of the value; for the outermost value its path.
-        step: makes the last step of the path, from ``argument``.
-        argument: argument of ``step``.
+        value: The value.
+        parent: The container of the value; for the outermost value its path.
+        step: Makes the last step of the path, from ``argument``.
+        argument: Argument of ``step``.
     """
 
     value: Any

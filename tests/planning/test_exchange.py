@@ -25,7 +25,7 @@ from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.packing import PackedTable, pack
-from dist_checkpointing.planning.plan_save import plan_save
+from dist_checkpointing.planning.plan_save import SavePlanning
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.planning.shard_table import COLUMNS, ShardTable, concatenate
 from dist_checkpointing.testing import run_ranks
@@ -185,9 +185,9 @@ def test_every_rank_gets_the_plan_it_would_get_from_all_rows(
     def planned(comm: Comm) -> Any:
         leaves: Leaves = {(DictKey(i),): leaf for i, leaf in enumerate(model(comm.rank, copies))}
         own, all_seen = BalancedSavePlanner(), SeesAllPlans()
-        found = plan_save(leaves, own, RowBlockLayout(), comm)
-        plain = plan_save(leaves, DefaultSavePlanner(), RowBlockLayout(), comm)
-        same = plan_save(leaves, all_seen, RowBlockLayout(), comm)
+        found = SavePlanning(leaves, own, RowBlockLayout(), comm).agree(comm)
+        plain = SavePlanning(leaves, DefaultSavePlanner(), RowBlockLayout(), comm).agree(comm)
+        same = SavePlanning(leaves, all_seen, RowBlockLayout(), comm).agree(comm)
         assert all_seen.seen[comm.rank] == [
             (leaf.key, source) for source, leaf in enumerate(leaves.values())
         ]
@@ -239,7 +239,8 @@ def test_a_mistake_of_all_copies_names_them() -> None:
 
     def one(comm: Comm) -> None:
         leaf = ShardedTensor.from_rank_offsets("w", torch.zeros(4))
-        plan_save({(DictKey("w"),): leaf}, DefaultSavePlanner(), RowBlockLayout(), comm)
+        leaves: Leaves = {(DictKey("w"),): leaf}
+        SavePlanning(leaves, DefaultSavePlanner(), RowBlockLayout(), comm).agree(comm)
 
     with pytest.raises(InvalidShardingError, match="6 shards hold this part") as raised:
         run_ranks(6, one)

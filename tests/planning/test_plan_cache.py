@@ -25,7 +25,7 @@ from dist_checkpointing.comm import Comm, SingleProcess
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan
 from dist_checkpointing.planning.layout import RowBlockLayout
-from dist_checkpointing.planning.plan_save import PlanCache, plan_save
+from dist_checkpointing.planning.plan_save import PlanCache, SavePlanning
 from dist_checkpointing.strategies.registry import StrategyAction
 from dist_checkpointing.strategies.selection import select_strategy
 from dist_checkpointing.testing import run_ranks
@@ -175,7 +175,8 @@ def test_every_field_of_a_leaf_counts(
 
     def plan() -> None:
         paths: Any = {(DictKey(i),): leaf for i, leaf in enumerate(leaves)}
-        plan_save(paths, DefaultSavePlanner(), RowBlockLayout(), SingleProcess(), cache=cache)
+        comm = SingleProcess()
+        SavePlanning(paths, DefaultSavePlanner(), RowBlockLayout(), comm, cache=cache).agree(comm)
 
     plan()
     plan()

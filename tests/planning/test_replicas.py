@@ -290,13 +290,13 @@ def test_what_one_rank_holds_is_not_digested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digested: list[str] = []
-    values_of = compared_values.values_of
+    flat_values = compared_values.flat_values
 
     def noted(own: OwnValues) -> torch.Tensor:
         digested.append(own.leaf.key)
-        return values_of(own)
+        return flat_values(own)
 
-    monkeypatch.setattr(replicas, "values_of", noted)
+    monkeypatch.setattr(replicas, "flat_values", noted)
 
     def state(comm: Comm) -> dict[str, Any]:
         own = shard("own", torch.ones(3), (0, comm.rank, RANKS))

@@ -672,12 +672,12 @@ def test_messages_keep_to_their_size() -> None:
     found = sharing.share_reads(wants(leaves, 3, 100), 1)
     assert found is not None
     assert all(message.num_bytes <= 100 for message in found.messages)
-    blocks = [block for message in found.messages for block in message.blocks]
-    assert sum(block.num_bytes for block in blocks) == 12 * 54
+    runs = [run for message in found.messages for run in message.runs]
+    assert sum(run.num_bytes for run in runs) == 12 * 54
     for row, leaf in enumerate(leaves):
-        elements = [e for b in blocks if b.row == row for e in range(b.first, b.last)]
+        elements = [e for b in runs if b.row == row for e in range(b.first, b.last)]
         assert sorted(elements) == [*range(leaf.data.numel())]  # type: ignore[union-attr]
-    assert len(found.messages) < len(blocks)
+    assert len(found.messages) < len(runs)
 
 
 def test_what_is_one_run_of_memory_takes_no_buffer() -> None:

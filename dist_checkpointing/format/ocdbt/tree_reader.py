@@ -53,7 +53,7 @@ class Values:
 
 
 @dataclass(slots=True)
-class _Place:
+class _NodeRef:
     """Where a node is, and what the node above says of it.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Place:
     high: bytes | None
     num_keys: int
     node: Leaf | Interior | None = None
-    below: list[_Place] = field(default_factory=list)
+    below: list[_NodeRef] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -218,7 +218,7 @@ class Tree:
             else:
                 waiting += reversed(place.below or _children(place, node))
 
-    def _node(self, place: _Place) -> Leaf | Interior:
+    def _node(self, place: _NodeRef) -> Leaf | Interior:
         """A node, which is read once by all threads if it is remembered."""
         if not self._keeps_nodes:
             return self._read(place)
@@ -230,7 +230,7 @@ class Tree:
                 place.node = node
             return place.node
 
-    def _read(self, place: _Place) -> Leaf | Interior:
+    def _read(self, place: _NodeRef) -> Leaf | Interior:
         path = self._folder / place.file.path
         try:
             record = self._read_at(place.file.path, place.offset, place.length)
@@ -291,18 +291,18 @@ def _joined(parts: Sequence[Extents]) -> Extents:
     return Extents(*(np.concatenate(c) for c in zip(*(p.columns for p in parts), strict=True)))
 
 
-def _place_of(root: Root) -> _Place:
+def _place_of(root: Root) -> _NodeRef:
     held = root.statistics.num_keys
-    return _Place(root.file, root.offset, root.length, root.height, b"", b"", None, held)
+    return _NodeRef(root.file, root.offset, root.length, root.height, b"", b"", None, held)
 
 
-def _children(place: _Place, node: Interior) -> list[_Place]:
+def _children(place: _NodeRef, node: Interior) -> list[_NodeRef]:
     return [_child(place, node, number) for number in range(len(node.keys))]
 
 
-def _child(above: _Place, node: Interior, number: int) -> _Place:
+def _child(above: _NodeRef, node: Interior, number: int) -> _NodeRef:
     extents, keys = node.extents, node.keys
-    return _Place(
+    return _NodeRef(
         node.files[int(extents.file[number])],
         int(extents.offset[number]),
         int(extents.length[number]),

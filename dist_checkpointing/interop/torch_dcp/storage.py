@@ -38,7 +38,8 @@ from dist_checkpointing.planning import (
     WriteItem,
 )
 from dist_checkpointing.planning.layout import WholeShardLayout
-from dist_checkpointing.storage.protocol import StorageReader, StorageWriter, WriteResult, done
+from dist_checkpointing.storage.protocol import StorageReader, StorageWriter, done
+from dist_checkpointing.storage.results import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 
 FOLDER_NAME = "dcp"

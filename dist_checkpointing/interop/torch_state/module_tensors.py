@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final
 
 import torch
@@ -40,7 +40,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def clean_name(name: str) -> str:
+def _clean_name(name: str) -> str:
     """The name of a parameter without the wrappers around modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
@@ -55,17 +55,17 @@ class ModuleTensors:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         own = module.state_dict()
-        self._names = {name: clean_name(name) for name in own}
+        self._names = {name: _clean_name(name) for name in own}
         self.values: dict[str, Any] = {self._names[name]: value for name, value in own.items()}
-        self.parameters: dict[torch.Tensor, list[str]] = {}
+        self._parameters: dict[torch.Tensor, list[str]] = {}
         self._groups: dict[str, list[str]] = {}
         tensors: list[tuple[str, torch.Tensor]] = [
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),
         ]
         for name, tensor in tensors:
-            names = self.parameters.setdefault(tensor, [])
-            names.append(clean_name(name))
+            names = self._parameters.setdefault(tensor, [])
+            names.append(_clean_name(name))
             self._groups[names[-1]] = names
 
     @property
@@ -106,15 +106,13 @@ class ModuleTensors:
         # Parameters have been filled in place; this is for what a module makes of its state dict.
         self._module.load_state_dict(full, strict=False)
 
+    def names_of(self, parameter: torch.Tensor) -> list[str]:
+        """All names of a parameter.
 
-def name_parameters(tensors: ModuleTensors) -> Callable[[torch.Tensor], list[str]]:
-    """A function that gives all names of a parameter.
-
-    It raises InvalidShardingError for a tensor that is no parameter of the module.
-    """
-
-    def names_of(parameter: torch.Tensor) -> list[str]:
-        if parameter not in tensors.parameters:
+        Raises:
+            InvalidShardingError: if it is no parameter of the module.
+        """
+        if parameter not in self._parameters:
             finding = Finding(
                 "the optimizer has a parameter that the model does not have",
                 found=f"a tensor of shape {list(parameter.shape)}",
@@ -122,6 +120,4 @@ def name_parameters(tensors: ModuleTensors) -> Callable[[torch.Tensor], list[str
                 "parameters of the model that is given.",
             )
             raise InvalidShardingError("optimizer state without a name", [finding])
-        return tensors.parameters[parameter]
-
-    return names_of
+        return self._parameters[parameter]

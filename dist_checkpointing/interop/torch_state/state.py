@@ -18,7 +18,6 @@ from dist_checkpointing.errors import Finding, StateMismatchError
 from dist_checkpointing.interop.dtensor import shard_state_dict, unshard_state_dict
 from dist_checkpointing.interop.torch_state.module_tensors import (
     ModuleTensors,
-    name_parameters,
     unwrapped,
 )
 from dist_checkpointing.interop.torch_state.optimizer_state import (
@@ -120,12 +119,12 @@ class TorchState:
             name: tensors.tree(tensors.choose({}, ())) for name, tensors in modules.items()
         }
         if self._optimizers:
-            names_of = name_parameters(modules["model"])
+            names_of = modules["model"].names_of
             state["optimizer"] = optimizer_tree(self._optimizers, names_of, comm)
         per_rank, objects = {}, {}
-        for name, part in self._others.items():
+        for name in self._others:
             with comm.agreed(f"taking the state of {name}"):
-                own = part if isinstance(part, dict) else part.state_dict()
+                own = self._state_of(name)
                 number = CommonDigests({name: own}, _without_weights).number
             if not comm.all_same(number):
                 per_rank[name] = own
@@ -167,7 +166,7 @@ class TorchState:
                 modules[name] = tensors, chosen
                 state[name] = tensors.tree(chosen)
             if self._optimizers:
-                names_of = name_parameters(modules["model"][0])
+                names_of = modules["model"][0].names_of
                 optimizer = OptimizerTemplate(self._optimizers, names_of, stored)
                 state["optimizer"] = {"state": optimizer.tree}
             here = record["world_size"] == comm.world_size

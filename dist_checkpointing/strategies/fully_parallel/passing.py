@@ -13,7 +13,7 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.geometry import split_flat_range
-from dist_checkpointing.strategies.fully_parallel.sharing import Block, Message, Sharing
+from dist_checkpointing.strategies.fully_parallel.sharing import ElementRun, Message, Sharing
 
 Arrays = Callable[[int], torch.Tensor]
 """Row -> its memory on this rank."""
@@ -71,8 +71,8 @@ class _Packing:
         data = self.room(number)
         if self._runs[number] is None:
             try:
-                for block in self._messages[number].blocks:
-                    for own, values in self._boxes(block, data):
+                for run in self._messages[number].runs:
+                    for own, values in self._boxes(run, data):
                         values.copy_(own)
             except Exception as error:  # noqa: BLE001 - raised on all ranks at the end
                 self.error = self.error or error
@@ -85,38 +85,38 @@ class _Packing:
 
     def unpack(self, number: int, data: torch.Tensor) -> None:
         """Copy what has arrived to its destinations, unless it was received there."""
-        wanted = [block for block in self._messages[number].blocks if block.row >= 0]
+        wanted = [run for run in self._messages[number].runs if run.row >= 0]
         try:
             if self._runs[number] is None:
-                for block in wanted:
-                    for own, values in self._boxes(block, data):
+                for run in wanted:
+                    for own, values in self._boxes(run, data):
                         own.copy_(values)
-            self._report(sum(block.num_bytes for block in wanted))
+            self._report(sum(run.num_bytes for run in wanted))
         except Exception as error:  # noqa: BLE001 - as above
             self.error = self.error or error
 
     def _boxes(
-        self, block: Block, data: torch.Tensor
+        self, run: ElementRun, data: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The boxes of the own array that make up a block, and their values in a message."""
-        array = self._arrays(block.row)
-        values = data[block.start : block.start + block.num_bytes].view(array.dtype)
+        """The boxes of the own array that make up a run, and their values in a message."""
+        array = self._arrays(run.row)
+        values = data[run.start : run.start + run.num_bytes].view(array.dtype)
         if len(values) == array.numel():
             yield array, values.view(array.shape)
             return
-        for box in split_flat_range(tuple(array.shape), block.first, block.last):
+        for box in split_flat_range(tuple(array.shape), run.first, run.last):
             yield array[box.slices()], values[: box.num_elements].view(box.shape)
             values = values[box.num_elements :]
 
     def _own_run(self, message: Message, device: torch.device) -> torch.Tensor | None:
         """The memory of this rank that is the whole message; None if there is none."""
-        (block, *others) = message.blocks
-        if others or block.row < 0:
+        (run, *others) = message.runs
+        if others or run.row < 0:
             return None
-        own = self._arrays(block.row)
+        own = self._arrays(run.row)
         is_plain = own.is_contiguous() and not own.is_conj() and not own.is_neg()
         if own.device.type != device.type or not is_plain:
             return None
         # A tensor of one element is contiguous whatever its strides are.
         flat = own.as_strided((own.numel(),), (1,))
-        return flat[block.first : block.last].view(torch.uint8)
+        return flat[run.first : run.last].view(torch.uint8)

@@ -111,7 +111,7 @@ def rows_of_shards(shards: Sequence[ShardedTensor]) -> Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ElementRun:
     """A run of elements on its way.
 
     Attributes:
@@ -134,7 +134,7 @@ class Message:
     """What one rank sends to all others at a time."""
 
     source: int
-    blocks: tuple[Block, ...]
+    runs: tuple[ElementRun, ...]
     num_bytes: int
 
 
@@ -209,26 +209,26 @@ def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> It
         units: reader, row of this rank, bytes and bytes of an element.
         most_bytes: about the most that travels at a time.
     """
-    waiting: dict[int, list[Block]] = {}
+    waiting: dict[int, list[ElementRun]] = {}
     for reader, row, size, itemsize in units:
         step = max(1, most_bytes // itemsize)
-        blocks = waiting.setdefault(reader, [])
+        runs = waiting.setdefault(reader, [])
         for first in range(0, size // itemsize, step):
             last = min(first + step, size // itemsize)
             num_bytes = (last - first) * itemsize
-            start = aligned(blocks[-1].start + blocks[-1].num_bytes) if blocks else 0
-            if blocks and start + num_bytes > most_bytes:
-                yield _message(reader, blocks)
-                blocks.clear()
+            start = aligned(runs[-1].start + runs[-1].num_bytes) if runs else 0
+            if runs and start + num_bytes > most_bytes:
+                yield _message(reader, runs)
+                runs.clear()
                 start = 0
-            blocks.append(Block(row, first, last, start, num_bytes))
-    for reader, blocks in sorted(waiting.items()):
-        yield _message(reader, blocks)
+            runs.append(ElementRun(row, first, last, start, num_bytes))
+    for reader, runs in sorted(waiting.items()):
+        yield _message(reader, runs)
 
 
 def aligned(position: int) -> int:
     return -(-position // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _message(source: int, blocks: Sequence[Block]) -> Message:
-    return Message(source, tuple(blocks), blocks[-1].start + blocks[-1].num_bytes)
+def _message(source: int, runs: Sequence[ElementRun]) -> Message:
+    return Message(source, tuple(runs), runs[-1].start + runs[-1].num_bytes)

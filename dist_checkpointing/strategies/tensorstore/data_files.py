@@ -34,10 +34,10 @@ class DataFiles:
         report: called with the bytes of tensors that were written since the last call.
 
     Attributes:
-        names: relative paths of the files.
-        file: for each value, position in ``names``.
-        offset: for each value, its first byte.
-        length: for each value, how many bytes it has.
+        names: Relative paths of the files.
+        file: For each value the position of its file in ``names``.
+        offset: For each value its first byte.
+        length: For each value its bytes.
     """
 
     def __init__(

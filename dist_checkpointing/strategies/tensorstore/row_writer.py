@@ -46,7 +46,7 @@ class RowWriter:
         has_checksums: whether digests are wanted.
 
     Attributes:
-        has_checksums: whether digests are wanted.
+        has_checksums: Whether digests are wanted.
         digests: ``[rows, 2]``, upper halves and checksums of the rows that were written, and of
             those that were known.
     """

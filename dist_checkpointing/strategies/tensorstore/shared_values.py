@@ -48,10 +48,10 @@ class SharedValues:
     """The rows of a plan whose values lie in shared files.
 
     Attributes:
-        rows: rows of the plan.
-        extents: of their values; ``file`` is a position in ``files``.
-        files: the shared files.
-        steady: further rows that have not changed, in files of which too little is used.
+        rows: Rows of the plan.
+        extents: Extents of their values; ``file`` is a position in ``files``.
+        files: The shared files.
+        steady: Further rows that have not changed, in files of which too little is used.
     """
 
     rows: Int64s
@@ -70,10 +70,10 @@ class _Places:
     """Rows of a plan, and places in the base that may hold their values.
 
     Attributes:
-        rows: rows of the plan.
-        extents: places; ``file`` is a position in ``files``.
-        is_nested: whether a place is a part of a larger value, so that it has no digest.
-        files: data files of the base.
+        rows: Rows of the plan.
+        extents: Places; ``file`` is a position in ``files``.
+        is_nested: Whether a place is a part of a larger value, so that it has no digest.
+        files: Data files of the base.
     """
 
     rows: Int64s

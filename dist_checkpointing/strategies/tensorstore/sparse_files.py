@@ -34,8 +34,8 @@ class Stored:
     """Where values lie.
 
     Attributes:
-        files: relative paths of data files.
-        extents: of the values; ``file`` is a position in ``files``.
+        files: Relative paths of data files.
+        extents: Extents of the values; ``file`` is a position in ``files``.
     """
 
     files: tuple[str, ...]

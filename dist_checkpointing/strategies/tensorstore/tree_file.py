@@ -29,11 +29,11 @@ class StoredValues:
     """Where values are, as columns.
 
     Attributes:
-        files: relative paths of data files.
-        keys: keys in the database, joined.
-        key_lengths: bytes of each.
-        extents: of the values; ``file`` is a position in ``files``.
-        shared: those of the files that are shared with the base.
+        files: Relative paths of data files.
+        keys: Keys in the database, joined.
+        key_lengths: Bytes of each.
+        extents: Extents of the values; ``file`` is a position in ``files``.
+        shared: Those of the files that are shared with the base.
     """
 
     files: tuple[str, ...]

@@ -20,7 +20,8 @@ from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.options import Checksum, Durability
-from dist_checkpointing.storage.protocol import StorageWriter, WriteResult, WriteResults, done
+from dist_checkpointing.storage.protocol import StorageWriter, done
+from dist_checkpointing.storage.results import WriteResult, WriteResults
 from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.tensorstore.data_files import LARGE_BYTES, DataFiles
@@ -166,9 +167,9 @@ class _Share:
     """What one thread writes.
 
     Attributes:
-        group: data group that all of it belongs to.
-        number: of the share in its group.
-        rows: of the plan.
+        group: Data group that all of it belongs to.
+        number: Number of the share in its group.
+        rows: Rows of the plan.
     """
 
     group: int

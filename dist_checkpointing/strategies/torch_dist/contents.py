@@ -82,7 +82,7 @@ class PlacedIndex(Index):
         return Place(self.files[file], offset, length)
 
 
-def index_of(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
+def placed_index(metadata: DcpMetadata, folder: Location) -> PlacedIndex:
     """What ``.metadata`` says, as an index.
 
     Raises:

@@ -27,7 +27,7 @@ from dist_checkpointing.planning.segments import padded, padded_rows
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.torch_archive import BadRecord
-from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, index_of
+from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, placed_index
 from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
 from dist_checkpointing.strategies.torch_dist.stored_values import (
     SMALL_BYTES,
@@ -47,7 +47,7 @@ class TorchDistReader(StorageReader):
         self._index = PlacedIndex([], [], [], [])
 
     def read_metadata(self) -> PlacedIndex:
-        return index_of(read_dcp_metadata(self.checkpoint_dir), self.checkpoint_dir)
+        return placed_index(read_dcp_metadata(self.checkpoint_dir), self.checkpoint_dir)
 
     def set_up_storage_reader(self, metadata: Index, *, rank: int, world_size: int) -> None:
         del rank, world_size

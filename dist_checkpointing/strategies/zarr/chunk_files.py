@@ -14,6 +14,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import new_files, store
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.strategies.zarr.unpacking import Codec, unpacked
@@ -31,15 +32,10 @@ def chunk_array(data: torch.Tensor, chunk_shape: Ints) -> Array:
     return padded
 
 
-def _bytes_of(array: Array) -> memoryview:
-    """The memory of a C-contiguous array of any dtype and shape."""
-    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-
-
 def write_chunk(folder: Location, name: str, array: Array, codec: Codec | None) -> SealedFile:
     """Write a whole chunk file, which must not exist."""
     if codec is None:
-        data = _bytes_of(array)
+        data = bytes_of(array)
     else:
         # Blosc shuffles bytes by the size of an element, and numpy must not need to know the dtype.
         elements = array.reshape(-1).view(f"V{array.itemsize}")
@@ -60,7 +56,7 @@ def write_part(path: str, array: Array, chunk_shape: Ints, box: Box) -> int:
     try:
         os.ftruncate(descriptor, window.array_size * itemsize)
         for start, run in _runs(np.ascontiguousarray(array), window):
-            data = _bytes_of(run)
+            data = bytes_of(run)
             _write_all(descriptor, data, start * itemsize)
     finally:
         os.close(descriptor)

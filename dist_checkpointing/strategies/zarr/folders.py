@@ -38,13 +38,8 @@ from dist_checkpointing.planning.read_table import reads_of, stored_elements
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import is_on_gpu
 from dist_checkpointing.storage.options import Checksum, Durability
-from dist_checkpointing.storage.protocol import (
-    ChunkPlace,
-    StorageReader,
-    StorageWriter,
-    WriteResults,
-    done,
-)
+from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, StorageWriter, done
+from dist_checkpointing.storage.results import WriteResults
 from dist_checkpointing.storage.staging import StagingBuffers
 from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.filling import Filler

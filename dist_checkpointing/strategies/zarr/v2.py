@@ -42,7 +42,7 @@ from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning import ReadTable, SavePlan
 from dist_checkpointing.planning.layout import WholeShardLayout
 from dist_checkpointing.planning.shard_table import ShardTable
-from dist_checkpointing.storage.protocol import WriteResult
+from dist_checkpointing.storage.results import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk, write_part
 from dist_checkpointing.strategies.zarr.folders import (
@@ -80,7 +80,8 @@ class ZarrV2Writer(ZarrFolderWriter):
         if not self.checkpoint_dir.is_dir():
             return
         ours = leftovers(self.checkpoint_dir)
-        found = _array_folders(self.checkpoint_dir, _raise_unless_gone)
+        # A save that has the folder clears it, and the lock, which is asked for next, says so.
+        found = _array_folders(self.checkpoint_dir, local.raise_unless_gone)
         foreign = [key for key in found if key not in ours]
         if foreign:
             raise CheckpointExistsError(
@@ -234,12 +235,6 @@ def _array_folders(
 def _raise(error: OSError) -> None:
     # A folder that cannot be listed is no folder without arrays.
     raise error
-
-
-def _raise_unless_gone(error: OSError) -> None:
-    # A save that has the folder clears it, and the lock, which is asked for next, says so.
-    if error.errno not in local.NOT_THERE:
-        raise error
 
 
 def _parse(folder: Location, key: str) -> StoredTensor:

@@ -42,7 +42,7 @@ from dist_checkpointing.planning import ReadTable, SavePlan, SavePlanner
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.planning.shard_table import ShardTable
 from dist_checkpointing.storage.options import StorageOptions
-from dist_checkpointing.storage.protocol import WriteResult
+from dist_checkpointing.storage.results import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk
 from dist_checkpointing.strategies.zarr.codecs import codec_json, make_codec
@@ -58,8 +58,8 @@ from dist_checkpointing.strategies.zarr_v3_nodes import (
     array_json,
     chunk_keys_to_read,
     chunk_keys_to_write,
-    describe,
     group_json,
+    nodes_of,
     parse,
 )
 
@@ -72,7 +72,7 @@ def _root_json(index: Index) -> bytes:
     nodes = {
         path: content
         for key in index
-        for path, content in describe(index[key], _codecs(index.codec, index[key])).items()
+        for path, content in nodes_of(index[key], _codecs(index.codec, index[key])).items()
     }
     consolidated = {"kind": "inline", "must_understand": False, "metadata": nodes}
     root = group_json({}) | {"consolidated_metadata": consolidated}
@@ -117,7 +117,7 @@ class ZarrV3Writer(ZarrFolderWriter):
             )
             yield FileContent(f"{name}/{METADATA_NAME}", data)
             return
-        for path, content in describe(tensor, _codecs(self._codec_name, tensor)).items():
+        for path, content in nodes_of(tensor, _codecs(self._codec_name, tensor)).items():
             data = json.dumps(content, indent=2).encode()
             yield FileContent(f"{path}/{METADATA_NAME}", data)
 
@@ -234,7 +234,7 @@ def _codec_name(node: Mapping[str, Any]) -> str | None:
 def _going(root: Path, index: Index, prefix: str) -> dict[str, tuple[str, ...]]:
     """The folders of the tensors to remove, and of those that a removal cut off has left."""
     left = {key: names for key, names in noted_removal(root).items() if key not in index}
-    return left | {key: tuple(describe(index[key])) for key in index if key.startswith(prefix)}
+    return left | {key: tuple(nodes_of(index[key])) for key in index if key.startswith(prefix)}
 
 
 def _files_of(root: Path, going: Mapping[str, Iterable[str]]) -> Iterator[Path]:

@@ -15,7 +15,7 @@ from dist_checkpointing.tools.cli.screen import (
     print_json,
     write_page,
 )
-from dist_checkpointing.tools.inspect.opening import open_checkpoint
+from dist_checkpointing.tools.inspect.opening import open_named
 from dist_checkpointing.tools.map import checkpoint_map
 from dist_checkpointing.tools.map.page import render_page
 
@@ -38,7 +38,7 @@ def map_tensors(
     Example: dckpt map ckpt/1000 decoder.weight -o weight.html
     """
     check_page(output, force=force)
-    chunks = checkpoint_map(open_checkpoint(checkpoint), None if key is None else [key])
+    chunks = checkpoint_map(open_named(checkpoint), None if key is None else [key])
     size = write_page(output, render_page(chunks))
     if as_json:
         print_json({"file": str(output), "bytes": size, "tensors": len(chunks.tensors)})

@@ -40,7 +40,7 @@ from dist_checkpointing.tools.forecast.topology import (
     stacked_keys,
     stored_axis,
 )
-from dist_checkpointing.tools.inspect.opening import open_checkpoint
+from dist_checkpointing.tools.inspect.opening import open_named
 
 if TYPE_CHECKING:
     from dist_checkpointing.tools.forecast.forecast import Forecast, RankCost
@@ -105,7 +105,7 @@ def plan(
     Example: dckpt plan ckpt/1000 --tp 2 --shard 'experts.*=0'
     """
     rules = [parse_rule(text) for text in shard or []]
-    opened = open_checkpoint(checkpoint)
+    opened = open_named(checkpoint)
     cuts: list[KeyCut] = []
     if (template is None) != (ranks is None):
         raise ValueError("--template and --ranks go together: pass both, or neither")

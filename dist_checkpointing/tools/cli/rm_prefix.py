@@ -26,7 +26,7 @@ from dist_checkpointing.tools.cli.screen import (
     say,
 )
 from dist_checkpointing.tools.inspect.listing import shape_text
-from dist_checkpointing.tools.inspect.opening import open_checkpoint
+from dist_checkpointing.tools.inspect.opening import open_named
 
 _MOST_LISTED = 12
 _NO = 1
@@ -58,7 +58,7 @@ def rm_prefix(
         raise ValueError("an empty prefix means every tensor: delete the whole checkpoint instead")
     if as_json and not (yes or dry_run):
         raise ValueError("--json asks nothing: pass --yes to remove, or --dry-run to look")
-    opened = open_checkpoint(checkpoint)
+    opened = open_named(checkpoint)
     place = opened.path
     # Imported here, because strategies import torch.
     from dist_checkpointing.comm import SingleProcess  # noqa: PLC0415

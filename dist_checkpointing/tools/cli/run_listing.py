@@ -16,7 +16,7 @@ from dist_checkpointing.tools.cli.screen import (
     say,
     terminal_width,
 )
-from dist_checkpointing.tools.inspect.runs import Run, RunStep, State
+from dist_checkpointing.tools.inspect.runs import Run, RunStep, StepState
 
 _MOST_NAMED = 3
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
@@ -39,7 +39,8 @@ def print_run(run: Run, *, as_json: bool) -> None:
         lines = list(in_columns(headers[:-1], [row[:-1] for row in rows], right=[0, 2, 3, 4]))
     say(lines[0])
     for line, row, step in zip(lines[1:], rows, run.steps, strict=True):
-        say(line if step.state in (State.WHOLE, State.COMMITTED) else painted(line, "yellow"))
+        is_fine = step.state in (StepState.WHOLE, StepState.COMMITTED)
+        say(line if is_fine else painted(line, "yellow"))
         if is_narrow and row[-1]:
             say(painted(f"      {row[-1]}", "dim"))
     say()

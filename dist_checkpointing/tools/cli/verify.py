@@ -23,7 +23,7 @@ from dist_checkpointing.tools.cli.screen import (
     progress_bar,
     say,
 )
-from dist_checkpointing.tools.inspect.opening import explaining, open_checkpoint
+from dist_checkpointing.tools.inspect.opening import explaining, open_named
 from dist_checkpointing.tools.inspect.runs import located
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def verify(
             progress=bar.show,
         )
     if expected is not None and against is not None and found.is_sound:
-        opened = open_checkpoint(checkpoint, trusted=trusted)
+        opened = open_named(checkpoint, trusted=trusted)
         others = other_fingerprints(opened.fingerprints(stored=False), expected, against)
         found = dataclasses.replace(found, findings=tuple(others))
     if as_json:

@@ -14,10 +14,9 @@ from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME
-from dist_checkpointing.tools.cli.screen import one_line, painted, progress_bar
-from dist_checkpointing.tools.cli.screen import say as say_later
+from dist_checkpointing.tools.cli.screen import one_line, painted, progress_bar, say
 from dist_checkpointing.tools.inspect.opening import explaining
-from dist_checkpointing.tools.inspect.runs import State, is_run, located, look_at, step_folders
+from dist_checkpointing.tools.inspect.runs import StepState, is_run, located, look_at, step_folders
 
 _SECONDS = 0.5
 _NOT_SAVED = 1
@@ -57,7 +56,7 @@ def watch(
 def _watch_run(root: Path) -> None:
     folders = step_folders(root)
     known = {name for name, folder in folders.items() if is_committed(folder)}
-    say(f"{one_line(str(root))}: waiting for saves; Ctrl-C ends")
+    say_now(f"{one_line(str(root))}: waiting for saves; Ctrl-C ends")
     while True:
         for name, folder in step_folders(root).items():
             if is_committed(folder):
@@ -78,7 +77,7 @@ def _follow(name: str, folder: Path, expected_bytes: int | None) -> bool:
     holder = holder_of(folder)
     if holder is not None:
         about = "" if expected_bytes is None else f", about {bytes_text(expected_bytes)}"
-        say(f"{one_line(name)}: being saved by process {holder.pid} on {holder.host}{about}")
+        say_now(f"{one_line(name)}: being saved by process {holder.pid} on {holder.host}{about}")
     done = 0
     with progress_bar(one_line(name), expected_bytes) as bar:
         while not is_committed(folder) and holder_of(folder) is not None:
@@ -94,23 +93,23 @@ def _follow(name: str, folder: Path, expected_bytes: int | None) -> bool:
 def _tell(name: str, folder: Path) -> bool:
     """Print how the save of a step has ended; returns whether it has committed a checkpoint."""
     if not folder.is_dir():
-        say(painted(f"{one_line(name)}: deleted", "yellow"))
+        say_now(painted(f"{one_line(name)}: deleted", "yellow"))
         return False
     step = look_at(name, folder)
     if not step.state.is_checkpoint:
-        say(painted(f"{one_line(name)}: {step.state.value}: its save has ended", "red"))
+        say_now(painted(f"{one_line(name)}: {step.state.value}: its save has ended", "red"))
         return False
     text = f"{one_line(name)}: {step.state.value}, {bytes_text(step.files.num_bytes)}"
     if (attempt := folder / ATTEMPT_NAME).is_file():
         seconds = max(step.saved_at - attempt.stat().st_mtime, 1e-3)
         text += f", saved in {seconds:.1f} s ({bytes_text(step.files.num_bytes / seconds)}/s)"
-    say(painted(text, "red" if step.state is State.DAMAGED else "green"))
+    say_now(painted(text, "red" if step.state is StepState.DAMAGED else "green"))
     return True
 
 
-def say(line: str) -> None:
+def say_now(line: str) -> None:
     """Print a line at once, into a pipe too."""
-    say_later(line)
+    say(line)
     sys.stdout.flush()
 
 

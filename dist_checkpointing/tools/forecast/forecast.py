@@ -34,13 +34,13 @@ class RankCost:
     """What a load costs some ranks, each of them.
 
     Attributes:
-        ranks: ranks that want the same.
-        num_tensors: number of shards to fill.
-        wanted_bytes: size of all shards.
-        read_bytes: bytes that storage has to deliver for them; see ``bytes_read``.
-        num_reads: number of boxes to copy.
-        files: files that are opened.
-        peak_bytes: memory for the shards and for what is read on the way to them.
+        ranks: Ranks that want the same.
+        num_tensors: Number of shards to fill.
+        wanted_bytes: Size of all shards.
+        read_bytes: Bytes that storage has to deliver for them; see ``bytes_read``.
+        num_reads: Number of boxes to copy.
+        files: Files that are opened.
+        peak_bytes: Memory for the shards and for what is read on the way to them.
     """
 
     ranks: tuple[int, ...]
@@ -62,9 +62,9 @@ class Forecast:
     """A load that was not done.
 
     Attributes:
-        costs: costs of all ranks, those that want the same together.
-        findings: why it would fail; empty if it would not.
-        unasked: keys of the tensors that no rank wants.
+        costs: Costs of all ranks, those that want the same together.
+        findings: Why it would fail; empty if it would not.
+        unasked: Keys of the tensors that no rank wants.
     """
 
     costs: tuple[RankCost, ...]
@@ -164,11 +164,11 @@ class _Touch:
     """What one shard reads of one chunk; a window at a time if the chunk can be read in part.
 
     Attributes:
-        chunk: which, by its offset and the number of the piece.
-        num_bytes: of the chunk in memory.
-        read_bytes: of all windows.
-        buffers: bytes of those windows that cannot be read in place.
-        num_reads: windows.
+        chunk: The chunk, by its offset and the number of the piece.
+        num_bytes: Bytes of the chunk in memory.
+        read_bytes: Bytes of all windows.
+        buffers: Bytes of those windows that cannot be read in place.
+        num_reads: Number of windows.
     """
 
     chunk: tuple[Ints | None, int | None]

@@ -22,7 +22,6 @@ from dist_checkpointing.tools.inspect import plain_state
 from dist_checkpointing.tools.inspect.tensor_files import held_by
 from dist_checkpointing.tools.inspect.values import (
     SLAB_ELEMENTS,
-    as_numbers,
     slabs,
     stream_pairs,
     without_equal_fingerprints,
@@ -36,9 +35,9 @@ class Tolerance:
     """Two numbers are the same if ``|a - b| <= atol + rtol * |b|``.
 
     Attributes:
-        rtol: relative tolerance, for ``b`` of the second checkpoint.
-        atol: absolute tolerance.
-        equal_nan: whether NaN is the same as NaN.
+        rtol: Relative tolerance, for ``b`` of the second checkpoint.
+        atol: Absolute tolerance.
+        equal_nan: Whether NaN is the same as NaN.
     """
 
     rtol: float = 0.0
@@ -59,12 +58,12 @@ class Difference:
     """How the values of two tensors differ.
 
     Attributes:
-        num_differing: number of elements that are not the same.
-        num_compared: number of all elements.
-        max_abs: largest ``|a - b|`` that is a number; infinity if ``a`` or ``b`` is infinite.
-        max_rel: largest ``|a - b| / |b|``; infinity if ``b`` is 0.
-        first_index: index of the first element that differs, in C order.
-        first_values: the two values of that element.
+        num_differing: Number of elements that are not the same.
+        num_compared: Number of all elements.
+        max_abs: Largest ``|a - b|`` that is a number; infinity if ``a`` or ``b`` is infinite.
+        max_rel: Largest ``|a - b| / |b|``; infinity if ``b`` is 0.
+        first_index: Index of the first element that differs, in C order.
+        first_values: The two values of that element.
     """
 
     num_differing: int = 0
@@ -93,10 +92,10 @@ class TensorComparison:
     """A tensor that both checkpoints have. Pairs are for the first and the second.
 
     Attributes:
-        key: key of the tensor.
-        shapes: global shapes.
-        dtypes: names of the element types.
-        values: difference of the values; None if the shapes differ.
+        key: Key of the tensor.
+        shapes: Global shapes.
+        dtypes: Names of the element types.
+        values: Difference of the values; None if the shapes differ.
     """
 
     key: str
@@ -120,8 +119,8 @@ class ValueComparison:
     """An entry of an object or of the common state that is not the same in both.
 
     Attributes:
-        name: path of the entry.
-        texts: the value in the first and in the second, as text; None if there is none.
+        name: Path of the entry.
+        texts: The value in the first and in the second, as text; None if there is none.
     """
 
     name: str
@@ -133,14 +132,14 @@ class Comparison:
     """Two checkpoints compared.
 
     Attributes:
-        only_first: keys of tensors that only the first has.
-        only_second: keys of tensors that only the second has.
-        tensors: tensors that both have, equal ones included.
-        objects: cells of sharded objects that differ or are in only one.
-        common: entries of the common state that differ or are in only one.
-        ignores_dtype: whether tensors with the same values and different dtypes are equal.
-        num_by_fingerprint: number of tensors that were not read: their fingerprints are the same.
-        left_out: what was not compared, because a file of tensors cannot hold it, in words.
+        only_first: Keys of tensors that only the first has.
+        only_second: Keys of tensors that only the second has.
+        tensors: Tensors that both have, equal ones included.
+        objects: Cells of sharded objects that differ or are in only one.
+        common: Entries of the common state that differ or are in only one.
+        ignores_dtype: Whether tensors with the same values and different dtypes are equal.
+        num_by_fingerprint: Number of tensors that were not read: their fingerprints are the same.
+        left_out: What was not compared, because a file of tensors cannot hold it, in words.
     """
 
     only_first: tuple[str, ...]
@@ -259,16 +258,16 @@ def compare_tensors(
         origin: index of their first element, for ``first_index``.
     """
     total = Difference(num_compared=a.numel())
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, a.numel(), SLAB_ELEMENTS):
-        part = slice(start, start + SLAB_ELEMENTS)
-        found, place = _compare_slab(as_numbers(flat_a[part]), as_numbers(flat_b[part]), tolerance)
+    start = 0
+    for x, y in zip(slabs(a), slabs(b), strict=True):
+        found, place = _compare_slab(x, y, tolerance)
         if place is not None:
             index = np.unravel_index(start + place, a.shape) if a.ndim else ()
             offset = origin or (0,) * a.ndim
             where = tuple(int(i) + o for i, o in zip(index, offset, strict=True))
             pair = a[index].item() if a.ndim else a.item(), b[index].item() if a.ndim else b.item()
             total = total.with_more(replace(found, first_index=where, first_values=pair))
+        start += x.size
     return total
 
 
@@ -363,8 +362,9 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
 def _same_arrays(a: Array, b: Array, tolerance: Tolerance) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    pairs = zip(slabs(np.ascontiguousarray(a)), slabs(np.ascontiguousarray(b)), strict=True)
-    return all(_compare_slab(x, y, tolerance)[1] is None for x, y in pairs)
+    count = a.size // SLAB_ELEMENTS + 1
+    parts = (np.array_split(array.reshape(-1), count) for array in (a, b))
+    return all(_compare_slab(x, y, tolerance)[1] is None for x, y in zip(*parts, strict=True))
 
 
 def _same_tensors(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> bool:

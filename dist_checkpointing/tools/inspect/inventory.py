@@ -29,10 +29,10 @@ class Files:
     """The number of files, and their bytes.
 
     Attributes:
-        num_files: number of files.
-        num_bytes: sum of their sizes.
-        num_bytes_on_disk: bytes of their disk blocks, which are fewer for files with holes.
-        num_bytes_shared: bytes of those that have a name elsewhere, as in other checkpoints.
+        num_files: Number of files.
+        num_bytes: Sum of their sizes.
+        num_bytes_on_disk: Bytes of their disk blocks, which are fewer for files with holes.
+        num_bytes_shared: Bytes of those that have a name elsewhere, as in other checkpoints.
     """
 
     num_files: int = 0
@@ -51,17 +51,17 @@ class Inventory:
     """What a checkpoint consists of.
 
     Attributes:
-        files: all files.
-        largest_files: relative names and bytes of the largest files, largest first.
-        tensors: all tensors; bytes before compression.
-        by_dtype: tensors of each element type, largest share first.
-        model: tensors of the model: all but ``optimizer``.
-        optimizer: tensors of an optimizer, see ``is_of_optimizer``.
-        largest: keys and bytes of the largest tensors.
-        num_elements: number of elements of all tensors.
-        num_chunks: number of stored chunks and pieces of all tensors.
-        largest_chunk_bytes: bytes of the largest chunk, before compression.
-        facts: facts about this backend, as text.
+        files: All files.
+        largest_files: Relative names and bytes of the largest files, largest first.
+        tensors: All tensors; bytes before compression.
+        by_dtype: Tensors of each element type, largest share first.
+        model: Tensors of the model: all but ``optimizer``.
+        optimizer: Tensors of an optimizer, see ``is_of_optimizer``.
+        largest: Keys and bytes of the largest tensors.
+        num_elements: Number of elements of all tensors.
+        num_chunks: Number of stored chunks and pieces of all tensors.
+        largest_chunk_bytes: Bytes of the largest chunk, before compression.
+        facts: Facts about this backend, as text.
     """
 
     files: Files

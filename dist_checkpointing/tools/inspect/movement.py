@@ -15,8 +15,7 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES
 from dist_checkpointing.tools.inspect.values import (
-    SLAB_ELEMENTS,
-    as_numbers,
+    slabs,
     stream_pairs,
     without_equal_fingerprints,
 )
@@ -132,10 +131,7 @@ def movement(
 
 def _moved(a: torch.Tensor, b: torch.Tensor) -> Moved:
     total = Moved()
-    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
-    for start in range(0, flat_a.numel(), SLAB_ELEMENTS):
-        part = slice(start, start + SLAB_ELEMENTS)
-        x, y = as_numbers(flat_a[part]), as_numbers(flat_b[part])
+    for x, y in zip(slabs(a), slabs(b), strict=True):
         wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
         changed = x != y
         # Changes of large integers are rounded, like their norms; whether they changed is exact.

@@ -57,7 +57,7 @@ _FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
 """What other folders are: in words, the files by which they are known, and what to do."""
 
 
-def open_checkpoint(path: Location, *, trusted: bool = False) -> Checkpoint:
+def open_named(path: Location, *, trusted: bool = False) -> Checkpoint:
     """Open a checkpoint, or a step of a run.
 
     Args:
@@ -74,7 +74,7 @@ def open_checkpoint(path: Location, *, trusted: bool = False) -> Checkpoint:
 
 
 def open_tensors(path: Location, *, trusted: bool = False) -> Checkpoint:
-    """Like ``open_checkpoint``; also opens safetensors (files or a folder) and torch.save files."""
+    """Like ``open_named``; also opens safetensors (files or a folder) and torch.save files."""
     place = located(path)
     if isinstance(place, Path) and (
         place.is_file()
@@ -84,7 +84,7 @@ def open_tensors(path: Location, *, trusted: bool = False) -> Checkpoint:
         from dist_checkpointing.tools.inspect.tensor_files import open_files  # noqa: PLC0415
 
         return open_files(place, trusted=trusted)
-    return open_checkpoint(place, trusted=trusted)
+    return open_named(place, trusted=trusted)
 
 
 @contextmanager

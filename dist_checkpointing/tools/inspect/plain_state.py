@@ -89,20 +89,20 @@ def type_text(value: Any) -> str:
     return type(value).__name__
 
 
-def value_text(value: Any, most: int = _MOST_TEXT) -> str:
+def value_text(value: Any) -> str:
     """A value as one line of text."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
         text = f"{type_text(value)} {_numbers_text(value)}"
     elif isinstance(value, io.BytesIO):
-        text = f"BytesIO({value.getvalue()[:most]!r})"
+        text = f"BytesIO({value.getvalue()[:_MOST_TEXT]!r})"
     else:
         try:
             text = repr(value)
         except Exception as error:  # noqa: BLE001 - an unknown __repr__ may raise anything
             text = f"<{type(value).__name__}: {error}>"
     text = " ".join(text.split())
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 1]}…"
 
 
 def _numbers_text(value: torch.Tensor) -> str:

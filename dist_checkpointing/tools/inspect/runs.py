@@ -33,7 +33,7 @@ _NUMBERED: Final = re.compile(r"[A-Za-z_.-]*?(\d+)|release")
 _MAX_POINTER_BYTES: Final = 1 << 10
 
 
-class State(Enum):
+class StepState(Enum):
     """What the folder of a step is."""
 
     WHOLE = "whole"
@@ -46,7 +46,7 @@ class State(Enum):
     @property
     def is_checkpoint(self) -> bool:
         """Whether something is committed there."""
-        return self in (State.WHOLE, State.COMMITTED, State.DAMAGED)
+        return self in (StepState.WHOLE, StepState.COMMITTED, StepState.DAMAGED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RunStep:
 
     name: str
     folder: Path
-    state: State
+    state: StepState
     saved_at: float
     files: Files
     shared_with: tuple[str, ...] = ()
@@ -164,20 +164,20 @@ def look_at(name: str, folder: Path) -> RunStep:
     )
 
 
-def state_of(folder: Path, sizes: dict[str, int]) -> State:
+def state_of(folder: Path, sizes: dict[str, int]) -> StepState:
     """The state of the folder of a step, whose files have these sizes."""
     try:
         if is_committed(folder):
             read_config(folder)
             seal = read_seal(folder)
             if seal is None or seal.is_open:
-                return State.COMMITTED
-            return State.WHOLE if _has_all(seal, sizes) else State.DAMAGED
+                return StepState.COMMITTED
+            return StepState.WHOLE if _has_all(seal, sizes) else StepState.DAMAGED
     except CorruptCheckpointError:
-        return State.DAMAGED
+        return StepState.DAMAGED
     if LOCK_NAME in sizes and holder_of(folder) is not None:
-        return State.SAVING
-    return State.FOREIGN if attempt_of(folder) is None else State.UNFINISHED
+        return StepState.SAVING
+    return StepState.FOREIGN if attempt_of(folder) is None else StepState.UNFINISHED
 
 
 def _has_all(seal: Seal, sizes: dict[str, int]) -> bool:

@@ -18,7 +18,13 @@ from dist_checkpointing.checkpoint.slicing import positions
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.geometry import Box, split_rows
-from dist_checkpointing.format.read_blocks import DEFAULT_MEMORY_BYTES, MOST_BOXES, batches, blocks
+from dist_checkpointing.format.read_blocks import (
+    DEFAULT_MEMORY_BYTES,
+    MOST_BOXES,
+    batches,
+    blocks,
+    stream,
+)
 
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
@@ -32,14 +38,14 @@ class Statistics:
     """Statistics of a tensor, or of a part of it.
 
     Attributes:
-        count: number of elements.
-        minimum: smallest finite value; None if there is none, and for complex numbers.
-        maximum: largest finite value; None likewise.
-        mean: mean of the finite values; None if there are none.
-        std: standard deviation of the finite values (divided by their number).
-        num_nan: number of elements that are NaN.
-        num_inf: number of infinite elements.
-        num_zero: number of zeros of either sign.
+        count: Number of elements.
+        minimum: Smallest finite value; None if there is none, and for complex numbers.
+        maximum: Largest finite value; None likewise.
+        mean: Mean of the finite values; None if there are none.
+        std: Standard deviation of the finite values (divided by their number).
+        num_nan: Number of elements that are NaN.
+        num_inf: Number of infinite elements.
+        num_zero: Number of zeros of either sign.
     """
 
     count: int = 0
@@ -98,20 +104,21 @@ def as_numbers(tensor: torch.Tensor) -> Array:
     return dtypes.as_numpy(tensor)
 
 
-def slabs(array: Array) -> Iterator[Array]:
-    """The elements of a C-contiguous array, some at a time."""
-    flat = array.reshape(-1)
-    for start in range(0, len(flat), SLAB_ELEMENTS):
-        yield flat[start : start + SLAB_ELEMENTS]
+def slabs(tensor: torch.Tensor) -> Iterator[Array]:
+    """The values of a CPU tensor as numbers, some at a time.
+
+    All of a bfloat16 tensor would take twice its memory as float32.
+    """
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), SLAB_ELEMENTS):
+        yield as_numbers(flat[start : start + SLAB_ELEMENTS])
 
 
 def statistics_of(tensor: torch.Tensor) -> Statistics:
     """The statistics of a CPU tensor."""
     total = Statistics()
-    flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), SLAB_ELEMENTS):
-        # Converted in parts: a whole bfloat16 tensor would take twice its memory as float32.
-        total = total.with_more(_of_slab(as_numbers(flat[start : start + SLAB_ELEMENTS])))
+    for values in slabs(tensor):
+        total = total.with_more(_of_slab(values))
     return total
 
 
@@ -161,14 +168,11 @@ def stream_statistics(
     wanted = list(regions)
     found = {key: Statistics() for key, _ in wanted}
 
-    def add(batch: Sequence[tuple[str, Box]]) -> None:
-        # A function of its own, so that its values are freed before the next batch is read.
-        for (key, _), tensor in zip(batch, checkpoint.read(batch), strict=True):
-            found[key] = found[key].with_more(statistics_of(tensor))
-            report(tensor.nbytes)
+    def add(key: str, _: Box, tensor: torch.Tensor) -> None:
+        found[key] = found[key].with_more(statistics_of(tensor))
+        report(tensor.nbytes)
 
-    for batch in batches(checkpoint.index, wanted, memory_bytes):
-        add(batch)
+    stream(batches(checkpoint.index, wanted, memory_bytes), checkpoint.read, add)
     return found
 
 
@@ -198,13 +202,11 @@ def stream_pairs(
     """
     most = memory_bytes // 2
 
-    def read(batch: Sequence[tuple[str, Box]]) -> None:
-        # A function of its own, so that its values are freed before the next batch is read.
-        for (key, box), a, b in zip(batch, first.read(batch), second.read(batch), strict=True):
-            use(key, box, a, b)
+    def read(batch: Sequence[tuple[str, Box]]) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(first.read(batch), second.read(batch), strict=True)
 
-    for batch in in_batches(_boxes_of_both(first, second, keys, most), most, MOST_BOXES):
-        read(batch)
+    together = in_batches(_boxes_of_both(first, second, keys, most), most, MOST_BOXES)
+    stream(together, read, lambda key, box, pair: use(key, box, *pair))
 
 
 def _boxes_of_both(
@@ -293,7 +295,6 @@ def histogram_of_part(
     known: Statistics,
     *,
     bins: int,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
     report: Callable[[int], None] = lambda _: None,
 ) -> Histogram:
     """The histogram of the finite values of ``handle[slices]``, which need not fit into memory.
@@ -319,16 +320,15 @@ def histogram_of_part(
 
     def count(tensor: torch.Tensor) -> Array:
         total = np.zeros_like(counts)
-        flat = tensor.reshape(-1)
-        for start in range(0, flat.numel(), SLAB_ELEMENTS):
-            values = as_numbers(flat[start : start + SLAB_ELEMENTS]).astype(np.float64)
+        for slab in slabs(tensor):
+            values = slab.astype(np.float64)
             values = values[np.isfinite(values)]
             places = np.searchsorted(edges, values, side="right")
             places[values == edges[-1]] = len(edges) - 1
             total += np.bincount(places, minlength=len(total))
         return total
 
-    for part in _parts(handle, slices, memory_bytes):
+    for part in _parts(handle, slices, DEFAULT_MEMORY_BYTES):
         counts += _used(handle, part, count, report)
     below, *inside, above = counts.tolist()
     return Histogram(tuple(edges.tolist()), tuple(inside), below, above, is_of_integers)
@@ -339,11 +339,11 @@ class Excerpt:
     """A tensor, or its corners.
 
     Attributes:
-        values: all values, or the first and last ``edge`` of every long axis. Between them is one
+        values: All values, or the first and last ``edge`` of every long axis. Between them is one
             more, in place of the values that were left out.
-        is_whole: whether these are all values.
-        shape: shape of the whole tensor or slice.
-        edge: number of values at each end of a long axis.
+        is_whole: Whether these are all values.
+        shape: Shape of the whole tensor or slice.
+        edge: Number of values at each end of a long axis.
     """
 
     values: torch.Tensor
