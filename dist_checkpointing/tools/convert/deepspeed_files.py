@@ -1,19 +1,13 @@
-"""DeepSpeed ZeRO checkpoints: parameters and optimizer state out of the flat partitions of ranks.
-
-ZeRO-3 gives each rank the same share of every parameter, padded at its end. ZeRO-1 and 2 lay the
-parameters of a group one after the other, and give each rank a share of the whole. The universal
-format has a file for each tensor.
-"""
+"""DeepSpeed ZeRO checkpoints: parameters and optimizer state, whole, by parameter name."""
 
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -27,12 +21,21 @@ from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.mapping.nesting import MISSING, flatten, unflatten_part
 from dist_checkpointing.strategies.safe_pickle import deserialize_file
-from dist_checkpointing.tools.convert.sources import MappedSource, require
+from dist_checkpointing.tools.convert.deepspeed_partitions import (
+    STAGE_3,
+    ZERO_KEY,
+    KeyPath,
+    Share,
+    even_runs,
+    read_shares,
+    required,
+    value_at,
+    zero3_layout,
+    zero12_layout,
+)
+from dist_checkpointing.tools.convert.sources import MappedSource
 
-_OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_ZERO = "optimizer_state_dict"
 _UNIVERSAL = "zero"
-_STAGE_3 = 3
 _MOST_NAME_BYTES = 4096
 _OWN_KEYS: Final = frozenset(
     {"module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes",
@@ -48,7 +51,7 @@ class _Stage(IntEnum):
     WEIGHTS = 3
 
 
-_STAND_INS: Final = (
+STAND_INS: Final = (
     (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (SimpleNamespace, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (SimpleNamespace, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -57,31 +60,14 @@ _STAND_INS: Final = (
 """Plain data in place of DeepSpeed's classes: the files need neither trust nor DeepSpeed."""
 
 
-_Path = tuple[str | int, ...]
-_Piece = tuple[int, int, int, int]
-"""Rank, number of its flat tensor, first element and number of elements there."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Segment:
     """A run of elements of a flat tensor in a file, found by a path of keys."""
 
     file: Path
-    path: _Path
+    path: KeyPath
     start: int
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What a file of a rank holds: where its flat weights are, their sizes, and their state."""
-
-    file: Path
-    weights: _Path
-    sizes: tuple[int, ...]
-    paddings: Sequence[Sequence[int]] | None
-    state: tuple[dict[str, tuple[_Path, Any]], ...]
-    groups: tuple[dict[str, Any], ...]
 
 
 class _Opened:
@@ -92,6 +78,7 @@ class _Opened:
         self._states: dict[Path, Any] = {}
 
     def flat(self, segment: _Segment) -> torch.Tensor:
+        """The elements of a segment, in the mapped file."""
         if segment.file not in self._states:
             self._states[segment.file] = self._open_file(segment.file)
         found = _tensor_at(self._states[segment.file], segment.path)
@@ -106,7 +93,7 @@ class DeepSpeedSource(MappedSource[_Opened]):
     and the like. Buffers and frozen parameters keep their dtype; tied weights are there once.
 
     Args:
-        path: folder of a step, or the one above, whose file ``latest`` names a step.
+        folder: folder of a step, see ``step_folder``.
         trusted: unpickle anything in it, each time that a file is mapped.
 
     Raises:
@@ -115,124 +102,61 @@ class DeepSpeedSource(MappedSource[_Opened]):
         CorruptCheckpointError: if files are missing, damaged, or do not fit together.
     """
 
-    def __init__(self, path: Path, *, trusted: bool = False) -> None:
+    def __init__(self, folder: Path, *, trusted: bool = False) -> None:
         self._trusted = trusted
-        folder = step_folder(path)
-        require(
-            folder is not None,
-            "the step cannot be found",
-            Finding("latest names no step that is there", path=str(path / "latest")),
-        )
-        assert folder is not None
         self._folder = folder
         super().__init__(folder, sorted(folder.rglob("*.pt")))
-        if is_universal := (folder / _UNIVERSAL).is_dir():
-            optimizer = folder / _UNIVERSAL / "optimizer_state.pt"
-            zero = self._load(optimizer)
-            self._stage = int(_get(zero, "zero_stage", optimizer))
-            self._world_size = 1
-        else:
-            shares = self._shares()
-        what = "universal" if is_universal else f"ZeRO-{self._stage}"
-        self._kind = f"DeepSpeed checkpoint, {what}, {self._world_size} ranks"
-        model = self._load(self._model_file(0))
-        require(
-            not model.keys() & {"ds_autoep_layers", "autoep_layers"},
-            "experts are not put together",
-            Finding("expert parallelism", path=str(folder), remedy=_MAKE_UNIVERSAL),
-        )
         self._placed: dict[str, tuple[Ints, list[_Segment]]] = {}
         self._values: dict[str, dict[str, Any]] = {}
-        shapes = [
-            {name: tuple(shape) for name, shape in group.items()}
-            for group in _get(model, "param_shapes", self._model_file(0))
-        ]
-        if is_universal:
-            groups = self._place_universal(shapes, _get(zero, "param_groups", optimizer))
-        else:
-            groups = self._place_partitions(shapes, shares)
-        self._place_model(model)
-        self._common = self._common_of(model, groups)
-        self._index = Index.of(self._stored())
+        try:
+            self._find()
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            finding = Finding(f"{type(error).__name__}: {error}", path=str(folder))
+            raise CorruptCheckpointError("not a DeepSpeed checkpoint", [finding]) from error
         self._begins = {
             key: [0, *accumulate(segment.count for segment in segments)]
             for key, (_, segments) in self._placed.items()
         }
 
+    def _find(self) -> None:
+        """Read all but the values."""
+        optimizer = self._folder / _UNIVERSAL / "optimizer_state.pt"
+        if is_universal := optimizer.parent.is_dir():
+            zero = self._load(optimizer)
+            self._stage = int(required(zero, "zero_stage", optimizer))
+            self._kind = "DeepSpeed checkpoint, universal"
+        else:
+            self._stage, shares = read_shares(self._folder, self._files, self._load)
+            self._kind = f"DeepSpeed checkpoint, ZeRO-{self._stage}, {len(shares)} ranks"
+        first = self._model_file(0)
+        model = self._load(first)
+        if model.keys() & {"ds_autoep_layers", "autoep_layers"}:
+            finding = Finding("expert parallelism", path=str(first))
+            raise UnsupportedFormatError("experts are not put together", [finding])
+        shapes = [
+            {name: tuple(shape) for name, shape in group.items()}
+            for group in required(model, "param_shapes", first)
+        ]
+        if is_universal:
+            groups = self._place_universal(shapes, zero, optimizer)
+        else:
+            groups = self._place_partitions(shapes, shares)
+        self._place_model(model)
+        self._common = self._common_of(model, groups)
+        self._index = Index.of(self._stored())
+
     def _load(self, file: Path) -> Any:
         if not file.is_file():
             finding = Finding("missing", path=str(file), remedy="Copy the whole folder.")
             raise CorruptCheckpointError("the checkpoint is not whole", [finding])
-        return deserialize_file(file, trusted=self._trusted, stand_ins=_STAND_INS)
+        return deserialize_file(file, trusted=self._trusted, stand_ins=STAND_INS)
 
     def _model_file(self, rank: int) -> Path:
         by_rank = self._folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
-        return by_rank if self._stage == _STAGE_3 else self._folder / "mp_rank_00_model_states.pt"
-
-    def _shares(self) -> list[_Share]:
-        """What each rank has, after a check that all ranks are there and agree."""
-        found = {
-            (int(match[1]), int(match[2])): file
-            for file in self._files
-            if (match := _OPTIM.fullmatch(file.name)) and file.parent == self._folder
-        }
-        path = str(self._folder)
-        remedy = "Convert its *_model_states.pt: without ZeRO that holds the whole model."
-        finding = Finding("there are no *_optim_states.pt", path=path, remedy=remedy)
-        require(found, "not a ZeRO checkpoint", finding)
-        is_parallel = any(model for _, model in found) or any(
-            "_expert_" in file.name or "expp_rank" in file.name for file in self._files
-        )
-        if is_parallel:
-            problem = "tensor, pipeline or expert parallelism"
-            finding = Finding(problem, path=path, remedy=_MAKE_UNIVERSAL)
-            raise UnsupportedFormatError("parts of a model are not put together", [finding])
-        shares, kinds = [], {}
-        for (rank, _), file in sorted(found.items()):
-            zero = _get(self._load(file), _ZERO, file)
-            counts = _get(zero, "partition_count", file)
-            kinds[rank] = int(_get(zero, "zero_stage", file)), counts
-            shares.append(_share(zero, kinds[rank][0], file))
-        self._stage, counts = kinds[0] if 0 in kinds else next(iter(kinds.values()))
-        sizes = set(counts) if isinstance(counts, list) else {counts}
-        finding = Finding("expert parallelism", path=path, remedy=_MAKE_UNIVERSAL)
-        require(len(sizes) == 1, "experts are not put together", finding)
-        (self._world_size,) = sizes
-        findings = [
-            Finding(
-                "written with another number of ranks or stage of ZeRO",
-                expected=f"stage {self._stage}, {counts} ranks",
-                found=f"stage {stage}, {own} ranks",
-                path=str(found[rank, 0]),
-                ranks=(rank,),
-            )
-            for rank, (stage, own) in kinds.items()
-            if (stage, own) != (self._stage, counts)
-        ]
-        missing = tuple(sorted(set(range(self._world_size)) - kinds.keys()))
-        extra = tuple(sorted(kinds.keys() - set(range(self._world_size))))
-        expected = f"files of ranks 0 to {self._world_size - 1}"
-        if missing:
-            remedy = "Copy the files of all nodes into one folder."
-            findings.append(
-                Finding("missing *_optim_states.pt", None, expected, None, missing, path, remedy)
-            )
-        if extra:
-            remedy = "Remove what another run left there."
-            findings.append(
-                Finding("more *_optim_states.pt", None, expected, None, extra, path, remedy)
-            )
-        findings += [
-            Finding("partitions of other sizes than rank 0's", path=str(own.file), ranks=(rank,))
-            for rank, own in enumerate(shares)
-            if self._stage == _STAGE_3 and own.sizes != shares[0].sizes and not findings
-        ]
-        if findings:
-            raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
-        return shares
+        return by_rank if self._stage == STAGE_3 else self._folder / "mp_rank_00_model_states.pt"
 
     def _place_partitions(
-        self, shapes: Sequence[Mapping[str, Ints]], shares: Sequence[_Share]
+        self, shapes: Sequence[Mapping[str, Ints]], shares: Sequence[Share]
     ) -> list[dict[str, Any]]:
         """Find where parameters and their state lie; the groups of the optimizer, with names."""
         first = shares[0]
@@ -242,7 +166,7 @@ class DeepSpeedSource(MappedSource[_Opened]):
             for own, group in zip(groups, first.groups, strict=True)
             for number in group["params"]
         }
-        layout = _zero3 if self._stage == _STAGE_3 else _zero12
+        layout = zero3_layout if self._stage == STAGE_3 else zero12_layout
         for name, shape, pieces in layout(shapes, shares):
             weights = [
                 _Segment(shares[rank].file, (*shares[rank].weights, number), start, count)
@@ -266,27 +190,34 @@ class DeepSpeedSource(MappedSource[_Opened]):
         return groups
 
     def _place_universal(
-        self, shapes: Sequence[Mapping[str, Ints]], groups: Sequence[Mapping[str, Any]]
+        self, shapes: Sequence[Mapping[str, Ints]], zero: Mapping[str, Any], optimizer: Path
     ) -> list[dict[str, Any]]:
-        known = {name: shape for group in shapes for name, shape in group.items()}
-        for name, shape in known.items():
-            folder = self._folder / _UNIVERSAL / name
-            files = sorted({*folder.glob("*.pt"), folder / "fp32.pt"})
-            for file in files:
-                value = self._load(file)
-                path: _Path = ("param",) if isinstance(value, dict) else ()
-                found = _tensor_at(value, path)
-                own = () if found is None or found.ndim == 0 else shape
-                parts = [_Segment(file, path, 0, math.prod(own))]
-                if file.stem == "fp32":
-                    self._placed[f"model.{name}"] = own, parts
-                else:
-                    self._place_state(name, file.stem, found, own, parts)
-        # Stage 3 has a dict of shapes for each part of a group that it updates at a time.
+        groups = required(zero, "param_groups", optimizer)
         named: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
-        owner = [own for own, group in zip(named, groups, strict=True) for _ in group["params"]]
-        for own, names in zip(owner, shapes, strict=False):
-            own["params"] += names
+        # Stage 3 has a dict of shapes for each part of a group that it updates at a time.
+        group_of = [at for at, group in enumerate(groups) for _ in group["params"]]
+        for number, (at, own_shapes) in enumerate(zip(group_of, shapes, strict=True)):
+            named[at]["params"] += own_shapes
+            steps: list[KeyPath] = [
+                (ZERO_KEY, "state", number, "step"),
+                ("param_groups", at, "step"),
+            ]
+            step = next((path for path in steps if _tensor_at(zero, path) is not None), None)
+            for name, shape in own_shapes.items():
+                if step is not None:
+                    part = _Segment(optimizer, step, 0, 1)
+                    self._place_state(name, "step", _tensor_at(zero, step), (), [part])
+                folder = self._folder / _UNIVERSAL / name
+                for file in sorted({*folder.glob("*.pt"), folder / "fp32.pt"}):
+                    value = self._load(file)
+                    path: KeyPath = ("param",) if isinstance(value, dict) else ()
+                    found = _tensor_at(value, path)
+                    own = () if found is None or found.ndim == 0 else shape
+                    parts = [_Segment(file, path, 0, math.prod(own))]
+                    if file.stem == "fp32":
+                        self._placed[f"model.{name}"] = own, parts
+                    else:
+                        self._place_state(name, file.stem, found, own, parts)
         return named
 
     def _place_state(
@@ -300,22 +231,22 @@ class DeepSpeedSource(MappedSource[_Opened]):
 
     def _place_model(self, model: Mapping[str, Any]) -> None:
         """Find the frozen parameters and the buffers."""
-        first, is_cut = self._model_file(0), self._stage == _STAGE_3
+        first, is_cut = self._model_file(0), self._stage == STAGE_3
         fragments = model.get("frozen_param_fragments") or {}
         for name, size in (model.get("frozen_param_shapes") or {}).items():
             if is_cut and name in fragments:
                 shape, path = tuple(size), ("frozen_param_fragments", name)
-                num_ranks = int(_get(model, "dp_world_size", first))
+                num_ranks = int(required(model, "dp_world_size", first))
                 self._placed[f"model.{name}"] = (
                     shape,
                     [
                         _Segment(self._model_file(rank), path, 0, count)
-                        for rank, count in _even_runs(math.prod(shape), num_ranks)
+                        for rank, count in even_runs(math.prod(shape), num_ranks)
                     ],
                 )
         # Below stage 3 it also has the frozen parameters, and weights of lower precision.
-        buffers, tied = _get(model, "buffer_names", first), model.get("shared_params") or {}
-        for name, value in _get(model, "module", first).items():
+        buffers, tied = required(model, "buffer_names", first), model.get("shared_params") or {}
+        for name, value in required(model, "module", first).items():
             key = f"model.{name}"
             is_whole = isinstance(value, torch.Tensor) and (not is_cut or name in buffers)
             if is_whole and key not in self._placed and name not in tied:
@@ -327,8 +258,8 @@ class DeepSpeedSource(MappedSource[_Opened]):
     ) -> dict[Any, Any]:
         for group in groups:
             group.pop("step", None)
-            for key, value in group.items():
-                group[key] = value.tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items():
+                group[name] = value.tolist() if isinstance(value, torch.Tensor) else value
         rest = {key: value for key, value in model.items() if key not in _OWN_KEYS}
         leaves, skeleton = flatten(rest)
         plain = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)}
@@ -363,6 +294,11 @@ class DeepSpeedSource(MappedSource[_Opened]):
                 elif dtype_of.setdefault(key, found.dtype) is not found.dtype:
                     own, other = dtype_of[key], found.dtype
                     findings.append(Finding("two dtypes", key, own, other, path=str(file)))
+        findings += [
+            Finding("parts of it are missing", key, shape, path=str(self._folder))
+            for key, (shape, segments) in self._placed.items()
+            if sum(segment.count for segment in segments) != math.prod(shape)
+        ]
         if findings:
             raise CorruptCheckpointError("the files of the ranks do not fit together", findings)
         for key, (shape, _) in sorted(self._placed.items()):
@@ -434,12 +370,6 @@ class DeepSpeedSource(MappedSource[_Opened]):
         return runs
 
 
-_MAKE_UNIVERSAL = (
-    "Make it universal first: python -m deepspeed.checkpoint.ds_to_universal "
-    "--input_folder SRC --output_folder DST."
-)
-
-
 def step_folder(path: Location) -> Path | None:
     """The folder with the files of a DeepSpeed checkpoint: itself, or what ``latest`` names."""
     if not isinstance(path, Path):
@@ -454,113 +384,8 @@ def step_folder(path: Location) -> Path | None:
     return None
 
 
-def _at(state: Any, path: _Path) -> Any:
-    """What is below some keys; None if there is nothing."""
-    for key in path:
-        try:
-            state = state[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return state
-
-
-def _tensor_at(state: Any, path: _Path) -> torch.Tensor | None:
-    found = _at(state, path)
+def _tensor_at(state: Any, path: KeyPath) -> torch.Tensor | None:
+    found = value_at(state, path)
     if isinstance(found, int):
         return torch.tensor(float(found))
     return found if isinstance(found, torch.Tensor) else None
-
-
-def _get(state: Any, key: str, file: Path) -> Any:
-    if not isinstance(state, dict) or key not in state:
-        finding = Finding(f"it has no {key}", path=str(file))
-        raise CorruptCheckpointError("not a file of a ZeRO checkpoint", [finding])
-    return state[key]
-
-
-def _share(zero: Any, stage: int, file: Path) -> _Share:
-    weights_key, state_key = "single_partition_of_fp32_groups", "base_optimizer_state"
-    if stage == _STAGE_3:
-        weights_key, state_key = "fp32_flat_groups", "optimizer_state_dict"
-    weights, base = _get(zero, weights_key, file), _get(zero, state_key, file)
-    path: _Path = (_ZERO, state_key)
-    state: list[dict[str, tuple[_Path, Any]]] = []
-    groups = [{"params": [number]} for number in range(len(weights))]
-    if isinstance(base, dict):
-        groups = _get(base, "param_groups", file)
-    for number in range(len(weights)):
-        # Elastic checkpoints have a list of states.
-        own_path = (*path, "state", number) if isinstance(base, dict) else (*path, number)
-        own = _at(zero, own_path[1:]) or {}
-        state.append({entry: ((*own_path, entry), value) for entry, value in own.items()})
-    for at, group in enumerate(groups):
-        if "step" in group:
-            for number in group["params"]:
-                state[number].setdefault(
-                    "step", ((*path, "param_groups", at, "step"), group["step"])
-                )
-    sizes = tuple(weight.numel() for weight in weights)
-    paddings = zero.get("param_alignment_paddings")
-    return _Share(file, (_ZERO, weights_key), sizes, paddings, tuple(state), tuple(groups))
-
-
-def _even_runs(num_elements: int, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """The ranks that hold a part of a tensor that ZeRO-3 cuts evenly, and how much each has."""
-    most = -(-num_elements // num_ranks)
-    for rank in range(num_ranks):
-        count = min(most, num_elements - rank * most)
-        if count > 0:
-            yield rank, count
-
-
-def _zero3(
-    shapes: Sequence[Mapping[str, Ints]], shares: Sequence[_Share]
-) -> Iterator[tuple[str, Ints, list[_Piece]]]:
-    """Each parameter, and its pieces: each rank has an even part of it at the same place."""
-    begins = [0, *accumulate(shares[0].sizes)]
-    position = 0
-    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        count = math.prod(shape)
-        pieces = [
-            (rank, *run)
-            for rank, own in _even_runs(count, len(shares))
-            for run in _across(begins, position, own)
-        ]
-        yield name, shape, pieces
-        position += -(-count // len(shares))
-    _check_used(position, begins[-1], shares[0].file)
-
-
-def _zero12(
-    shapes: Sequence[Mapping[str, Ints]], shares: Sequence[_Share]
-) -> Iterator[tuple[str, Ints, list[_Piece]]]:
-    """Each parameter, and its pieces: a group is flat, and each rank has a run of it."""
-    _check_used(len(shapes), len(shares[0].sizes), shares[0].file)
-    for number, group in enumerate(shapes):
-        begins = [0, *accumulate(share.sizes[number] for share in shares)]
-        paddings = shares[0].paddings
-        after = paddings[number] if paddings is not None else [0] * len(group)
-        position = 0
-        for (name, shape), padding in zip(group.items(), after, strict=True):
-            runs = _across(begins, position, math.prod(shape))
-            yield name, shape, [(rank, number, start, count) for rank, start, count in runs]
-            position += math.prod(shape) + padding
-        # The end of the group is padded to twice the number of ranks, and not always saved.
-        unit = 2 * len(shares)
-        _check_used(-(-position // unit), -(-begins[-1] // unit), shares[0].file)
-
-
-def _check_used(used: int, there: int, file: Path) -> None:
-    if used != there:
-        finding = Finding("the shapes do not fit the partitions", None, used, there, (), str(file))
-        raise CorruptCheckpointError("parameters cannot be found in the partitions", [finding])
-
-
-def _across(begins: Sequence[int], start: int, count: int) -> list[tuple[int, int, int]]:
-    """``(number, start, count)`` in each of the parts that a range of their sequence touches."""
-    found = []
-    for number, (begin, stop) in enumerate(pairwise(begins)):
-        first, last = max(begin, start), min(stop, start + count)
-        if first < last:
-            found.append((number, first - begin, last - first))
-    return found

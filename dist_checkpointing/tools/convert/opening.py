@@ -42,8 +42,8 @@ def open_source(
         is_checkpoint = check_is_distributed_checkpoint(found)
         if not is_checkpoint and holds_safetensors(found):
             return SafetensorsSource(Path(found))
-        if not is_checkpoint and step_folder(found) is not None:
-            return DeepSpeedSource(Path(found), trusted=trusted)
+        if not is_checkpoint and (step := step_folder(found)) is not None:
+            return DeepSpeedSource(step, trusted=trusted)
         return CheckpointSource(found, trusted=trusted)
     if not store.is_file(found):
         finding = Finding("no such file or folder", path=str(found))
