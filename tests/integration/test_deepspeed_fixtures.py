@@ -40,7 +40,11 @@ def expected(name: str) -> dict[str, torch.Tensor]:
     found = torch.load(FOLDER / f"zero{name[-1]}" / "expected.pt")
     weights = {f"model.{key}": value for key, value in found["weights"].items()}
     assert torch.equal(weights.pop("model.head.weight"), weights["model.embed.weight"])
-    return weights | {f"optimizer.state.{key}": value for key, value in found["state"].items()}
+    # The universal format of stage 3 is flat.
+    return weights | {
+        f"optimizer.state.{key}": value.view_as(weights[f"model.{key.rpartition('.')[0]}"])
+        for key, value in found["state"].items()
+    }
 
 
 def written(name: str, tmp_path: Path) -> Path:
@@ -68,7 +72,8 @@ def refused(path: Path, error: type[CheckpointingException]) -> str:
 def test_every_value_is_that_of_deepspeed(tmp_path: Path, name: str) -> None:
     convert(FOLDER / name, tmp_path / "out")
     opened = Checkpoint.open(tmp_path / "out")
-    tensors = load_plain_tensors(tmp_path / "out")
+    loaded = load_plain_tensors(tmp_path / "out")
+    tensors = {key: loaded[key] for key in opened}
     wanted = expected(name)
     assert len(wanted) == (16 if name == "zero1" else 18)
     for key, value in wanted.items():
@@ -93,7 +98,7 @@ def test_a_training_goes_on_from_it(tmp_path: Path, name: str) -> None:
     others = [p for p in model.parameters() if p.requires_grad and p.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], lr=1.0)
     state = TorchState(model, optimizer)
-    load(state, tmp_path / "out")
+    load(state, tmp_path / "out", cast="widen")  # frozen parameters are bfloat16
     assert state.step == 3
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
@@ -126,7 +131,7 @@ def test_every_box_can_be_read(name: str) -> None:
 
 
 def test_the_folder_above_is_that_of_the_latest_step(tmp_path: Path) -> None:
-    assert open_source(FOLDER / "zero3").index == open_source(FOLDER / "zero3" / STEP).index
+    assert open_source(FOLDER / "zero3").path == FOLDER / "zero3" / STEP
     path = written("zero3", tmp_path)
     (path / "latest").write_text("../zero3/global_step9")
     assert "metadata.json" in refused(path, CheckpointingException)
@@ -258,4 +263,4 @@ def test_other_commands_name_it(dckpt: Run) -> None:
         finished = dckpt("ls", path)
         assert finished.code == 2
         assert "it is a DeepSpeed checkpoint" in finished.err
-        assert f"dckpt convert {path} DST" in finished.err
+        assert f"dckpt convert {path} DST --to tensorstore" in finished.err

@@ -7,13 +7,14 @@ Needs DeepSpeed, which no test does. ``expected.pt`` has what its own tools make
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
-from torch import multiprocessing, nn
+from torch import nn
 
 RANKS = 2
 
@@ -92,7 +93,15 @@ def write_expected(folder: Path, stage: int) -> None:
 
 def main(folder: Path) -> None:
     for stage in (1, 2, 3):
-        multiprocessing.start_processes(train, (stage, folder / f"zero{stage}"), nprocs=RANKS)
+        context = multiprocessing.get_context("spawn")
+        ranks = [
+            context.Process(target=train, args=(rank, stage, folder / f"zero{stage}"))
+            for rank in range(RANKS)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder"]
         command += [f"{folder}/zero{stage}/global_step3", "--inject_missing_state"]
         command += ["--output_folder", f"{folder}/universal{stage}"]

@@ -184,6 +184,7 @@ def zero12_layout(
         begins = [0, *accumulate(share.sizes[number] for share in shares)]
         paddings = shares[0].paddings
         after = paddings[number] if paddings is not None else [0] * len(group)
+        _check_used(len(group), len(after), shares[0].file)
         position = 0
         for (name, shape), padding in zip(group.items(), after, strict=True):
             runs = _across(begins, position, math.prod(shape))

@@ -29,7 +29,7 @@ _FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
     (
         "a DeepSpeed checkpoint",
         ("*_model_states.pt", "global_step*/*_model_states.pt", "zero_to_fp32.py"),
-        "dckpt convert {path} DST makes a checkpoint of it.",
+        "dckpt convert {path} DST --to tensorstore makes a checkpoint of it.",
     ),
     (
         "Megatron's older format (torch)",
