@@ -120,7 +120,11 @@ def test_every_box_can_be_read(name: str) -> None:
     for key in ("model.embed.weight", "optimizer.state.body.weight.exp_avg_sq"):
         full = expected(name)[key]
         ranges = [
-            [(start, stop - start) for start in range(extent) for stop in range(start + 1, extent)]
+            [
+                (start, stop - start)
+                for start in range(extent)
+                for stop in range(start + 1, extent + 1)
+            ]
             for extent in full.shape
         ]
         for (row, rows), (column, columns) in itertools.product(*ranges):
@@ -250,12 +254,36 @@ def test_classes_of_others_need_trust(tmp_path: Path) -> None:
     assert "torch.nn.modules.linear.Identity" in text
 
 
-def test_parts_of_models_are_refused(tmp_path: Path) -> None:
-    path = written("zero2", tmp_path)
-    shutil.copy(path / STEP / OPTIM.format(0), path / STEP / OPTIM.format(0).replace("00", "01"))
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("zero2", f"{STEP}/zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+        ("zero2", f"{STEP}/layer_00-model_states.pt"),
+        ("universal2", "mp_rank_01_model_states.pt"),
+    ],
+)
+def test_parts_of_models_are_refused(tmp_path: Path, name: str, other: str) -> None:
+    path = written(name, tmp_path)
+    (path / other).touch()
     text = refused(path, UnsupportedFormatError)
     assert "tensor, pipeline or expert parallelism" in text
-    assert "deepspeed.checkpoint.ds_to_universal" in text
+    assert "on data-parallel ranks alone" in text
+
+
+def test_a_universal_tensor_of_another_size(tmp_path: Path) -> None:
+    path = written("universal3", tmp_path)
+    torch.save(torch.zeros(5), path / "zero" / "body.bias" / "exp_avg.pt")
+    assert "'body.bias': another size; expected (7,)" in refused(path, CorruptCheckpointError)
+
+
+def test_without_zero_the_file_of_the_model_is_converted(tmp_path: Path) -> None:
+    path = written("zero1", tmp_path)
+    for file in (path / STEP).glob("*_optim_states.pt"):
+        file.unlink()
+    model = path / STEP / "mp_rank_00_model_states.pt"
+    assert "Convert its *_model_states.pt" in refused(path, UnsupportedFormatError)
+    convert(model, tmp_path / "out")
+    assert "module.frozen.weight" in Checkpoint.open(tmp_path / "out")
 
 
 def test_other_commands_name_it(dckpt: Run) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints
@@ -26,8 +26,10 @@ from dist_checkpointing.tools.convert.deepspeed_partitions import (
     ZERO_KEY,
     KeyPath,
     Share,
+    check_not_parallel,
     even_runs,
     read_shares,
+    refuse_parallel,
     required,
     value_at,
     zero3_layout,
@@ -97,7 +99,7 @@ class DeepSpeedSource(MappedSource[_Opened]):
         trusted: unpickle anything in it, each time that a file is mapped.
 
     Raises:
-        UnsupportedFormatError: for tensor, pipeline or expert parallelism that is not universal,
+        UnsupportedFormatError: for tensor, pipeline or expert parallelism,
             and for files with more than plain data that are not trusted.
         CorruptCheckpointError: if files are missing, damaged, or do not fit together.
     """
@@ -120,6 +122,7 @@ class DeepSpeedSource(MappedSource[_Opened]):
 
     def _find(self) -> None:
         """Read all but the values."""
+        check_not_parallel(self._folder, self._files)
         optimizer = self._folder / _UNIVERSAL / "optimizer_state.pt"
         if is_universal := optimizer.parent.is_dir():
             zero = self._load(optimizer)
@@ -131,8 +134,7 @@ class DeepSpeedSource(MappedSource[_Opened]):
         first = self._model_file(0)
         model = self._load(first)
         if model.keys() & {"ds_autoep_layers", "autoep_layers"}:
-            finding = Finding("expert parallelism", path=str(first))
-            raise UnsupportedFormatError("experts are not put together", [finding])
+            refuse_parallel(self._folder)
         shapes = [
             {name: tuple(shape) for name, shape in group.items()}
             for group in required(model, "param_shapes", first)
@@ -213,6 +215,9 @@ class DeepSpeedSource(MappedSource[_Opened]):
                     path: KeyPath = ("param",) if isinstance(value, dict) else ()
                     found = _tensor_at(value, path)
                     own = () if found is None or found.ndim == 0 else shape
+                    if found is not None and own and found.numel() != math.prod(own):
+                        finding = Finding("another size", name, shape, found.shape, (), str(file))
+                        raise CorruptCheckpointError("the files do not fit together", [finding])
                     parts = [_Segment(file, path, 0, math.prod(own))]
                     if file.stem == "fp32":
                         self._placed[f"model.{name}"] = own, parts

@@ -12,21 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
 from dist_checkpointing.format.geometry import Ints
 
 STAGE_3: Final = 3
-MAKE_UNIVERSAL: Final = (
-    "Make it universal first: python -m deepspeed.checkpoint.ds_to_universal "
-    "--input_folder SRC --output_folder DST."
-)
-
 ZERO_KEY: Final = "optimizer_state_dict"
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_PARALLEL = re.compile(r"mp_rank_(?!00_)|_expert_|^expp_rank")
-_PARALLELISM = "tensor, pipeline or expert parallelism"
+_PARALLEL = re.compile(r"mp_rank_(?!00_)|_expert_|^expp_rank|^layer_")
 
 KeyPath = tuple[str | int, ...]
 Piece = tuple[int, int, int, int]
@@ -56,10 +50,27 @@ def value_at(state: Any, path: KeyPath) -> Any:
 
 
 def required(state: Any, key: str, file: Path) -> Any:
+    """An entry of a file that every such file has."""
     if not isinstance(state, dict) or key not in state:
         finding = Finding(f"it has no {key}", path=str(file))
         raise CorruptCheckpointError("not a file of a ZeRO checkpoint", [finding])
     return state[key]
+
+
+def refuse_parallel(folder: Path) -> NoReturn:
+    """Raise UnsupportedFormatError for parts of a model."""
+    finding = Finding(
+        "tensor, pipeline or expert parallelism",
+        path=str(folder),
+        remedy="Load it with DeepSpeed on data-parallel ranks alone, and save that.",
+    )
+    raise UnsupportedFormatError("parts of a model are not put together", [finding])
+
+
+def check_not_parallel(folder: Path, files: Iterable[Path]) -> None:
+    """Raise UnsupportedFormatError if there are files of parts of a model."""
+    if any(_PARALLEL.search(file.name) for file in files if file.parent == folder):
+        refuse_parallel(folder)
 
 
 def read_shares(
@@ -78,9 +89,6 @@ def read_shares(
         remedy = "Convert its *_model_states.pt: without ZeRO that holds the whole model."
         finding = Finding("there are no *_optim_states.pt", path=path, remedy=remedy)
         raise UnsupportedFormatError("not a ZeRO checkpoint", [finding])
-    if any(_PARALLEL.search(name) for name in names):
-        finding = Finding(_PARALLELISM, path=path, remedy=MAKE_UNIVERSAL)
-        raise UnsupportedFormatError("parts of a model are not put together", [finding])
     shares, kinds = {}, {}
     for rank, match in sorted(found.items()):
         file = folder / match.string
@@ -91,8 +99,7 @@ def read_shares(
         kinds[rank] = f"stage {stage}, {', '.join(map(str, counts))} ranks"
         shares[rank] = _share(zero, stage, file)
         if len(counts) != 1:
-            finding = Finding(_PARALLELISM, found=kinds[rank], path=path, remedy=MAKE_UNIVERSAL)
-            raise UnsupportedFormatError("parts of a model are not put together", [finding])
+            refuse_parallel(folder)
         world_size = int(counts[0])
     findings = [
         Finding("written with another number of ranks or stage of ZeRO", None,
