@@ -15,7 +15,7 @@ import pickle
 import threading
 import types
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,12 @@ _allow_list = threading.RLock()
 
 
 @contextmanager
-def _safe_globals_allowed() -> Iterator[None]:
+def _safe_globals_allowed(stand_ins: Sequence[tuple[Any, str]] = ()) -> Iterator[None]:
     # torch has one allow-list for the process, and removes at the end what is added here: so add
     # nothing that the user has added, and let only one thread at a time do this.
     with _allow_list:
         known = torch.serialization.get_safe_globals()
-        ours: list[Any] = [entry for entry in SAFE_GLOBALS if entry not in known]
+        ours: list[Any] = [entry for entry in (*SAFE_GLOBALS, *stand_ins) if entry not in known]
         with torch.serialization.safe_globals(ours):
             yield
 
@@ -170,7 +170,13 @@ def deserialize(content: bytes, where: str, *, trusted: bool = False) -> Any:
     return _load(io.BytesIO(content), where, trusted=trusted, maps_file=False)
 
 
-def deserialize_file(path: Path, *, trusted: bool = False, maps_file: bool = True) -> Any:
+def deserialize_file(
+    path: Path,
+    *,
+    trusted: bool = False,
+    maps_file: bool = True,
+    stand_ins: Sequence[tuple[Any, str]] = (),
+) -> Any:
     """The value in a file of ``torch.save``, with its tensors on the CPU.
 
     Args:
@@ -178,26 +184,34 @@ def deserialize_file(path: Path, *, trusted: bool = False, maps_file: bool = Tru
         trusted: unpickle anything, which lets the file run any code.
         maps_file: leave the values of tensors in the file, which must not change meanwhile. Files
             in the format of before PyTorch 1.6 do not allow that.
+        stand_ins: classes of plain data to make in place of named ones, unless it is trusted.
 
     Raises:
         UnsupportedFormatError: if it needs a class or function that is not on the allow-list.
         CorruptCheckpointError: if the file is damaged.
     """
-    return _load(str(path), str(path), trusted=trusted, maps_file=maps_file)
+    return _load(str(path), str(path), trusted=trusted, maps_file=maps_file, stand_ins=stand_ins)
 
 
-def _load(source: io.BytesIO | str, where: str, *, trusted: bool, maps_file: bool) -> Any:
+def _load(
+    source: io.BytesIO | str,
+    where: str,
+    *,
+    trusted: bool,
+    maps_file: bool,
+    stand_ins: Sequence[tuple[Any, str]] = (),
+) -> Any:
     try:
         if not trusted:
             check_torch_file(Path(source) if isinstance(source, str) else source.getvalue())
         # A sparse tensor with indices out of range would crash the process when it is used.
         checks: Any = torch.sparse.check_sparse_tensor_invariants
-        with _safe_globals_allowed(), checks():
+        with _safe_globals_allowed(stand_ins), checks():
             value = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=maps_file)
     except BadRecord as error:
         raise _unreadable(str(error), where) from error
     except Exception as error:
-        refused = [] if trusted else _refused_globals(source)
+        refused = [] if trusted else _refused_globals(source, stand_ins)
         if refused:
             finding = Finding(
                 "the file needs classes or functions that are not on the allow-list of plain data",
@@ -251,9 +265,11 @@ def _has_objects(dtype: np.dtype[Any]) -> bool:
     return bool(dtype.hasobject) or any(_has_objects(entry[0]) for entry in fields)
 
 
-def _refused_globals(data: io.BytesIO | str) -> list[str]:
+def _refused_globals(
+    data: io.BytesIO | str, stand_ins: Sequence[tuple[Any, str]] = ()
+) -> list[str]:
     try:
-        with _safe_globals_allowed():
+        with _safe_globals_allowed(stand_ins):
             if not isinstance(data, str):
                 data.seek(0)
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))

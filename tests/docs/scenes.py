@@ -31,6 +31,9 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
 )
+from dist_checkpointing.tools.convert import convert
+from make_deepspeed import Net
+from samples import GOLDEN
 from tiny_llama import hf_weights
 
 Names = dict[str, Any]
@@ -261,6 +264,10 @@ def from_torch_save(number: int, names: Names) -> None:
 
 def nothing(number: int, names: Names) -> None:
     """The page defines all that it uses."""
+def from_deepspeed(number: int, names: Names) -> None:
+    del number
+    convert(GOLDEN / "deepspeed0.19.8" / "zero3", "ckpt/1000")
+    names |= {"torch": torch, "model": Net()}
 
 
 SCENES: Final[dict[str, Scene]] = {
@@ -275,6 +282,7 @@ SCENES: Final[dict[str, Scene]] = {
     "docs/incremental.md": incremental,
     "docs/index.md": index,
     "docs/looking.md": looking,
+    "docs/migrating/deepspeed.md": from_deepspeed,
     "docs/migrating/megatron.md": from_megatron,
     "docs/migrating/torch_dcp.md": from_torch_dcp,
     "docs/migrating/torch_save.md": from_torch_save,

@@ -32,7 +32,7 @@ def convert(
         typer.Argument(
             parser=location,
             help="A checkpoint of any backend (also Megatron's, torch DCP's), safetensors (a file, "
-            "or a folder of them), or a file of torch.save.",
+            "or a folder of them), a file of torch.save, or a DeepSpeed ZeRO checkpoint.",
             show_default=False,
         ),
     ],

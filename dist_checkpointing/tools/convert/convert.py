@@ -134,7 +134,8 @@ def convert(
 
     Args:
         source: a committed checkpoint of any backend (also of Megatron and torch DCP), safetensors
-            files (one, or a Hugging Face folder), or a file of torch.save.
+            files (one, or a Hugging Face folder), a file of torch.save, or a folder of a DeepSpeed
+            ZeRO checkpoint.
         destination: a folder, or a URL for a checkpoint; a file for ``torch``, and for
             ``safetensors`` if its name says so.
         to: ``backend`` or ``backend:version``, ``safetensors`` or ``torch``.

@@ -9,6 +9,7 @@ from dist_checkpointing.errors import CheckpointNotFoundError, Finding
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint
+from dist_checkpointing.tools.convert.deepspeed_files import DeepSpeedSource, step_folder
 from dist_checkpointing.tools.convert.memory import DEFAULT_MEMORY_BYTES
 from dist_checkpointing.tools.convert.safetensors_files import (
     INDEX_SUFFIX,
@@ -38,8 +39,11 @@ def open_source(
     """
     found = location(path)
     if store.is_folder(found):
-        if not check_is_distributed_checkpoint(found) and holds_safetensors(found):
+        is_checkpoint = check_is_distributed_checkpoint(found)
+        if not is_checkpoint and holds_safetensors(found):
             return SafetensorsSource(Path(found))
+        if not is_checkpoint and (step := step_folder(found)) is not None:
+            return DeepSpeedSource(step, trusted=trusted)
         return CheckpointSource(found, trusted=trusted)
     if not store.is_file(found):
         finding = Finding("no such file or folder", path=str(found))

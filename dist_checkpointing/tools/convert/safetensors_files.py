@@ -119,11 +119,11 @@ class SafetensorsSource(MappedSource[dict[Path, Any]]):
     def _open(self) -> dict[Path, Any]:
         return {file: _open(file) for file in self._files}
 
-    def _view(self, content: dict[Path, Any], key: str, box: Box) -> torch.Tensor:
+    def _copy(self, content: dict[Path, Any], key: str, box: Box) -> torch.Tensor:
         file = self._file_of[key]
         with _reading(file):
             view: torch.Tensor = content[file].get_slice(key)[box.slices() or ...]
-        return view
+        return view.clone(memory_format=torch.contiguous_format)
 
     def file_of(self, key: str) -> Path:
         return self._file_of[key]

@@ -186,8 +186,8 @@ class MappedSource(Source, Generic[Content]):
         """Map the files."""
 
     @abstractmethod
-    def _view(self, content: Content, key: str, box: Box) -> torch.Tensor:
-        """A box of a tensor in the mapped files."""
+    def _copy(self, content: Content, key: str, box: Box) -> torch.Tensor:
+        """A new contiguous tensor with a box of a tensor in the mapped files."""
 
     def _mapped(self, num_bytes: int) -> Content:
         """The content from which to read the next ``num_bytes``. From any thread."""
@@ -207,8 +207,7 @@ class MappedSource(Source, Generic[Content]):
     def read(self, wanted: Sequence[tuple[str, Box]]) -> list[torch.Tensor]:
         itemsizes = {key: self._index[key].dtype.itemsize for key, _ in wanted}
         content = self._mapped(sum(box.num_elements * itemsizes[key] for key, box in wanted))
-        views = (self._view(content, key, box) for key, box in wanted)
-        return [view.clone(memory_format=torch.contiguous_format) for view in views]
+        return [self._copy(content, key, box) for key, box in wanted]
 
     def limit_mapped(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes

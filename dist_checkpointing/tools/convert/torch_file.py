@@ -130,8 +130,9 @@ class TorchFileSource(MappedSource[_FileContent]):
     def object_cell(self, key: str, cell: Ints) -> Any:
         return self.cells[key][cell]
 
-    def _view(self, content: _FileContent, key: str, box: Box) -> torch.Tensor:
-        return content.tensors[key][box.slices()]
+    def _copy(self, content: _FileContent, key: str, box: Box) -> torch.Tensor:
+        view = content.tensors[key][box.slices()]
+        return view.clone(memory_format=torch.contiguous_format)
 
     def limit_mapped(self, most_bytes: int) -> None:
         if self._is_mapped:

@@ -29,7 +29,7 @@ _FOREIGN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
     (
         "a DeepSpeed checkpoint",
         ("*_model_states.pt", "global_step*/*_model_states.pt", "zero_to_fp32.py"),
-        "Each of its .pt files opens by itself.",
+        "dckpt convert {path} DST --to tensorstore makes a checkpoint of it.",
     ),
     (
         "Megatron's older format (torch)",
@@ -117,5 +117,5 @@ def _what_it_is(path: Location) -> tuple[str, str] | None:
             return f"it holds {what}: {', '.join(names[:8])}", "Name one of them."
     for what, patterns, remedy in _FOREIGN:
         if any(any(path.glob(pattern)) for pattern in patterns):
-            return f"it is {what}", remedy
+            return f"it is {what}", remedy.format(path=path)
     return None
