@@ -6,8 +6,8 @@ A page may say, on a line of its own::
     <!-- include: benchmarks/README.md -->    a whole file, without its title
     <!-- commands -->                         the help of every command of ``dckpt``
 
-Pictures are put into the page itself, so that they follow its light or dark colours. Types of Python,
-NumPy and torch in a signature lead to the documentation of those.
+Pictures are put into the page itself, so that they follow its light or dark colours. Types of
+Python, NumPy and torch in a signature lead to the documentation of those.
 """
 
 from __future__ import annotations
@@ -30,6 +30,20 @@ _LINK: Final = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _UNRESOLVED: Final = re.compile(r'<span title="([\w.]+)">([\w.]+)</span>')
 _PYTHON: Final = "https://docs.python.org/3/library/"
 _TORCH: Final = "https://docs.pytorch.org/docs/stable/"
+_NUMPY: Final = "https://numpy.org/doc/stable/reference/"
+_PAGES: Final = {
+    "numpy.int64": f"{_NUMPY}arrays.scalars",
+    "numpy.uint64": f"{_NUMPY}arrays.scalars",
+    "numpy.typing.NDArray": f"{_NUMPY}typing",
+    "torch.Tensor": f"{_TORCH}tensors",
+    "torch.device": f"{_TORCH}tensor_attributes",
+    "torch.distributed.ProcessGroup": f"{_TORCH}distributed",
+    "torch.distributed.tensor.DTensor": f"{_TORCH}distributed.tensor",
+    "torch.dtype": f"{_TORCH}tensor_attributes",
+    "torch.futures.Future": f"{_TORCH}futures",
+    "torch.nn.Module": f"{_TORCH}generated/torch.nn.Module",
+    "torch.optim.Optimizer": f"{_TORCH}optim",
+}
 _PICTURE: Final = re.compile(r'<p><img alt="([^"]*)" src="[^"]*pictures/([\w-]+)\.svg" ?/?></p>')
 
 
@@ -133,31 +147,17 @@ def on_post_page(output: str, page: Any, config: Any) -> str:  # noqa: ARG001
 
 def address_of(name: str) -> str | None:
     """Where a type of another library is documented, by its full name; None if nobody knows."""
+    module = name.rpartition(".")[0]
     found = getattr(builtins, name, None)
     if isinstance(found, type):
-        page = "exceptions" if issubclass(found, BaseException) else "stdtypes"
-        if name in ("object", "type"):
-            page = "functions"
-        return f"{_PYTHON}{page}.html#{name}"
-    module, _, _ = name.rpartition(".")
-    if module in sys.stdlib_module_names or module in ("collections.abc", "concurrent.futures"):
-        return f"{_PYTHON}{module}.html#{name}"
-    if module.startswith("torch.distributed.checkpoint"):
-        return f"{_TORCH}distributed.checkpoint.html#{name}"
-    pages = {
-        "torch.Tensor": "tensors",
-        "torch.dtype": "tensor_attributes",
-        "torch.device": "tensor_attributes",
-        "torch.nn.Module": "generated/torch.nn.Module",
-        "torch.optim.Optimizer": "optim",
-        "torch.futures.Future": "futures",
-        "torch.distributed.ProcessGroup": "distributed",
-        "torch.distributed.tensor.DTensor": "distributed.tensor",
-    }
-    if name in pages:
-        return f"{_TORCH}{pages[name]}.html#{name}"
-    if module == "numpy":
-        return f"https://numpy.org/doc/stable/reference/arrays.scalars.html#{name}"
-    if name == "numpy.typing.NDArray":
-        return f"https://numpy.org/doc/stable/reference/typing.html#{name}"
-    return None
+        page = "functions" if name in ("object", "type") else "stdtypes"
+        page = _PYTHON + ("exceptions" if issubclass(found, BaseException) else page)
+    elif module.partition(".")[0] in sys.stdlib_module_names:
+        page = _PYTHON + module
+    elif module.startswith("torch.distributed.checkpoint"):
+        page = f"{_TORCH}distributed.checkpoint"
+    elif name in _PAGES:
+        page = _PAGES[name]
+    else:
+        return None
+    return f"{page}.html#{name}"
