@@ -3,14 +3,14 @@
     torchrun --nproc-per-node 2 examples/torch_training.py DIR
     python examples/torch_training.py DIR --steps 40     # goes on, in one process
 
-What makes it resume is one TorchState and four calls of a CheckpointManager, all in ``main``.
+What makes it resume is one TorchState and a CheckpointManager, all in ``main``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
+import signal
 from typing import Any
 
 import torch
@@ -41,13 +41,13 @@ class Batches:
         self._generator.set_state(state["generator"])
 
 
-def make_model() -> nn.Module:
+def make_model(device: str) -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(3):
         layers += [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.05)]
-    model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 1)).to(device)
     if dist.is_initialized():
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
         for layer in model:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
@@ -57,37 +57,47 @@ def make_model() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train, save and resume.")
-    parser.add_argument("run", type=Path, help="folder of the checkpoints")
+    parser.add_argument("run", help="folder of the checkpoints, or a URL such as s3://bucket/run")
     parser.add_argument("--steps", type=int, default=20, help="number of steps to reach")
     parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+    if given.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:  # torchrun started it
+        dist.init_process_group("cpu:gloo,cuda:nccl" if given.device == "cuda" else "gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    say = print if rank == 0 else lambda _: None
+    say = print if rank == 0 else lambda *_, **__: None
     torch.manual_seed(rank)
-    model = make_model()
+    model = make_model(given.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     batches = Batches(rank)
 
     state = TorchState(model, optimizer, scheduler=scheduler, batches=batches)
     with CheckpointManager(given.run, retention=Retention(keep_last=2)) as manager:
+        manager.save_on_signal(signal.SIGTERM)
         if manager.latest() is not None:
             manager.load(state)
-            say(f"resumed at step {state.step}")
-        while state.step < given.steps:
-            x = batches.next()
+            say(f"resumed at step {state.step}", flush=True)
+        saved = state.step
+        while state.step < given.steps and not manager.preempted():
+            x = batches.next().to(given.device)
             loss = (model(x) - x.sum(-1, keepdim=True)).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             scheduler.step()
             state.step += 1
-            say(f"step {state.step} loss {loss.item():.4f} = {float(loss).hex()}")
+            loss = loss.detach()
+            say(f"step {state.step} loss {loss:.4f} = {float(loss).hex()}", flush=True)
             if state.step % given.save_every == 0:
                 manager.async_save(state.step, state)
+                saved = state.step
+        if state.step > saved:  # a signal came, or the steps are done
+            manager.save(state.step, state)
+            say(f"saved step {state.step}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
