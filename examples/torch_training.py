@@ -41,13 +41,13 @@ class Batches:
         self._generator.set_state(state["generator"])
 
 
-def make_model(device: str) -> nn.Module:
+def make_model() -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(3):
         layers += [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.05)]
-    model = nn.Sequential(*layers, nn.Linear(WIDTH, 1)).to(device)
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
     if dist.is_initialized():
-        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
@@ -60,17 +60,14 @@ def main() -> None:
     parser.add_argument("run", help="folder of the checkpoints, or a URL such as s3://bucket/run")
     parser.add_argument("--steps", type=int, default=20, help="number of steps to reach")
     parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if given.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:  # torchrun started it
-        dist.init_process_group("cpu:gloo,cuda:nccl" if given.device == "cuda" else "gloo")
+        dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     say = print if rank == 0 else lambda *_, **__: None
     torch.manual_seed(rank)
-    model = make_model(given.device)
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     batches = Batches(rank)
@@ -83,7 +80,7 @@ def main() -> None:
             say(f"resumed at step {state.step}", flush=True)
         saved = state.step
         while state.step < given.steps and not manager.preempted():
-            x = batches.next().to(given.device)
+            x = batches.next()
             loss = (model(x) - x.sum(-1, keepdim=True)).square().mean()
             optimizer.zero_grad()
             loss.backward()
