@@ -5,6 +5,7 @@
 #   make test-megatron                Megatron's own models, with its checkpoints and with ours
 #   make test-s3                      object stores on a real S3 server (Ceph, which it starts)
 #   make test-trainers                the Trainer of transformers, Accelerate, Lightning
+#   make examples [ARGS='chaos']      every example, small: a line for each
 #   make chaos [ARGS='--kills 200']   make chaos ARGS='--store s3://bucket/chaos'
 #   make bench [ARGS='--only small-tensors']   make bench-planning   make docs
 PYTHON ?= python3
@@ -26,8 +27,8 @@ TRAINERS := .venv/trainers
 EMPTY :=
 SPACE := $(EMPTY) $(EMPTY)
 
-.PHONY: demo test test-all test-megatron test-s3 test-trainers lint bench bench-planning chaos docs \
-  clean
+.PHONY: demo test test-all test-megatron test-s3 test-trainers examples lint bench bench-planning chaos \
+  docs clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -79,6 +80,9 @@ $(TRAINERS)/ready: $(READY) constraints.txt
 
 test-trainers: $(TRAINERS)/ready
 	PYTHONPATH=. $(TRAINERS)/bin/python -m pytest -q tests/trainers $(ARGS)
+
+examples: $(TRAINERS)/ready
+	PYTHONPATH=. $(TRAINERS)/bin/python examples/run_all.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

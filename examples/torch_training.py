@@ -3,14 +3,14 @@
     torchrun --nproc-per-node 2 examples/torch_training.py DIR
     python examples/torch_training.py DIR --steps 40     # goes on, in one process
 
-What makes it resume is one TorchState and four calls of a CheckpointManager, all in ``main``.
+What makes it resume is one TorchState and a CheckpointManager, all in ``main``.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
+import signal
 from typing import Any
 
 import torch
@@ -57,15 +57,15 @@ def make_model() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train, save and resume.")
-    parser.add_argument("run", type=Path, help="folder of the checkpoints")
+    parser.add_argument("run", help="folder of the checkpoints, or a URL such as s3://bucket/run")
     parser.add_argument("--steps", type=int, default=20, help="number of steps to reach")
     parser.add_argument("--save-every", type=int, default=5)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ:  # torchrun started it
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    say = print if rank == 0 else lambda _: None
+    say = print if rank == 0 else lambda *_, **__: None
     torch.manual_seed(rank)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -74,10 +74,12 @@ def main() -> None:
 
     state = TorchState(model, optimizer, scheduler=scheduler, batches=batches)
     with CheckpointManager(given.run, retention=Retention(keep_last=2)) as manager:
+        manager.save_on_signal(signal.SIGTERM)
         if manager.latest() is not None:
             manager.load(state)
-            say(f"resumed at step {state.step}")
-        while state.step < given.steps:
+            say(f"resumed at step {state.step}", flush=True)
+        saved = state.step
+        while state.step < given.steps and not manager.preempted():
             x = batches.next()
             loss = (model(x) - x.sum(-1, keepdim=True)).square().mean()
             optimizer.zero_grad()
@@ -85,9 +87,14 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             state.step += 1
-            say(f"step {state.step} loss {loss.item():.4f} = {float(loss).hex()}")
+            loss = loss.detach()
+            say(f"step {state.step} loss {loss:.4f} = {float(loss).hex()}", flush=True)
             if state.step % given.save_every == 0:
                 manager.async_save(state.step, state)
+                saved = state.step
+        if state.step > saved:  # a signal came, or the steps are done
+            manager.save(state.step, state)
+            say(f"saved step {state.step}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

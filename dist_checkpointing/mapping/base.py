@@ -9,9 +9,13 @@ from typing import Any, TypeVar
 from dist_checkpointing.errors import Finding, InvalidShardingError
 
 StateDict = dict[str, Any]
+"""Names and values, which may be nested: dicts, lists and tuples with tensors and plain values."""
 CommonStateDict = dict[str, Any]
+"""What is the same on all ranks and is saved once: all that is in no leaf of its own."""
 ShardedStateDict = dict[str, Any]
+"""A state dict whose distributed tensors and objects are leaves, such as ``ShardedTensor``."""
 ReplicaId = int | tuple[int, ...]
+"""Which copy this is; the copy with zeros only is the main one, which is written."""
 
 _INT = frozenset({int})
 

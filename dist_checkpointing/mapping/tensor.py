@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 RankOffset = tuple[SupportsIndex, SupportsIndex, SupportsIndex]
+"""An axis, the position of this part along it, and the number of parts, all of one size."""
 
 
 @dataclass

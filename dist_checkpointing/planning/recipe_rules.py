@@ -185,7 +185,7 @@ class Rename(NameRule):
         rename 'model.layers.{i}.{x*}', to='blocks.{i}.{x}'
     """
 
-    name: ClassVar = "rename"
+    name: ClassVar[str] = "rename"
     pattern: str
     to: str
 
@@ -209,7 +209,7 @@ class Drop(NameRule):
         drop ['lm_head.weight', '{x*}.inv_freq']
     """
 
-    name: ClassVar = "drop"
+    name: ClassVar[str] = "drop"
     patterns: str | Sequence[str]
 
     def __post_init__(self) -> None:
@@ -231,7 +231,7 @@ class Keep(Drop):
         keep 'model.{x*}'
     """
 
-    name: ClassVar = "keep"
+    name: ClassVar[str] = "keep"
 
     def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
         every = list(keys)
@@ -250,7 +250,7 @@ class CastTo(EachRule):
         cast 'model.{x*}', dtype='float32'
     """
 
-    name: ClassVar = "cast"
+    name: ClassVar[str] = "cast"
     pattern: str
     dtype: str
 
@@ -286,7 +286,7 @@ class Missing(Rule):
         missing 'adapter.{x*}', fill='template'
     """
 
-    name: ClassVar = "missing"
+    name: ClassVar[str] = "missing"
     pattern: str
     fill: Fill | Literal["error"] = "zeros"
 

@@ -34,7 +34,7 @@ class Resize(EachRule):
         resize 'embedding.weight', size=32128
     """
 
-    name: ClassVar = "resize"
+    name: ClassVar[str] = "resize"
     pattern: str
     axis: int = 0
     size: int | None = None
@@ -77,7 +77,7 @@ class Split(EachRule):
         split '{m*}.gate_up.weight', into=['{m}.gate.weight', '{m}.up.weight']
     """
 
-    name: ClassVar = "split"
+    name: ClassVar[str] = "split"
     pattern: str
     into: Sequence[str]
     axis: int = 0
@@ -125,7 +125,7 @@ class Concat(Rule):
         concat ['{m*}.q.weight', '{m*}.k.weight'], into='{m}.qk.weight'
     """
 
-    name: ClassVar = "concat"
+    name: ClassVar[str] = "concat"
     patterns: Sequence[str]
     into: str
     axis: int = 0
@@ -191,7 +191,7 @@ class Transpose(EachRule):
         transpose '{m*}.kernel'
     """
 
-    name: ClassVar = "transpose"
+    name: ClassVar[str] = "transpose"
     pattern: str
     axes: Sequence[int] | None = None
 
@@ -218,7 +218,7 @@ class Stack(EachRule):
         stack 'layers.{i}.{x*}', into='layers.{x}'
     """
 
-    name: ClassVar = "stack"
+    name: ClassVar[str] = "stack"
     pattern: str
     into: str
 
@@ -265,7 +265,7 @@ class Unstack(EachRule):
         unstack 'layers.{x*}', into='layers.{i}.{x}'
     """
 
-    name: ClassVar = "unstack"
+    name: ClassVar[str] = "unstack"
     pattern: str
     into: str
 

@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 PathOrStr = str | PathLike[str]
+"""A folder, or the URL of a prefix in an object store."""
 M = TypeVar("M", bound=Callable[..., Any])
 
 

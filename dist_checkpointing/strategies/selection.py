@@ -24,6 +24,7 @@ from dist_checkpointing.strategies.registry import (
 
 S = TypeVar("S")
 Selection: TypeAlias = Union[S, str, tuple[str, int], None]  # noqa: UP007 - S | str is no alias
+"""A strategy, the name of a backend, its name and version, or None for the default."""
 
 DEFAULT_SHARDED = ("tensorstore", 1)
 DEFAULT_COMMON = ("torch", 1)

@@ -6,13 +6,16 @@ A page may say, on a line of its own::
     <!-- include: benchmarks/README.md -->    a whole file, without its title
     <!-- commands -->                         the help of every command of ``dckpt``
 
-Pictures are put into the page itself, so that they follow its light or dark colours.
+Pictures are put into the page itself, so that they follow its light or dark colours. Types of
+Python, NumPy and torch in a signature lead to the documentation of those.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -24,6 +27,23 @@ _COMMANDS: Final = re.compile(r"^<!-- commands -->$", re.MULTILINE)
 _FENCE: Final = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _HEADING: Final = re.compile(r"^(#+) +(.+?) *$", re.MULTILINE)
 _LINK: Final = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_UNRESOLVED: Final = re.compile(r'<span title="([\w.]+)">([\w.]+)</span>')
+_PYTHON: Final = "https://docs.python.org/3/library/"
+_TORCH: Final = "https://docs.pytorch.org/docs/stable/"
+_NUMPY: Final = "https://numpy.org/doc/stable/reference/"
+_PAGES: Final = {
+    "numpy.int64": f"{_NUMPY}arrays.scalars",
+    "numpy.uint64": f"{_NUMPY}arrays.scalars",
+    "numpy.typing.NDArray": f"{_NUMPY}typing",
+    "torch.Tensor": f"{_TORCH}tensors",
+    "torch.device": f"{_TORCH}tensor_attributes",
+    "torch.distributed.ProcessGroup": f"{_TORCH}distributed",
+    "torch.distributed.tensor.DTensor": f"{_TORCH}distributed.tensor",
+    "torch.dtype": f"{_TORCH}tensor_attributes",
+    "torch.futures.Future": f"{_TORCH}futures",
+    "torch.nn.Module": f"{_TORCH}generated/torch.nn.Module",
+    "torch.optim.Optimizer": f"{_TORCH}optim",
+}
 _PICTURE: Final = re.compile(r'<p><img alt="([^"]*)" src="[^"]*pictures/([\w-]+)\.svg" ?/?></p>')
 
 
@@ -113,3 +133,31 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:  # no
         return f'<figure class="picture" data-search-exclude>{svg[svg.index("<svg") :]}</figure>'
 
     return _PICTURE.sub(inline, html)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:  # noqa: ARG001
+    """Link the types that are documented elsewhere."""
+
+    def linked(match: re.Match[str]) -> str:
+        address = address_of(match[1])
+        return f'<a href="{address}" title="{match[1]}">{match[2]}</a>' if address else match[0]
+
+    return _UNRESOLVED.sub(linked, output)
+
+
+def address_of(name: str) -> str | None:
+    """Where a type of another library is documented, by its full name; None if nobody knows."""
+    module = name.rpartition(".")[0]
+    found = getattr(builtins, name, None)
+    if isinstance(found, type):
+        page = "functions" if name in ("object", "type") else "stdtypes"
+        page = _PYTHON + ("exceptions" if issubclass(found, BaseException) else page)
+    elif module.partition(".")[0] in sys.stdlib_module_names:
+        page = _PYTHON + module
+    elif module.startswith("torch.distributed.checkpoint"):
+        page = f"{_TORCH}distributed.checkpoint"
+    elif name in _PAGES:
+        page = _PAGES[name]
+    else:
+        return None
+    return f"{page}.html#{name}"

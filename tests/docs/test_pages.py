@@ -169,6 +169,25 @@ def test_a_section_of_a_file_is_taken_into_a_page(
         site_hooks.included("F.md", "Three", "page.md")
 
 
+def test_types_of_other_libraries_lead_to_their_documentation() -> None:
+    def shown(name: str) -> str:
+        span = f'<span title="{name}">X</span>'
+        page: str = site_hooks.on_post_page(f"a {span} b", None, None)
+        return page.removeprefix("a ").removesuffix(" b")
+
+    python, torch_docs = "https://docs.python.org/3/library", "https://docs.pytorch.org/docs/stable"
+    for name, address in {
+        "int": f"{python}/stdtypes.html#int",
+        "object": f"{python}/functions.html#object",
+        "KeyError": f"{python}/exceptions.html#KeyError",
+        "collections.abc.Sequence": f"{python}/collections.abc.html#collections.abc.Sequence",
+        "torch.Tensor": f"{torch_docs}/tensors.html#torch.Tensor",
+        "torch.nn.Module": f"{torch_docs}/generated/torch.nn.Module.html#torch.nn.Module",
+    }.items():
+        assert shown(name) == f'<a href="{address}" title="{name}">X</a>'
+    assert shown("elsewhere.Unknown") == '<span title="elsewhere.Unknown">X</span>'
+
+
 @pytest.mark.parametrize("markup", ["rich", None])
 def test_the_page_of_commands_is_made_of_their_help(
     markup: str | None, monkeypatch: pytest.MonkeyPatch

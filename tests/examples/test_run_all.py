@@ -1,0 +1,61 @@
+"""``make examples``: it knows every example, and says which fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import dist_checkpointing
+from scripts import run_fresh
+
+SCRIPT = Path(dist_checkpointing.__file__).parents[1] / "examples" / "run_all.py"
+
+pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="not a checkout")
+
+
+@pytest.fixture
+def run_all(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_all", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "run_all", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_program_is_run(run_all: ModuleType) -> None:
+    programs = {
+        path.stem
+        for path in SCRIPT.parent.glob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text() and path != SCRIPT
+    }
+    assert programs == set(run_all.EXAMPLES)
+
+
+def test_cheap_examples_run() -> None:
+    done = run_fresh(SCRIPT, "adapter_run", "read_megatron")
+    assert done.returncode == 0, done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "adapter_run",
+        "read_megatron",
+    ]
+
+
+def test_an_example_that_fails_is_named(
+    run_all: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        run_all, "EXAMPLES", {"good": ["-c pass"], "bad": ["-c raise(KeyError(7))"]}
+    )
+    monkeypatch.setattr(sys, "argv", ["run_all.py"])
+    with pytest.raises(SystemExit, match=r"^failed: bad$"):
+        run_all.main()
+    said = capsys.readouterr().out
+    assert said.startswith("good ")
+    assert "bad                  FAILED: python -c raise(KeyError(7))" in said
+    assert "KeyError: 7" in said
