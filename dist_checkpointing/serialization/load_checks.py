@@ -107,7 +107,7 @@ def _warn_of_unasked(asked: Sequence[AskedNames], stored_keys: Callable[[], Iter
     few = ", ".join(f"{name} ({count})" for name, count in unasked.most_common(_MOST_NAMED))
     logger.warning(
         "%d of the %d stored tensors are not loaded, because no rank asks for their names: %s%s. "
-        "strict='raise_unexpected' says that this is meant, strict='raise_all' makes it an error",
+        "If this is meant, pass strict='raise_unexpected'; strict='raise_all' makes it an error",
         unasked.total(),
         stored.total(),
         few,
