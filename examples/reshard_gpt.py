@@ -8,7 +8,8 @@ from that checkpoint. This fails unless
 
 * every global tensor that they load is the saved one, bit for bit;
 * the run with the same tensor parallelism has the same losses, bit for bit;
-* the others have the same losses but for the order in which float32 numbers are summed.
+* the others have the same losses but for the order in which float32 numbers are summed;
+* what each of them saves again has the fingerprints of that checkpoint, whatever its cut.
 
 Right after resuming, each of the three saves again with the checkpoint as a base: what its ranks
 hold cut as before, or in blocks of the chunks that are there, is shared and not written. (Not in an
@@ -34,7 +35,7 @@ from demo_report import (
     shared_table,
 )
 from harness import LaunchError, Tell, add_folder, output_folder, run_ranks, wide_console
-from resume_checks import check_resumed
+from resume_checks import check_fingerprints, check_resumed
 from tensor_parallel import Ranks
 from training_runs import BACKEND_HELP, Job, Run, backend_argument, train
 
@@ -71,6 +72,9 @@ def main() -> None:
     console.print(loss_table(saved, resumed))
     draw_losses(saved, resumed, folder / "losses.png")
     checks = [check for run in resumed for check in check_resumed(saved, run)]
+    checks += [
+        check_fingerprints(checkpoint, other, (SAVED_WITH, size)) for size, other in again.items()
+    ]
     console.print(check_table(checks))
     console.print(f"loss curves  {folder / 'losses.png'}", soft_wrap=True)
     console.print(f"checkpoint   {checkpoint}", soft_wrap=True)
@@ -111,6 +115,7 @@ def _commands(checkpoint: Path | str, out: Path, last_step: int) -> str:
         f"{dckpt} show {checkpoint} {key} --slice '0,:4,:8'",
         f"{dckpt} stats {checkpoint} --scan",
         f"{dckpt} verify {checkpoint}",
+        f"{dckpt} diff {checkpoint} {out / 'again-4'}",
         f"{dckpt} plan {checkpoint} --tp 8",
         f"{dckpt} map {checkpoint} -o {out / 'map.html'}",
         f"{dckpt} convert {checkpoint} {out / 'zarr'} --to zarr",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+from dist_checkpointing import Checkpoint
 from training_runs import Run
 
 FLOAT32_UNIT = 2.0**-23
@@ -33,6 +35,18 @@ def check_resumed(saved: Run, resumed: Run) -> list[Check]:
     """Compare the restored tensors, then the losses of all steps after the save."""
     who = f"{saved.tensor_parallel} -> {resumed.tensor_parallel} ranks: "
     return [_check_restored(who, saved, resumed), _check_losses(who, saved, resumed)]
+
+
+def check_fingerprints(saved: Path, again: Path, sizes: tuple[int, int]) -> Check:
+    """Compare two checkpoints of so many ranks each as ``dckpt diff`` does: without their values.
+
+    Only what keeps no fingerprints is read for them.
+    """
+    one, other = (Checkpoint.open(folder).fingerprints() for folder in (saved, again))
+    wrong = sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
+    found = f"{len(wrong)} differ: {', '.join(wrong[:3])}" if wrong else f"all {len(one)} equal"
+    what = f"{sizes[0]} -> {sizes[1]} ranks: fingerprints of both checkpoints"
+    return Check(what, bool(one) and not wrong, found)
 
 
 def _check_restored(who: str, saved: Run, resumed: Run) -> Check:

@@ -74,7 +74,9 @@ def train(job: Job, ranks: Ranks) -> Run:
         say(ranks, f"resumed after step {state.iteration} with tensor parallelism {ranks.size}")
         if job.again is not None:
             base = str(job.resume) if shares_files(job.backend) else None
-            save(state.sharded_state_dict(), str(job.again), job.backend, base=base)
+            kept = keeps_fingerprints(job.backend)
+            target = str(job.again)
+            save(state.sharded_state_dict(), target, job.backend, base=base, fingerprints=kept)
     while state.iteration < job.until:
         loss = state.train_step(text)
         run.losses[state.iteration] = loss
@@ -82,7 +84,13 @@ def train(job: Job, ranks: Ranks) -> Run:
             say(ranks, f"step {state.iteration:4d}  loss {loss:.4f}")
         if state.iteration == job.save_at:
             begin = time.perf_counter()
-            save(state.sharded_state_dict(), str(job.checkpoint), job.backend, progress="bar")
+            save(
+                state.sharded_state_dict(),
+                str(job.checkpoint),
+                job.backend,
+                progress="bar",
+                fingerprints=keeps_fingerprints(job.backend),
+            )
             say(ranks, f"saved to {job.checkpoint} in {time.perf_counter() - begin:.2f} s")
             _note(run, state)
     return run
@@ -91,6 +99,11 @@ def train(job: Job, ranks: Ranks) -> Run:
 def shares_files(backend: Backend) -> bool:
     """Whether checkpoints of a backend can share what is the same."""
     return "torch_dist" not in (backend, *(backend if isinstance(backend, tuple) else ()))
+
+
+def keeps_fingerprints(backend: Backend) -> bool:
+    """Whether checkpoints of a backend have a place for fingerprints."""
+    return shares_files(backend) and backend != ("zarr", 1)
 
 
 def say(ranks: Ranks, text: str) -> None:

@@ -50,8 +50,8 @@ class Copies:
         begins: ``[parts + 1]``, where the rows of each part begin.
         catalog: The shards of all ranks.
         own: ``[rows of this rank]``, the part that each is.
-        crossings: What parts that are cut differently have in common.
-        num_apart: Number of parts of replicas that are compared with no main replica.
+        crossings: What parts that are cut differently have in common, see ``with_crossings``.
+        num_apart: Number of parts of replicas that are not made up of few of these.
     """
 
     parts: ShardTable
@@ -125,21 +125,17 @@ def copies_of(catalog: ShardTable, own: ShardTable) -> Copies:
     if len(parts):
         first = _first_ranks(catalog)[rows]
         parts = replace(parts, ranks=np.minimum.reduceat(first, begins[:-1]))
-    copies = Copies(parts, rows, begins, catalog, own_parts)
+    return Copies(parts, rows, begins, catalog, own_parts)
+
+
+def with_crossings(copies: Copies) -> Copies:
+    """The copies, and what parts have in common with main replicas that are cut differently."""
+    parts = copies.parts
     if not len(parts):
         return copies
-    is_main = np.logical_or.reduceat(catalog.main[rows], begins[:-1])
-    crossings, num_apart = _crossings(parts, is_main)
-    return replace(copies, crossings=crossings, num_apart=num_apart)
-
-
-def _crossings(parts: ShardTable, is_main: Bools) -> tuple[list[Crossing], int]:
-    """What parts have in common with main replicas that are cut differently.
-
-    Returns:
-        The boxes, and the number of parts that are not made up of few of them.
-    """
-    crossings, num_apart = [], 0
+    is_main = np.logical_or.reduceat(copies.catalog.main[copies.rows], copies.begins[:-1])
+    crossings: list[Crossing] = []
+    num_apart = 0
     apart = np.flatnonzero(~is_main & (parts.num_elements > 0))
     for key in np.unique(parts.keys[apart]).tolist():
         first, last = (int(np.searchsorted(parts.keys, key, side)) for side in ("left", "right"))
@@ -149,6 +145,9 @@ def _crossings(parts: ShardTable, is_main: Bools) -> tuple[list[Crossing], int]:
             for row in rows[is_main[rows]].tolist()
             for box in boxes_of_part(parts.box(row), parts.flat_range(row))
         ]
+        if not mains:
+            num_apart += int(((apart >= first) & (apart < last)).sum())
+            continue
         dtypes = parts.dtypes[[row for row, _ in mains]]
         starts, stops = (
             np.array(ends, dtype=np.int64).reshape(len(mains), -1)
@@ -168,7 +167,7 @@ def _crossings(parts: ShardTable, is_main: Bools) -> tuple[list[Crossing], int]:
                 crossings += own
             else:
                 num_apart += 1
-    return crossings, num_apart
+    return replace(copies, crossings=crossings, num_apart=num_apart)
 
 
 def _numbers(table: ShardTable) -> Int32s:

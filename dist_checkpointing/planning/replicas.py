@@ -29,7 +29,7 @@ from dist_checkpointing.planning.compared_values import (
     piece_step,
     text_of,
 )
-from dist_checkpointing.planning.copies import Copies, copies_of
+from dist_checkpointing.planning.copies import Copies, copies_of, with_crossings
 from dist_checkpointing.planning.describe import describe
 from dist_checkpointing.planning.exchange import exchange_tables
 from dist_checkpointing.planning.plan_save import plan_inputs
@@ -122,7 +122,7 @@ class ReplicaComparison:
         comm: Comm,
     ) -> None:
         self._is_off = check is ReplicaCheck.OFF or comm.world_size == 1
-        self._held = [shard for shard in shards if shard.data is not None]
+        self._held = [s for s in shards if s.data is not None] if not self._is_off else []
         self._is_sampled, self._on_mismatch = check is ReplicaCheck.SAMPLE, on_mismatch
         self._comm = comm
         self._kept: _Kept = comm.kept.setdefault(_KEPT_AS, _Kept())
@@ -206,7 +206,7 @@ class ReplicaComparison:
 
         exchanged = exchange_tables(comm, "describing the shards", describe_own)
         with comm.agreed("looking for replicas"):
-            copies = copies_of(exchanged.catalog("shards"), own[0])
+            copies = with_crossings(copies_of(exchanged.catalog("shards"), own[0]))
             number = xxhash.xxh3_64_intdigest(b"".join(exchanged.digests)) >> 2
             cache.keep(description, copies, number)
         return copies

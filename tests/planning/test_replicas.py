@@ -361,6 +361,16 @@ def test_one_of_sixteen_samples_looks_at_each_common_box(tmp_path: Path, positio
     assert run_ranks(4, run) == [1] * 4
 
 
+def test_what_has_no_main_replica_is_refused_as_ever(tmp_path: Path) -> None:
+    def run(comm: Comm) -> None:
+        own = shard("w", torch.ones(4, 4), (0, comm.rank, 2), replica_id=1)
+        save({"w": own}, tmp_path / "c", comm=comm, replicas=ReplicaCheck.ALL)
+
+    with pytest.raises(InvalidShardingError) as caught:
+        run_ranks(2, run)
+    assert "replicas hold different" not in str(caught.value)
+
+
 def test_replicas_of_too_many_boxes_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
