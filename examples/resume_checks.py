@@ -37,7 +37,7 @@ def check_resumed(saved: Run, resumed: Run) -> list[Check]:
     return [_check_restored(who, saved, resumed), _check_losses(who, saved, resumed)]
 
 
-def check_fingerprints(saved: Path, again: Path, sizes: tuple[int, int]) -> Check:
+def check_fingerprints(saved: Path | str, again: Path, sizes: tuple[int, int]) -> Check:
     """Compare two checkpoints of so many ranks each as ``dckpt diff`` does: without their values.
 
     Only what keeps no fingerprints is read for them.
