@@ -95,7 +95,8 @@ def test_the_newest_whole_checkpoint_is_loaded_wherever_it_is(
 
 def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None:
     root = new_url()
-    copy, damaged = tiers._put, []
+    copy = tiers._put
+    damaged: list[Path] = []
 
     def damaging(source: Path, target: Any) -> None:
         if not damaged and "data/model" in str(source) and "step-00000002" in str(source):
