@@ -180,12 +180,19 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def output_folder(parser: argparse.ArgumentParser, given: Path | None, prefix: str = "") -> Path:
-    """The folder that was asked for, or a new one in ``demo-output``; it exists and is empty."""
+    """The folder that was asked for, or a new one in ``demo-output``; it exists and is empty.
+
+    ``demo-output/latest`` is the last one without a prefix.
+    """
     now = datetime.now().astimezone()
     folder = given or Path("demo-output") / f"{prefix}{now:%Y%m%d-%H%M%S}"
     if folder.exists() and any(folder.iterdir()):
         parser.error(f"{folder} is not empty; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
+    if given is None and not prefix:
+        latest = folder.with_name("latest")
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(folder.name)
     return folder
 
 

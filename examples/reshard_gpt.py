@@ -115,7 +115,7 @@ def _commands(checkpoint: Path | str, out: Path, last_step: int) -> str:
         f"{dckpt} show {checkpoint} {key} --slice '0,:4,:8'",
         f"{dckpt} stats {checkpoint} --scan",
         f"{dckpt} verify {checkpoint}",
-        f"{dckpt} diff {checkpoint} {out / 'again-4'}",
+        *([f"{dckpt} diff {checkpoint} {again}"] if (again := out / "again-4").exists() else []),
         f"{dckpt} plan {checkpoint} --tp 8",
         f"{dckpt} map {checkpoint} -o {out / 'map.html'}",
         f"{dckpt} convert {checkpoint} {out / 'zarr'} --to zarr",
