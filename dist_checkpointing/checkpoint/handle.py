@@ -298,4 +298,4 @@ def _require_inside(shape: Ints, key: str, box: Box) -> None:
         len(box.offset) == len(box.shape) == len(shape) and min((*box.offset, *box.shape, 0)) == 0
     )
     if not fits or not Box.whole(shape).contains(box):
-        raise IndexError(f"{key!r}: {box} does not lie in a tensor of shape {shape}")
+        raise IndexError(f"{key!r}: {box!r} does not lie in a tensor of shape {shape}")
