@@ -70,16 +70,17 @@ def run_in_background(work: Callable[[], T], name: str) -> Future[T]:
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - the future is how it gets out
             future.set_exception(error)
-        finally:
-            _running.discard(worker)
 
     worker = threading.Thread(target=run, name=name, daemon=True)
-    _running.add(worker)
     try:
         worker.start()
     except RuntimeError as error:
         logger.warning("%s is done in the foreground: %s", name, error)
         run()
+        return future
+    # Until it is gone: a thread that frees tensors while the interpreter ends aborts the process.
+    _running.difference_update([other for other in list(_running) if not other.is_alive()])
+    _running.add(worker)
     return future
 
 
