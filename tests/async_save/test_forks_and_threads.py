@@ -22,6 +22,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.comm import SingleProcess
+from dist_checkpointing.storage import background
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.testing import run_ranks
 from states import assert_at_step, at_step, shard
@@ -225,3 +226,23 @@ def test_ranks_that_are_threads_each_have_a_saver(tmp_path: Path) -> None:
 
     run_ranks(4, one)
     assert load_plain_tensors(tmp_path / "1")["w"].shape == (8,)
+
+
+def test_a_thread_is_waited_for_until_it_has_let_go_of_its_work() -> None:
+    """Not only until its result is there: it may still free tensors when the interpreter ends."""
+    may_end, may_go = threading.Event(), threading.Event()
+
+    class Freed:
+        def __del__(self) -> None:
+            may_go.wait(30)
+
+        def __call__(self) -> bool:
+            return may_end.wait(30)  # until nobody else holds it
+
+    future = background.run_in_background(Freed(), "frees slowly")
+    try:
+        may_end.set()
+        assert future.result(30)
+        assert "frees slowly" in [worker.name for worker in list(background._running)]
+    finally:
+        may_go.set()
