@@ -12,19 +12,18 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Final
 
 from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
 from dist_checkpointing.filesystem import local, store_claims
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.store_claims import BEATS, CLAIMS, COMMITS, PERIOD, HeldClaim
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
+from dist_checkpointing.format.data_folder import DATA
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
 from dist_checkpointing.format.seal import SEAL_NAME
 
 logger = logging.getLogger(__name__)
 
-DATA: Final = "data"
 _SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
 
 
