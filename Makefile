@@ -79,10 +79,10 @@ $(TRAINERS)/ready: $(READY) constraints.txt
 	@touch $@
 
 test-trainers: $(TRAINERS)/ready
-	PYTHONPATH=. $(TRAINERS)/bin/python -m pytest -q tests/trainers $(ARGS)
+	PYTHONPATH="$(CURDIR)" $(TRAINERS)/bin/python -m pytest -q tests/trainers $(ARGS)
 
 examples: $(TRAINERS)/ready
-	PYTHONPATH=. $(TRAINERS)/bin/python examples/run_all.py $(ARGS)
+	PYTHONPATH="$(CURDIR)" $(TRAINERS)/bin/python examples/run_all.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
