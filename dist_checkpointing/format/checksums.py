@@ -66,12 +66,7 @@ def checksum_of_bytes(data: bytes) -> int:
 def checksums_at(
     addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint64]:
-    """xxh3_64 of small runs of memory, which must stay for as long as this takes.
-
-    Args:
-        addresses: Address of the first byte of each.
-        num_bytes: Bytes of each.
-    """
+    """xxh3_64 of small runs of memory, which must stay for as long as this takes."""
     kinds = {size: (ctypes.c_ubyte * size).from_address for size in np.unique(num_bytes).tolist()}
     runs = zip(num_bytes.tolist(), addresses.tolist(), strict=True)
     found = [xxhash.xxh3_64_intdigest(kinds[size](address)) for size, address in runs]

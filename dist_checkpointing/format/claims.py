@@ -88,10 +88,6 @@ def meets_many(tensor: StoredTensor, box: Box) -> bool:
 def require_backing(claims: Iterable[Claim], backing_of: Callable[[Claim], Backing]) -> None:
     """Refuse claims that the files cannot hold.
 
-    Args:
-        claims: any.
-        backing_of: looks for the files of one.
-
     Raises:
         CorruptCheckpointError: naming every key, and the file that says so.
     """

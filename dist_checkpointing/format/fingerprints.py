@@ -48,13 +48,7 @@ def added(parts: Iterable[Sums]) -> Sums:
 
 
 def fingerprint_of(sums: Sums, dtype: str, global_shape: Sequence[int]) -> str:
-    """The fingerprint of a tensor with these sums: 32 hex digits.
-
-    Args:
-        sums: Sums over all elements.
-        dtype: Name of the dtype in the index.
-        global_shape: Shape of the tensor.
-    """
+    """The fingerprint of a tensor with these sums: 32 hex digits."""
     text = f"{dtype} {','.join(map(str, global_shape))}"
     kind = xxhash.xxh3_128_intdigest(text.encode())
     return f"{(sums[0] + (kind >> 64)) & _MASK:016x}{(sums[1] + kind) & _MASK:016x}"
@@ -63,14 +57,7 @@ def fingerprint_of(sums: Sums, dtype: str, global_shape: Sequence[int]) -> str:
 def sums_of_part(
     values: Array, box: Box, flat_range: tuple[int, int] | None, global_shape: Ints
 ) -> Sums:
-    """The sums of a part of a tensor.
-
-    Args:
-        values: Values of the part, with any strides: of the shape of the box, or 1-D.
-        box: Box of the part, in elements of the tensor.
-        flat_range: If given, the part holds only these elements of the flattened box.
-        global_shape: Shape of the tensor.
-    """
+    """The sums of a part of a tensor, whose values have the shape of the box or are a range."""
     if flat_range is None:
         return _sums_of_box(values, box, global_shape)
     total, begin = NOTHING, 0
@@ -203,13 +190,7 @@ def _sums_of_rows(rows: npt.NDArray[np.uint8], starts: Int64s) -> Sums:
 
 
 def _sums_of_words(words: Int64s, starts: Int64s, scratch: Int64s) -> Sums:
-    """The sums of rows of at most 1024 words, each of which begins at a word of the tensor.
-
-    Args:
-        words: ``[rows, columns]``.
-        starts: ``[rows]``.
-        scratch: Memory for as many words.
-    """
+    """The sums of rows of at most 1024 words, each of which begins at a word of the tensor."""
     swapped = scratch[: words.size].reshape(words.shape)
     np.copyto(swapped, words.view(">i8"))
     phases, blocks = starts % _BLOCK_WORDS, starts // _BLOCK_WORDS

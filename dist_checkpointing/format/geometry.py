@@ -169,11 +169,7 @@ def split_flat_range(shape: Ints, start: int, stop: int) -> list[Box]:
 
 
 def boxes_of_part(box: Box, flat_range: tuple[int, int] | None) -> list[Box]:
-    """The boxes that make up a part of a tensor, in elements of the tensor.
-
-    Args:
-        box: box of the part.
-        flat_range: if given, the part holds only these elements of the flattening of the box.
+    """The boxes that make up a part of a tensor: a box of it, or a range of the flattened box.
 
     Raises:
         ValueError: if the range does not lie inside the box.

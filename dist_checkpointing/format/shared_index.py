@@ -104,11 +104,7 @@ def _pack(index: Index, pieces: PieceColumns, rows: list[int]) -> bytes:
 
 
 class _Block:
-    """Some tensors of an index.
-
-    Args:
-        packed: by ``_pack``.
-    """
+    """Some tensors of an index, as ``_pack`` packs them."""
 
     def __init__(self, packed: bytes) -> None:
         self._data = zlib.decompress(packed)

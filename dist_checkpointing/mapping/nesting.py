@@ -165,9 +165,7 @@ def take_apart(
 ) -> tuple[list[Any], Skeleton | None]:
     """All leaves, in order, and the skeleton (None if ``tree`` itself is a leaf).
 
-    Args:
-        tree: any nest; not changed.
-        only: the ``id`` of the containers to open, others count as leaves; None opens all.
+    If ``only`` has the ``id`` of some containers, all others count as leaves.
     """
     leaves: list[Any] = []
     return leaves, _take_apart(tree, only, leaves)
@@ -212,13 +210,7 @@ def paths_of(skeleton: Skeleton | None, prefix: Path = ()) -> Iterator[Path]:
 def flatten(
     tree: object, prefix: Path = (), *, only: Container[int] | None = None
 ) -> tuple[dict[Path, Any], Skeleton | None]:
-    """All leaves by path, in order, and the skeleton (None if ``tree`` itself is a leaf).
-
-    Args:
-        tree: any nest; not changed.
-        prefix: path of the tree, with which every path begins.
-        only: the ``id`` of the containers to open, others count as leaves; None opens all.
-    """
+    """The same as ``take_apart``, with leaves by path; every path begins with ``prefix``."""
     leaves, skeleton = take_apart(tree, only=only)
     return dict(zip(paths_of(skeleton, prefix), leaves, strict=True)), skeleton
 
@@ -226,10 +218,7 @@ def flatten(
 class AtPaths(Mapping[Path, T], Generic[T]):
     """Some leaves of a tree by path, in order; paths are made when one is first asked for.
 
-    Args:
-        leaves: The leaves.
-        skeleton: Skeleton of the tree.
-        places: Position of each among all leaves of the tree.
+    ``places`` are their positions among all leaves of the tree.
     """
 
     def __init__(

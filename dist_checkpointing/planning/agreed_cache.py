@@ -39,13 +39,7 @@ class AgreedCache(Generic[T]):
         return self._kept[1] if self._kept is not None and self._kept[0] == own else None
 
     def keep(self, own: object, value: T, number: int) -> None:
-        """Remember a value.
-
-        Args:
-            own: what this rank brought.
-            value: made of what all ranks brought.
-            number: stands for what all ranks brought, below 2**62.
-        """
+        """Remember a value; the number, below 2**62, stands for what all ranks brought for it."""
         self._kept = own, number, value
 
     def work_out(
@@ -55,13 +49,9 @@ class AgreedCache(Generic[T]):
         describe: Callable[[], bytes],
         make: Callable[[Sequence[bytes]], T],
     ) -> T:
-        """The value for what all ranks bring. Collective.
+        """The value that ``make`` makes of what all ranks bring, in rank order. Collective.
 
-        Args:
-            comm: the ranks.
-            step: what is being done, for messages.
-            describe: what this rank brings: all that the value depends on besides the ranks.
-            make: makes the value of what all ranks bring, in rank order.
+        ``describe`` gives all that the value depends on besides the ranks.
         """
         with comm.agreed(step):
             data = describe()

@@ -146,14 +146,7 @@ class HolderSets:
 
     @classmethod
     def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s | None = None) -> HolderSets:
-        """Who holds each part.
-
-        Args:
-            table: that the replicas are rows of.
-            replicas: parts that have a main replica each.
-            groups: number of the group of each rank: ranks outside of the main replica's are left
-                out.
-        """
+        """Who holds each part; with groups, only the ranks in the group of its main replica."""
         numbers = table.ranks[replicas.rows]
         home = np.zeros(len(replicas), dtype=np.int64)
         if groups is not None:
@@ -216,12 +209,7 @@ def _starts(counts: Int64s) -> Int64s:
 
 
 def find_replicas(table: ShardTable, rows: Int64s) -> Replicas:
-    """Who holds what.
-
-    Args:
-        table: sorted by key, and for each key by rank.
-        rows: the rows to look at, ascending; tensors with elements.
-    """
+    """Who holds what, of ascending rows of a table that is sorted by key, and then by rank."""
     own = table.take(rows)
     place = np.zeros(len(own), dtype=np.int64)
     for axis in range(own.max_ndim):

@@ -97,12 +97,7 @@ class Copies:
 
 
 def copies_of(catalog: ShardTable, own: ShardTable) -> Copies:
-    """Find the copies.
-
-    Args:
-        catalog: The shards of all ranks, sorted by key.
-        own: Those of this rank.
-    """
+    """Find the copies in what all ranks hold, sorted by key."""
     marked = [
         replace(table, ranks=np.full(len(table), rank, np.int32), sources=_numbers(table))
         for rank, table in enumerate((catalog, own))

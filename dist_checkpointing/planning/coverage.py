@@ -58,9 +58,7 @@ def check_agreement(catalog: ShardTable) -> None:
 def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Finding]:
     """Whether all ranks agree on every key, and every element is written exactly once.
 
-    Args:
-        catalog: the shards of all ranks, replicas included, sorted by key.
-        written: those that are written, sorted by key, with their ranks.
+    Both tables are sorted by key.
     """
     groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
     findings, broken = _find_disagreements(groups)

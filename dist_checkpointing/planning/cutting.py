@@ -18,12 +18,7 @@ Cut = tuple[ShardTable, Int64s]
 
 
 def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
-    """Boxes cut along the chunks that they meet.
-
-    Args:
-        table: without flattened ranges.
-        chunks: ``[rows, axes]``, chunk shape of the tensor of each row; at least 1.
-    """
+    """Boxes cut along the chunks that they meet: ``[rows, axes]``, at least 1."""
     first = table.offsets // chunks
     counts = (table.offsets + table.shapes - 1) // chunks - first + 1
     totals = np.where(table.shapes.all(axis=1), counts.prod(axis=1), 0)
@@ -40,12 +35,7 @@ def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
 
 
 def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
-    """Flattened ranges cut into ranges.
-
-    Args:
-        table: of flattened shards.
-        most: elements of a part of each row, at least 1.
-    """
+    """Flattened ranges cut into ranges of at most so many elements."""
     start, stop = table.flat.T
     origins, place = _repeated(-(-(stop - start) // most))
     begins = start[origins] + place * most[origins]
@@ -54,11 +44,7 @@ def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
 
 
 def cut_into_boxes(table: ShardTable) -> Cut:
-    """Flattened ranges as the boxes that they consist of, behind the rows that are boxes already.
-
-    Args:
-        table: any.
-    """
+    """Flattened ranges as the boxes that they consist of, behind the rows that are boxes."""
     is_flat = table.flat[:, 0] >= 0
     rows = np.flatnonzero(is_flat)
     cut = [
@@ -76,12 +62,7 @@ def cut_into_boxes(table: ShardTable) -> Cut:
 
 
 def cut_rows(table: ShardTable, most: Int64s) -> Cut:
-    """Boxes cut as ``geometry.split_rows`` cuts one: every part is one run of its box.
-
-    Args:
-        table: without flattened ranges.
-        most: elements of a part of each row, at least 1.
-    """
+    """Boxes cut as ``geometry.split_rows`` cuts one: every part is one run of its box."""
     origins = np.arange(len(table))
     offsets, shapes = table.offsets, table.shapes
     while True:

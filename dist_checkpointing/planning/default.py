@@ -204,13 +204,7 @@ def misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
 
 
 def other_grid(leaf: ShardedObject, stored: object, *, path: str | None = None) -> Finding:
-    """What to say about a cell of an object that is stored in another grid.
-
-    Args:
-        leaf: the cell that is asked for.
-        stored: the grid, or several if the checkpoint has several.
-        path: where it is stored.
-    """
+    """What to say about a cell of an object that is stored in another grid, or in several."""
     return Finding(
         "the grid of the sharded object differs",
         leaf.unique_key,

@@ -137,12 +137,8 @@ def exchange_tables(
 ) -> Exchanged[T]:
     """The tables of all ranks. Collective; every rank raises alike if it fails on any.
 
-    Args:
-        comm: The ranks.
-        step: What is being done, for messages.
-        produce: Gives tables of this rank, by kind, and facts.
-        number_of: Gives the number that stands for facts of a rank without tables, see
-            ``Comm.exchange``.
+    ``produce`` gives this rank's tables, by kind, and facts; ``number_of`` the number that stands
+    for facts of a rank without tables, see ``Comm.exchange``.
     """
     own: dict[bytes, bytes] = {}
 

@@ -194,13 +194,7 @@ Layout = RowBlockLayout | WholeShardLayout
 
 
 def index_of(layout: Layout, announced: ShardTable, written: ShardTable) -> Index:
-    """What a checkpoint will hold.
-
-    Args:
-        layout: how tensors are cut up.
-        announced: shards of all ranks, sorted by key; a tensor without elements is only here.
-        written: those with elements that will be written, sorted by key.
-    """
+    """What a checkpoint will hold, from the shards of all ranks and those that are written."""
     index = layout.index(written.take(~written.is_object))
     groups = KeyGroups(announced, np.zeros(len(announced), dtype=np.bool_))
     firsts = announced.take(groups.starts)

@@ -70,15 +70,7 @@ def fingerprints_by_reading(
     report: Callable[[int], None] = lambda _: None,
     most_bytes: int = DEFAULT_MEMORY_BYTES // 2,
 ) -> dict[str, str]:
-    """The fingerprints of stored tensors, computed from their values.
-
-    Args:
-        index: What the checkpoint holds.
-        keys: Tensors to read.
-        read: Reads boxes of tensors.
-        report: Called with the number of bytes that were read since the last call.
-        most_bytes: Bytes of values that are read at a time.
-    """
+    """The fingerprints of stored tensors, computed from their values."""
     total = dict.fromkeys(keys, NOTHING)
 
     def add(key: str, box: Box, values: torch.Tensor) -> None:

@@ -49,12 +49,7 @@ class WantedParts:
 
 
 def with_pieces(wanted: WantedParts, tensors: Sequence[Pieces]) -> Overlaps:
-    """What parts have in common with the pieces of their tensors; every box is named once.
-
-    Args:
-        wanted: the parts.
-        tensors: the pieces of the tensor of each part.
-    """
+    """What parts have in common with the pieces of their tensors; every box is named once."""
     found = [_meeting(wanted, *block) for block in _blocks(wanted, tensors)]
     overlaps = joined(found)
     # In the order of the segments, and for each of them in the order of the pieces.
@@ -118,13 +113,7 @@ def _flat_bounds(
 ) -> tuple[Int64s, Int64s]:
     """First and last element, in the flattening of a box, that a part may want of it.
 
-    Args:
-        wanted: the parts.
-        parts: number of the part in each row.
-        begin: ``[rows, axes]``, first element of what the part wants.
-        end: ``[rows, axes]``, first element behind it.
-        offsets: ``[rows, axes]``, first element of the box.
-        shapes: ``[rows, axes]``, shape of the box.
+    A row is the number of a part, what it wants (``begin`` .. ``end``), and the box.
     """
     first, last = np.zeros(len(parts), dtype=np.int64), np.zeros(len(parts), dtype=np.int64)
     low = np.maximum(begin - offsets, 0)

@@ -102,21 +102,9 @@ def number_of(values: object) -> int:
 class SavePlanning:
     """How one rank takes part in planning one save.
 
-    In order: what ``bring`` gives is exchanged, then ``complete`` and ``conclude``.
-
-    Args:
-        leaves: of this rank, for the storage.
-        planner: decides what is written, and then answers for the data of the plan's items.
-        layout: how the storage wants tensors cut up.
-        comm: the ranks that save together.
-        cache: the last plan, to be used again if nothing has changed.
-        others: leaves of this rank that are saved in another way, and only checked here.
-        folder: of the checkpoint, which all ranks must name alike.
-        saved_as: the format in words, which must be the same on all ranks.
-
-    Attributes:
-        planner: Answers for the data of the plan's items.
-        is_coordinator: Whether this is rank 0.
+    In order: what ``bring`` gives is exchanged, then ``complete`` and ``conclude``. All ranks must
+    name the same folder and format. The ``others`` are leaves that are saved in another way, and
+    only checked here. Afterwards the planner answers for the data of the plan.
     """
 
     def __init__(
@@ -247,14 +235,11 @@ def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
 
 
 def exchanged_parts(table: ShardTable, others: ShardTable) -> dict[str, ShardTable]:
-    """What a rank sends: its table in parts that are likely to be the same on many ranks.
+    """What a rank sends: its table in parts that are likely to be the same on many ranks, and the
+    rows that are only checked.
 
     Copies of a model are alike even where their parts of a distributed optimizer, or their random
     states, are not. Rows are numbered within the part: which leaf a row is concerns its rank only.
-
-    Args:
-        table: of a local plan.
-        others: the rows that are only checked.
     """
     parts = {_OTHERS: others}
     for kind, rows in _rows_of_kinds(table).items():

@@ -156,13 +156,7 @@ def _unplaced(
 def placed_items(
     items: Sequence[ReadItem], index: Index, leaves: Sequence[ShardedBase]
 ) -> tuple[list[ReadItem], list[Finding]]:
-    """Items with everything that is not known of them yet, and what the checkpoint does not hold.
-
-    Args:
-        items: of the plan of this rank.
-        index: what the checkpoint holds.
-        leaves: of this rank.
-    """
+    """Items with everything that is not known of them yet, and what the checkpoint has not."""
     placed: list[ReadItem] = []
     findings: list[Finding] = []
     for item in items:

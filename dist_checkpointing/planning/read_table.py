@@ -209,11 +209,8 @@ def contiguous_ranges(
 ) -> tuple[Int64s, Bools]:
     """First element of boxes in arrays in memory, and whether each box is one run there.
 
-    Args:
-        starts: First element of each array.
-        shapes: ``[rows, axes]``, shape of the array.
-        boxes: ``[rows, axes]``, offset of the box in it.
-        lengths: ``[rows, axes]``, shape of the box.
+    An array begins at an element and has a shape; the box has an offset in it and lengths. All but
+    ``starts`` are ``[rows, axes]``.
     """
     position = np.zeros(len(starts), dtype=np.int64)
     is_run = np.ones(len(starts), dtype=np.bool_)
@@ -266,11 +263,7 @@ def reads_of(chunks: Sequence[MetadataIndex], index: Index) -> ReadTable:
 
 
 def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:
-    """The table that reads cells of sharded objects.
-
-    Args:
-        cells: key, cell and leaf of each.
-    """
+    """The table that reads cells of sharded objects, each given as key, cell and leaf."""
     items = [
         ReadItem(
             LoadItemType.BYTE_IO,

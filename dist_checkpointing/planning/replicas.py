@@ -106,12 +106,6 @@ class ReplicaComparison:
     Each rank digests its copies of parts that several ranks hold. Of each part the lowest rank
     tells its digest, 16 bytes, and the others compare. Copies that are cut differently from the
     main replicas are compared box by box; those that consist of too many boxes are counted.
-
-    Args:
-        shards: Of this rank.
-        check: How much is compared.
-        on_mismatch: What happens if copies differ: all ranks raise, or rank 0 logs it.
-        comm: Ranks that save together.
     """
 
     def __init__(
@@ -145,10 +139,7 @@ class ReplicaComparison:
         return ReplicaFacts(number, self._sample, self._digests(copies))
 
     def conclude(self, brought: Sequence[ReplicaFacts | None]) -> None:
-        """Compare. Collective.
-
-        Args:
-            brought: What ``bring`` gave on each rank.
+        """Compare what ``bring`` gave on each rank. Collective.
 
         Raises:
             InvalidShardingError: naming each part whose copies differ, which ranks agree, and the

@@ -44,13 +44,7 @@ class Segments:
 
 
 def segments_of(offsets: Int64s, shapes: Int64s, flat: Int64s) -> Segments:
-    """The segments of parts, in order.
-
-    Args:
-        offsets: ``[parts, axes]``, first element of the box, at least one axis.
-        shapes: ``[parts, axes]``, shape of the box.
-        flat: ``[parts, 2]``, range of the flattened box; below 0 for all of it.
-    """
+    """The segments of parts, in order: boxes with at least one axis, and ranges of them, or -1."""
     parts = np.arange(len(offsets))
     is_flat = flat[:, 0] >= 0
     if not is_flat.any():
@@ -146,12 +140,10 @@ def _joined(segments: Sequence[Segments]) -> Segments:
 
 
 def in_grid(wanted: Segments, highs: Int64s, chunks: Int64s) -> Overlaps:
-    """What segments have in common with the chunks of a grid.
+    """What segments, none of them empty, have in common with the chunks of a grid.
 
-    Args:
-        wanted: segments, none of them empty.
-        highs: ``[segments, axes]``, first element behind what is wanted of each.
-        chunks: ``[segments, axes]``, shape of a chunk.
+    ``highs`` are the first elements behind what is wanted; they and the shapes of the chunks are
+    ``[segments, axes]``.
     """
     first = wanted.offsets // chunks
     counts = (highs - 1) // chunks - first + 1

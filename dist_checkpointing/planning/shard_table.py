@@ -302,10 +302,6 @@ def concatenate(tables: Sequence[SomeRows], holders: Sequence[Int32s] | None = N
     """All rows of all tables in one, sorted by key name, then as given.
 
     Column by column, so that beside the result no more than one column is in memory.
-
-    Args:
-        tables: any.
-        holders: of the result; see ShardTable.
     """
     tables = [table for table in tables if len(table)] or tables[:1]
     given = list({id(table.names): table.names for table in tables}.values())

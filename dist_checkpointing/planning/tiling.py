@@ -40,15 +40,10 @@ class MiscountedPart:
 
 
 def miscounted_parts(shape: Ints, offsets: Int64s, shapes: Int64s) -> Iterator[MiscountedPart]:
-    """The parts that are not in exactly one box, in C order.
+    """The parts that are not in exactly one box, in C order. No box is empty or sticks out.
 
     Takes ``len(boxes) * len(shape)`` steps to find out whether there is any, and a few times as
     many for each that is asked for.
-
-    Args:
-        shape: of the global tensor.
-        offsets: ``[boxes, axes]``; the boxes lie in the tensor, and none is empty.
-        shapes: ``[boxes, axes]``.
     """
     boxes, stops = range(len(offsets)), offsets + shapes
     cuts = [

@@ -59,12 +59,7 @@ def left_out(method: M) -> M:
 
 
 def require_method(strategy: object, name: str, need: str) -> None:
-    """Refuse a strategy that lacks a method, before anything is written.
-
-    Args:
-        strategy: A strategy, which may be a third party's.
-        name: Name of the method.
-        need: What the method does, as a verb in the third person.
+    """Refuse a strategy that lacks a method, before anything is written; ``need`` is a verb.
 
     Raises:
         CheckpointingException: if the strategy lacks the method.

@@ -78,14 +78,7 @@ class BaseParts:
 
 
 def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
-    """The parts of a base that have the key, box and dtype of rows of a plan.
-
-    Args:
-        reader: reads the base.
-        table: what this rank writes.
-
-    Returns:
-        None if the base has no digests; the log says so.
+    """What a base has of the key, box and dtype of rows; None if it has no digests.
 
     Raises:
         CorruptCheckpointError: if the base is damaged.

@@ -56,13 +56,7 @@ class Filled:
 def split_filled(
     parts: Mapping[str, Sequence[StoredPart]], leaves: Sequence[ShardedTensor], index: Index
 ) -> tuple[list[FilledPart], list[StoredPart]]:
-    """The stored parts that leaves get whole, and the other ones that leaves get something of.
-
-    Args:
-        parts: parts of each tensor that is wanted, with their checksums.
-        leaves: what is wanted, with memory where that is filled with what is stored.
-        index: of the checkpoint.
-    """
+    """The stored parts that leaves get whole, and the other ones that leaves get something of."""
     wanted: dict[str, list[ShardedTensor]] = {}
     for leaf in leaves:
         wanted.setdefault(leaf.key, []).append(leaf)
@@ -82,13 +76,7 @@ def split_filled(
 
 
 def values_of(leaf: ShardedTensor, part: StoredPart, dtype: torch.dtype) -> torch.Tensor | None:
-    """The memory of a leaf that holds a stored part; None if it does not hold all of it as it is.
-
-    Args:
-        leaf: may have no memory.
-        part: of the same tensor.
-        dtype: as stored.
-    """
+    """The memory of a leaf that holds a stored part; None if it does not hold all of it as is."""
     data, box, own, stored = leaf.data, leaf.box, leaf.flat_range, part.flat_range
     is_whole = own == stored and part.box == box and not leaf.prepend_axis_num
     if data is None or data.dtype is not dtype or not (is_whole or box.contains(part.box)):
@@ -109,11 +97,6 @@ def values_of(leaf: ShardedTensor, part: StoredPart, dtype: torch.dtype) -> torc
 
 def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None:
     """Compare the memory of filled parts with their checksums. Not collective.
-
-    Args:
-        filled: parts that have been read.
-        options: how many threads.
-        meter: counts what is compared.
 
     Raises:
         CheckpointingException: with key and box of every part that differs. The stored data may

@@ -38,11 +38,7 @@ class FilledRows:
     num_bytes: Int64s
 
     def differing(self, report: Callable[[int], None]) -> list[tuple[StoredPart, int]]:
-        """The parts whose memory does not have the checksum of the save, with the one it has.
-
-        Args:
-            report: Called with the number of bytes that were compared since the last call.
-        """
+        """The parts whose memory does not have the checksum of the save, with the one it has."""
         differ: list[tuple[StoredPart, int]] = []
         for start in range(0, len(self.addresses), _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
@@ -60,11 +56,6 @@ def filled_rows(
     tables: Sequence[ChecksumColumns], wanted: WantedLeaves, index: Index
 ) -> tuple[list[FilledRows], Bools]:
     """The small stored parts that lie in runs of the memory of leaves.
-
-    Args:
-        tables: Checksums of all that is wanted.
-        wanted: The leaves; the index holds all tensors among them.
-        index: Index of the checkpoint.
 
     Returns:
         Such parts; and for which tensors they are everything. The checksums cover such a tensor

@@ -106,11 +106,7 @@ def check_plain(
 ) -> None:
     """Check that ``load`` can read the values that are about to be pickled.
 
-    Args:
-        common: the common state, if this rank writes it.
-        objects: the ShardedObjects that this rank writes.
-        trusted: whether they are loaded with ``trusted=True``: then it is enough that they can be
-            pickled.
+    If they are loaded with ``trusted=True``, it is enough that they can be pickled.
 
     Raises:
         InvalidShardingError: for values that cannot be pickled, tensors without values, and sharded

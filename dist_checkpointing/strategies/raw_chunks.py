@@ -107,12 +107,6 @@ def read_chunks(
 ) -> None:
     """Fill the rows of all reads.
 
-    Args:
-        reads: where the chunks lie.
-        filler: of the plan.
-        below: reads the files of the checkpoint.
-        report: called with the number of bytes that have arrived since the last call.
-
     Raises:
         CorruptCheckpointError: if a file is missing or too short.
     """

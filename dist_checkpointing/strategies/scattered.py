@@ -30,16 +30,7 @@ def buffers_of(sizes: Int64s) -> dict[int, Callable[[int], Any]] | None:
 
 
 def read_scattered(descriptor: int, starts: Int64s, sizes: Int64s, addresses: Int64s) -> bool:
-    """Read values of a file to addresses, if most of them follow each other.
-
-    Args:
-        descriptor: Of the file.
-        starts: First byte of each value in the file, ascending.
-        sizes: Bytes of each value.
-        addresses: Of writable memory for each value.
-
-    Returns:
-        Whether it was done.
+    """Read values of a file, in its order, to addresses; False if they are too scattered.
 
     Raises:
         EOFError: If the file ends before.

@@ -85,17 +85,8 @@ def verify_wanted(
 
     Stored parts that fill memory of the wanted tensors are only looked up: the load reads them, and
     ``verify_filled`` compares them then. All other ones are read here. Without memory, that is
-    everything.
-
-    Args:
-        wanted: what this rank loads.
-        strategy: reads tensors.
-        common: reads the common state.
-        checkpoint_dir: folder of the checkpoint.
-        index: Index of the checkpoint; None for strategies that are not made of a reader.
-        seal: Seal of the checkpoint; None if it has no seal. Only tensors can be verified then.
-        meter: counts what is read.
-        reader: StorageReader of a planned strategy; used for everything.
+    everything. Without a seal only tensors can be verified. A strategy that is not made of a reader
+    has neither index nor reader.
 
     Returns:
         The parts that are left to be compared after the load has read them.
@@ -194,13 +185,7 @@ def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Fin
 def damage_of_objects(
     cells: Iterable[tuple[str, Ints]], known: Iterable[StoredObject], reader: StorageReader
 ) -> list[Finding]:
-    """Compare the bytes of objects that lie among the tensors with their checksums.
-
-    Args:
-        cells: key and cell of each object.
-        known: their checksums.
-        reader: StorageReader of the checkpoint, set up.
-    """
+    """Compare the bytes of objects that lie among the tensors with their checksums."""
     digests = {(row.key, row.cell): row.digest for row in known}
     findings = []
     for key, cell in cells:

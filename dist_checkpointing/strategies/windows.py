@@ -39,14 +39,10 @@ def copy_window(values: Array, window: Window, target: Array) -> None:
 def read_window(
     file: OpenFile, start: int, window: Window, target: Array, most_copied: int | None
 ) -> None:
-    """Read a window of raw values out of an open file, which must be long enough.
+    """Read a window of raw values out of an open file, in which they begin at byte ``start``.
 
-    Args:
-        file: to read.
-        start: of the values, in bytes.
-        window: to read.
-        target: an array of the window's box shape, any strides, whose dtype numpy itself knows.
-        most_copied: bytes of memory for what cannot be read in place; None to map the file.
+    The target may have any strides, and a dtype that numpy itself knows. What cannot be read in
+    place takes at most ``most_copied`` bytes of memory; if that is None, the file is mapped.
 
     Raises:
         EOFError: if the file has become shorter.
@@ -81,12 +77,6 @@ def axes_apart(
 
     What is read of a file in buffers is at most 1.1 times of what is wanted where the contiguous
     runs have 4 KiB or more, and at most 16 KiB more for each run of fewer bytes.
-
-    Args:
-        window: with elements.
-        itemsize: bytes of an element.
-        maps_files: whether files are mapped.
-        most_gap: bytes between runs that are read over; by default what local files call for.
 
     Returns:
         The number of leading axes along which parts are read one by one, each from its first
@@ -135,15 +125,7 @@ def _read_runs(
 def _copy_mapped(
     descriptor: int, start: int, window: Window, target: Array, *, reads_around: bool = True
 ) -> None:
-    """Copy a window out of a mapped file.
-
-    Args:
-        descriptor: of the file.
-        start: of the values, in bytes.
-        window: to copy.
-        target: an array of the window's box shape.
-        reads_around: whether the pages around those that are wanted may be read from the disk.
-    """
+    """Copy a window of values out of a mapped file, reading around it from the disk or not."""
     first, num_bytes = _span(window, target.itemsize)
     first += start
     # Linux maps a huge page of its cache at once, but only if all of it may be seen.

@@ -30,12 +30,7 @@ def chunk_name(index: Ints) -> str:
 
 
 def piece_name(offset: Sequence[int], start: int) -> str:
-    """Name of the array that holds one piece of a tensor without chunk grid.
-
-    Args:
-        offset: of the box of the piece.
-        start: of its flattened range; -1 where there is none.
-    """
+    """Name of the array that holds one piece; ``start`` is that of its flattened range, or -1."""
     name = ".".join(("piece", *map(str, offset)))
     return name if start < 0 else f"{name}-{start}"
 

@@ -196,13 +196,9 @@ def _strings(shared: I64, rest: I64, body: Body, first: bytes) -> list[bytes]:
 
 
 def decode(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Interior:
-    """The node that a record says.
+    """The node of this height that a record says.
 
-    Args:
-        record: all its bytes.
-        height: that the node must have.
-        folder: what paths in it are relative to.
-        prefix: what all its keys begin with.
+    Paths in it are relative to ``folder``, and all its keys begin with ``prefix``.
 
     Raises:
         Malformed: if it is not that.
@@ -271,12 +267,8 @@ def encode_leaf(
 ) -> bytes:
     """The record of a leaf whose values are all outside of the tree.
 
-    Args:
-        keys: whole, sorted.
-        shared: what each has in common with the one before it.
-        cut: bytes at the beginning of all keys that the node above knows.
-        files: Table of data files; ``extents`` holds positions in it.
-        extents: of the values.
+    Keys are whole and sorted. Each has ``shared`` bytes in common with the one before it, and the
+    node above knows the first ``cut`` of all.
     """
     used, file = np.unique(extents.file, return_inverse=True)
     columns = [
@@ -301,14 +293,8 @@ def encode_interior(
 ) -> bytes:
     """The record of a node whose children all lie in one file.
 
-    Args:
-        height: above 0.
-        keys: lower bounds, whole, sorted.
-        cut: bytes at the beginning of all keys that the node above knows.
-        prefixes: Number of bytes of its lower bound with which all keys below a child begin.
-        path: of the file.
-        extents: Extents of the children.
-        below: statistics of the children.
+    Keys are lower bounds, whole and sorted, of which the node above knows the first ``cut`` bytes.
+    All keys below a child begin with ``prefixes`` bytes of its own.
     """
     statistics: Columns = [
         [row.num_keys for row in below],

@@ -87,11 +87,7 @@ class _Found:
 class Tree:
     """The tree of keys of the newest version of a database, as it is when this is made.
 
-    Several threads may ask.
-
-    Args:
-        folder: of the database.
-        keeps_nodes: whether a node that was read is remembered.
+    Several threads may ask. With ``keeps_nodes`` a node that was read is remembered.
 
     Attributes:
         num_keys: Number of its keys.

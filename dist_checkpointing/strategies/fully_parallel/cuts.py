@@ -116,14 +116,7 @@ class Cuts:
 
 
 def pack_cuts(table: ReadTable, index: Index, buffer_bytes: int, min_shared_bytes: int) -> bytes:
-    """What one rank wants, as bytes for ``share_cuts``.
-
-    Args:
-        table: what the rank wants; no objects.
-        index: what the checkpoint holds.
-        buffer_bytes: memory that passing on may take on this rank.
-        min_shared_bytes: see ``share_cuts``.
-    """
+    """What one rank wants, without objects, as bytes for ``share_cuts``."""
     width = table.lengths.shape[1]
     rows = np.empty(len(table), dtype=_row(width))
     digests = b"".join(map(xxhash.xxh3_128_digest, identities_of(table)))
@@ -146,10 +139,6 @@ def share_cuts(packed: Sequence[bytes], rank: int) -> Cuts | None:
     A chunk is read together if the cuts make up nearly all of what must be read for them, and one
     of them is not one run of bytes. Chunks with fewer bytes than ``min_shared_bytes`` in all are
     left to the ranks.
-
-    Args:
-        packed: what each rank wants.
-        rank: this one.
     """
     heads = [_HEAD.unpack_from(data) for data in packed]
     width = max(head[0] for head in heads)
@@ -240,16 +229,7 @@ def pass_cuts(
     reader: StorageReader,
     comm: Comm,
 ) -> None:
-    """Read the chunks block by block, and fill all cuts. Collective.
-
-    Args:
-        cuts: who reads what.
-        table: what this rank wants.
-        acquire: destination of a row of the table.
-        index: what the checkpoint holds.
-        reader: of this rank; it reports what arrives at this rank.
-        comm: the group.
-    """
+    """Read the chunks block by block, and fill all cuts. Collective."""
 
     def fill(cut: Cut, values: torch.Tensor) -> None:
         array = acquire(cut.row).detach()
@@ -316,15 +296,7 @@ def _pack(
 def read_blocks(
     blocks: Sequence[Block], table: ReadTable, index: Index, reader: StorageReader, comm: Comm
 ) -> list[torch.Tensor]:
-    """The values of some blocks, in new memory.
-
-    Args:
-        blocks: of rows of ``table``.
-        table: what this rank wants.
-        index: what the checkpoint holds.
-        reader: of this rank.
-        comm: the ranks that load together.
-    """
+    """The values of some blocks, in new memory."""
     rows = table.take(np.array([block.row for block in blocks], dtype=np.int64))
     width = rows.lengths.shape[1]
     lengths = np.array([block.box.shape[:width] for block in blocks], dtype=np.int64)

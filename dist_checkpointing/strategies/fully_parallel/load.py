@@ -174,13 +174,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         return self.base_strategy.plan_removal(checkpoint_dir, key_prefix)
 
     def _share(self, describe: Callable[[], Any], comm: Comm, buffer_bytes: int) -> Sharing | None:
-        """Who reads what; None if each reads for itself. Collective over the group ``comm``.
-
-        Args:
-            describe: the rows that this rank wants, see ``Wants``.
-            comm: the group.
-            buffer_bytes: memory that passing on may take on this rank.
-        """
+        """Who reads what; None if each reads for itself. Collective over the group ``comm``."""
         if comm.world_size == 1:
             return None
 
@@ -288,10 +282,7 @@ def _shape(leaf: ShardedTensor) -> torch.Size:
 
 
 def _check_read(read: Sequence[tuple[Any, Any]]) -> None:
-    """Refuse values that cannot be passed on.
-
-    Args:
-        read: leaves that were asked for, and what was returned for each.
+    """Refuse values, of leaves that were asked for, that cannot be passed on.
 
     Raises:
         StateMismatchError: if any value has another shape or dtype than the leaf.

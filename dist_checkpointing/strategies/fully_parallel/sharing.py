@@ -60,12 +60,7 @@ def _rows(identities: Iterable[Any], num_elements: Any, itemsizes: Any) -> Rows:
 
 
 def rows_of_table(table: ReadTable, acquire: Callable[[int], torch.Tensor]) -> Rows:
-    """What the tensors of a table are: the same part of the same chunk, in memory of one dtype.
-
-    Args:
-        table: what a rank reads; no objects.
-        acquire: destination of a row.
-    """
+    """What the tensors of a table are: the same part of the same chunk, in memory of one dtype."""
     dtypes = [acquire(row).dtype for row in range(len(table))]
     numbers = {dtype: _number(str(dtype)) for dtype in set(dtypes)}
     column = np.array([numbers[dtype] for dtype in dtypes], dtype=np.int64)
@@ -78,10 +73,7 @@ def identities_of(
 ) -> Iterator[memoryview]:
     """What the stored chunks of a table are, as bytes that are equal for equal chunks.
 
-    Args:
-        table: what a rank reads.
-        columns: more columns that tell rows apart.
-        by_axis: more columns with a value for each axis.
+    More columns, with a value a row or one for each axis, tell more rows apart.
     """
     keys = np.array([_number(name) for name in table.names], dtype=np.int64)
     ndims = np.maximum(table.ndim, table.window_ndim)
@@ -166,12 +158,7 @@ def numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
 
 
 def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
-    """How ranks that want these rows share the reads; None if it is not worth it.
-
-    Args:
-        wants: what each rank wants.
-        rank: this one.
-    """
+    """How ranks that want these rows share the reads; None if it is not worth it."""
     rows = np.concatenate([want.rows for want in wants])
     ranks = np.repeat(np.arange(len(wants)), [len(want.rows) for want in wants])
     units, firsts = numbered(rows["high"], rows["low"])
@@ -205,9 +192,7 @@ def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
 def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> Iterator[Message]:
     """Small units together, large ones in several messages.
 
-    Args:
-        units: reader, row of this rank, bytes and bytes of an element.
-        most_bytes: about the most that travels at a time.
+    A unit is its reader, the row of this rank, its bytes and those of an element.
     """
     waiting: dict[int, list[ElementRun]] = {}
     for reader, row, size, itemsize in units:

@@ -36,11 +36,7 @@ class Places:
         return self._tree is not None
 
     def find(self, keys: Sequence[bytes], *, keeps_nodes: bool) -> Values:
-        """Where values are.
-
-        Args:
-            keys: of the values.
-            keeps_nodes: whether the tree is remembered for the next call.
+        """Where values are. With ``keeps_nodes`` the tree is remembered for the next call.
 
         Raises:
             CorruptCheckpointError: if the database cannot be read, or points out of the checkpoint.

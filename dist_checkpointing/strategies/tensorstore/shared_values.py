@@ -99,18 +99,7 @@ class _Places:
 def share_values(
     writer: StorageWriter, base: Path, plan: SavePlan, digests: PlanDigests, *, is_alone: bool
 ) -> SharedValues:
-    """Share the files of a base that hold values of a plan. Not collective.
-
-    Args:
-        writer: has the folder that gets the files, and the options.
-        base: folder of the base.
-        plan: what this rank writes.
-        digests: of the plan. Those that are needed for the comparison are made.
-        is_alone: whether no other rank writes.
-
-    Returns:
-        What was shared: nothing if the base is damaged or gone, which is logged.
-    """
+    """Share the files of a base that hold values of a plan; it is logged if that is damaged."""
     table, index = plan.table, plan.index
     assert index is not None
     try:
@@ -132,14 +121,7 @@ def share_values(
 
 
 class _Search:
-    """Looks for the values of a plan in a base.
-
-    Args:
-        base: parts of it.
-        table: rows of the plan.
-        index: what the new checkpoint will hold.
-        digests: of the plan.
-    """
+    """Looks for the values of a plan in a base."""
 
     def __init__(
         self, base: BaseParts, table: ShardTable, index: Index, digests: PlanDigests

@@ -50,12 +50,6 @@ def settle(
 ) -> tuple[list[Stored], list[SealedFile]]:
     """Decide which shared files stay, and make these durable.
 
-    Args:
-        folder: of the checkpoint.
-        stored: where all values lie.
-        shared: the shared files, by name.
-        options: say how much of a file must be used, and whether files must be durable.
-
     Returns:
         Where all values lie now, and the files that have come or stayed.
     """

@@ -119,11 +119,7 @@ class RecordFormat:
     directory: bytes
 
     def tail(self, crc: int) -> bytes:
-        """The bytes behind the values.
-
-        Args:
-            crc: CRC-32 of the values; PyTorch's readers do not look at it, zip tools do.
-        """
+        """The bytes behind the values. PyTorch's readers ignore the CRC-32; zip tools do not."""
         name = f"{_ROOT}/data/0".encode()
         large = self.num_bytes >= OVERFLOW
         sizes = SIZES64 if large else struct.Struct("<2I")

@@ -21,12 +21,7 @@ class Codec(Protocol):
 
 
 def unpacked(codec: Codec, data: bytes, num_bytes: int) -> Any:
-    """The bytes of a chunk.
-
-    Args:
-        codec: that encoded it.
-        data: the encoded chunk.
-        num_bytes: that it must unpack to.
+    """The bytes of a chunk, which must be so many.
 
     Raises:
         ValueError: if it unpacks to anything else; says so before it has unpacked more.

@@ -91,12 +91,7 @@ def _plain_node(shape: Ints, chunk_shape: Ints, dtype: DType, codec: str | None)
 
 
 class ZarrV3Writer(ZarrFolderWriter):
-    """Writes zarr v3 arrays, consolidated metadata and the index.
-
-    Args:
-        checkpoint_dir: the checkpoint.
-        codec: name of the compression; None for raw bytes.
-    """
+    """Writes zarr v3 arrays, consolidated metadata and the index."""
 
     layout: RowBlockLayout = RowBlockLayout()
     uses_object_stores: ClassVar[bool] = True
