@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
-from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, ravel_offset, split_rows
+from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, split_rows, values_of_part
 
 Sums = tuple[int, int]
 Array = npt.NDArray[Any]
@@ -58,14 +58,8 @@ def sums_of_part(
     values: Array, box: Box, flat_range: tuple[int, int] | None, global_shape: Ints
 ) -> Sums:
     """The sums of a part of a tensor, whose values have the shape of the box or are a range."""
-    if flat_range is None:
-        return _sums_of_box(values, box, global_shape)
-    total, begin = NOTHING, 0
-    for run in boxes_of_part(box, flat_range):
-        own = values[begin : begin + run.num_elements].reshape(run.shape)
-        total = added((total, _sums_of_box(own, run, global_shape)))
-        begin += run.num_elements
-    return total
+    parts = values_of_part(box, flat_range, values)
+    return added(_sums_of_box(own, run, global_shape) for run, own in parts)
 
 
 def _sums_of_box(values: Array, box: Box, global_shape: Ints) -> Sums:
@@ -75,7 +69,7 @@ def _sums_of_box(values: Array, box: Box, global_shape: Ints) -> Sums:
         blocks = split_rows(Box.whole(values.shape), _SLAB_WORDS)
         if len(blocks) > 1:
             return added(
-                _sums_of_box(values[block.slices()], _moved(block, box.offset), global_shape)
+                _sums_of_box(values[block.slices()], block.moved(box.offset), global_shape)
                 for block in blocks
             )
         values = np.ascontiguousarray(values)
@@ -105,10 +99,6 @@ def _sums_of_box(values: Array, box: Box, global_shape: Ints) -> Sums:
         own = _sums_of_run(part[0], int(starts[0])) if most == 1 else _sums_of_rows(part, starts)
         total = added((total, own))
     return total
-
-
-def _moved(block: Box, offset: Ints) -> Box:
-    return Box(tuple(a + b for a, b in zip(block.offset, offset, strict=True)), block.shape)
 
 
 def _sums_of_run(data: npt.NDArray[np.uint8], start: int) -> Sums:

@@ -209,6 +209,24 @@ class PieceColumns(Mapping[str, Pieces]):
         return PieceColumns, tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
 
+def padded(column: Int64s, width: int, fill: int) -> Int64s:
+    """A two-dimensional column with at least so many axes."""
+    missing = max(0, width - column.shape[1])
+    return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
+
+
+def padded_rows(rows: Sequence[Sequence[int]], fill: int, width: int = 1) -> Int64s:
+    """Ragged rows as one array with at least so many axes."""
+    numbers = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
+    ndim = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    width = max(width, int(ndim.max(initial=0)))
+    if len(numbers) == len(rows) * width:
+        return numbers.reshape(len(rows), width)
+    table = np.full((len(rows), width), fill, dtype=np.int64)
+    table[np.arange(width) < ndim[:, None]] = numbers
+    return table
+
+
 def ints_from_json(values: Any) -> list[int]:
     """A list of shapes or offsets as it came out of a JSON file.
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from dist_checkpointing.format.geometry import split_flat_range
+from dist_checkpointing.planning.segments import counted
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 
 Cut = tuple[ShardTable, Int64s]
@@ -22,7 +23,7 @@ def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
     first = table.offsets // chunks
     counts = (table.offsets + table.shapes - 1) // chunks - first + 1
     totals = np.where(table.shapes.all(axis=1), counts.prod(axis=1), 0)
-    origins, place = _repeated(totals)
+    origins, place = counted(totals)
     parts = table.take(origins)
     begins, ends = parts.offsets.copy(), parts.offsets + parts.shapes
     for axis in reversed(range(table.max_ndim)):
@@ -37,7 +38,7 @@ def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
 def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
     """Flattened ranges cut into ranges of at most so many elements."""
     start, stop = table.flat.T
-    origins, place = _repeated(-(-(stop - start) // most))
+    origins, place = counted(-(-(stop - start) // most))
     begins = start[origins] + place * most[origins]
     ends = np.minimum(begins + most[origins], stop[origins])
     return replace(table.take(origins), flat=np.stack([begins, ends], axis=1)), origins
@@ -76,7 +77,7 @@ def cut_rows(table: ShardTable, most: Int64s) -> Cut:
         row_elements = sizes // np.maximum(extent, 1)
         step = np.maximum(1, most[origins] // np.maximum(row_elements, 1))
         step = np.where(is_large, step, np.maximum(extent, 1))
-        rows, place = _repeated(np.where(is_large, -(-extent // step), 1))
+        rows, place = counted(np.where(is_large, -(-extent // step), 1))
         begin, axis = place * step[rows], axis[rows]
         offsets, shapes, origins = offsets[rows], shapes[rows], origins[rows]
         moved = np.take_along_axis(offsets, axis, 1) + begin[:, None]
@@ -92,9 +93,3 @@ def joined(parts: list[Cut]) -> Cut:
         if len(rows):
             table, origins = table.followed_by(other), np.concatenate([origins, rows])
     return table, origins
-
-
-def _repeated(counts: Int64s) -> tuple[Int64s, Int64s]:
-    """Each row so many times: the rows, and the number of each among those of its row."""
-    rows = np.repeat(np.arange(len(counts)), counts)
-    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

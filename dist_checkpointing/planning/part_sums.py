@@ -46,10 +46,7 @@ def _sums_of_blocks(
     for block in split_rows(Box.whole(tuple(values.shape)), most_bytes // values.itemsize):
         own = dtypes.as_numpy(values[block.slices()].cpu())
         if flat_range is None:
-            place = Box(
-                tuple(a + b for a, b in zip(box.offset, block.offset, strict=True)), block.shape
-            )
-            parts.append(sums_of_part(own, place, None, global_shape))
+            parts.append(sums_of_part(own, block.moved(box.offset), None, global_shape))
         else:
             begin = start + block.offset[0]
             parts.append(sums_of_part(own, box, (begin, begin + own.size), global_shape))

@@ -12,6 +12,7 @@ import numpy as np
 from dist_checkpointing.errors import StateMismatchError
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.pieces import padded
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning.items import MetadataIndex
 from dist_checkpointing.planning.read_items import (
@@ -20,7 +21,6 @@ from dist_checkpointing.planning.read_items import (
     ReadItem,
     placed_items,
 )
-from dist_checkpointing.planning.segments import padded
 from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
 
 
@@ -236,11 +236,12 @@ def stored_ranges(table: ReadTable, index: Index) -> Int64s:
     return ranges
 
 
-def stored_elements(table: ReadTable, index: Index) -> Int64s:
-    """Elements of the stored chunk of each row: chunks are stored at full size, also at an edge."""
+def stored_bytes(table: ReadTable, index: Index) -> Int64s:
+    """Bytes of the stored chunk of each row: chunks are stored at full size, also at an edge."""
     ranges = stored_ranges(table, index)
     counts = table.storage_shapes.prod(axis=1)
-    return np.where(ranges[:, 0] < 0, counts, ranges[:, 1] - ranges[:, 0])
+    counts = np.where(ranges[:, 0] < 0, counts, ranges[:, 1] - ranges[:, 0])
+    return counts * index.itemsizes_of(table.names)[table.keys]
 
 
 def reads_of(chunks: Sequence[MetadataIndex], index: Index) -> ReadTable:

@@ -10,6 +10,7 @@ import numpy as np
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.pieces import padded_rows
 from dist_checkpointing.planning.piece_reads import WantedParts, with_pieces
 from dist_checkpointing.planning.read_table import ReadTable
 from dist_checkpointing.planning.segments import (
@@ -17,7 +18,6 @@ from dist_checkpointing.planning.segments import (
     Segments,
     in_grid,
     joined,
-    padded_rows,
     segments_of,
 )
 from dist_checkpointing.planning.shard_table import Int32s, Int64s
@@ -100,8 +100,8 @@ class WantedShards:
         return cls(
             keys,
             ndim,
-            padded_rows(offsets, ndim, 0),
-            padded_rows(shapes, ndim, 1),
+            padded_rows(offsets, 0),
+            padded_rows(shapes, 1),
             ranges,
             np.asarray(sources, dtype=np.int32),
         )
@@ -144,10 +144,10 @@ def plan_load(
             )
             for row in differs.tolist()
         ]
-    whole = padded_rows(global_shapes, shards.ndim, 1)
+    whole = padded_rows(global_shapes, 1)
     on_grid = np.array([shape is not None for shape in chunk_shapes], dtype=np.bool_)
     shapes = [shape or full for shape, full in zip(chunk_shapes, global_shapes, strict=True)]
-    chunks = np.maximum(padded_rows(shapes, shards.ndim, 1), 1)
+    chunks = np.maximum(padded_rows(shapes, 1), 1)
     names, numbers = _numbered(shards.keys)
     cut = segments_of(shards.offsets, shards.shapes, shards.flat)
     # A wanted shard may stick out of a smaller stored tensor (allow_shape_mismatch).

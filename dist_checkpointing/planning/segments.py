@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
+from dist_checkpointing.format.pieces import Int64s, padded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,22 +175,3 @@ def counted(counts: Int64s) -> tuple[Int64s, Int64s]:
     groups = np.repeat(np.arange(len(counts)), counts)
     begins = np.cumsum(counts) - counts
     return groups, np.arange(len(groups)) - begins[groups]
-
-
-def padded(column: Int64s, width: int, fill: int) -> Int64s:
-    """A two-dimensional column with at least so many axes."""
-    missing = max(0, width - column.shape[1])
-    return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
-
-
-def padded_rows(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
-    """Ragged rows as one array with at least one axis."""
-    lengths = set(map(len, rows))
-    numbers = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
-    if len(lengths) == 1 and 0 not in lengths:
-        return numbers.reshape(len(rows), -1)
-    width = max(1, max(lengths, default=0))
-    table = np.full((len(rows), width), fill, dtype=np.int64)
-    inside: Bools = np.arange(width) < ndim[:, None]
-    table[inside] = numbers
-    return table

@@ -12,8 +12,8 @@ import numpy as np
 
 from dist_checkpointing.format.checksums import ChecksumColumns, StoredPart, checksums_at
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.pieces import padded, padded_rows
 from dist_checkpointing.planning.read_table import contiguous_ranges
-from dist_checkpointing.planning.segments import padded, padded_rows
 from dist_checkpointing.planning.shard_table import Bools, Int64s
 from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.strategies.raw_chunks import SMALL_BYTES
@@ -66,7 +66,7 @@ def filled_rows(
     itemsizes = index.itemsizes_of(own.keys)
     shapes, _ = index.shapes_of(own.keys)
     ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
-    stored = padded_rows(shapes, ndim, 1)
+    stored = padded_rows(shapes, 1)
     is_whole = _lie_as_stored(wanted, index, itemsizes) & (ndim == shards.ndim)
     is_whole &= stored.astype(np.float64).prod(axis=1) < _MOST_ELEMENTS
     leaf_of = {key: leaf for leaf, key in enumerate(own.keys)}

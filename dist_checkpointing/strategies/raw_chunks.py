@@ -210,17 +210,18 @@ def _opened(
             file.require(end, is_all=is_all)
             yield file
     except FileNotFoundError as error:
-        raise _corrupt(path, key, "a chunk is missing") from error
+        raise damaged(path, key, "a chunk is missing") from error
     except WrongSizeError as error:
         problem = (
             "a chunk has the wrong size" if is_all else "the file that holds a chunk ends before it"
         )
         details = {"expected": f"{end} bytes", "found": error.found}
-        raise _corrupt(path, key, problem, **details) from error
+        raise damaged(path, key, problem, **details) from error
     except EOFError as error:
-        raise _corrupt(path, key, str(error)) from error
+        raise damaged(path, key, str(error)) from error
 
 
-def _corrupt(path: str, key: str, problem: str, **details: Any) -> CorruptCheckpointError:
+def damaged(path: str, key: str, problem: str, **details: Any) -> CorruptCheckpointError:
+    """The error about a stored value that is lost or not what it must be."""
     finding = Finding(problem, key, path=path, **details)
     return CorruptCheckpointError("the checkpoint is damaged", [finding])

@@ -13,9 +13,9 @@ from dist_checkpointing.filesystem.disk_names import disk_name, disk_names
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.pieces import Pieces, padded_rows
 from dist_checkpointing.planning.read_table import ReadTable, stored_ranges
-from dist_checkpointing.planning.segments import padded, padded_rows
 from dist_checkpointing.planning.shard_table import Int32s, Int64s, ShardTable
 
 METADATA_NAME = "zarr.json"
@@ -59,9 +59,8 @@ def chunk_keys(
     used_names = names if is_all else [names[position] for position in used.tolist()]
     _, chunk_shapes = index.shapes_of(used_names)
     shapes = [shape or () for shape in chunk_shapes]
-    own_ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
     chunks = np.ones((len(names), width), dtype=np.int64)
-    chunks[used] = padded(padded_rows(shapes, own_ndim, 1), width, 1)[:, :width]
+    chunks[used] = padded_rows(shapes, 1, width)[:, :width]
     has_grid = np.zeros(len(names), dtype=np.bool_)
     has_grid[used] = [shape is not None for shape in chunk_shapes]
     own_names = disk_names(used_names)

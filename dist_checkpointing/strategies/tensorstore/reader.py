@@ -19,14 +19,14 @@ from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
 from dist_checkpointing.format.ocdbt.tree_reader import ABSENT, INLINE, Values
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
-from dist_checkpointing.planning.read_table import reads_of, stored_elements
-from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.planning.read_table import reads_of, stored_bytes
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import (
     READ_WHOLE_BYTES,
     ChunkReads,
     Extent,
+    damaged,
     read_chunks,
     read_extent,
     read_part,
@@ -65,8 +65,7 @@ class TensorStoreReader(StorageReader):
         name = keys.object_key(key, cell, self._index.objects[key])
         values = self._find([name.encode()])
         if values.extents.file[0] == ABSENT:
-            finding = Finding("an object is missing", key, path=f"{self.checkpoint_dir}: {name}")
-            raise CorruptCheckpointError("the checkpoint is damaged", [finding])
+            raise damaged(f"{self.checkpoint_dir}: {name}", key, "an object is missing")
         return self._bytes(values, 0, key)
 
     def read_box(self, tensor: StoredTensor, box: Box) -> torch.Tensor | None:
@@ -136,7 +135,7 @@ class TensorStoreReader(StorageReader):
 
     def _require_found(self, table: ReadTable, row_keys: Sequence[bytes], values: Values) -> None:
         """Make sure that all values are there, and the chunks as large as they must be."""
-        extents, sizes = values.extents, self._sizes(table)
+        extents, sizes = values.extents, stored_bytes(table, self._index)
         is_absent = extents.file == ABSENT
         is_wrong = is_absent | ~table.is_object & (extents.length != sizes)
         findings = []
@@ -156,11 +155,6 @@ class TensorStoreReader(StorageReader):
             )
         if findings:
             raise CorruptCheckpointError("the checkpoint is damaged", findings)
-
-    def _sizes(self, table: ReadTable) -> Int64s:
-        """Bytes of the stored chunk of each row."""
-        itemsizes = self._index.itemsizes_of(table.names)
-        return stored_elements(table, self._index) * itemsizes[table.keys]
 
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
         """The keys of stored chunks, pieces and cells."""

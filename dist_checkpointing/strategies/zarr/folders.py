@@ -34,7 +34,7 @@ from dist_checkpointing.planning import (
     SavePlan,
     SavePlanner,
 )
-from dist_checkpointing.planning.read_table import reads_of, stored_elements
+from dist_checkpointing.planning.read_table import reads_of, stored_bytes
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import is_on_gpu
 from dist_checkpointing.storage.options import Checksum, Durability
@@ -188,7 +188,7 @@ class ZarrFolderReader(StorageReader):
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
         is_encoded = self.codec() is not None
         table = reads_of(chunks, self._index)
-        sizes = _chunk_bytes(table, self._index).tolist()
+        sizes = stored_bytes(table, self._index).tolist()
         names = self.chunk_names(table)
         if is_encoded:
             sizes = [self.files.size_of(name) or 0 for name in names]
@@ -219,7 +219,7 @@ class ZarrFolderReader(StorageReader):
         names = self.chunk_names(table)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         files = np.fromiter(map(numbers.__getitem__, names), dtype=np.int64, count=len(names))
-        sizes = _chunk_bytes(table, self._index)
+        sizes = stored_bytes(table, self._index)
         filler = Filler(plan, planner, self._index, self.files.limits)
         if codec is None:
             starts = np.zeros_like(files)
@@ -243,9 +243,3 @@ class ZarrFolderReader(StorageReader):
         threads = max(self.options.threads, min(limits.threads, fitting))
         in_threads(read_file, of_files, threads)
         return done(None)
-
-
-def _chunk_bytes(table: ReadTable, index: Index) -> Int64s:
-    """Bytes of the whole chunk of each row."""
-    itemsizes = [index.dtype_of(name).itemsize for name in table.names]
-    return stored_elements(table, index) * np.array(itemsizes, dtype=np.int64)[table.keys]
