@@ -183,9 +183,8 @@ def _find_gaps_and_overlaps(key: str, rows: ShardTable) -> list[Finding]:
     what = "shard" if rows.dtype(0) != OBJECT else "ShardedObject"
     ndim = len(shape)
     parts = miscounted_parts(shape, rows.offsets[:, :ndim], rows.shapes[:, :ndim])
-    for part in itertools.islice(parts, _MAX_NAMED_PARTS):
-        box, count = part.box, len(part.holders)
-        holders = rows.ranks_of(list(part.holders))
+    for box, holding in itertools.islice(parts, _MAX_NAMED_PARTS):
+        count, holders = len(holding), rows.ranks_of(list(holding))
         problem = f"no {what} holds this part" if count == 0 else f"{count} {what}s hold this part"
         remedy = (
             "Every part needs one holder with replica_id 0."

@@ -87,17 +87,8 @@ class ReplicaFacts:
     digests: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """A unit whose copies differ, the same on all ranks.
-
-    Attributes:
-        unit: See ``Copies``.
-        groups: Digest and ranks of those that agree with each other, the largest first.
-    """
-
-    unit: int
-    groups: list[tuple[bytes, list[int]]]
+Groups = list[tuple[bytes, list[int]]]
+"""Digest and ranks of those whose copies of a unit agree with each other, the largest first."""
 
 
 class ReplicaComparison:
@@ -169,9 +160,11 @@ class ReplicaComparison:
             logger.info("%d parts of replicas are cut differently: not compared", copies.num_apart)
         if not different:
             return
-        differences = list(_differences(copies, told, different))
-        firsts = self._first_differences(copies, differences)
-        findings = [_finding(copies, d, firsts.get(d.unit, "")) for d in differences]
+        groups = dict(_differences(copies, told, different))
+        firsts = self._first_differences(copies, groups)
+        findings = [
+            _finding(copies, unit, own, firsts.get(unit, "")) for unit, own in groups.items()
+        ]
         error = InvalidShardingError("replicas hold different values", findings)
         if self._on_mismatch == "raise":
             raise error
@@ -216,12 +209,11 @@ class ReplicaComparison:
                     spoken.setdefault(own.unit, digest)
         return _packed(spoken.items())
 
-    def _first_differences(
-        self, copies: Copies, differences: Sequence[_Difference]
-    ) -> dict[int, str]:
+    def _first_differences(self, copies: Copies, differences: dict[int, Groups]) -> dict[int, str]:
         """In words, where two copies of a unit differ first. Collective."""
         comm, step = self._comm, "looking for the first difference"
-        pairs = {d.unit: d.groups[:2] for d in differences[:_MOST_NAMED] if len(d.groups) > 1}
+        named = list(differences.items())[:_MOST_NAMED]
+        pairs = {unit: groups[:2] for unit, groups in named if len(groups) > 1}
         values = {
             own.unit: looked_at(flat_values(own), own.unit, self._sample)
             for own, digest in self._own
@@ -277,21 +269,20 @@ def _unpacked(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _differences(
     copies: Copies, told: dict[int, bytes], different: Sequence[dict[int, bytes]]
-) -> Iterator[_Difference]:
-    """The units whose copies differ, and which ranks agree."""
+) -> Iterator[tuple[int, Groups]]:
+    """The units whose copies differ, and which ranks agree; the same on all ranks."""
     for unit in sorted({unit for of_rank in different for unit in of_rank}):
         agreeing: dict[bytes, list[int]] = {}
         for rank in copies.compared(unit):
             agreeing.setdefault(different[rank].get(unit, told[unit]), []).append(rank)
-        groups = sorted(agreeing.items(), key=lambda group: (-len(group[1]), group[1]))
-        yield _Difference(unit, groups)
+        yield unit, sorted(agreeing.items(), key=lambda group: (-len(group[1]), group[1]))
 
 
-def _finding(copies: Copies, difference: _Difference, first: str) -> Finding:
+def _finding(copies: Copies, unit: int, groups: Groups, first: str) -> Finding:
     """What to say of a unit whose copies differ; the same on all ranks."""
-    row, box, flat = copies.place(difference.unit)
+    row, box, flat = copies.place(unit)
     where = str(box) + ("" if flat is None else f", {flat[0]}:{flat[1]}")
-    most, *rest = [ranks for _, ranks in difference.groups]
+    most, *rest = [ranks for _, ranks in groups]
     rest = rest or [most]  # a rank that holds several copies
     return Finding(
         f"the copies of {where} are not the same" + (first and f", {first}"),

@@ -27,17 +27,8 @@ _BLOCK_BYTES: Final = 2**22
 """At most so much of what does not lie in one run of CPU memory is copied at a time."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FilledPart:
-    """A stored part that a load puts whole and as it is into the memory of one leaf.
-
-    Attributes:
-        part: The part, with its checksum.
-        values: The memory.
-    """
-
-    part: StoredPart
-    values: torch.Tensor
+FilledPart = tuple[StoredPart, torch.Tensor]
+"""A part, with its checksum, that a load puts whole and as it is into the memory of one leaf."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +60,7 @@ def split_filled(
                 found = (values_of(leaf, part, dtype) for leaf in wanted[key])
                 values = next((memory for memory in found if memory is not None), None)
             if values is not None:
-                filled.append(FilledPart(part, values))
+                filled.append((part, values))
             elif any(part.box.intersect(leaf.box) is not None for leaf in wanted[key]):
                 others.append(part)
     return filled, others
@@ -102,15 +93,16 @@ def verify_filled(filled: Filled, options: StorageOptions, meter: Meter) -> None
         CheckpointingException: with key and box of every part that differs. The stored data may
             be good nevertheless: another read tells.
     """
-    of_parts = sum(own.values.nbytes for own in filled.parts)
+    of_parts = sum(values.nbytes for _, values in filled.parts)
     meter.expect(of_parts + sum(int(own.num_bytes.sum()) for own in filled.rows))
-    small = [own for own in filled.parts if own.values.nbytes <= SMALL_BYTES]
-    large = [own for own in filled.parts if own.values.nbytes > SMALL_BYTES]
+    small = [own for own in filled.parts if own[1].nbytes <= SMALL_BYTES]
+    large = [own for own in filled.parts if own[1].nbytes > SMALL_BYTES]
 
     def compare(own: FilledPart) -> tuple[StoredPart, int]:
-        found = checksum_of(_blocks(own.values))
-        meter.add(own.values.nbytes)
-        return own.part, found
+        part, values = own
+        found = checksum_of(_blocks(values))
+        meter.add(values.nbytes)
+        return part, found
 
     # Many small parts are work for the interpreter: threads would only take turns.
     with paused_collector():
