@@ -104,14 +104,7 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A cell of a sharded object that lies among the tensors, with the hash of its bytes.
-
-    Attributes:
-        key: Key of the object.
-        cell: Position of the cell in the grid of the object.
-        digest: xxh3_64 of the stored bytes.
-        rank: Rank that wrote it.
-    """
+    """A cell of a sharded object that lies among the tensors, with the hash of its bytes."""
 
     key: str
     cell: Ints
@@ -121,15 +114,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class TableFile:
-    """A table as a file.
-
-    Attributes:
-        name: Path relative to the checkpoint.
-        data: Content of the file.
-        first_key: Smallest key in it.
-        last_key: Largest key in it.
-        num_rows: Number of rows in it.
-    """
+    """A table as a file, its smallest and largest key, and the number of its rows."""
 
     name: str
     data: bytes
@@ -198,11 +183,7 @@ class ChecksumColumns:
 
 @dataclass(frozen=True, eq=False)
 class ChecksumTable:
-    """The rows of one or more tables.
-
-    Attributes:
-        columns: Columns of each table.
-    """
+    """The rows of one or more tables."""
 
     columns: Sequence[ChecksumColumns] = ()
 
@@ -268,11 +249,7 @@ def checksum_files(folder: Location) -> list[Location]:
 
 
 def read_checksums(folder: Location) -> list[StoredPart]:
-    """Everything that was noted about the tensors of a checkpoint.
-
-    Raises:
-        CorruptCheckpointError: if a table is not what it should be.
-    """
+    """Everything that was noted about the tensors of a checkpoint."""
     return [part for path in checksum_files(folder) for part in read_table(path).parts]
 
 
@@ -287,11 +264,7 @@ def read_table(path: Location) -> ChecksumTable:
 
 
 def parse_table(data: bytes, path: str) -> ChecksumTable:
-    """The rows of the table with this content.
-
-    Raises:
-        CorruptCheckpointError: if it is not what it should be.
-    """
+    """The rows of the table with this content."""
     remedy = "Use another checkpoint, or load without verify."
     with local.parsing("checksums cannot be read", path, remedy=remedy):
         return ChecksumTable([_columns(data)])

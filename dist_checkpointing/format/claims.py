@@ -28,13 +28,7 @@ MOST_COMPRESSION: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What an index says of one tensor or sharded object.
-
-    Attributes:
-        key: Key of the tensor or object.
-        num_bytes: Size of the values.
-        num_parts: Number of chunks, pieces or cells.
-    """
+    """What an index says of one tensor or object: its bytes, and its chunks, pieces or cells."""
 
     key: str
     num_bytes: int
@@ -48,13 +42,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Backing:
-    """The files that a claim is about.
-
-    Attributes:
-        num_bytes: Size of the files.
-        num_parts: Number of parts that they can hold at most.
-        path: Path of the file that makes the claim.
-    """
+    """The bytes of the files that a claim is about, the parts that they can hold, and its file."""
 
     num_bytes: int
     num_parts: int
@@ -86,11 +74,7 @@ def meets_many(tensor: StoredTensor, box: Box) -> bool:
 
 
 def require_backing(claims: Iterable[Claim], backing_of: Callable[[Claim], Backing]) -> None:
-    """Refuse claims that the files cannot hold.
-
-    Raises:
-        CorruptCheckpointError: naming every key, and the file that says so.
-    """
+    """Refuse claims that the files cannot hold."""
     findings = []
     for claim in claims:
         backing = backing_of(claim)

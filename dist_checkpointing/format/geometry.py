@@ -88,11 +88,6 @@ class Window:
     Windows address both stored chunks and destination tensors. An ordinary chunk has ``start == 0``
     and its own shape. A part of a flattened range begins inside the 1-D buffer, and is treated as
     an n-dimensional array there.
-
-    Attributes:
-        start: First element of the array in the buffer.
-        shape: Shape of the array.
-        box: The box in the array.
     """
 
     start: int
@@ -175,11 +170,7 @@ def split_flat_range(shape: Ints, start: int, stop: int) -> list[Box]:
 
 
 def boxes_of_part(box: Box, flat_range: tuple[int, int] | None) -> list[Box]:
-    """The boxes that make up a part of a tensor: a box of it, or a range of the flattened box.
-
-    Raises:
-        ValueError: if the range does not lie inside the box.
-    """
+    """The boxes that make up a part of a tensor: a box of it, or a range of the flattened box."""
     if flat_range is None:
         return [box]
     return [run.moved(box.offset) for run in split_flat_range(box.shape, *flat_range)]

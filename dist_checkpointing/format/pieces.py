@@ -56,11 +56,7 @@ class Pieces:
 
     @classmethod
     def from_lists(cls, offsets: Any, shapes: Any, flat: Any) -> Pieces:
-        """The table from three lists as stored.
-
-        Raises:
-            ValueError: if they do not fit together.
-        """
+        """The table from three lists as stored."""
         return cls.checked(*map(rows_from_lists, (offsets, shapes, flat)))
 
     @classmethod
@@ -244,11 +240,7 @@ def ints_from_json(values: Any) -> list[int]:
 
 
 def rows_from_lists(rows: Any) -> Int64s:
-    """Lists of ints, all of one length, as they came out of a JSON file: ``[rows, ints]``.
-
-    Raises:
-        ValueError: If they are anything else.
-    """
+    """Lists of ints, all of one length, as they came out of a JSON file: ``[rows, ints]``."""
     if not isinstance(rows, list) or not _ONLY_LIST.issuperset(map(type, rows)):
         raise ValueError("expected a list of lists")
     widths = set(map(len, rows)) or {0}

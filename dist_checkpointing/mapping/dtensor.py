@@ -89,11 +89,7 @@ def local_part(key: str, tensor: DTensor) -> LocalPart | None:
 
 
 def local_box(key: str, tensor: DTensor) -> LocalPart:
-    """What this rank holds of a DTensor, if that is one box.
-
-    Raises:
-        InvalidShardingError: see ``ShardedTensor.from_dtensor``.
-    """
+    """What this rank holds of a DTensor, if that is one box."""
     if not hasattr(tensor, "placements"):
         raise invalid_sharding(key, "not a DTensor", found=type(tensor).__name__)
     part = local_part(key, tensor)

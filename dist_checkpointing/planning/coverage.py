@@ -28,11 +28,7 @@ def main_rows(catalog: ShardTable) -> ShardTable:
 
 
 def check_coverage(catalog: ShardTable, written: ShardTable) -> None:
-    """Raise one error with everything ``find_coverage_problems`` finds.
-
-    Raises:
-        InvalidShardingError: if there is any finding.
-    """
+    """Raise one error with everything ``find_coverage_problems`` finds."""
     findings = find_coverage_problems(catalog, written)
     if findings:
         message = (

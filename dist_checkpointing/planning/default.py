@@ -151,11 +151,7 @@ class DefaultSavePlanner(SavePlanner):
         return whole[part.chunk.relative_to(leaf.box.offset).slices()]
 
     def _leaf_of(self, item: WriteItem) -> ShardedBase:
-        """The leaf that an item is a part of.
-
-        Raises:
-            InvalidShardingError: if the item does not say which, and no leaf holds it.
-        """
+        """The leaf that an item is a part of."""
         if item.index.index is not None:
             return self._leaves[item.index.index]
         if self._by_key is None:

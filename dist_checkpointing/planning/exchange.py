@@ -33,14 +33,7 @@ which takes as much room for every rank as for the one with most."""
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """A part of a rank's table on its way.
-
-    Attributes:
-        kind: What it is a part of.
-        digest: 128 bits that stand for its kind and bytes.
-        num_bytes: Number of its bytes.
-        data: Its bytes, if they are few.
-    """
+    """A part of a rank's table on its way: a digest of its kind and bytes, and these if few."""
 
     kind: str
     digest: bytes
@@ -56,12 +49,7 @@ class PackedPart:
 
 @dataclass(frozen=True, slots=True)
 class Brought(Generic[T]):
-    """What one rank tells all others.
-
-    Attributes:
-        parts: Parts of its table.
-        facts: Anything else.
-    """
+    """What one rank tells all others: parts of its table, and anything else."""
 
     parts: tuple[PackedPart, ...]
     facts: T

@@ -42,16 +42,7 @@ class WantedShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedShards:
-    """Wanted shards as columns; shapes and offsets are padded as in ``ShardTable``.
-
-    Attributes:
-        keys: Key of each.
-        ndim: Number of axes of each.
-        offsets: ``[rows, axes]``, first element of the box.
-        shapes: ``[rows, axes]``, shape of the box.
-        flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
-        sources: Which leaf of the rank it is.
-    """
+    """Wanted shards as columns, as in ``ShardTable``."""
 
     keys: Sequence[str]
     ndim: Int32s

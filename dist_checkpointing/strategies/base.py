@@ -59,11 +59,7 @@ def left_out(method: M) -> M:
 
 
 def require_method(strategy: object, name: str, need: str) -> None:
-    """Refuse a strategy that lacks a method, before anything is written; ``need`` is a verb.
-
-    Raises:
-        CheckpointingException: if the strategy lacks the method.
-    """
+    """Refuse a strategy that lacks a method, before anything is written; ``need`` is a verb."""
     if not has_method(strategy, name):
         raise lacks(strategy, name, need)
 

@@ -199,11 +199,7 @@ class LocalShardsContainer(_WithoutMemory):
         return [chunk for shard in self._local_shards for chunk in shard.__create_chunk_list__()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The data of one shard.
-
-        Raises:
-            ValueError: if the index has no offset, or no shard has that offset.
-        """
+        """The data of one shard."""
         if index.offset is None:
             raise ValueError(f"{index.fqn!r} has several parts here: an offset must say which one")
         shards, hint = self._local_shards, index.index

@@ -33,12 +33,7 @@ FilledPart = tuple[StoredPart, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """What a load puts into memory as it is, to be compared afterwards.
-
-    Attributes:
-        parts: Parts, one by one.
-        rows: Small parts in runs of CPU memory, as rows of tables.
-    """
+    """What a load puts into memory as it is, to be compared afterwards; small parts as rows."""
 
     parts: Sequence[FilledPart] = ()
     rows: Sequence[FilledRows] = ()

@@ -25,13 +25,7 @@ _MOST_ELEMENTS: Final = 2.0**40
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilledRows:
-    """Stored parts that a load puts whole and as they are into runs of CPU memory.
-
-    Attributes:
-        table: Checksums, one row a part.
-        addresses: Address of the first byte of each part.
-        num_bytes: Bytes of each part.
-    """
+    """Stored parts that a load puts whole and as they are into runs of CPU memory, one a row."""
 
     table: ChecksumColumns
     addresses: Int64s

@@ -42,15 +42,7 @@ are read whole."""
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where the bytes of a chunk lie.
-
-    Attributes:
-        folder: Folder that the file is in.
-        name: Name of the file, relative to the folder.
-        offset: Position of the first byte.
-        num_bytes: Bytes of the whole chunk.
-        file_bytes: Size that the file must have; None if it holds more than this chunk.
-    """
+    """Where a chunk lies in a file, whose size is None if it holds more than this chunk."""
 
     folder: Location
     name: str

@@ -74,11 +74,7 @@ def select_strategy(
 
 
 def _require_complete(strategy: Any) -> None:
-    """Refuse a class that is not finished now, and not in the middle of a save.
-
-    Raises:
-        CheckpointingException: with the class and what it lacks.
-    """
+    """Refuse a class that is not finished now, and not in the middle of a save."""
     if isinstance(strategy, SaveStrategyBase):
         for name in ("backend", "version"):
             if not hasattr(strategy, name):

@@ -60,12 +60,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one rank loads.
-
-    Attributes:
-        tensors: Shards that are wanted. Those with memory are filled with what is stored.
-        objects: Cells of sharded objects that are wanted.
-    """
+    """What one rank loads. Tensors with memory are filled with what is stored."""
 
     tensors: WantedLeaves
     objects: Sequence[ShardedObject]

@@ -40,15 +40,7 @@ _LEVEL: Final = struct.Struct("<i")
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """The node where a tree begins.
-
-    Attributes:
-        height: 0 for a leaf.
-        file: File that holds it.
-        offset: Offset of its first byte.
-        length: Number of its bytes.
-        statistics: Statistics of the whole tree.
-    """
+    """The node where a tree begins, and the statistics of the whole tree."""
 
     height: int
     file: FileRef

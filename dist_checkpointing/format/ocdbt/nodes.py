@@ -46,13 +46,7 @@ class FileRef:
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where some values or nodes lie, as columns.
-
-    Attributes:
-        file: Position in a list of files.
-        offset: Offsets of the first bytes.
-        length: Numbers of bytes.
-    """
+    """Where values or nodes lie, as columns; ``file`` is a position in a list of files."""
 
     file: I64
     offset: I64
@@ -70,13 +64,7 @@ class Extents:
 
 @dataclass(frozen=True, slots=True)
 class TreeStatistics:
-    """What lies below a node, and in it.
-
-    Attributes:
-        num_keys: Keys in the leaves.
-        num_tree_bytes: Encoded sizes of all nodes.
-        num_value_bytes: Sizes of all values outside the tree.
-    """
+    """What lies below a node, and in it: keys, encoded nodes, and values outside of the tree."""
 
     num_keys: int
     num_tree_bytes: int
@@ -199,9 +187,6 @@ def decode(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Int
     """The node of this height that a record says.
 
     Paths in it are relative to ``folder``, and all its keys begin with ``prefix``.
-
-    Raises:
-        Malformed: if it is not that.
     """
     body = Body(opened(NODE, record))
     if body.take(1) != bytes([height]):

@@ -43,11 +43,7 @@ def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
 
 
 def opened(magic: int, record: bytes) -> bytes:
-    """The body of a record.
-
-    Raises:
-        Malformed: if it is damaged, or no record of this kind.
-    """
+    """The body of a record."""
     if len(record) < _HEAD_BYTES + _CHECKSUM.size or _HEAD.unpack_from(record) != (magic,):
         raise Malformed(f"no record of kind {magic:#010x}")
     if _LENGTH.unpack_from(record, _HEAD.size) != (len(record),):

@@ -25,14 +25,7 @@ _INTERIOR_ENTRY_BYTES = 56
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The nodes of one height.
-
-    Attributes:
-        keys: First key of each.
-        prefixes: Number of bytes that all keys below each have in common.
-        extents: Extents of the nodes.
-        statistics: Statistics of the nodes.
-    """
+    """The nodes of one height, and how many bytes all keys below each have in common."""
 
     keys: Sequence[bytes]
     prefixes: I64

@@ -38,13 +38,7 @@ _HEAD = struct.Struct("<QQQ?")
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part of a block that a rank wants.
-
-    Attributes:
-        rank: The rank.
-        row: The row of that rank.
-        box: The part, in the array of the chunk.
-    """
+    """A part of a block, in the array of the chunk, that a row of a rank wants."""
 
     rank: int
     row: int

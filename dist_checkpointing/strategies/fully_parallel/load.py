@@ -282,11 +282,7 @@ def _shape(leaf: ShardedTensor) -> torch.Size:
 
 
 def _check_read(read: Sequence[tuple[Any, Any]]) -> None:
-    """Refuse values, of leaves that were asked for, that cannot be passed on.
-
-    Raises:
-        StateMismatchError: if any value has another shape or dtype than the leaf.
-    """
+    """Refuse values that have another shape or dtype than the leaves that were asked for."""
     findings = [
         Finding(
             "the strategy returned something else than it was asked for",

@@ -108,10 +108,7 @@ class _TensorPickler(pickle.Pickler):
 class RecordFormat:
     """The bytes around the values of a contiguous tensor of one dtype and shape.
 
-    Attributes:
-        head: The bytes before the values.
-        num_bytes: Number of bytes of the values.
-        directory: The entries that lie in ``head``, as they are listed at the end.
+    The directory lists the entries in ``head``, as they are listed at the end.
     """
 
     head: bytes

@@ -19,11 +19,7 @@ _MAKERS: dict[str, Callable[[], Any]] = {
 
 
 def make_codec(name: str | None) -> Codec | None:
-    """The codec with this zarr v3 name; None for raw bytes.
-
-    Raises:
-        UnsupportedFormatError: for an unknown name.
-    """
+    """The codec with this zarr v3 name; None for raw bytes."""
     if name is None:
         return None
     try:
