@@ -100,10 +100,7 @@ class SavePlan:
 
     Args:
         items: the shards, as a table or as items.
-        storage_data: see below.
-        planner_data: see below.
         table: the same as ``items``.
-        index: see below.
 
     Attributes:
         table: The shards.

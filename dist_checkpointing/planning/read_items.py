@@ -31,11 +31,8 @@ class ReadItem:
     shapes of the windows are then found from the indices when the plan is used.
 
     Args:
-        type: see below.
-        dest_index: see below.
-        dest: see below; or the same as ``dest_offsets``.
-        storage_index: see below.
-        storage: see below; or the same as ``storage_offsets``.
+        dest: a window, or the same as ``dest_offsets``.
+        storage: a window, or the same as ``storage_offsets``.
         lengths: shape of the box.
         dest_offsets: offset of the box in the destination.
         storage_offsets: offset of the box in the stored chunk.

@@ -287,8 +287,6 @@ class LoadPlan:
 
     Args:
         items: the boxes to copy, as a table or as items.
-        storage_data: see below.
-        planner_data: see below.
         table: the same as ``items``.
 
     Attributes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ import numpy.typing as npt
 from dist_checkpointing.format.element_types import ELEMENT_TYPES
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.pieces import padded_rows
+
+if TYPE_CHECKING:
+    from dist_checkpointing.planning.packing import PackedTable
 
 OBJECT = "object"
 """Stands in the dtype column for a ShardedObject."""
@@ -262,25 +265,9 @@ def shared_shapes(shapes: Int64s, ndim: Int32s) -> list[Ints]:
     return [known.setdefault(shape, shape) for shape in own]
 
 
-class SomeRows(Protocol):
-    """Rows with names of their own, whose columns are made when they are asked for."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The distinct keys and dtype names."""
-
-    @property
-    def max_ndim(self) -> int:
-        """Number of columns of the padded arrays."""
-
-    def __len__(self) -> int:
-        """Number of rows."""
-
-    def column(self, name: str) -> Any:
-        """One of ``COLUMNS``."""
-
-
-def concatenate(tables: Sequence[SomeRows], holders: Sequence[Int32s] | None = None) -> ShardTable:
+def concatenate(
+    tables: Sequence[ShardTable | PackedTable], holders: Sequence[Int32s] | None = None
+) -> ShardTable:
     """All rows of all tables in one, sorted by key name, then as given.
 
     Column by column, so that beside the result no more than one column is in memory.

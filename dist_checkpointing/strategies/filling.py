@@ -22,8 +22,7 @@ from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTab
 from dist_checkpointing.planning.read_table import contiguous_ranges
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.host_blocks import DeviceBlocks, is_on_gpu
-from dist_checkpointing.strategies.scattered import read_scattered
-from dist_checkpointing.strategies.windows import copy_window, read_window
+from dist_checkpointing.strategies.windows import copy_window, read_scattered, read_window
 
 Array = npt.NDArray[Any]
 

@@ -48,8 +48,7 @@ from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from dist_checkpointing.strategies.filled_parts import Filled, split_filled
-from dist_checkpointing.strategies.filled_rows import FilledRows, filled_rows
+from dist_checkpointing.strategies.filled_parts import Filled, FilledRows, filled_rows, split_filled
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 

@@ -18,7 +18,7 @@ from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.strategies.raw_chunks import damaged
-from dist_checkpointing.strategies.zarr.unpacking import Codec, unpacked
+from dist_checkpointing.strategies.zarr.codecs import Codec, unpacked
 
 Array = npt.NDArray[Any]
 

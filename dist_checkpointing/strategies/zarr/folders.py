@@ -45,8 +45,8 @@ from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import ChunkReads, read_chunks
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
+from dist_checkpointing.strategies.zarr.codecs import Codec
 from dist_checkpointing.strategies.zarr.shared_chunks import share_chunks
-from dist_checkpointing.strategies.zarr.unpacking import Codec
 
 
 @dataclass(frozen=True, slots=True)

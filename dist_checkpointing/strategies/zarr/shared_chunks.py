@@ -21,7 +21,7 @@ from dist_checkpointing.storage.options import BaseCheck, StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base_parts import BaseParts, PlanDigests, open_base
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
-from dist_checkpointing.strategies.zarr.unpacking import Codec
+from dist_checkpointing.strategies.zarr.codecs import Codec
 
 logger: logging.Logger = logging.getLogger(__name__)
 

@@ -45,13 +45,12 @@ from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.results import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk
-from dist_checkpointing.strategies.zarr.codecs import codec_json, make_codec
+from dist_checkpointing.strategies.zarr.codecs import Codec, codec_json, make_codec
 from dist_checkpointing.strategies.zarr.folders import (
     FileContent,
     ZarrFolderReader,
     ZarrFolderWriter,
 )
-from dist_checkpointing.strategies.zarr.unpacking import Codec
 from dist_checkpointing.strategies.zarr_v3_nodes import (
     METADATA_NAME,
     Node,
