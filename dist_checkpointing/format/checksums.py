@@ -88,7 +88,6 @@ class StoredPart:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
         if self.flat_range is None:
             return self.box.num_elements
         return self.flat_range[1] - self.flat_range[0]
@@ -189,7 +188,6 @@ class ChecksumTable:
 
     @cached_property
     def parts(self) -> tuple[StoredPart, ...]:
-        """The rows of tensors."""
         rows = ((own, np.flatnonzero(own.is_object == 0)) for own in self.columns)
         return tuple(part for own, chosen in rows for part in own.parts(chosen))
 
@@ -201,17 +199,14 @@ class ChecksumTable:
 
     @cached_property
     def objects(self) -> tuple[StoredObject, ...]:
-        """The rows of objects."""
         return tuple(cell for own in self.columns for cell in own.objects())
 
     @property
     def has_parts(self) -> bool:
-        """Whether there is a row of a tensor."""
         return any(bool((own.is_object == 0).any()) for own in self.columns)
 
 
 def make_tables(columns: ChecksumColumns) -> list[TableFile]:
-    """The tables for these rows."""
     tables = []
     for number, start in enumerate(range(0, len(columns.keys), _ROWS_A_TABLE)):
         rows = slice(start, start + _ROWS_A_TABLE)
@@ -300,5 +295,4 @@ def _columns(data: bytes) -> ChecksumColumns:
 
 
 def joined(tables: Iterable[ChecksumTable]) -> ChecksumTable:
-    """The rows of several tables."""
     return ChecksumTable([own for table in tables for own in table.columns])

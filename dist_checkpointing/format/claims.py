@@ -50,7 +50,6 @@ class Backing:
 
 
 def claim_of(tensor: StoredTensor) -> Claim:
-    """What an index says of a tensor."""
     return Claim(tensor.key, tensor.num_bytes, tensor.num_parts)
 
 

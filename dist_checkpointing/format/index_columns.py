@@ -24,7 +24,6 @@ from dist_checkpointing.format.pieces import (
 
 
 def json_text(value: object) -> str:
-    """A value as short JSON."""
     return json.dumps(value, separators=(",", ":"))
 
 

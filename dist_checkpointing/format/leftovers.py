@@ -43,7 +43,6 @@ def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
 
 
 def note_attempt(folder: Location, attempt: str, names: Sequence[str]) -> None:
-    """Write down the name of an attempt, and what it is about to create."""
     content = {"attempt": attempt, "creates": names}
     data = json.dumps(content, separators=(",", ":")).encode()
     store.make_own_folder(folder)

@@ -65,7 +65,6 @@ class SealedFile:
 
     @classmethod
     def of_bytes(cls, name: str, data: bytes) -> SealedFile:
-        """The file that has this content."""
         return cls(name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
@@ -99,7 +98,6 @@ class Seal:
         return found
 
     def to_json(self) -> bytes:
-        """The bytes of the seal file."""
         files = sorted(self.files.values(), key=lambda file: file.name)
         content = {
             "format": FORMAT,

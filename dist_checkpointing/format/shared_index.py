@@ -60,7 +60,6 @@ class SharedIndex:
         )
 
     def keys(self) -> Iterator[str]:
-        """The keys of all tensors."""
         if self.whole is not None:
             yield from self.whole
         for block in self.blocks:

@@ -75,11 +75,9 @@ class Skeleton:
 
     @property
     def is_dict(self) -> bool:
-        """Whether the container is a dict."""
         return isinstance(self.prototype, dict)
 
     def step(self, number: int) -> Step:
-        """The step to an entry."""
         return DictKey(self.keys[number]) if self.is_dict else Position(number)
 
     def fill(self, values: Sequence[Any]) -> Any:
@@ -93,7 +91,6 @@ class Skeleton:
         return container
 
     def fill_dict(self, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-        """A new dict of this kind."""
         if type(self.prototype) is dict:
             return dict(zip(keys, values, strict=True))
         container = copy.copy(self.prototype)
@@ -246,7 +243,6 @@ class AtPaths(Mapping[Path, T], Generic[T]):
         return _Leaves(self)
 
     def replaced(self, leaves: Sequence[Any]) -> AtPaths[Any]:
-        """Other leaves at the same paths."""
         return AtPaths(leaves, self.skeleton, self.places)
 
     def aligned(self, other: Mapping[Path, Any]) -> Sequence[Any]:
@@ -274,7 +270,6 @@ class _Leaves(ValuesView[T]):
 
 
 def value_at(tree: Any, path: Path) -> Any:
-    """The value at a path."""
     for step in path:
         tree = tree[step.key if isinstance(step, DictKey) else step.index]
     return tree

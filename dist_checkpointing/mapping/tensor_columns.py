@@ -61,7 +61,6 @@ class TensorColumns:
 
     @classmethod
     def of(cls, leaves: Iterable[ShardedTensor]) -> TensorColumns:
-        """The columns of some leaves."""
         rows = list(leaves)
         columns: tuple[list[Any], ...] = tuple([] for _ in _FIELDS)
         # In blocks, because a leaf that is in the cache of the processor is read in half the time.

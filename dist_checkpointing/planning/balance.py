@@ -110,7 +110,6 @@ class Replicas:
 
     @property
     def counts(self) -> Int64s:
-        """Number of rows of each part."""
         return np.diff(self.starts)
 
     @property
@@ -124,7 +123,6 @@ class Replicas:
         return np.repeat(np.arange(len(self)), self.counts)
 
     def only(self, kept: Bools) -> Replicas:
-        """Some of the parts."""
         counts = self.counts[kept]
         rows = self.rows[np.repeat(kept, self.counts)]
         return Replicas(rows, _starts(counts), self.main_rows[kept])

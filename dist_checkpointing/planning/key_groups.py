@@ -30,7 +30,6 @@ class KeyGroups:
 
     @cached_property
     def of_row(self) -> Int64s:
-        """Group of each row."""
         sizes = np.diff(np.r_[self.starts, len(self.table)])
         return np.repeat(np.arange(len(self.starts)), sizes)
 
@@ -38,7 +37,6 @@ class KeyGroups:
         return len(self.starts)
 
     def rows(self, group: int) -> Int64s:
-        """All rows of a group."""
         end = self.starts[group + 1] if group + 1 < len(self) else len(self.table)
         return np.arange(self.starts[group], end)
 

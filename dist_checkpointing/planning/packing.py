@@ -54,7 +54,6 @@ class PackedTable:
         return int(self._rows)
 
     def column(self, name: str) -> Any:
-        """One of the columns of a ShardTable."""
         if name == "ranks":
             return np.full(self._rows, self._rank, dtype=np.int32)
         if name in _COLUMNS:

@@ -55,7 +55,6 @@ class WantedShards:
         return len(self.keys)
 
     def take(self, rows: Int64s) -> WantedShards:
-        """Some of them."""
         return WantedShards(
             [self.keys[row] for row in rows.tolist()],
             *(getattr(self, f.name)[rows] for f in fields(self) if f.name != "keys"),
@@ -63,7 +62,6 @@ class WantedShards:
 
     @classmethod
     def of(cls, shards: Iterable[WantedShard]) -> WantedShards:
-        """The columns of some shards."""
         rows = list(shards)
         return cls.of_columns(
             [shard.key for shard in rows],

@@ -33,11 +33,9 @@ class Segments:
         return len(self.parts)
 
     def take(self, rows: Any) -> Segments:
-        """Some of them, by mask or positions."""
         return Segments(*(getattr(self, f.name)[rows] for f in fields(self)))
 
     def as_wide(self, width: int) -> Segments:
-        """The same with more axes."""
         shapes, offsets = padded(self.shapes, width, 1), padded(self.offsets, width, 0)
         return replace(self, shapes=shapes, offsets=offsets)
 
@@ -99,7 +97,6 @@ class Overlaps:
         return len(self.pieces)
 
     def take(self, rows: Any) -> Overlaps:
-        """Some of them, by mask or positions."""
         return Overlaps(
             self.wanted.take(rows),
             self.stored.take(rows),
@@ -110,7 +107,6 @@ class Overlaps:
         )
 
     def as_wide(self, width: int) -> Overlaps:
-        """The same with more axes."""
         return Overlaps(
             self.wanted.as_wide(width),
             self.stored.as_wide(width),
@@ -122,7 +118,6 @@ class Overlaps:
 
 
 def joined(overlaps: Sequence[Overlaps]) -> Overlaps:
-    """All of them in one table."""
     if len(overlaps) == 1:
         return overlaps[0]
     names = ("chunk_offsets", "pieces", "offsets", "lengths")

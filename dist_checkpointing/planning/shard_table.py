@@ -218,7 +218,6 @@ class ShardRow(NamedTuple):
 
 
 def table_of_rows(rank: int, rows: Sequence[ShardRow]) -> ShardTable:
-    """The table of a rank from its rows."""
     return table_of(rank, *(zip(*rows, strict=True) if rows else [()] * len(ShardRow._fields)))
 
 

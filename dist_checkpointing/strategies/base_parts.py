@@ -173,7 +173,6 @@ class PlanDigests:
         return self._planner.data_of(self._plan)
 
     def add(self, rows: Int64s) -> None:
-        """Make the digests of some rows."""
         if not len(rows):
             return
         is_large = self._table.num_bytes[rows] >= _LARGE_BYTES

@@ -80,7 +80,6 @@ class ChunkReads:
         return len(self.rows)
 
     def take(self, positions: Int64s) -> ChunkReads:
-        """Some of them."""
         return replace(
             self,
             rows=self.rows[positions],

@@ -97,8 +97,6 @@ def handles_objects(strategy: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadStrategies:
-    """The strategies that read one checkpoint."""
-
     config: CheckpointingConfig
     sharded: LoadShardedStrategy
     common: LoadCommonStrategy

@@ -107,7 +107,6 @@ def array_json(
     codecs: Sequence[Node] = (),
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Node:
-    """``zarr.json`` of an array."""
     to_bytes: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         to_bytes["configuration"] = {"endian": "little"}
@@ -167,7 +166,6 @@ def top_node(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> Node:
 
 
 def group_json(attributes: Mapping[str, Any]) -> Node:
-    """``zarr.json`` of a group."""
     return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
 
 

@@ -76,7 +76,6 @@ class Body:
         return np.frombuffer(self.take(count * kind.itemsize), dtype=kind)
 
     def take(self, num_bytes: int) -> bytes:
-        """So many bytes."""
         stop = self.position + num_bytes
         if stop > len(self.data):
             raise Malformed(f"{num_bytes} bytes from {self.position} run over the end")

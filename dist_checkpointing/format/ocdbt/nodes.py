@@ -53,12 +53,10 @@ class Extents:
     length: I64
 
     def rows(self, rows: slice | I64) -> Extents:
-        """Some of them."""
         return Extents(self.file[rows], self.offset[rows], self.length[rows])
 
     @property
     def columns(self) -> tuple[I64, I64, I64]:
-        """The columns, in their order."""
         return self.file, self.offset, self.length
 
 

@@ -80,7 +80,6 @@ class _Found:
     inline: dict[int, bytes] = field(default_factory=dict)
 
     def number(self, file: FileRef) -> int:
-        """Position of a file."""
         return self.files.setdefault(file.path, len(self.files))
 
 

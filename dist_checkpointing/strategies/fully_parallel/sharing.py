@@ -41,12 +41,10 @@ class Wants:
     min_shared_bytes: int
 
     def pack(self) -> bytes:
-        """All of it as bytes."""
         return _HEAD.pack(self.buffer_bytes, self.min_shared_bytes) + self.rows.tobytes()
 
     @classmethod
     def unpack(cls, data: bytes) -> Wants:
-        """What was packed."""
         return cls(np.frombuffer(data, _ROW, offset=_HEAD.size), *_HEAD.unpack_from(data))
 
 

@@ -32,7 +32,6 @@ class Places:
 
     @property
     def are_known(self) -> bool:
-        """Whether a tree is remembered."""
         return self._tree is not None
 
     def find(self, keys: Sequence[bytes], *, keeps_nodes: bool) -> Values:

@@ -157,7 +157,6 @@ class TensorStoreReader(StorageReader):
             raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
-        """The keys of stored chunks, pieces and cells."""
         index = self._index
         stored = reads_of([chunk for chunk in chunks if chunk.fqn in index], index)
         names = iter(keys.keys_to_read(stored, index))

@@ -61,7 +61,6 @@ class SharedValues:
 
     @classmethod
     def none(cls) -> SharedValues:
-        """No rows."""
         return cls(np.empty(0, dtype=np.int64), Extents(*np.empty((3, 0), dtype=np.int64)))
 
 
@@ -82,7 +81,6 @@ class _Places:
     files: Sequence[SealedFile]
 
     def take(self, positions: Bools) -> _Places:
-        """Some of them."""
         return replace(
             self,
             rows=self.rows[positions],
@@ -91,7 +89,6 @@ class _Places:
         )
 
     def bytes_in_files(self) -> Int64s:
-        """Bytes of the places in each file."""
         sums = np.bincount(self.extents.file, self.extents.length, len(self.files))
         return sums.astype(np.int64)
 

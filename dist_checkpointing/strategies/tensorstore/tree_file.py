@@ -43,7 +43,6 @@ class StoredValues:
     shared: tuple[SealedFile, ...] = ()
 
     def key_list(self) -> list[bytes]:
-        """The keys one by one."""
         stops = np.cumsum(self.key_lengths, dtype=np.int64).tolist()
         starts = [0, *stops[:-1]]
         return [self.keys[start:stop] for start, stop in zip(starts, stops, strict=True)]

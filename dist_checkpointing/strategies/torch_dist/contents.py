@@ -52,7 +52,6 @@ class PlacedIndex(Index):
     cell_rows: Mapping[str, int] = field(default_factory=dict)
 
     def row(self, chunk: MetadataIndex) -> int:
-        """The row of a stored chunk."""
         tensor = self[chunk.fqn]
         if tensor.pieces is not None:
             assert chunk.index is not None
@@ -77,7 +76,6 @@ class PlacedIndex(Index):
         return found
 
     def place(self, row: int) -> Place:
-        """Where the record of a row is."""
         file, offset, length = self.places[row].tolist()
         return Place(self.files[file], offset, length)
 

@@ -69,7 +69,6 @@ class DcpMetadata:
     paths: Mapping[str, StatePath] = field(default_factory=dict)
 
     def without_tensors(self, prefix: str) -> DcpMetadata:
-        """The same without the tensors whose key begins with ``prefix``."""
         gone = {key for key in self.tensors if key.startswith(prefix)}
         return replace(
             self,

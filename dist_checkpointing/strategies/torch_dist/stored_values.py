@@ -50,7 +50,6 @@ class OpenRecord:
         return len(self._head) == self.length
 
     def read(self, start: int, count: int) -> bytes:
-        """A part of the record."""
         if start + count <= len(self._head):
             return self._head[start : start + count]
         behind = start - (self.length - len(self._tail))

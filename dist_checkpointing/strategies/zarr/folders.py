@@ -158,7 +158,6 @@ class ZarrFolderWriter(StorageWriter):
         return done(results)
 
     def make_folders(self, names: Iterable[str]) -> None:
-        """Make folders, given relative to the checkpoint."""
         for name in sorted(names):
             store.make_folder(self.checkpoint_dir / name)
 
@@ -182,7 +181,6 @@ class ZarrFolderReader(StorageReader):
         return str(self.chunk_path(chunk))
 
     def chunk_path(self, chunk: MetadataIndex) -> Path:
-        """The file of a stored chunk or piece."""
         return self.checkpoint_dir / self.chunk_names(reads_of([chunk], self._index))[0]
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:

@@ -56,7 +56,6 @@ _MAX_METADATA_BYTES = 1 << 20
 
 
 def chunk_name(index: Ints) -> str:
-    """File name of a chunk."""
     return ".".join(map(str, index)) or "0"
 
 
