@@ -24,6 +24,7 @@ MAX_AXES = 64
 """More axes than that no array of numpy has."""
 _ONLY_INT = frozenset([int])
 _ONLY_LIST = frozenset([list])
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +222,30 @@ def padded_rows(rows: Sequence[Sequence[int]], fill: int, width: int = 1) -> Int
     table = np.full((len(rows), width), fill, dtype=np.int64)
     table[np.arange(width) < ndim[:, None]] = numbers
     return table
+
+
+def row_bytes(
+    columns: Sequence[Integers], by_axis: Sequence[Int64s], ndim: Int64s
+) -> Iterator[memoryview]:
+    """The numbers of each row as bytes that are equal for equal rows, however wide the columns are.
+
+    Axis by axis, so that what tells rows apart stands first, however many axes other rows have.
+    """
+    axes = range(int(ndim.max(initial=0)))
+    wide = [*columns, *(column[:, axis] for axis in axes for column in by_axis)]
+    matrix = memoryview(np.stack(wide, axis=1).astype("<i8").tobytes())
+    width, ends = 8 * len(wide), 8 * (len(columns) + len(by_axis) * ndim)
+    return (matrix[row * width : row * width + end] for row, end in enumerate(ends.tolist()))
+
+
+def changes(columns: Sequence[Integers], order: slice | Int64s = _ALL) -> npt.NDArray[np.bool_]:
+    """Which rows, in this order, differ from the one before in any of the columns."""
+    found = np.ones(len(columns[0]), dtype=np.bool_)
+    found[1:] = False
+    for column in columns:
+        ordered = column[order]
+        found[1:] |= ordered[1:] != ordered[:-1]
+    return found
 
 
 def ints_from_json(values: Any) -> list[int]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dist_checkpointing.format.pieces import changes
 from dist_checkpointing.planning.shard_table import (
     Bools,
     Int32s,
@@ -216,11 +217,11 @@ def find_replicas(table: ShardTable, rows: Int64s) -> Replicas:
     others: list[Integers] = [last, own.dtypes, *own.shapes.T]
     # Parts that begin at the same element are nearly always the same part.
     order = np.lexsort((first, place, own.keys))
-    starts_here = _changes([own.keys, place, first], order)
-    differs = _changes(others, order)
+    starts_here = changes([own.keys, place, first], order)
+    differs = changes(others, order)
     if (differs & ~starts_here).any():
         order = np.lexsort((*others, first, place, own.keys))
-        differs = _changes(others, order)
+        differs = changes(others, order)
     begins = starts_here | differs
     part = np.cumsum(begins) - 1
     main = own.main[order]
@@ -235,16 +236,6 @@ def find_replicas(table: ShardTable, rows: Int64s) -> Replicas:
     kept = begins | np.concatenate([[True], np.diff(own.ranks[order]) != 0])[: len(order)]
     counts = np.bincount(part[kept], minlength=len(mains))
     return Replicas(rows[order[kept]], _starts(counts), main_rows)
-
-
-def _changes(columns: Sequence[Integers], order: Int64s) -> Bools:
-    """Which rows, in this order, differ from the one before in any of the columns."""
-    changes = np.zeros(len(order), dtype=np.bool_)
-    changes[:1] = True
-    for column in columns:
-        ordered = column[order]
-        changes[1:] |= ordered[1:] != ordered[:-1]
-    return changes
 
 
 def share_out(

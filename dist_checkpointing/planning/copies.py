@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from dist_checkpointing.format.geometry import Box, boxes_of_part
+from dist_checkpointing.format.pieces import changes
 from dist_checkpointing.planning.shard_table import (
     Bools,
     Int32s,
@@ -99,17 +100,18 @@ class Copies:
 def copies_of(catalog: ShardTable, own: ShardTable) -> Copies:
     """Find the copies in what all ranks hold, sorted by key."""
     marked = [
-        replace(table, ranks=np.full(len(table), rank, np.int32), sources=_numbers(table))
+        replace(
+            table,
+            ranks=np.full(len(table), rank, np.int32),
+            sources=np.arange(len(table), dtype=np.int32),
+        )
         for rank, table in enumerate((catalog, own))
     ]
     both = concatenate([replace(table, holders=None) for table in marked])
     columns = [both.keys, both.dtypes, *both.offsets.T, *both.shapes.T, *both.flat.T]
     order = np.lexsort([both.ranks, *columns[::-1]])
     both = both.take(order)
-    is_new = np.ones(len(both), dtype=np.bool_)
-    is_new[1:] = False
-    for column in (both.keys, both.dtypes, *both.offsets.T, *both.shapes.T, *both.flat.T):
-        is_new[1:] |= column[1:] != column[:-1]
+    is_new = changes(columns, order)
     number = np.cumsum(is_new) - 1
     is_own = both.ranks == 1
     own_parts = np.empty(len(own), dtype=np.int64)
@@ -163,10 +165,6 @@ def with_crossings(copies: Copies) -> Copies:
             else:
                 num_apart += 1
     return replace(copies, crossings=crossings, num_apart=num_apart)
-
-
-def _numbers(table: ShardTable) -> Int32s:
-    return np.arange(len(table), dtype=np.int32)
 
 
 def _first_ranks(catalog: ShardTable) -> Int32s:

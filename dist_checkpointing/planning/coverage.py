@@ -9,7 +9,7 @@ import numpy as np
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.pieces import sorted_rows
+from dist_checkpointing.format.pieces import changes, sorted_rows
 from dist_checkpointing.planning.key_groups import KeyGroups
 from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int32s, ShardTable
 from dist_checkpointing.planning.tiling import miscounted_parts
@@ -216,10 +216,7 @@ def _merge_chains(table: ShardTable) -> tuple[ShardTable, Bools]:
     order = sorted_rows(ranges.offsets, ranges.shapes, ranges.flat, ranges.keys)
     if (order[1:] < order[:-1]).any():
         ranges = ranges.take(order)
-    begins = np.ones(len(ranges), dtype=np.bool_)
-    begins[1:] = ranges.keys[1:] != ranges.keys[:-1]
-    for column in (*ranges.offsets.T, *ranges.shapes.T):
-        begins[1:] |= column[1:] != column[:-1]
+    begins = changes([ranges.keys, *ranges.offsets.T, *ranges.shapes.T])
     starts, stops = ranges.flat.T
     firsts = np.flatnonzero(begins)
     lasts = np.append(firsts[1:], len(ranges)) - 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dist_checkpointing.format.index import Pieces
+from dist_checkpointing.format.pieces import Pieces, changes
 from dist_checkpointing.planning.segments import Overlaps, Segments, counted, joined, segments_of
 from dist_checkpointing.planning.shard_table import Bools, Int64s
 
@@ -179,9 +179,5 @@ def _firsts(overlaps: Overlaps) -> Bools:
     if len(np.unique(mixed)) == len(mixed):
         return kept
     order = np.lexsort(columns)
-    same = np.ones(len(order), dtype=np.bool_)
-    same[:1] = False
-    for column in columns:
-        same[1:] &= column[order[1:]] == column[order[:-1]]
-    kept[order[same]] = False
+    kept[order[~changes(columns, order)]] = False
     return kept

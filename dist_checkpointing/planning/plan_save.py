@@ -152,7 +152,18 @@ class SavePlanning:
         return {_TENSORS: plan.table, _OTHERS: other_rows}, PlanFacts(rest, self._place)
 
     def _configure(self) -> None:
-        configure(self.planner, self._leaves, self._layout, self._rank)
+        """Call ``configure_planner``, whatever of the protocol it takes."""
+        planner = self.planner
+        planner.layout = self._layout
+        call_hook(
+            planner.configure_planner,
+            self._leaves,
+            is_coordinator=self._rank == 0,
+            rank=self._rank,
+            layout=self._layout,
+            remove_redundancy=getattr(planner, "remove_redundancy", True),
+            save_to_minimum_rank=getattr(planner, "save_to_minimum_rank", False),
+        )
 
     def exchange(self, comm: Comm) -> Exchanged[PlanFacts]:
         """What ``conclude`` needs to know of all ranks. Collective."""
@@ -212,20 +223,6 @@ class SavePlanning:
             return ()
         asked = {leaf.key for leaf in self._leaves.values()}
         return tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
-
-
-def configure(planner: SavePlanner, leaves: Leaves, layout: Layout, rank: int) -> None:
-    """Call ``configure_planner``, whatever of the protocol it takes."""
-    planner.layout = layout
-    call_hook(
-        planner.configure_planner,
-        leaves,
-        is_coordinator=rank == 0,
-        rank=rank,
-        layout=layout,
-        remove_redundancy=getattr(planner, "remove_redundancy", True),
-        save_to_minimum_rank=getattr(planner, "save_to_minimum_rank", False),
-    )
 
 
 def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:

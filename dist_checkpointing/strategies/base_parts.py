@@ -34,6 +34,7 @@ from dist_checkpointing.format.digests import (
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, is_in_attempt
+from dist_checkpointing.format.pieces import row_bytes
 from dist_checkpointing.format.seal import Seal, check_files, read_seal
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
@@ -99,12 +100,11 @@ def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
     same_dtype = _has_same_dtype(table, index)
     same_box = np.zeros(len(table), dtype=np.bool_)
     digests = np.zeros((len(table), 2), dtype=np.uint64)
-    own = _places(table.names, table.keys, table.is_object, table)
+    own = _places(table)
     row_of = dict(zip(own, range(len(own)), strict=True))
     for name in tables:
         stored, uppers = read_digests(folder, name)
-        theirs = _places(stored.names, stored.keys, stored.is_object, stored)
-        for position, place in enumerate(theirs):
+        for position, place in enumerate(_places(stored)):
             row = row_of.get(place)
             if row is not None:
                 same_box[row] = same_dtype[row]
@@ -112,30 +112,13 @@ def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
     return BaseParts(folder, seal, index, same_dtype, same_box, digests)
 
 
-def _places(
-    names: Sequence[str],
-    keys: npt.NDArray[np.integer],
-    is_object: npt.NDArray[np.generic],
-    columns: ShardTable | ChecksumColumns,
-) -> list[tuple[str, bytes]]:
+def _places(table: ShardTable | ChecksumColumns) -> list[tuple[str, bytes]]:
     """Key and box of each row, in a form that can be compared."""
-    ndim = columns.ndim.astype(np.int64)
-    axes = np.arange(columns.offsets.shape[1])
-    # What lies beyond the axes of a row depends on the other rows of its table.
-    beyond = axes >= ndim[:, None]
-    offsets = np.where(beyond, 0, columns.offsets)
-    shapes = np.where(beyond, 0, columns.shapes)
-    head = np.stack([ndim, is_object.astype(np.int64)], axis=1)
-    numbers = np.concatenate([head, columns.flat, offsets, shapes], axis=1).astype("<i8")
-    data, width = numbers.tobytes(), 8 * numbers.shape[1]
-    count = columns.offsets.shape[1]
-    places = []
-    for row, (key, own) in enumerate(zip(keys.tolist(), ndim.tolist(), strict=True)):
-        begin = row * width
-        first = data[begin : begin + 8 * (4 + own)]
-        second = begin + 8 * (4 + count)
-        places.append((names[key], first + data[second : second + 8 * own]))
-    return places
+    ndim = table.ndim.astype(np.int64)
+    columns = [ndim, table.is_object.astype(np.int64), *table.flat.T]
+    boxes = row_bytes(columns, (table.offsets, table.shapes), ndim)
+    pairs = zip(table.keys.tolist(), boxes, strict=True)
+    return [(table.names[key], bytes(box)) for key, box in pairs]
 
 
 def _has_same_dtype(table: ShardTable, index: Index) -> Bools:

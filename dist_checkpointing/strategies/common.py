@@ -108,6 +108,8 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         {'step': 7}
     """
 
+    can_handle_sharded_objects = True
+
     def __init__(self, backend: str = "torch", version: int = 1) -> None:
         super().__init__(backend, version)
         self.durability = local.Durability.FSYNC
@@ -116,10 +118,6 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         strategy = copy.copy(self)
         strategy.durability = durability
         return strategy
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
     def created_names(self, object_keys: Iterable[str]) -> Iterable[str]:
         keys = list(object_keys)
@@ -172,16 +170,13 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch", 1)})
     argument = "common_strategy"
+    can_handle_sharded_objects = True
 
     def __init__(self, *, trusted: bool = False) -> None:
         self.trusted = trusted
 
     def trusting(self) -> Self:
         return type(self)(trusted=True)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
     def file_names(
         self, leaves: Iterable[ShardedObject], checkpoint_dir: str | PathLike[str]

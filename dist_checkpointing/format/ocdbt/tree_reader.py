@@ -108,7 +108,10 @@ class Tree:
         root = _newest_root(folder)
         self._tree_bytes = 0 if root is None else root.statistics.num_tree_bytes
         self.num_keys: int = 0 if root is None else root.statistics.num_keys
-        self._root = None if root is None else _place_of(root)
+        self._root = None
+        if root is not None:
+            place = (root.file, root.offset, root.length, root.height)
+            self._root = _NodeRef(*place, b"", b"", None, self.num_keys)
 
     def all(self) -> tuple[list[bytes], Values]:
         """Every key, sorted, and where its value is."""
@@ -284,11 +287,6 @@ def _joined(parts: Sequence[Extents]) -> Extents:
     if not parts:
         return _NOTHING.rows(slice(0))
     return Extents(*(np.concatenate(c) for c in zip(*(p.columns for p in parts), strict=True)))
-
-
-def _place_of(root: Root) -> _NodeRef:
-    held = root.statistics.num_keys
-    return _NodeRef(root.file, root.offset, root.length, root.height, b"", b"", None, held)
 
 
 def _children(place: _NodeRef, node: Interior) -> list[_NodeRef]:

@@ -25,7 +25,7 @@ from dist_checkpointing.mapping.nesting import Path, Position
 from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan
 from dist_checkpointing.planning.balance import share_out
 from dist_checkpointing.planning.read_table import ReadTable
-from dist_checkpointing.planning.shard_table import Bools, Int64s
+from dist_checkpointing.planning.shard_table import Bools
 from dist_checkpointing.storage.calls import result_of, set_up_reader
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.fully_parallel.sharing import aligned, identities_of, numbered
@@ -158,7 +158,11 @@ def share_cuts(packed: Sequence[bytes], rank: int) -> Cuts | None:
     ]
     if not chosen or sum(sizes) < max(head[2] for head in heads):
         return None
-    readers = _readers([np.unique(ranks[unit]) for unit, _ in chosen.values()], sizes, len(packed))
+    holders = [np.unique(ranks[unit]) for unit, _ in chosen.values()]
+    starts, loads = np.cumsum([0, *map(len, holders)]), np.zeros(len(packed), dtype=np.int64)
+    parts = np.arange(len(sizes))
+    holding = np.concatenate(holders)
+    readers = holding[share_out(holding, starts, parts, np.array(sizes), loads)].tolist()
     chunks: list[list[Block]] = [[] for _ in packed]
     for (unit, hull), reader in zip(chosen.values(), readers, strict=True):
         wanted = [Cut(int(ranks[m]), int(own_rows[m]), _box(rows[m])) for m in unit]
@@ -204,15 +208,6 @@ def _hull(rows: Any) -> Box | None:
     hull = Box(tuple(offset.tolist()), tuple(shape.tolist()))
     wanted = sum(box.num_elements for box in boxes)
     return None if len(boxes) < 2 or hull.num_elements > _MOST_READ * wanted else hull
-
-
-def _readers(holders: Sequence[Int64s], sizes: Sequence[int], world_size: int) -> list[int]:
-    starts = np.cumsum([0, *map(len, holders)])
-    ranks = np.concatenate(holders)
-    loads = np.zeros(world_size, dtype=np.int64)
-    own = np.array(sizes, dtype=np.int64)
-    readers: list[int] = ranks[share_out(ranks, starts, np.arange(len(own)), own, loads)].tolist()
-    return readers
 
 
 def pass_cuts(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from dist_checkpointing.format.pieces import row_bytes
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning.balance import share_out
 from dist_checkpointing.planning.read_table import ReadTable
@@ -76,16 +77,7 @@ def identities_of(
     keys = np.array([_number(name) for name in table.names], dtype=np.int64)
     ndims = np.maximum(table.ndim, table.window_ndim)
     scalars = [keys[table.keys], ndims, table.pieces, table.storage_starts, *columns]
-    by_axis = (table.chunk_offsets, table.storage_shapes, *by_axis)
-    # Axis by axis, so that what tells rows apart stands first, however many axes others have.
-    wide = [
-        *scalars,
-        *(column[:, a] for a in range(int(ndims.max(initial=0))) for column in by_axis),
-    ]
-    matrix = memoryview(np.stack(wide, axis=1).astype("<i8").tobytes())
-    width = 8 * len(wide)
-    ends = 8 * (len(scalars) + len(by_axis) * ndims)
-    return (matrix[row * width : row * width + end] for row, end in enumerate(ends.tolist()))
+    return row_bytes(scalars, (table.chunk_offsets, table.storage_shapes, *by_axis), ndims)
 
 
 def _number(name: str) -> int:

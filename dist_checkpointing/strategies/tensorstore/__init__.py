@@ -39,10 +39,7 @@ class TensorStoreSaveShardedStrategy(PlannedSaveStrategy):
 
     writer_type: ClassVar[type[TensorStoreWriter]] = TensorStoreWriter
     writes: ClassVar[tuple[str, int]] = ("tensorstore", 1)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    can_handle_sharded_objects = True
 
 
 class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
@@ -58,10 +55,7 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset(
         {("tensorstore", 1), ("zarr", 1), ("zarr", 2)}
     )
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    can_handle_sharded_objects = True
 
     def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
         if backend == "tensorstore":

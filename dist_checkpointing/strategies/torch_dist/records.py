@@ -126,7 +126,7 @@ class RecordFormat:
         if large:
             size, extra = OVERFLOW, EXTRA.pack(1, SIZES64.size)
             extra += SIZES64.pack(self.num_bytes, self.num_bytes)
-        start = _values_header_start(self.head)
+        start = self.head.rindex(b"PK\x03\x04")
         entry = _central(name, crc, size, start, extra)
         directory = self.directory + entry
         count = _NUM_SMALL_ENTRIES + 1
@@ -167,10 +167,6 @@ def record_format(dtype: torch.dtype, shape: Ints) -> RecordFormat:
     )  # fmt: skip
     head += path + EXTRA.pack(_PADDING_ID, padding) + b"Z" * padding
     return RecordFormat(head, math.prod(shape) * dtype.itemsize, directory)
-
-
-def _values_header_start(head: bytes) -> int:
-    return head.rindex(b"PK\x03\x04")
 
 
 def _central(name: bytes, crc: int, size: int, start: int, extra: bytes) -> bytes:

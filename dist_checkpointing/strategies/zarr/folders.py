@@ -178,10 +178,7 @@ class ZarrFolderReader(StorageReader):
         """Paths, relative to the checkpoint, of the files of the stored chunks of all rows."""
 
     def location(self, chunk: MetadataIndex) -> str:
-        return str(self.chunk_path(chunk))
-
-    def chunk_path(self, chunk: MetadataIndex) -> Path:
-        return self.checkpoint_dir / self.chunk_names(reads_of([chunk], self._index))[0]
+        return str(self.checkpoint_dir / self.chunk_names(reads_of([chunk], self._index))[0])
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
         is_encoded = self.codec() is not None
