@@ -294,5 +294,5 @@ def _columns(data: bytes) -> ChecksumColumns:
     return ChecksumColumns(names, keys, ranks, ndim, is_object, *rest)
 
 
-def joined(tables: Iterable[ChecksumTable]) -> ChecksumTable:
+def concatenate_tables(tables: Iterable[ChecksumTable]) -> ChecksumTable:
     return ChecksumTable([own for table in tables for own in table.columns])

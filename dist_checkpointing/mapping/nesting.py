@@ -252,7 +252,7 @@ class AtPaths(Mapping[Path, T], Generic[T]):
         return [other.get(path, MISSING) for path in self] if other else [MISSING] * len(self)
 
 
-def joined(one: Mapping[Path, T], other: Mapping[Path, T]) -> Mapping[Path, T]:
+def chained(one: Mapping[Path, T], other: Mapping[Path, T]) -> Mapping[Path, T]:
     """The leaves of one mapping, then those of another one."""
     if not other:
         return one

@@ -15,7 +15,7 @@ import numpy as np
 
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.planning.cutting import cut_along_grid, joined
+from dist_checkpointing.planning.cutting import concatenate_cuts, cut_along_grid
 from dist_checkpointing.planning.items import SavePlan
 
 _MOST_CHUNKS: Final = 64
@@ -60,5 +60,5 @@ def along_grids(plan: SavePlan, grids: Mapping[str, Ints]) -> SavePlan:
         own = table.take(np.flatnonzero(is_cut))
         chunks = index.chunk_shapes[index.rows_of(table.names)[own.keys], : table.max_ndim]
         kept = (table.take(np.flatnonzero(~is_cut)), np.flatnonzero(~is_cut))
-        table, _ = joined([kept, cut_along_grid(own, chunks)])
+        table, _ = concatenate_cuts([kept, cut_along_grid(own, chunks)])
     return replace(plan, table=table, index=index)

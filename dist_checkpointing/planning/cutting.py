@@ -15,10 +15,10 @@ from dist_checkpointing.format.geometry import split_flat_range
 from dist_checkpointing.planning.segments import counted
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 
-Cut = tuple[ShardTable, Int64s]
+CutRows = tuple[ShardTable, Int64s]
 
 
-def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
+def cut_along_grid(table: ShardTable, chunks: Int64s) -> CutRows:
     """Boxes cut along the chunks that they meet: ``[rows, axes]``, at least 1."""
     first = table.offsets // chunks
     counts = (table.offsets + table.shapes - 1) // chunks - first + 1
@@ -35,7 +35,7 @@ def cut_along_grid(table: ShardTable, chunks: Int64s) -> Cut:
     return replace(parts, offsets=begins, shapes=ends - begins), origins
 
 
-def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
+def cut_ranges(table: ShardTable, most: Int64s) -> CutRows:
     """Flattened ranges cut into ranges of at most so many elements."""
     start, stop = table.flat.T
     origins, place = counted(-(-(stop - start) // most))
@@ -44,7 +44,7 @@ def cut_ranges(table: ShardTable, most: Int64s) -> Cut:
     return replace(table.take(origins), flat=np.stack([begins, ends], axis=1)), origins
 
 
-def cut_into_boxes(table: ShardTable) -> Cut:
+def cut_into_boxes(table: ShardTable) -> CutRows:
     """Flattened ranges as the boxes that they consist of, behind the rows that are boxes."""
     is_flat = table.flat[:, 0] >= 0
     rows = np.flatnonzero(is_flat)
@@ -59,10 +59,10 @@ def cut_into_boxes(table: ShardTable) -> Cut:
         offsets[part, :ndim] += np.array(box.offset, dtype=np.int64)
         shapes[part, :ndim] = box.shape
     boxes = replace(parts, offsets=offsets, shapes=shapes, flat=np.full_like(parts.flat, -1))
-    return joined([(table.take(~is_flat), np.flatnonzero(~is_flat)), (boxes, origins)])
+    return concatenate_cuts([(table.take(~is_flat), np.flatnonzero(~is_flat)), (boxes, origins)])
 
 
-def cut_rows(table: ShardTable, most: Int64s) -> Cut:
+def cut_rows(table: ShardTable, most: Int64s) -> CutRows:
     """Boxes cut as ``geometry.split_rows`` cuts one: every part is one run of its box."""
     origins = np.arange(len(table))
     offsets, shapes = table.offsets, table.shapes
@@ -86,7 +86,7 @@ def cut_rows(table: ShardTable, most: Int64s) -> Cut:
         np.put_along_axis(shapes, axis, kept[:, None], 1)
 
 
-def joined(parts: list[Cut]) -> Cut:
+def concatenate_cuts(parts: list[CutRows]) -> CutRows:
     """Cuts of one table together, those of one row in their order."""
     table, origins = parts[0]
     for other, rows in parts[1:]:

@@ -11,12 +11,12 @@ from dist_checkpointing.format.geometry import Ints, largest_divisor_block
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.pieces import PieceColumns, sorted_rows
 from dist_checkpointing.planning.cutting import (
-    Cut,
+    CutRows,
+    concatenate_cuts,
     cut_along_grid,
     cut_into_boxes,
     cut_ranges,
     cut_rows,
-    joined,
 )
 from dist_checkpointing.planning.key_groups import KeyGroups
 from dist_checkpointing.planning.shard_table import (
@@ -102,7 +102,7 @@ class RowBlockLayout:
             table.flat,
         )
 
-    def cut(self, written: ShardTable, index: Index) -> Cut:
+    def cut(self, written: ShardTable, index: Index) -> CutRows:
         """The chunks and pieces that shards consist of, and the row that each comes from."""
         number = index.rows_of(written.names)[written.keys]
         chunks = np.ones_like(written.shapes)
@@ -115,7 +115,7 @@ class RowBlockLayout:
             has_grid = (number >= 0) & index.has_grid[number]
         return self._cut(written, has_grid, chunks)
 
-    def _cut(self, table: ShardTable, has_grid: Bools, chunks: Int64s) -> Cut:
+    def _cut(self, table: ShardTable, has_grid: Bools, chunks: Int64s) -> CutRows:
         """Parts of a table; what is one chunk or piece just as it is comes first."""
         if not self.keeps_ranges and (table.flat[:, 0] >= 0).any():
             table, own = cut_into_boxes(table)
@@ -139,7 +139,7 @@ class RowBlockLayout:
             (boxes, cut_rows(table.take(boxes), most[boxes])),
         ):
             cuts.append((cut, rows[mask][origins]))
-        return joined(cuts)
+        return concatenate_cuts(cuts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class WholeShardLayout:
         ]
         return Index(firsts.key_column, firsts.dtype_column, shapes, chunks)
 
-    def cut(self, written: ShardTable, index: Index) -> Cut:
+    def cut(self, written: ShardTable, index: Index) -> CutRows:
         """The shards themselves: the writer of this format puts them where they belong."""
         del index
         return written, np.arange(len(written))

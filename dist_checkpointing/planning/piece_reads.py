@@ -7,7 +7,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dist_checkpointing.format.pieces import Pieces, changes
-from dist_checkpointing.planning.segments import Overlaps, Segments, counted, joined, segments_of
+from dist_checkpointing.planning.segments import (
+    Overlaps,
+    Segments,
+    concatenate_overlaps,
+    counted,
+    segments_of,
+)
 from dist_checkpointing.planning.shard_table import Bools, Int64s
 
 _FEW = 64
@@ -51,7 +57,7 @@ class WantedParts:
 def with_pieces(wanted: WantedParts, tensors: Sequence[Pieces]) -> Overlaps:
     """What parts have in common with the pieces of their tensors; every box is named once."""
     found = [_meeting(wanted, *block) for block in _blocks(wanted, tensors)]
-    overlaps = joined(found)
+    overlaps = concatenate_overlaps(found)
     # In the order of the segments, and for each of them in the order of the pieces.
     order = np.argsort(overlaps.stored.parts, kind="stable")
     overlaps = overlaps.take(order)

@@ -16,8 +16,8 @@ from dist_checkpointing.planning.read_table import ReadTable
 from dist_checkpointing.planning.segments import (
     Overlaps,
     Segments,
+    concatenate_overlaps,
     in_grid,
-    joined,
     segments_of,
 )
 from dist_checkpointing.planning.shard_table import Int32s, Int64s
@@ -151,7 +151,7 @@ def plan_load(
     else:
         grid = cut.take(on)
         in_pieces, findings = _in_pieces(index, shards, cut.take(~on), highs[~on])
-        overlaps = joined([in_grid(grid, highs[on], chunks[grid.parts]), in_pieces])
+        overlaps = concatenate_overlaps([in_grid(grid, highs[on], chunks[grid.parts]), in_pieces])
         overlaps = overlaps.take(np.argsort(overlaps.wanted.parts, kind="stable"))
     return _of_overlaps(shards, names, numbers, overlaps), findings
 
@@ -213,7 +213,7 @@ def _in_pieces(
         )
         tensors = [index.pieces[shards.keys[row]] for row in parts.rows.tolist()]
         found.append(with_pieces(parts, tensors).as_wide(width))
-    overlaps = joined(found)
+    overlaps = concatenate_overlaps(found)
     needed = np.zeros(len(shards), dtype=np.int64)
     np.add.at(needed, cut.parts, (highs - cut.offsets).prod(axis=1))
     filled = np.zeros(len(shards), dtype=np.int64)

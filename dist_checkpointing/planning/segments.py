@@ -69,7 +69,7 @@ def segments_of(offsets: Int64s, shapes: Int64s, flat: Int64s) -> Segments:
         position = position + extent * stride
         more = position < stop
         active, position = active[more], position[more]
-    segments = _joined(found)
+    segments = _concatenated(found)
     return segments.take(np.lexsort((segments.starts, segments.parts)))
 
 
@@ -117,18 +117,18 @@ class Overlaps:
         )
 
 
-def joined(overlaps: Sequence[Overlaps]) -> Overlaps:
+def concatenate_overlaps(overlaps: Sequence[Overlaps]) -> Overlaps:
     if len(overlaps) == 1:
         return overlaps[0]
     names = ("chunk_offsets", "pieces", "offsets", "lengths")
     return Overlaps(
-        _joined([o.wanted for o in overlaps]),
-        _joined([o.stored for o in overlaps]),
+        _concatenated([o.wanted for o in overlaps]),
+        _concatenated([o.stored for o in overlaps]),
         *(np.concatenate([getattr(o, name) for o in overlaps]) for name in names),
     )
 
 
-def _joined(segments: Sequence[Segments]) -> Segments:
+def _concatenated(segments: Sequence[Segments]) -> Segments:
     names = (f.name for f in fields(Segments))
     return Segments(*(np.concatenate([getattr(s, name) for s in segments]) for name in names))
 

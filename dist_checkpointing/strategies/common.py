@@ -21,10 +21,10 @@ from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.disk_names import check_raw_key
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.paths import location
-from dist_checkpointing.format.claims import Backing, large_objects, require_backing
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.format.stated_sizes import Backing, large_objects, require_backing
 from dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
@@ -235,6 +235,6 @@ def _require_cells(found: Iterable[ShardedObject], root: Location) -> None:
     for leaf in found:
         grid = leaf.key, tuple(leaf.global_shape)
         cells[grid] = cells.get(grid, 0) + 1
-    claims = large_objects(dict(cells.keys()))
+    stated = large_objects(dict(cells.keys()))
     files = {key: number for (key, _), number in cells.items()}
-    require_backing(claims, lambda claim: Backing(0, files[claim.key], str(root / claim.key)))
+    require_backing(stated, lambda size: Backing(0, files[size.key], str(root / size.key)))

@@ -17,10 +17,10 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.paths import location
-from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.shared_index import SharedIndex
+from dist_checkpointing.format.stated_sizes import large_objects
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,

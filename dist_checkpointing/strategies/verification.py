@@ -30,7 +30,7 @@ from dist_checkpointing.format.checksums import (
     checksum,
     checksum_files,
     checksum_of_bytes,
-    joined,
+    concatenate_tables,
     read_table,
 )
 from dist_checkpointing.format.gc_pause import paused_collector
@@ -105,7 +105,7 @@ def verify_wanted(
             checkpoint_dir,
             "has no seal" if seal is None else "has an open seal, as a removal was cut off",
         )
-        table = joined(read_table(path) for path in checksum_files(checkpoint_dir))
+        table = concatenate_tables(read_table(path) for path in checksum_files(checkpoint_dir))
     else:
         names = [*common.file_names(by_common, checkpoint_dir)]
         # A file that was saved and is gone has been lost, and was not only asked for by mistake.
@@ -118,7 +118,7 @@ def verify_wanted(
         findings += check_files(seal, checkpoint_dir, [*names, *tables])
         if findings:
             raise CorruptCheckpointError("stored data is not what was saved", findings)
-        table = joined(read_table(checkpoint_dir / name) for name in tables)
+        table = concatenate_tables(read_table(checkpoint_dir / name) for name in tables)
     has_values = index is None or any(0 not in index[k].global_shape for k in keys if k in index)
     if keys and (planned is None or index is None or (has_values and not table.has_parts)):
         finding = Finding(

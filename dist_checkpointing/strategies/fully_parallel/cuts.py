@@ -37,7 +37,7 @@ _HEAD = struct.Struct("<QQQ?")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class WantedSlice:
     """A part of a block, in the array of the chunk, that a row of a rank wants."""
 
     rank: int
@@ -59,9 +59,9 @@ class Block:
     row: int
     box: Box
     itemsize: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[WantedSlice, ...]
 
-    def num_bytes(self, cut: Cut) -> int:
+    def num_bytes(self, cut: WantedSlice) -> int:
         """Bytes that a cut takes in a message."""
         return aligned(cut.box.num_elements * self.itemsize)
 
@@ -165,7 +165,7 @@ def share_cuts(packed: Sequence[bytes], rank: int) -> Cuts | None:
     readers = holding[share_out(holding, starts, parts, np.array(sizes), loads)].tolist()
     chunks: list[list[Block]] = [[] for _ in packed]
     for (unit, hull), reader in zip(chosen.values(), readers, strict=True):
-        wanted = [Cut(int(ranks[m]), int(own_rows[m]), _box(rows[m])) for m in unit]
+        wanted = [WantedSlice(int(ranks[m]), int(own_rows[m]), _box(rows[m])) for m in unit]
         row = next(cut.row for cut in wanted if cut.rank == reader)
         cuts = tuple(cut for cut in wanted if rank in (reader, cut.rank))
         chunks[reader].append(Block(row, hull, int(rows["itemsize"][unit[0]]), cuts))
@@ -220,7 +220,7 @@ def pass_cuts(
 ) -> None:
     """Read the chunks block by block, and fill all cuts. Collective."""
 
-    def fill(cut: Cut, values: torch.Tensor) -> None:
+    def fill(cut: WantedSlice, values: torch.Tensor) -> None:
         array = acquire(cut.row).detach()
         box = Box(cut.box.offset[: array.ndim], cut.box.shape[: array.ndim])
         own = table.storage_boxes[cut.row, : array.ndim].tolist()
@@ -233,7 +233,7 @@ def pass_cuts(
     failed: Exception | None = None
     for blocks in cuts.rounds():
         sent, received = [0] * comm.world_size, [0] * comm.world_size
-        arriving: list[tuple[Block, Cut]] = []
+        arriving: list[tuple[Block, WantedSlice]] = []
         for source, of_source in enumerate(blocks):
             for block, cut in ((b, cut) for b in of_source for cut in b.cuts):
                 if source != comm.rank:
@@ -267,7 +267,7 @@ def _pack(
     rank: int,
     message: torch.Tensor,
     sent: Sequence[int],
-    fill: Callable[[Cut, torch.Tensor], None],
+    fill: Callable[[WantedSlice, torch.Tensor], None],
 ) -> None:
     """Put the cuts of other ranks into a message, and fill those of this rank."""
     starts = [0, *itertools.accumulate(sent)]

@@ -86,7 +86,7 @@ def write_tree(
     return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(manifest.MANIFEST_NAME, top)]
 
 
-def joined(
+def merged_values(
     parts: Sequence[StoredValues], index: Index
 ) -> tuple[list[bytes], list[str], Extents, list[bytes]]:
     """The values of all ranks and the descriptions of all arrays, see ``write_tree``."""

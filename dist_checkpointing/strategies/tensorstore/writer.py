@@ -28,7 +28,11 @@ from dist_checkpointing.strategies.tensorstore.data_files import LARGE_BYTES, Da
 from dist_checkpointing.strategies.tensorstore.row_writer import RowWriter
 from dist_checkpointing.strategies.tensorstore.shared_values import SharedValues, share_values
 from dist_checkpointing.strategies.tensorstore.sparse_files import settle
-from dist_checkpointing.strategies.tensorstore.tree_file import StoredValues, joined, write_tree
+from dist_checkpointing.strategies.tensorstore.tree_file import (
+    StoredValues,
+    merged_values,
+    write_tree,
+)
 
 _MOST_THREADS = 2
 _LEAST_BYTES_A_THREAD = 64 * 2**20
@@ -152,7 +156,7 @@ class TensorStoreWriter(StorageWriter):
             files = [folder / name for values in parts for name in values.files]
             store.fsync_folders(files, folder)
         with paused_collector():
-            tree = write_tree(folder, *joined(parts, metadata), durability)
+            tree = write_tree(folder, *merged_values(parts, metadata), durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]
 
 

@@ -16,16 +16,16 @@ import torch
 from dist_checkpointing.filesystem import new_files, store
 from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.claims import (
-    MOST_COMPRESSION,
-    Backing,
-    Claim,
-    require_backing,
-    size_of_files,
-)
 from dist_checkpointing.format.digests import columns_of, digest_of_array
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.format.stated_sizes import (
+    MOST_COMPRESSION,
+    Backing,
+    StatedSize,
+    require_backing,
+    size_of_files,
+)
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
@@ -196,12 +196,12 @@ class ZarrFolderReader(StorageReader):
     def array_folder(self, key: str) -> Path:
         """The folder that holds everything of a tensor."""
 
-    def require_stored(self, claims: Sequence[Claim], index: Index) -> None:
+    def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         growth = 1 if index.codec is None else MOST_COMPRESSION
 
-        def files_of(claim: Claim) -> Backing:
-            num_bytes, num_files = size_of_files(self.array_folder(claim.key))
-            return Backing(num_bytes * growth, num_files, self.claimed_in(claim.key))
+        def files_of(stated: StatedSize) -> Backing:
+            num_bytes, num_files = size_of_files(self.array_folder(stated.key))
+            return Backing(num_bytes * growth, num_files, self.claimed_in(stated.key))
 
         require_backing(claims, files_of)
 
