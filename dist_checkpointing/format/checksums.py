@@ -75,7 +75,7 @@ def checksums_at(
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor, with the hash of its values and the rank that wrote it.
+    """A part of a tensor, or a cell of an object, with its hash and the rank that wrote it.
 
     Both are None for a part without a checksum.
     """
@@ -99,16 +99,6 @@ class StoredPart:
             return False
         start, stop = self.flat_range or (0, 0)
         return Box.whole(shape).contains(box) and 0 <= start <= stop <= box.num_elements
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """A cell of a sharded object that lies among the tensors, with the hash of its bytes."""
-
-    key: str
-    cell: Ints
-    digest: int
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +161,9 @@ class ChecksumColumns:
             for key, rank, ndim, offset, shape, flat, digest in zip(*taken, strict=True)
         ]
 
-    def objects(self) -> list[StoredObject]:
-        """The rows of objects, one by one."""
-        parts = self.parts(np.flatnonzero(self.is_object))
-        return [
-            StoredObject(part.key, part.box.offset, part.digest or 0, part.rank or 0)
-            for part in parts
-        ]
+    def objects(self) -> list[StoredPart]:
+        """The rows of objects, one by one: the offset of a box is the cell."""
+        return self.parts(np.flatnonzero(self.is_object))
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +184,7 @@ class ChecksumTable:
             yield from own.parts(np.flatnonzero(is_asked[own.keys] & (own.is_object == 0)))
 
     @cached_property
-    def objects(self) -> tuple[StoredObject, ...]:
+    def objects(self) -> tuple[StoredPart, ...]:
         return tuple(cell for own in self.columns for cell in own.objects())
 
     @property

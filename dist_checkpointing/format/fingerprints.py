@@ -203,14 +203,9 @@ def _sums_of_words(words: Int64s, starts: Int64s, scratch: Int64s) -> Sums:
 
 
 def _in_phase(words: Int64s, phase: int, factors: Int64s, following: Int64s, number: int) -> int:
-    """A sum of rows that all begin at the same word of their blocks.
+    """A sum of rows that all begin at the same word of their blocks, ``phase``.
 
-    Args:
-        words: ``[rows, columns]``.
-        phase: Word of its block at which each row begins.
-        factors: ``[rows]``, multipliers of the blocks.
-        following: ``[rows]``, multipliers of the blocks after them.
-        number: Which sum.
+    The factors are the multipliers of the blocks, and of the blocks that follow them.
     """
     table = _word_multipliers(number)
     inside = min(words.shape[1], _BLOCK_WORDS - phase)

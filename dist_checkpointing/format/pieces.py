@@ -103,13 +103,9 @@ class Pieces:
             yield Box(tuple(offset), tuple(shape)), None if start < 0 else (start, stop)
 
 
-def sorted_rows(
-    offsets: Int64s, shapes: Int64s, flat: Int64s, keys: Integers | None = None
-) -> Int64s:
-    """Positions of pieces by box, then start; by key before anything else if keys are given."""
-    columns: list[Integers] = [*offsets.T, *shapes.T, flat[:, 0]]
-    if keys is not None:
-        columns.insert(0, keys)
+def sorted_rows(offsets: Int64s, shapes: Int64s, flat: Int64s, keys: Integers) -> Int64s:
+    """Positions of pieces by key, then box, then start."""
+    columns = [keys, *offsets.T, *shapes.T, flat[:, 0]]
     is_tie = np.ones(max(len(flat) - 1, 0), dtype=np.bool_)
     for column in columns:
         if (is_tie & (column[1:] < column[:-1])).any():

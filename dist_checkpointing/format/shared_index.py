@@ -28,14 +28,9 @@ _LEVEL = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedIndex:
-    """An index as rank 0 sends it to all ranks.
+    """An index as rank 0 sends it to all ranks: blocks of tensors sorted by key, packed.
 
-    Attributes:
-        last_keys: Last key of each block, ascending.
-        blocks: Tensors sorted by key, packed.
-        objects: Grids of the sharded objects.
-        codec: See Index.
-        whole: The index, if it is sent as it is.
+    Or the index as a whole.
     """
 
     last_keys: Sequence[str]

@@ -133,10 +133,7 @@ class Replicas:
 class HolderSets:
     """The distinct sets of ranks that hold a part. There are few, however many ranks and parts.
 
-    Attributes:
-        ranks: Those of one set together and ascending.
-        starts: ``[sets + 1]``, where the ranks of each set begin.
-        of_part: ``[parts]``, which set holds each part.
+    The ranks of a set are together and ascend, from ``starts`` on.
     """
 
     ranks: Int32s

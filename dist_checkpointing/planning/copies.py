@@ -24,13 +24,7 @@ _MOST_CROSSINGS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What two parts have in common that are cut differently.
-
-    Attributes:
-        part: Part that no main replica is cut like.
-        main: Part of a main replica.
-        box: Box that lies in both, in elements of the global tensor.
-    """
+    """A box that two parts have in common that are cut differently; one is of a main replica."""
 
     part: int
     main: int

@@ -57,13 +57,9 @@ class Brought(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchanged(Generic[T]):
-    """What all ranks have brought, each distinct part once.
+    """What all ranks have brought, each distinct part once, by its digest.
 
-    Attributes:
-        brought: By rank.
-        data: Bytes of each distinct part by its digest, in the order of the lowest ranks that hold
-            them.
-        holders: The ranks that hold each, ascending.
+    Parts are in the order of the lowest ranks that hold them; ``holders`` ascend.
     """
 
     brought: Sequence[Brought[T]]

@@ -125,10 +125,8 @@ class SavePlan:
     ) -> None:
         rows = items if table is None else table
         rows = rows if isinstance(rows, ShardTable) else table_of_rows(0, list(map(_row, rows)))
-        object.__setattr__(self, "table", rows)
-        object.__setattr__(self, "index", index)
-        object.__setattr__(self, "storage_data", storage_data)
-        object.__setattr__(self, "planner_data", planner_data)
+        vars(self).update(table=rows, index=index)
+        vars(self).update(storage_data=storage_data, planner_data=planner_data)
 
     @cached_property
     def items(self) -> tuple[WriteItem, ...]:

@@ -25,12 +25,8 @@ _MOST_PAIRS = 1 << 20
 class WantedParts:
     """Parts of tensors of one number of axes, and their segments.
 
-    Args:
-        segments: of all parts; ``parts`` are numbers of parts, ascending.
-        highs: ``[segments, axes]``, first element behind what is wanted of each.
-        offsets: ``[parts, axes]``, first element of the box of every part.
-        shapes: ``[parts, axes]``.
-        flat: ``[parts, 2]``.
+    ``highs`` are the first elements behind what is wanted of each segment; the boxes are those of
+    all parts.
     """
 
     def __init__(

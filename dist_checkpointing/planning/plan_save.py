@@ -77,11 +77,8 @@ class PlanCache(AgreedCache[AgreedPlan]):
 class PlanFacts:
     """What a rank brings besides its table.
 
-    Attributes:
-        rest: Its plan without rows, if there is anything else in it.
-        place: Folder and format, which must be the same on all ranks.
-        number: Number of the plan that it would use again, or ``LATER``. It has brought no table
-            then.
+    The rest of its plan, if there is any; folder and format, which must be the same on all ranks;
+    and the number of the plan that it would use again, or ``LATER``: it has brought no table then.
     """
 
     rest: SavePlan | None

@@ -309,9 +309,7 @@ class LoadPlan:
     ) -> None:
         rows = items if table is None else table
         rows = rows if isinstance(rows, ReadTable) else ReadTable.of(rows)
-        object.__setattr__(self, "table", rows)
-        object.__setattr__(self, "storage_data", storage_data)
-        object.__setattr__(self, "planner_data", planner_data)
+        vars(self).update(table=rows, storage_data=storage_data, planner_data=planner_data)
 
     @cached_property
     def items(self) -> tuple[ReadItem, ...]:

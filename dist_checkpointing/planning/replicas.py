@@ -76,10 +76,8 @@ class _Kept:
 class ReplicaFacts:
     """What a rank tells of its copies while the save is planned.
 
-    Attributes:
-        copies: Number of the copies of all ranks that it knows of.
-        sample: Number of the sample; None if everything is looked at.
-        digests: Digests of those that it speaks for, packed.
+    The number of the copies that it knows of, that of the sample (None if everything is looked at),
+    and the digests of those that it speaks for, packed.
     """
 
     copies: int

@@ -76,11 +76,8 @@ _REMEDY: Final = (
 class _Odd:
     """A value that must be pickled and read back to find out whether it is plain.
 
-    Attributes:
-        value: The value.
-        found: The value of the state dict that it belongs to.
-        object_key: Key of the ShardedObject that it is in.
-        detail: Which part of ``found`` it is; "" for all of it.
+    It belongs to a value of the state dict, of which ``detail`` says the part, and may be in a
+    ShardedObject.
     """
 
     value: object

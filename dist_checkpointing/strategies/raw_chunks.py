@@ -60,13 +60,8 @@ class Extent:
 class ChunkReads:
     """Where the chunks of some rows of a plan lie, as columns.
 
-    Attributes:
-        rows: Rows of the plan's table, in any order.
-        names: Files, relative to the checkpoint; ``files`` are positions in it.
-        files: File of each chunk.
-        offsets: First byte of each chunk in its file.
-        num_bytes: Bytes of each whole chunk.
-        fill_files: Whether every file holds one chunk and nothing else.
+    Files are relative to the checkpoint; ``fill_files`` says that each holds one chunk and nothing
+    else.
     """
 
     rows: Int64s

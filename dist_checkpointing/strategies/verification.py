@@ -25,7 +25,6 @@ from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumTable,
-    StoredObject,
     StoredPart,
     checksum,
     checksum_files,
@@ -177,10 +176,10 @@ def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Fin
 
 
 def damage_of_objects(
-    cells: Iterable[tuple[str, Ints]], known: Iterable[StoredObject], reader: StorageReader
+    cells: Iterable[tuple[str, Ints]], known: Iterable[StoredPart], reader: StorageReader
 ) -> list[Finding]:
     """Compare the bytes of objects that lie among the tensors with their checksums."""
-    digests = {(row.key, row.cell): row.digest for row in known}
+    digests = {(row.key, row.box.offset): row.digest for row in known}
     findings = []
     for key, cell in cells:
         expected = digests.get((key, cell))

@@ -45,13 +45,8 @@ def chunk_keys(
 ) -> list[str]:
     """Paths below the checkpoint of many chunks and pieces, as columns of a table of a plan.
 
-    Args:
-        index: what is stored.
-        names: keys; the others are positions in it.
-        keys: key of each chunk.
-        ndim: number of axes of its tensor.
-        offsets: ``[chunks, axes]``, offset of the chunk, or of the box of the piece.
-        flat_starts: start of the flattened range of a piece, -1 where there is none.
+    Offsets are those of the chunks, or of the boxes of the pieces, ``[chunks, axes]``; the start of
+    a flattened range is -1 where there is none.
     """
     place, width = keys.tolist(), offsets.shape[1]
     used = np.flatnonzero(np.bincount(keys, minlength=len(names)))

@@ -51,13 +51,9 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a manifest says.
+    """What a manifest says: its settings, encoded, and the root of its newest version, if any.
 
-    Attributes:
-        config: The settings, encoded, without the kind of the manifest.
-        is_numbered: Whether other manifests, with numbers, say where trees begin.
-        generation: Generation of the newest version; 0 if there is none.
-        root: Root of the newest version; None if nothing is in it.
+    If it is numbered, other manifests, with numbers, say where trees begin.
     """
 
     config: bytes

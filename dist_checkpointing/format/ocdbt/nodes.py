@@ -33,12 +33,7 @@ _OBJECT_BYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """A file that a record refers to.
-
-    Attributes:
-        path: Path relative to the database, with ``/``.
-        folder: Folder that paths in a node in the file are relative to; "" or ends in ``/``.
-    """
+    """A file that a record refers to, and the folder that paths in its nodes are relative to."""
 
     path: str
     folder: str

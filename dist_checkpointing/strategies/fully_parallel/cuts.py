@@ -47,13 +47,9 @@ class WantedSlice:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a chunk that one rank reads.
+    """A part of a chunk, in its array, that one rank reads.
 
-    Attributes:
-        row: A row of the reader, with the chunk.
-        box: The part, in the array of the chunk.
-        itemsize: Bytes of an element as stored.
-        cuts: What ranks want of it; on other ranks than the reader, what this rank wants.
+    The row is one of the reader. The cuts are what ranks want; on other ranks, what this one wants.
     """
 
     row: int
@@ -77,12 +73,8 @@ class Block:
 class Cuts:
     """How the ranks of a group read chunks of which they want different cuts.
 
-    Attributes:
-        own: ``[rows]``, which rows of this rank are read so.
-        chunks: For each rank, what the rank reads.
-        max_bytes: The most that a rank reads at a time.
-        is_cuttable: Whether chunks may be read in parts. A part of an encoded chunk costs as much
-            as the chunk.
+    ``own`` are the rows of this rank that are read so. A part of an encoded chunk costs as much as
+    the chunk, which then is not cuttable.
     """
 
     own: Bools

@@ -30,11 +30,9 @@ _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<i8"), ("itemsi
 class Wants:
     """What one rank wants to have in memory, row by row.
 
-    Attributes:
-        rows: Digest of what each row is, size of it, and size of one element. Rows with one digest
-            have the same bytes in memory.
-        buffer_bytes: Memory that passing on may take on this rank.
-        min_shared_bytes: With fewer bytes that several ranks want, each reads for itself.
+    A row is the digest of what it is, its size and that of an element; rows with one digest have
+    the same bytes in memory. Passing on may take ``buffer_bytes`` on this rank. With fewer bytes
+    than ``min_shared_bytes`` that several ranks want, each reads for itself.
     """
 
     rows: Rows
@@ -94,14 +92,10 @@ def rows_of_shards(shards: Sequence[ShardedTensor]) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class ElementRun:
-    """A run of elements on its way.
+    """A run of elements on its way: from ``first`` up to ``last``, from byte ``start`` of a
+    message.
 
-    Attributes:
-        row: The row of this rank that wants them, or -1.
-        first: First element, in C order.
-        last: The element behind the last one.
-        start: First byte in the message.
-        num_bytes: Bytes of all elements.
+    The row is -1 where this rank does not want them.
     """
 
     row: int

@@ -47,11 +47,7 @@ _ANY: Final = -1
 class SharedValues:
     """The rows of a plan whose values lie in shared files.
 
-    Attributes:
-        rows: Rows of the plan.
-        extents: Extents of their values; ``file`` is a position in ``files``.
-        files: The shared files.
-        steady: Further rows that have not changed, in files of which too little is used.
+    The ``steady`` rows have not changed either, but lie in files of which too little is used.
     """
 
     rows: Int64s

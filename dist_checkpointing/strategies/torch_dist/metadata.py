@@ -28,13 +28,9 @@ StatePath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor as DCP knows it.
+    """A tensor as DCP knows it, with the offsets and sizes of every part that is stored.
 
-    Attributes:
-        dtype: Dtype of its elements.
-        size: Its global shape; with axes of Megatron's own if it was saved flattened.
-        chunks: ``(offsets, sizes)`` of every part that is stored.
-        flattened_from: The global shape of a tensor that was saved flattened.
+    One that was saved flattened has axes of Megatron's own in ``size``.
     """
 
     dtype: torch.dtype

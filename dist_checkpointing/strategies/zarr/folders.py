@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -48,13 +48,8 @@ from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
 from dist_checkpointing.strategies.zarr.codecs import Codec
 from dist_checkpointing.strategies.zarr.shared_chunks import share_chunks
 
-
-@dataclass(frozen=True, slots=True)
-class FileContent:
-    """A small file that describes an array or group: path relative to the checkpoint, bytes."""
-
-    name: str
-    data: bytes
+FileContent = tuple[str, bytes]
+"""Path, relative to the checkpoint, and bytes of a small file that describes an array or group."""
 
 
 class ZarrFolderWriter(StorageWriter):
@@ -97,7 +92,7 @@ class ZarrFolderWriter(StorageWriter):
         # Any rank can describe any array, so each takes its share, also of those without chunks.
         keys = list(index)[self._rank :: self._world_size]
         described = [file for key in keys for file in self.describe_array(index[key])]
-        self.make_folders({file.name.rpartition("/")[0] for file in described})
+        self.make_folders({name.rpartition("/")[0] for name, _ in described})
         write_part, data_of = self.part_writer(plan), planner.data_of(plan)
         sizes = table.num_bytes
         with_checksums = self.options.checksum is Checksum.XXH3
@@ -116,7 +111,7 @@ class ZarrFolderWriter(StorageWriter):
             self.report(int(sizes[list(shared)].sum()))
 
         def describe(file: FileContent) -> None:
-            new_files.put(self.checkpoint_dir, file.name, file.data, is_new=False)
+            new_files.put(self.checkpoint_dir, *file, is_new=False)
 
         most_bytes, of_thread = self.options.buffer_bytes // self.options.threads, threading.local()
 
@@ -143,7 +138,7 @@ class ZarrFolderWriter(StorageWriter):
 
         threads = self.options.threads
         in_threads(describe, described, threads)
-        files = [SealedFile.of_bytes(file.name, file.data) for file in described]
+        files = [SealedFile.of_bytes(*file) for file in described]
         files += shared.values()
         rows = [row for row in range(len(table)) if row not in shared]
         files += [file for written in in_threads(write, rows, threads) for file in written]

@@ -101,7 +101,7 @@ class ZarrV2Writer(ZarrFolderWriter):
             "shape": list(tensor.global_shape),
             "zarr_format": 2,
         }
-        yield FileContent(f"{tensor.key}/{_METADATA_NAME}", json.dumps(content, indent=4).encode())
+        yield f"{tensor.key}/{_METADATA_NAME}", json.dumps(content, indent=4).encode()
 
     def part_writer(self, plan: SavePlan) -> Callable[[int, torch.Tensor], list[SealedFile]]:
         index, table = plan.index, plan.table

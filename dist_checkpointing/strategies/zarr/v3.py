@@ -109,11 +109,11 @@ class ZarrV3Writer(ZarrFolderWriter):
             data = _plain_node(
                 tensor.global_shape, tensor.chunk_shape, tensor.dtype, self._codec_name
             )
-            yield FileContent(f"{name}/{METADATA_NAME}", data)
+            yield f"{name}/{METADATA_NAME}", data
             return
         for path, content in nodes_of(tensor, _codecs(self._codec_name, tensor)).items():
             data = json.dumps(content, indent=2).encode()
-            yield FileContent(f"{path}/{METADATA_NAME}", data)
+            yield f"{path}/{METADATA_NAME}", data
 
     def part_writer(self, plan: SavePlan) -> Callable[[int, torch.Tensor], list[SealedFile]]:
         index, table = plan.index, plan.table
