@@ -62,11 +62,7 @@ class Pieces:
 
     @classmethod
     def checked(cls, offsets: Int64s, shapes: Int64s, flat: Int64s) -> Pieces:
-        """The table of columns that came out of a file.
-
-        Raises:
-            ValueError: If they do not fit together.
-        """
+        """The table of columns that came out of a file, if they fit together."""
         for column, least in ((offsets, 0), (shapes, 0), (flat, -1)):
             if column.size and not least <= column.min() <= column.max() < MAX_EXTENT:
                 raise ValueError(f"expected ints from {least} to 2**62")
@@ -245,11 +241,7 @@ def changes(columns: Sequence[Integers], order: slice | Int64s = _ALL) -> npt.ND
 
 
 def ints_from_json(values: Any) -> list[int]:
-    """A list of shapes or offsets as it came out of a JSON file.
-
-    Raises:
-        ValueError: if it holds anything but integers that can be extents.
-    """
+    """A list of shapes or offsets as it came out of a JSON file."""
     # type() and not isinstance(): JSON true is an int to Python.
     if not isinstance(values, list) or not _ONLY_INT.issuperset(map(type, values)):
         raise ValueError(f"expected a list of ints >= 0, found {values!r}")

@@ -38,11 +38,7 @@ class LocalPart:
 
 
 def local_part(key: str, tensor: DTensor) -> LocalPart | None:
-    """What this rank holds of a DTensor; None if this rank is not in its mesh.
-
-    Raises:
-        InvalidShardingError: for placements that cannot be stored (Partial).
-    """
+    """What this rank holds of a DTensor; None if this rank is not in its mesh."""
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:
         return None

@@ -205,9 +205,6 @@ def _merge_chains(table: ShardTable) -> tuple[ShardTable, Bools]:
 
     The ranges of one box are a chain if, sorted, each begins where the one before ends, the first
     at the first element of the box, and the last ends at the last.
-
-    Returns:
-        The boxes, sorted by key, and a mask of their keys.
     """
     is_flat = (table.flat[:, 0] >= 0) & (table.num_elements > 0)
     if not is_flat.any():

@@ -25,14 +25,7 @@ from dist_checkpointing.planning.shard_table import Int32s, Int64s
 
 @dataclass(frozen=True, slots=True)
 class WantedShard:
-    """A part of a global tensor that a rank wants to have.
-
-    Attributes:
-        key: Key of the tensor.
-        box: Box in elements of the global tensor; it may stick out of a smaller stored tensor.
-        flat_range: If given, only these elements of the flattened box.
-        source: Which leaf of the rank it is.
-    """
+    """A part of a global tensor that a rank wants: a box, or a range of it, which may stick out."""
 
     key: str
     box: Box

@@ -113,11 +113,7 @@ class ReplicaComparison:
         self._own: list[tuple[OwnValues, bytes]] = []
 
     def bring(self) -> ReplicaFacts | None:
-        """What this rank can tell before it hears of others. Not collective.
-
-        Returns:
-            None if it does not know which of its parts have copies: at the first save of a state.
-        """
+        """What this rank can tell before it hears of others; None at the first save of a state."""
         if self._is_off:
             return None
         number = self._kept.copies.number_of(self._description())

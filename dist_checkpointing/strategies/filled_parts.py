@@ -121,11 +121,8 @@ def _lie_as_stored(wanted: WantedLeaves, index: Index, itemsizes: Int64s) -> Boo
 class _Placed:
     """Where stored parts lie in the memory of leaves.
 
-    Attributes:
-        starts: First element in the memory of the leaf.
-        counts: Elements of each part.
-        is_direct: Whether the part is one run there.
-        is_other: Whether it is not, though the leaf gets something of it, or is not small.
+    A part is direct if it is one run there; it is another one if it is not, though the leaf gets
+    something of it, or if it is not small.
     """
 
     starts: Int64s

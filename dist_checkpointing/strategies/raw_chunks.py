@@ -170,11 +170,7 @@ def read_extent(extent: Extent, key: str) -> bytes:
 
 
 def read_part(extent: Extent, key: str, window: Window, target: Array, most_bytes: int) -> None:
-    """Read a window of a chunk, see ``read_window``.
-
-    Raises:
-        CorruptCheckpointError: if the file is missing or too short; names ``key``.
-    """
+    """Read a window of a chunk, see ``read_window``."""
     with _opened_extent(extent, key) as file:
         read_window(file, extent.offset, window, target, most_bytes)
 

@@ -179,10 +179,6 @@ def deserialize_file(
     With ``trusted`` the file may run any code; else classes of plain data stand in for those that
     ``stand_ins`` names. A mapped file keeps the values of tensors, and must not change meanwhile;
     files of before PyTorch 1.6 do not allow that.
-
-    Raises:
-        UnsupportedFormatError: if it needs a class or function that is not on the allow-list.
-        CorruptCheckpointError: if the file is damaged.
     """
     return _load(str(path), str(path), trusted=trusted, maps_file=maps_file, stand_ins=stand_ins)
 

@@ -128,12 +128,7 @@ def open_checkpoint(
 def common_reader(
     config: CheckpointingConfig, common_strategy: Selection[LoadCommonStrategy] = None
 ) -> LoadCommonStrategy:
-    """The strategy for the common state alone, which needs no sharded backend.
-
-    Raises:
-        StrategyNotFoundError: if no strategy reads it.
-        UnsupportedFormatError: if the strategy that the caller chose does not read it.
-    """
+    """The strategy for the common state alone, which needs no sharded backend."""
     backend, version = config.common_backend, config.common_backend_version
     common: LoadCommonStrategy = select_strategy(
         StrategyAction.LOAD_COMMON, common_strategy, (backend, version)

@@ -89,11 +89,7 @@ def encode(root: Root | None) -> bytes:
 
 
 def decode(record: bytes) -> Manifest:
-    """What the bytes of a manifest say.
-
-    Raises:
-        Malformed: if they are not a manifest.
-    """
+    """What the bytes of a manifest say."""
     body = Body(opened(MANIFEST, record))
     identity = body.take(16)
     kind = body.take(1)[0]

@@ -252,11 +252,7 @@ class Tree:
         return node
 
     def _read_at(self, name: str, offset: int, length: int) -> bytes:
-        """The bytes of a node.
-
-        Raises:
-            Malformed: if they are not there.
-        """
+        """The bytes of a node."""
         if length > MOST_BODY_BYTES:
             raise Malformed(f"it has {length} bytes")
         try:

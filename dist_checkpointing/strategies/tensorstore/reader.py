@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -38,8 +37,6 @@ from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.zarr_v3_nodes import chunk_name
 
-_NAMES: Final = (MANIFEST_NAME,)
-
 
 class Places:
     """Finds values in the newest version of a database; several threads may ask.
@@ -62,11 +59,7 @@ class Places:
         return self._tree is not None
 
     def find(self, keys: Sequence[bytes], *, keeps_nodes: bool) -> Values:
-        """Where values are. With ``keeps_nodes`` the tree is remembered for the next call.
-
-        Raises:
-            CorruptCheckpointError: if the database cannot be read, or points out of the checkpoint.
-        """
+        """Where values are. With ``keeps_nodes`` the tree is remembered for the next call."""
         return self._newest(keeps_nodes=keeps_nodes).find(keys)
 
     def find_outside(self, key: bytes, *, keeps_nodes: bool) -> tuple[str, int, int] | None:
@@ -78,7 +71,7 @@ class Places:
             return Tree(self._folder)
         with self._lock:
             # Every change puts a new manifest in its place; an object of a save stays as it is.
-            version = store.marks_of(self._folder, _NAMES, opens=False)
+            version = store.marks_of(self._folder, (MANIFEST_NAME,), opens=False)
             if self._tree is None or version != self._version:
                 self._tree, self._version = Tree(self._folder, keeps_nodes=True), version
             return self._tree

@@ -32,10 +32,8 @@ _COPIED_BYTES: Final = 2**24
 def settle(
     folder: Path, stored: Sequence[StoredValues], options: StorageOptions
 ) -> tuple[list[StoredValues], list[SealedFile]]:
-    """Decide which shared files stay, and make these durable.
-
-    Returns:
-        Where all values lie now, and the files that have come or stayed.
+    """Decide which shared files stay, and make these durable: where all values lie now, and in
+    what.
     """
     shared = {file.name: file for values in stored for file in values.shared}
     used: Counter[str] = Counter()

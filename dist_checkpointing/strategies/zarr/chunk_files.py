@@ -85,11 +85,7 @@ def _write_all(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def read_decoded(path: Location, codec: Codec, num_bytes: int, key: str) -> Array:
-    """The bytes of the values of a compressed chunk.
-
-    Raises:
-        CorruptCheckpointError: if the file is missing or not what it should be.
-    """
+    """The bytes of the values of a compressed chunk."""
     corrupt = partial(damaged, str(path), key)
     try:
         encoded = store.read_bytes(path, 2 * num_bytes + 2**20)

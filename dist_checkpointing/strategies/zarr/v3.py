@@ -176,11 +176,7 @@ class ZarrV3Reader(ZarrFolderReader):
 
 
 def rebuild_index(checkpoint_dir: Location) -> Index:
-    """The index, from the consolidated metadata that is written for other tools.
-
-    Raises:
-        CorruptCheckpointError: if that is missing or unreadable too.
-    """
+    """The index, from the consolidated metadata that is written for other tools."""
     path = checkpoint_dir / METADATA_NAME
     try:
         root = store.read_json(path, _MAX_METADATA_BYTES)
