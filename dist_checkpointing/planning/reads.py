@@ -25,7 +25,7 @@ from dist_checkpointing.planning.shard_table import Int32s, Int64s
 
 @dataclass(frozen=True, slots=True)
 class WantedShard:
-    """A part of a global tensor that a rank wants: a box, or a range of it, which may stick out."""
+    """A part of a tensor that a rank wants: a box, which may stick out, or a range of the box."""
 
     key: str
     box: Box

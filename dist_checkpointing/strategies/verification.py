@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -56,16 +56,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What one rank loads. Tensors with memory are filled with what is stored."""
-
-    tensors: WantedLeaves
-    objects: Sequence[ShardedObject]
-
-
 def verify_wanted(
-    wanted: Wanted,
+    wanted: WantedLeaves,
+    objects: Sequence[ShardedObject],
     strategy: LoadShardedStrategy,
     common: LoadCommonStrategy,
     checkpoint_dir: Location,
@@ -91,13 +84,13 @@ def verify_wanted(
         StateMismatchError: if objects are wanted that are not stored, or in another grid.
         OSError: if the file system, and not the checkpoint, fails.
     """
-    tensors = wanted.tensors.tensors
+    tensors = wanted.tensors
     keys = dict.fromkeys(tensors.keys)
     planned = strategy if isinstance(strategy, PlannedLoadStrategy) else None
     findings: list[Finding] = []
     filled = Filled()
     has_objects = handles_objects(strategy)
-    by_common = [] if has_objects else wanted.objects
+    by_common = [] if has_objects else objects
     if seal is None or seal.is_open:
         logger.warning(
             "%s %s: the common state and sharded objects in files are not verified",
@@ -110,9 +103,9 @@ def verify_wanted(
         # A file that was saved and is gone has been lost, and was not only asked for by mistake.
         files = (f"{leaf.unique_key}.pt" for leaf in by_common)
         names += [name for name in files if name in seal.files and name not in names]
-        if reader is not None and (keys or (has_objects and wanted.objects)):
+        if reader is not None and (keys or (has_objects and objects)):
             names += reader.describing_names(keys)
-        tables = seal.tables_with([*keys, *(leaf.key for leaf in wanted.objects)])
+        tables = seal.tables_with([*keys, *(leaf.key for leaf in objects)])
         findings += check_config(seal, checkpoint_dir)
         findings += check_files(seal, checkpoint_dir, [*names, *tables])
         if findings:
@@ -125,16 +118,16 @@ def verify_wanted(
         )
         raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
     if planned is not None and index is not None and reader is not None:
-        filled, others, uncovered = _looked_up(table, wanted.tensors, index)
+        filled, others, uncovered = _looked_up(table, wanted, index)
         findings += uncovered
         findings += damage_of(others, planned, reader, index, meter)
-        if seal is not None and has_objects and wanted.objects:
-            misfitting = [finding for leaf in wanted.objects for finding in misfits(leaf, index)]
+        if seal is not None and has_objects and objects:
+            misfitting = [finding for leaf in objects for finding in misfits(leaf, index)]
             if misfitting and not findings:
                 message = "the checkpoint does not hold what is wanted"
                 raise StateMismatchError(message, misfitting)
             set_up_reader(reader, index, rank=0, world_size=1)
-            cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in wanted.objects]
+            cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
             findings += damage_of_objects(cells, table.objects, reader)
     if findings:
         raise CorruptCheckpointError("stored data is not what was saved", findings)

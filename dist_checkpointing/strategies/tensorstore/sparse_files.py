@@ -32,9 +32,7 @@ _COPIED_BYTES: Final = 2**24
 def settle(
     folder: Path, stored: Sequence[StoredValues], options: StorageOptions
 ) -> tuple[list[StoredValues], list[SealedFile]]:
-    """Decide which shared files stay, and make these durable: where all values lie now, and in
-    what.
-    """
+    """Decide which shared files stay, and make these durable; where all values lie then."""
     shared = {file.name: file for values in stored for file in values.shared}
     used: Counter[str] = Counter()
     for values in stored:
