@@ -10,13 +10,7 @@ import numpy as np
 
 from dist_checkpointing.format.geometry import Box, boxes_of_part
 from dist_checkpointing.format.pieces import changes
-from dist_checkpointing.planning.shard_table import (
-    Bools,
-    Int32s,
-    Int64s,
-    ShardTable,
-    concatenate,
-)
+from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s, ShardTable, concatenate
 
 _MOST_CROSSINGS: Final = 4096
 """Boxes of one part that are compared, each by itself."""

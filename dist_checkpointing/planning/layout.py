@@ -19,13 +19,7 @@ from dist_checkpointing.planning.cutting import (
     cut_ranges,
     cut_rows,
 )
-from dist_checkpointing.planning.shard_table import (
-    OBJECT,
-    Bools,
-    Int64s,
-    ShardTable,
-    shared_shapes,
-)
+from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int64s, ShardTable, shared_shapes
 
 
 @dataclass(frozen=True, eq=False)

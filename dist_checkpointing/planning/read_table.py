@@ -15,12 +15,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.pieces import padded
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning.items import MetadataIndex
-from dist_checkpointing.planning.read_items import (
-    NOWHERE,
-    LoadItemType,
-    ReadItem,
-    placed_items,
-)
+from dist_checkpointing.planning.read_items import NOWHERE, LoadItemType, ReadItem, placed_items
 from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
 
 

@@ -12,12 +12,7 @@ from typing import Any, Self, TypeVar
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-)
+from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.strategies.registry import (

@@ -12,11 +12,7 @@ from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any, ClassVar, Self
 
-from dist_checkpointing.errors import (
-    CorruptCheckpointError,
-    Finding,
-    StateMismatchError,
-)
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.disk_names import check_raw_key
 from dist_checkpointing.filesystem.object_path import Location
@@ -25,12 +21,7 @@ from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.format.stated_sizes import Backing, large_objects, require_backing
-from dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedStateDict,
-    StateDict,
-    is_main_replica,
-)
+from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning.default import other_grid
 from dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy

@@ -10,11 +10,7 @@ from concurrent.futures import Future
 from typing import Any, ClassVar, Self
 
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.errors import (
-    Finding,
-    InvalidShardingError,
-    UnsupportedFormatError,
-)
+from dist_checkpointing.errors import Finding, InvalidShardingError, UnsupportedFormatError
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.geometry import Box
@@ -29,11 +25,7 @@ from dist_checkpointing.mapping import (
     StateDict,
 )
 from dist_checkpointing.mapping.nesting import flatten, unflatten
-from dist_checkpointing.planning import (
-    DefaultSavePlanner,
-    LoadPlanner,
-    SavePlanner,
-)
+from dist_checkpointing.planning import DefaultSavePlanner, LoadPlanner, SavePlanner
 from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, SavePlanning
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.storage import driver

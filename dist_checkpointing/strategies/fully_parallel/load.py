@@ -23,12 +23,7 @@ from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr
-from dist_checkpointing.strategies.fully_parallel.cuts import (
-    Cuts,
-    pack_cuts,
-    pass_cuts,
-    share_cuts,
-)
+from dist_checkpointing.strategies.fully_parallel.cuts import Cuts, pack_cuts, pass_cuts, share_cuts
 from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
 from dist_checkpointing.strategies.fully_parallel.passing import pass_on
 from dist_checkpointing.strategies.fully_parallel.sharing import (

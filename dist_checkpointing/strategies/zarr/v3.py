@@ -24,13 +24,7 @@ from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import (
-    INDEX_NAME,
-    Index,
-    StoredTensor,
-    read_index,
-    write_index,
-)
+from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
 from dist_checkpointing.format.removal import (
     PlannedRemoval,
     end_removal,
