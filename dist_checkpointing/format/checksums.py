@@ -116,16 +116,9 @@ class TableFile:
 class ChecksumColumns:
     """What all ranks wrote, sorted by key; row ``i`` of every array describes one part or object.
 
-    Attributes:
-        names: Keys; ``keys`` are positions in it.
-        keys: Position of the key in ``names``.
-        ranks: Rank that wrote it.
-        ndim: Number of axes.
-        is_object: Whether it is a cell of a sharded object.
-        offsets: ``[rows, axes]``, first element of the box, or the cell.
-        shapes: ``[rows, axes]``, shape of the box.
-        flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
-        digests: xxh3_64 of the values, or of the bytes of the object.
+    ``keys`` are positions in ``names``. Offsets (of an object: the cell) and shapes are ``[rows,
+    axes]``, flattened ranges ``[rows, 2]``, -1 where there is none. A digest is xxh3_64 of the
+    values, or of the bytes of the object.
     """
 
     names: Sequence[str]
@@ -186,10 +179,6 @@ class ChecksumTable:
     @cached_property
     def objects(self) -> tuple[StoredPart, ...]:
         return tuple(cell for own in self.columns for cell in own.objects())
-
-    @property
-    def has_parts(self) -> bool:
-        return any(bool((own.is_object == 0).any()) for own in self.columns)
 
 
 def make_tables(columns: ChecksumColumns) -> list[TableFile]:

@@ -114,13 +114,8 @@ def sorted_rows(offsets: Int64s, shapes: Int64s, flat: Int64s, keys: Integers) -
 class PieceColumns(Mapping[str, Pieces]):
     """The pieces of many tensors as one set of arrays; those of one tensor are a part of them.
 
-    Attributes:
-        keys_column: Keys of the tensors.
-        starts: ``[tensors + 1]``, where the rows of each tensor begin.
-        ndim: ``[tensors]``, number of axes of each.
-        offsets: ``[rows, most axes]``; see Pieces. Further axes are 0.
-        shapes: ``[rows, most axes]``. Further axes are 1.
-        flat: ``[rows, 2]``.
+    The rows of each tensor begin at ``starts``, ``[tensors + 1]``. The others are as in Pieces;
+    further axes are 0 in ``offsets`` and 1 in ``shapes``.
     """
 
     keys_column: Sequence[str]

@@ -86,14 +86,9 @@ class Replicas:
     """The distinct parts in a table, and the rows that hold each of them.
 
     A part is a box (or a flattened range of one) of a tensor. Parts are in order of key, place,
-    flattened range and shape.
-
-    Attributes:
-        rows: Rows of the table, those of one part together, in the order of the table; one for each
-            rank, or set of ranks, that holds the part.
-        starts: ``[parts + 1]``, where the rows of each part begin in ``rows``.
-        main_rows: The row of the main replica of each part; -1 where there is none or more than
-            one.
+    flattened range and shape. There is a row for each rank, or set of ranks, that holds a part;
+    those of one part are together, from ``starts`` on. The row of the main replica is -1 where
+    there is none or more than one.
     """
 
     rows: Int64s

@@ -15,13 +15,8 @@ from dist_checkpointing.format.pieces import Int64s, padded
 class Segments:
     """Boxes of global tensors, each of which is one C-order array in the buffer of a part.
 
-    A plain part is one segment. A flattened range is as many as ``split_flat_range`` says.
-
-    Attributes:
-        parts: Number of the part that each is a segment of, ascending.
-        starts: First element in the buffer of the part.
-        shapes: ``[segments, axes]``, shape of the array.
-        offsets: ``[segments, axes]``, first element in the global tensor.
+    A plain part is one segment. A flattened range is as many as ``split_flat_range`` says. Parts
+    ascend; an array begins at element ``starts`` of the buffer.
     """
 
     parts: Int64s

@@ -52,13 +52,8 @@ _LARGE_BYTES = 2**20
 class BaseParts:
     """The base of a save, and how its parts fit the rows of a plan of one rank.
 
-    Attributes:
-        folder: Folder of the base.
-        seal: Its seal.
-        index: What it holds.
-        same_dtype: ``[rows]``, whether the base has the key with the same dtype.
-        same_box: ``[rows]``, whether it also has a part with the same box.
-        digests: ``[rows, 2]``, upper half and checksum of that part.
+    Whether it has the key of each row with the same dtype, and a part with the same box; and the
+    digest of that, ``[rows, 2]``, upper half and checksum.
     """
 
     folder: Path

@@ -66,15 +66,11 @@ class TreeStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A node at the bottom.
+    """A node at the bottom: whole keys, sorted, the extents of their values, and files that hold
+    them.
 
-    Attributes:
-        keys: Whole keys, sorted.
-        files: Files that hold values.
-        extents: Extents of the values; ``file`` is -1 for a value in the node itself, whose
-            ``offset`` counts from the first byte of ``inline``.
-        inline: Values in the node.
-        num_bytes: About the memory that it takes.
+    The file of a value in the node itself is -1, and its offset counts from the first byte of
+    ``inline``. The node takes about ``num_bytes`` of memory.
     """
 
     keys: Sequence[bytes]
@@ -86,15 +82,10 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Interior:
-    """A node above others.
+    """A node above others: extents of the children, and files that hold them.
 
-    Attributes:
-        keys: Lower bounds of the keys below each child, whole, sorted.
-        prefixes: Number of bytes of its lower bound with which all keys below a child begin.
-        files: Files that hold children.
-        extents: Extents of the children.
-        num_keys: Number of keys below each child.
-        num_bytes: About the memory that it takes.
+    Keys are lower bounds of those below each child, whole, sorted; ``prefixes`` are how many bytes
+    of its lower bound all keys below a child begin with.
     """
 
     keys: Sequence[bytes]

@@ -118,10 +118,8 @@ class Message:
 class Sharing:
     """How one rank shares the reads of its group.
 
-    Attributes:
-        own: Rows that this rank reads, ascending.
-        copies: (row, another row of this rank that wants the same).
-        messages: The same on all ranks but for the rows, in the order in which they travel.
+    It reads its own rows, ascending, and copies them to other rows that want the same. Messages are
+    in the order in which they travel, and the same on all ranks but for the rows.
     """
 
     own: Int64s

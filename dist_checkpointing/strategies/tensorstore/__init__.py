@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import ClassVar
 
-from dist_checkpointing.format.index import Index, write_index
+from dist_checkpointing.format.index import write_index
 from dist_checkpointing.format.removal import (
     PlannedRemoval,
     end_removal,
@@ -71,7 +71,7 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)
         index = TensorStoreReader(root).read_metadata()
-        gone = _begins_with(index, key_prefix)
+        gone = [key for key in index if key.startswith(key_prefix)]
         if not gone and not noted_removal(root):
             return
         note_removal(root, dict.fromkeys(gone, ()))
@@ -84,12 +84,8 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
         root = Path(checkpoint_dir)
         index = TensorStoreReader(root).read_metadata()
-        gone = _begins_with(index, key_prefix)
+        gone = [key for key in index if key.startswith(key_prefix)]
         is_unfinished = bool(noted_removal(root))
         if not gone and not is_unfinished:
             return PlannedRemoval((), ())
         return replace(plan_removal(root, gone, index.without(gone)), is_unfinished=is_unfinished)
-
-
-def _begins_with(index: Index, prefix: str) -> list[str]:
-    return [key for key in index if key.startswith(prefix)]

@@ -62,13 +62,9 @@ class SharedValues:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Rows of a plan, and places in the base that may hold their values.
+    """Rows of a plan, and places in data files of the base that may hold their values.
 
-    Attributes:
-        rows: Rows of the plan.
-        extents: Places; ``file`` is a position in ``files``.
-        is_nested: Whether a place is a part of a larger value, so that it has no digest.
-        files: Data files of the base.
+    A nested place is a part of a larger value, so that it has no digest.
     """
 
     rows: Int64s

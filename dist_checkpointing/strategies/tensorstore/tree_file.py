@@ -26,14 +26,10 @@ from dist_checkpointing.strategies.tensorstore import keys as names_of
 
 @dataclass(frozen=True, slots=True)
 class StoredValues:
-    """Where values are, as columns.
+    """Where values are, as columns: data files, some of which are shared with the base, and
+    extents.
 
-    Attributes:
-        files: Relative paths of data files.
-        keys: Keys in the database, joined.
-        key_lengths: Bytes of each.
-        extents: Extents of the values; ``file`` is a position in ``files``.
-        shared: Those of the files that are shared with the base.
+    Their keys in the database are joined, with the bytes of each.
     """
 
     files: tuple[str, ...]

@@ -50,13 +50,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What a checkpoint holds, as ``.metadata`` says it.
+    """What a checkpoint holds, as ``.metadata`` says it: tensors, and keys of all other values.
 
-    Attributes:
-        tensors: Tensors by key.
-        values: Keys of everything else, each a ``torch.save`` of some object.
-        places: Place of every chunk ``(key, offsets)`` and value ``(key, None)``.
-        paths: Path of a key in the nested state dict, as far as DCP noted it.
+    Places are those of every chunk ``(key, offsets)`` and value ``(key, None)``; paths are those of
+    keys in the nested state dict, as far as DCP noted them.
     """
 
     tensors: Mapping[str, DcpTensor]

@@ -47,7 +47,6 @@ from dist_checkpointing.strategies.zarr.folders import (
 )
 from dist_checkpointing.strategies.zarr_v3_nodes import (
     METADATA_NAME,
-    Node,
     array_json,
     chunk_keys_to_read,
     chunk_keys_to_write,
@@ -65,15 +64,13 @@ def _root_json(index: Index) -> bytes:
     nodes = {
         path: content
         for key in index
-        for path, content in nodes_of(index[key], _codecs(index.codec, index[key])).items()
+        for path, content in nodes_of(
+            index[key], codec_json(index.codec, index.dtype_of(key).itemsize)
+        ).items()
     }
     consolidated = {"kind": "inline", "must_understand": False, "metadata": nodes}
     root = group_json({}) | {"consolidated_metadata": consolidated}
     return json.dumps(root, separators=(",", ":")).encode()
-
-
-def _codecs(name: str | None, tensor: StoredTensor) -> list[Node]:
-    return codec_json(name, tensor.dtype.itemsize)
 
 
 @lru_cache(maxsize=1024)
@@ -105,7 +102,8 @@ class ZarrV3Writer(ZarrFolderWriter):
             )
             yield f"{name}/{METADATA_NAME}", data
             return
-        for path, content in nodes_of(tensor, _codecs(self._codec_name, tensor)).items():
+        codecs = codec_json(self._codec_name, tensor.dtype.itemsize)
+        for path, content in nodes_of(tensor, codecs).items():
             data = json.dumps(content, indent=2).encode()
             yield f"{path}/{METADATA_NAME}", data
 
