@@ -16,10 +16,8 @@ class AgreedCache(Generic[T]):
     """A value that ranks made together, used again while each of them brings what it brought then.
 
     What a rank brings is compared in full, not by a hash. One difference on one rank makes all
-    ranks work the value out again, and so do ranks that remember different values.
-
-    Args:
-        keeps: False to work the value out every time. The same on all ranks.
+    ranks work the value out again, and so do ranks that remember different values. Without
+    ``keeps``, the same on all ranks, it is worked out every time.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:

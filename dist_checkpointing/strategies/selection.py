@@ -44,11 +44,8 @@ def select_strategy(
 ) -> Any:
     """The strategy for what a caller passed.
 
-    Args:
-        action: What the strategy is for.
-        selection: Backend name, (name, version), a strategy, or None.
-        default: The (name, version) that None means, and that the name alone means. By default
-            the default backend, and for a name its newest version.
+    ``default`` is the (name, version) that None means, and that the name alone means. By default it
+    is the default backend, and for a name its newest version.
 
     Raises:
         StrategyNotFoundError: if nothing provides it.

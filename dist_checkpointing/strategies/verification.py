@@ -84,8 +84,7 @@ def verify_wanted(
         StateMismatchError: if objects are wanted that are not stored, or in another grid.
         OSError: if the file system, and not the checkpoint, fails.
     """
-    tensors = wanted.tensors
-    keys = dict.fromkeys(tensors.keys)
+    keys = dict.fromkeys(wanted.tensors.keys)
     planned = strategy if isinstance(strategy, PlannedLoadStrategy) else None
     findings: list[Finding] = []
     filled = Filled()
