@@ -18,11 +18,11 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.format.checksums import StoredObject, StoredPart, checksum_files, read_table
-from dist_checkpointing.format.claims import large_tensors
+from dist_checkpointing.format.checksums import StoredPart, checksum_files, read_table
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.removal import noted_removal
 from dist_checkpointing.format.seal import Seal, check_config, check_files, unnamed_files
+from dist_checkpointing.format.stated_sizes import large_tensors
 from dist_checkpointing.strategies.verification import (
     cause_of,
     in_words,
@@ -73,7 +73,7 @@ class Notes:
         self.remarks: list[Finding] = []
         self.num_objects = 0
         self.lacks_checksums = False
-        self.cells: list[StoredObject] = []
+        self.cells: list[StoredPart] = []
 
     @contextmanager
     def noting(self, key: str | None = None) -> Iterator[None]:

@@ -17,7 +17,6 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.paths import location
-from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     CheckpointingConfig,
@@ -29,6 +28,7 @@ from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, read_index
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME, number_of_save
 from dist_checkpointing.format.near_names import hint
+from dist_checkpointing.format.stated_sizes import large_objects
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,10 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.claims import Claim, large_tensors
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.stated_sizes import StatedSize, large_tensors
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor, StateDict
 from dist_checkpointing.mapping.nesting import DictKey
 from dist_checkpointing.mapping.nesting import Path as TreePath
@@ -123,7 +123,7 @@ class PartialReads:
             loaded = strategy.load(template, self._folder)
         return [loaded[str(number)] for number in leaves]
 
-    def require_stored(self, claims: Sequence[Claim], index: Index) -> None:
+    def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Make sure that large tensors and objects are there, see ``StorageReader``."""
         if claims and isinstance(self.sharded, PlannedLoadStrategy):
             self.sharded.make_reader(self._folder).require_stored(claims, index)

@@ -18,7 +18,7 @@ from dist_checkpointing.errors import (
     UnsupportedFormatError,
     merge_findings,
 )
-from dist_checkpointing.format.checksums import StoredObject, StoredPart
+from dist_checkpointing.format.checksums import StoredPart
 from dist_checkpointing.format.index import StoredTensor
 from dist_checkpointing.format.seal import read_seal
 from dist_checkpointing.mapping import ShardedBase, ShardedTensor
@@ -202,7 +202,7 @@ def _damage(checkpoint: Checkpoint, parts: Sequence[StoredPart], meter: Meter) -
     return findings + damage_of(known, strategy, reader, index, meter)
 
 
-def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredObject]) -> list[Finding]:
+def stored_objects_damage(checkpoint: Checkpoint, known: Sequence[StoredPart]) -> list[Finding]:
     """Compare the objects that lie among the tensors with their checksums."""
     strategy = checkpoint.reads.sharded
     if not isinstance(strategy, PlannedLoadStrategy) or not checkpoint.index.objects:

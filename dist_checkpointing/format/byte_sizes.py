@@ -45,13 +45,7 @@ def parse_bytes(text: str) -> int:
 def in_batches(
     items: Iterable[tuple[Item, int]], most_bytes: int, most_items: int = sys.maxsize
 ) -> Iterator[list[Item]]:
-    """Items in their order, as many together as the limits allow; a larger one is alone.
-
-    Args:
-        items: each with its bytes.
-        most_bytes: of the items of a batch.
-        most_items: of a batch.
-    """
+    """Items, given with their bytes, as many together as the limits allow, a larger one alone."""
     batch: list[Item] = []
     size = 0
     for item, num_bytes in items:

@@ -66,12 +66,7 @@ def checksum_of_bytes(data: bytes) -> int:
 def checksums_at(
     addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint64]:
-    """xxh3_64 of small runs of memory, which must stay for as long as this takes.
-
-    Args:
-        addresses: Address of the first byte of each.
-        num_bytes: Bytes of each.
-    """
+    """xxh3_64 of small runs of memory, which must stay for as long as this takes."""
     kinds = {size: (ctypes.c_ubyte * size).from_address for size in np.unique(num_bytes).tolist()}
     runs = zip(num_bytes.tolist(), addresses.tolist(), strict=True)
     found = [xxhash.xxh3_64_intdigest(kinds[size](address)) for size, address in runs]
@@ -80,7 +75,7 @@ def checksums_at(
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A part of a tensor, with the hash of its values and the rank that wrote it.
+    """A part of a tensor, or a cell of an object, with its hash and the rank that wrote it.
 
     Both are None for a part without a checksum.
     """
@@ -93,7 +88,6 @@ class StoredPart:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
         if self.flat_range is None:
             return self.box.num_elements
         return self.flat_range[1] - self.flat_range[0]
@@ -108,33 +102,8 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredObject:
-    """A cell of a sharded object that lies among the tensors, with the hash of its bytes.
-
-    Attributes:
-        key: Key of the object.
-        cell: Position of the cell in the grid of the object.
-        digest: xxh3_64 of the stored bytes.
-        rank: Rank that wrote it.
-    """
-
-    key: str
-    cell: Ints
-    digest: int
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class TableFile:
-    """A table as a file.
-
-    Attributes:
-        name: Path relative to the checkpoint.
-        data: Content of the file.
-        first_key: Smallest key in it.
-        last_key: Largest key in it.
-        num_rows: Number of rows in it.
-    """
+    """A table as a file, its smallest and largest key, and the number of its rows."""
 
     name: str
     data: bytes
@@ -147,16 +116,9 @@ class TableFile:
 class ChecksumColumns:
     """What all ranks wrote, sorted by key; row ``i`` of every array describes one part or object.
 
-    Attributes:
-        names: Keys; ``keys`` are positions in it.
-        keys: Position of the key in ``names``.
-        ranks: Rank that wrote it.
-        ndim: Number of axes.
-        is_object: Whether it is a cell of a sharded object.
-        offsets: ``[rows, axes]``, first element of the box, or the cell.
-        shapes: ``[rows, axes]``, shape of the box.
-        flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
-        digests: xxh3_64 of the values, or of the bytes of the object.
+    ``keys`` are positions in ``names``. Offsets (of an object: the cell) and shapes are ``[rows,
+    axes]``, flattened ranges ``[rows, 2]``, -1 where there is none. A digest is xxh3_64 of the
+    values, or of the bytes of the object.
     """
 
     names: Sequence[str]
@@ -192,28 +154,19 @@ class ChecksumColumns:
             for key, rank, ndim, offset, shape, flat, digest in zip(*taken, strict=True)
         ]
 
-    def objects(self) -> list[StoredObject]:
-        """The rows of objects, one by one."""
-        parts = self.parts(np.flatnonzero(self.is_object))
-        return [
-            StoredObject(part.key, part.box.offset, part.digest or 0, part.rank or 0)
-            for part in parts
-        ]
+    def objects(self) -> list[StoredPart]:
+        """The rows of objects, one by one: the offset of a box is the cell."""
+        return self.parts(np.flatnonzero(self.is_object))
 
 
 @dataclass(frozen=True, eq=False)
 class ChecksumTable:
-    """The rows of one or more tables.
-
-    Attributes:
-        columns: Columns of each table.
-    """
+    """The rows of one or more tables."""
 
     columns: Sequence[ChecksumColumns] = ()
 
     @cached_property
     def parts(self) -> tuple[StoredPart, ...]:
-        """The rows of tensors."""
         rows = ((own, np.flatnonzero(own.is_object == 0)) for own in self.columns)
         return tuple(part for own, chosen in rows for part in own.parts(chosen))
 
@@ -224,18 +177,11 @@ class ChecksumTable:
             yield from own.parts(np.flatnonzero(is_asked[own.keys] & (own.is_object == 0)))
 
     @cached_property
-    def objects(self) -> tuple[StoredObject, ...]:
-        """The rows of objects."""
+    def objects(self) -> tuple[StoredPart, ...]:
         return tuple(cell for own in self.columns for cell in own.objects())
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether there is a row of a tensor."""
-        return any(bool((own.is_object == 0).any()) for own in self.columns)
 
 
 def make_tables(columns: ChecksumColumns) -> list[TableFile]:
-    """The tables for these rows."""
     tables = []
     for number, start in enumerate(range(0, len(columns.keys), _ROWS_A_TABLE)):
         rows = slice(start, start + _ROWS_A_TABLE)
@@ -273,11 +219,7 @@ def checksum_files(folder: Location) -> list[Location]:
 
 
 def read_checksums(folder: Location) -> list[StoredPart]:
-    """Everything that was noted about the tensors of a checkpoint.
-
-    Raises:
-        CorruptCheckpointError: if a table is not what it should be.
-    """
+    """Everything that was noted about the tensors of a checkpoint."""
     return [part for path in checksum_files(folder) for part in read_table(path).parts]
 
 
@@ -292,11 +234,7 @@ def read_table(path: Location) -> ChecksumTable:
 
 
 def parse_table(data: bytes, path: str) -> ChecksumTable:
-    """The rows of the table with this content.
-
-    Raises:
-        CorruptCheckpointError: if it is not what it should be.
-    """
+    """The rows of the table with this content."""
     remedy = "Use another checkpoint, or load without verify."
     with local.parsing("checksums cannot be read", path, remedy=remedy):
         return ChecksumTable([_columns(data)])
@@ -331,6 +269,5 @@ def _columns(data: bytes) -> ChecksumColumns:
     return ChecksumColumns(names, keys, ranks, ndim, is_object, *rest)
 
 
-def joined(tables: Iterable[ChecksumTable]) -> ChecksumTable:
-    """The rows of several tables."""
+def concatenate_tables(tables: Iterable[ChecksumTable]) -> ChecksumTable:
     return ChecksumTable([own for table in tables for own in table.columns])

@@ -286,11 +286,7 @@ class Attempt:
 
 
 def check_distinct(names: Sequence[str]) -> None:
-    """Refuse to let two keys of a save have the same file.
-
-    Raises:
-        InvalidShardingError: naming the files.
-    """
+    """Refuse to let two keys of a save have the same file."""
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         findings = [Finding("two keys want the same file", path=name) for name in twice]

@@ -62,12 +62,7 @@ class Digest:
 
 
 def digest_of(data: Any, num_bytes: int) -> bytes:
-    """The digest of bytes, or of a contiguous array: its upper half, then its checksum.
-
-    Args:
-        data: anything with a buffer.
-        num_bytes: its size.
-    """
+    """The digest of bytes, or of a contiguous array: its upper half, then its checksum."""
     if num_bytes > _SHORT_BYTES:
         return xxhash.xxh3_128_digest(data)
     return xxhash.xxh3_128_digest(data)[:8] + xxhash.xxh3_64_digest(data)
@@ -86,12 +81,7 @@ def digest_of_array(array: npt.NDArray[Any]) -> bytes:
 def digests_at(
     addresses: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint64]:
-    """``[runs, 2]``: the digests of small runs of memory, which must stay while this works.
-
-    Args:
-        addresses: address of the first byte of each.
-        num_bytes: bytes of each.
-    """
+    """``[runs, 2]``: the digests of small runs of memory, which must stay while this works."""
     starts, stops = addresses.tolist(), (addresses + num_bytes).tolist()
     spans = zip(starts, stops, strict=True)
     columns = columns_of([xxhash.xxh3_128_digest(_MEMORY[start:stop]) for start, stop in spans])
@@ -123,10 +113,6 @@ def upper_file(table: TableFile, uppers: Uint64s) -> tuple[SealedFile, bytes]:
 
 def read_digests(folder: Location, table: str) -> tuple[ChecksumColumns, Uint64s]:
     """The rows of a table of checksums, and the upper halves of their digests.
-
-    Args:
-        folder: of the checkpoint.
-        table: name of the table relative to it.
 
     Raises:
         CorruptCheckpointError: if the files are not what they should be.

@@ -59,9 +59,6 @@ def is_lossless(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether every value of ``stored``, signed zeros and infinities included, is in ``wanted``.
 
     This is stricter than numpy's "safe" casting, which allows int64 to float64.
-
-    Raises:
-        InvalidShardingError: for a dtype that is not in the table.
     """
     source, target = from_torch(stored), from_torch(wanted)
     if source == target:

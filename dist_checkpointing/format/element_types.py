@@ -103,11 +103,7 @@ def from_name(name: str) -> DType:
 
 
 def from_zarr_v2(name: object) -> DType:
-    """The dtype with this zarr v2 name.
-
-    Raises:
-        UnsupportedFormatError: if it cannot be stored; no big-endian dtype can.
-    """
+    """The dtype with this zarr v2 name; no big-endian dtype can be stored."""
     if not isinstance(name, str) or name not in _BY_ZARR_V2:
         raise _unsupported(name, _BY_ZARR_V2)
     return _BY_ZARR_V2[name]

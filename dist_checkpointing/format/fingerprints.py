@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 
-from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part, ravel_offset, split_rows
+from dist_checkpointing.format.geometry import Box, Ints, ravel_offset, split_rows, values_of_part
 
 Sums = tuple[int, int]
 Array = npt.NDArray[Any]
@@ -48,13 +48,7 @@ def added(parts: Iterable[Sums]) -> Sums:
 
 
 def fingerprint_of(sums: Sums, dtype: str, global_shape: Sequence[int]) -> str:
-    """The fingerprint of a tensor with these sums: 32 hex digits.
-
-    Args:
-        sums: Sums over all elements.
-        dtype: Name of the dtype in the index.
-        global_shape: Shape of the tensor.
-    """
+    """The fingerprint of a tensor with these sums: 32 hex digits."""
     text = f"{dtype} {','.join(map(str, global_shape))}"
     kind = xxhash.xxh3_128_intdigest(text.encode())
     return f"{(sums[0] + (kind >> 64)) & _MASK:016x}{(sums[1] + kind) & _MASK:016x}"
@@ -63,22 +57,9 @@ def fingerprint_of(sums: Sums, dtype: str, global_shape: Sequence[int]) -> str:
 def sums_of_part(
     values: Array, box: Box, flat_range: tuple[int, int] | None, global_shape: Ints
 ) -> Sums:
-    """The sums of a part of a tensor.
-
-    Args:
-        values: Values of the part, with any strides: of the shape of the box, or 1-D.
-        box: Box of the part, in elements of the tensor.
-        flat_range: If given, the part holds only these elements of the flattened box.
-        global_shape: Shape of the tensor.
-    """
-    if flat_range is None:
-        return _sums_of_box(values, box, global_shape)
-    total, begin = NOTHING, 0
-    for run in boxes_of_part(box, flat_range):
-        own = values[begin : begin + run.num_elements].reshape(run.shape)
-        total = added((total, _sums_of_box(own, run, global_shape)))
-        begin += run.num_elements
-    return total
+    """The sums of a part of a tensor, whose values have the shape of the box or are a range."""
+    parts = values_of_part(box, flat_range, values)
+    return added(_sums_of_box(own, run, global_shape) for run, own in parts)
 
 
 def _sums_of_box(values: Array, box: Box, global_shape: Ints) -> Sums:
@@ -88,7 +69,7 @@ def _sums_of_box(values: Array, box: Box, global_shape: Ints) -> Sums:
         blocks = split_rows(Box.whole(values.shape), _SLAB_WORDS)
         if len(blocks) > 1:
             return added(
-                _sums_of_box(values[block.slices()], _moved(block, box.offset), global_shape)
+                _sums_of_box(values[block.slices()], block.moved(box.offset), global_shape)
                 for block in blocks
             )
         values = np.ascontiguousarray(values)
@@ -118,10 +99,6 @@ def _sums_of_box(values: Array, box: Box, global_shape: Ints) -> Sums:
         own = _sums_of_run(part[0], int(starts[0])) if most == 1 else _sums_of_rows(part, starts)
         total = added((total, own))
     return total
-
-
-def _moved(block: Box, offset: Ints) -> Box:
-    return Box(tuple(a + b for a, b in zip(block.offset, offset, strict=True)), block.shape)
 
 
 def _sums_of_run(data: npt.NDArray[np.uint8], start: int) -> Sums:
@@ -203,13 +180,7 @@ def _sums_of_rows(rows: npt.NDArray[np.uint8], starts: Int64s) -> Sums:
 
 
 def _sums_of_words(words: Int64s, starts: Int64s, scratch: Int64s) -> Sums:
-    """The sums of rows of at most 1024 words, each of which begins at a word of the tensor.
-
-    Args:
-        words: ``[rows, columns]``.
-        starts: ``[rows]``.
-        scratch: Memory for as many words.
-    """
+    """The sums of rows of at most 1024 words, each of which begins at a word of the tensor."""
     swapped = scratch[: words.size].reshape(words.shape)
     np.copyto(swapped, words.view(">i8"))
     phases, blocks = starts % _BLOCK_WORDS, starts // _BLOCK_WORDS
@@ -232,14 +203,9 @@ def _sums_of_words(words: Int64s, starts: Int64s, scratch: Int64s) -> Sums:
 
 
 def _in_phase(words: Int64s, phase: int, factors: Int64s, following: Int64s, number: int) -> int:
-    """A sum of rows that all begin at the same word of their blocks.
+    """A sum of rows that all begin at the same word of their blocks, ``phase``.
 
-    Args:
-        words: ``[rows, columns]``.
-        phase: Word of its block at which each row begins.
-        factors: ``[rows]``, multipliers of the blocks.
-        following: ``[rows]``, multipliers of the blocks after them.
-        number: Which sum.
+    The factors are the multipliers of the blocks, and of the blocks that follow them.
     """
     table = _word_multipliers(number)
     inside = min(words.shape[1], _BLOCK_WORDS - phase)

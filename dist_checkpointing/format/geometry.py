@@ -6,11 +6,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = tuple[int, ...]
+Values = TypeVar("Values", bound=Any)
+"""An array of numpy or a tensor of torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,10 @@ class Box:
         """The same box, counted from ``origin``."""
         return Box(tuple(o - p for o, p in zip(self.offset, origin, strict=True)), self.shape)
 
+    def moved(self, by: Ints) -> Box:
+        """The inverse of ``relative_to``."""
+        return Box(tuple(a + b for a, b in zip(self.offset, by, strict=True)), self.shape)
+
     def slices(self) -> tuple[slice, ...]:
         """Index of this box in an array of the global tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
@@ -81,11 +88,6 @@ class Window:
     Windows address both stored chunks and destination tensors. An ordinary chunk has ``start == 0``
     and its own shape. A part of a flattened range begins inside the 1-D buffer, and is treated as
     an n-dimensional array there.
-
-    Attributes:
-        start: First element of the array in the buffer.
-        shape: Shape of the array.
-        box: The box in the array.
     """
 
     start: int
@@ -99,8 +101,7 @@ class Window:
 
     def part(self, block: Box) -> Window:
         """The window of a block inside the box; the block is given relative to the box."""
-        offset = tuple(a + b for a, b in zip(self.box.offset, block.offset, strict=True))
-        return Window(self.start, self.shape, Box(offset, block.shape))
+        return Window(self.start, self.shape, block.moved(self.box.offset))
 
     def contiguous_range(self) -> tuple[int, int] | None:
         """``(start, stop)`` in elements of the buffer if the box is contiguous there, else None."""
@@ -169,21 +170,22 @@ def split_flat_range(shape: Ints, start: int, stop: int) -> list[Box]:
 
 
 def boxes_of_part(box: Box, flat_range: tuple[int, int] | None) -> list[Box]:
-    """The boxes that make up a part of a tensor, in elements of the tensor.
-
-    Args:
-        box: box of the part.
-        flat_range: if given, the part holds only these elements of the flattening of the box.
-
-    Raises:
-        ValueError: if the range does not lie inside the box.
-    """
+    """The boxes that make up a part of a tensor: a box of it, or a range of the flattened box."""
     if flat_range is None:
         return [box]
-    return [
-        Box(tuple(a + b for a, b in zip(box.offset, run.offset, strict=True)), run.shape)
-        for run in split_flat_range(box.shape, *flat_range)
-    ]
+    return [run.moved(box.offset) for run in split_flat_range(box.shape, *flat_range)]
+
+
+def values_of_part(
+    box: Box, flat_range: tuple[int, int] | None, values: Values
+) -> Iterator[tuple[Box, Values]]:
+    """The boxes of a part, see ``boxes_of_part``, and the values of each, in its shape."""
+    if flat_range is None:
+        yield box, values
+        return
+    for run in boxes_of_part(box, flat_range):
+        yield run, values[: run.num_elements].reshape(run.shape)
+        values = values[run.num_elements :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from dist_checkpointing.format.pieces import (
     PieceColumns,
     Pieces,
     ints_from_json,
+    padded_rows,
 )
 from dist_checkpointing.format.seal import SealedFile
 
@@ -204,13 +205,14 @@ class Index(Mapping[str, StoredTensor]):
     @cached_property
     def global_shapes(self) -> Int64s:
         """``[tensors, axes]``: global shapes; further axes are 1."""
-        return _padded(self.global_shape_column)
+        return padded_rows(self.global_shape_column, 1, 0)
 
     @cached_property
     def chunk_shapes(self) -> Int64s:
         """``[tensors, axes]``: chunk shapes; further axes, and all without a grid, are 1."""
         rows = zip(self.global_shape_column, self.chunk_shape_column, strict=True)
-        return _padded([(1,) * len(shape) if chunk is None else chunk for shape, chunk in rows])
+        chunks = [(1,) * len(shape) if chunk is None else chunk for shape, chunk in rows]
+        return padded_rows(chunks, 1, 0)
 
     def chunk_shape(self, key: str) -> Sequence[int] | None:
         """Chunk shape of a tensor; None if it is stored as pieces, or not at all."""
@@ -355,13 +357,6 @@ class Index(Mapping[str, StoredTensor]):
             and list(map(len, shapes)) == list(map(len, chunks))  # type: ignore[arg-type]
             and 0 not in set(itertools.chain.from_iterable(chunks))  # type: ignore[arg-type]
         )
-
-
-def _padded(shapes: Sequence[Sequence[int]]) -> Int64s:
-    ndim = np.fromiter(map(len, shapes), dtype=np.int64, count=len(shapes))
-    wide = np.ones((len(shapes), int(ndim.max(initial=0))), dtype=np.int64)
-    wide[np.arange(wide.shape[1]) < ndim[:, None]] = [*itertools.chain.from_iterable(shapes)]
-    return wide
 
 
 def write_index(

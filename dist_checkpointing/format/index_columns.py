@@ -24,7 +24,6 @@ from dist_checkpointing.format.pieces import (
 
 
 def json_text(value: object) -> str:
-    """A value as short JSON."""
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -58,9 +57,6 @@ def without_pieces(data: bytes) -> tuple[bytes, list[Pieces]]:
 
     Their lists are most of a large index. They become arrays without a Python object for each row,
     and what is the same for many tensors does so once.
-
-    Raises:
-        ValueError: If a table is not one.
     """
     rows = cache(_parsed_rows)
 

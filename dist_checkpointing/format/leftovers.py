@@ -43,7 +43,6 @@ def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
 
 
 def note_attempt(folder: Location, attempt: str, names: Sequence[str]) -> None:
-    """Write down the name of an attempt, and what it is about to create."""
     content = {"attempt": attempt, "creates": names}
     data = json.dumps(content, separators=(",", ":")).encode()
     store.make_own_folder(folder)
@@ -107,11 +106,7 @@ def _is_inside(name: str) -> bool:
 
 
 def refuse_foreign(folder: Path, names: Iterable[str], left: frozenset[str]) -> None:
-    """Refuse to write over what no save of ours made.
-
-    Raises:
-        CheckpointExistsError: naming all of it.
-    """
+    """Refuse to write over what no save of ours made."""
     foreign = {n for n in names if n not in left and local.is_there(folder / n)} - {CONFIG_FNAME}
     # What is written below a link would lie outside of the checkpoint.
     above = {parent for n in names for parent in Path(n).parents}

@@ -24,6 +24,7 @@ MAX_AXES = 64
 """More axes than that no array of numpy has."""
 _ONLY_INT = frozenset([int])
 _ONLY_LIST = frozenset([list])
+_ALL = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,20 +57,12 @@ class Pieces:
 
     @classmethod
     def from_lists(cls, offsets: Any, shapes: Any, flat: Any) -> Pieces:
-        """The table from three lists as stored.
-
-        Raises:
-            ValueError: if they do not fit together.
-        """
+        """The table from three lists as stored."""
         return cls.checked(*map(rows_from_lists, (offsets, shapes, flat)))
 
     @classmethod
     def checked(cls, offsets: Int64s, shapes: Int64s, flat: Int64s) -> Pieces:
-        """The table of columns that came out of a file.
-
-        Raises:
-            ValueError: If they do not fit together.
-        """
+        """The table of columns that came out of a file, if they fit together."""
         for column, least in ((offsets, 0), (shapes, 0), (flat, -1)):
             if column.size and not least <= column.min() <= column.max() < MAX_EXTENT:
                 raise ValueError(f"expected ints from {least} to 2**62")
@@ -106,13 +99,9 @@ class Pieces:
             yield Box(tuple(offset), tuple(shape)), None if start < 0 else (start, stop)
 
 
-def sorted_rows(
-    offsets: Int64s, shapes: Int64s, flat: Int64s, keys: Integers | None = None
-) -> Int64s:
-    """Positions of pieces by box, then start; by key before anything else if keys are given."""
-    columns: list[Integers] = [*offsets.T, *shapes.T, flat[:, 0]]
-    if keys is not None:
-        columns.insert(0, keys)
+def sorted_rows(offsets: Int64s, shapes: Int64s, flat: Int64s, keys: Integers) -> Int64s:
+    """Positions of pieces by key, then box, then start."""
+    columns = [keys, *offsets.T, *shapes.T, flat[:, 0]]
     is_tie = np.ones(max(len(flat) - 1, 0), dtype=np.bool_)
     for column in columns:
         if (is_tie & (column[1:] < column[:-1])).any():
@@ -125,13 +114,8 @@ def sorted_rows(
 class PieceColumns(Mapping[str, Pieces]):
     """The pieces of many tensors as one set of arrays; those of one tensor are a part of them.
 
-    Attributes:
-        keys_column: Keys of the tensors.
-        starts: ``[tensors + 1]``, where the rows of each tensor begin.
-        ndim: ``[tensors]``, number of axes of each.
-        offsets: ``[rows, most axes]``; see Pieces. Further axes are 0.
-        shapes: ``[rows, most axes]``. Further axes are 1.
-        flat: ``[rows, 2]``.
+    The rows of each tensor begin at ``starts``, ``[tensors + 1]``. The others are as in Pieces;
+    further axes are 0 in ``offsets`` and 1 in ``shapes``.
     """
 
     keys_column: Sequence[str]
@@ -209,12 +193,50 @@ class PieceColumns(Mapping[str, Pieces]):
         return PieceColumns, tuple(getattr(self, f.name) for f in fields(self) if f.init)
 
 
-def ints_from_json(values: Any) -> list[int]:
-    """A list of shapes or offsets as it came out of a JSON file.
+def padded(column: Int64s, width: int, fill: int) -> Int64s:
+    """A two-dimensional column with at least so many axes."""
+    missing = max(0, width - column.shape[1])
+    return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
 
-    Raises:
-        ValueError: if it holds anything but integers that can be extents.
+
+def padded_rows(rows: Sequence[Sequence[int]], fill: int, width: int = 1) -> Int64s:
+    """Ragged rows as one array with at least so many axes."""
+    numbers = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
+    ndim = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    width = max(width, int(ndim.max(initial=0)))
+    if len(numbers) == len(rows) * width:
+        return numbers.reshape(len(rows), width)
+    table = np.full((len(rows), width), fill, dtype=np.int64)
+    table[np.arange(width) < ndim[:, None]] = numbers
+    return table
+
+
+def row_bytes(
+    columns: Sequence[Integers], by_axis: Sequence[Int64s], ndim: Int64s
+) -> Iterator[memoryview]:
+    """The numbers of each row as bytes that are equal for equal rows, however wide the columns are.
+
+    Axis by axis, so that what tells rows apart stands first, however many axes other rows have.
     """
+    axes = range(int(ndim.max(initial=0)))
+    wide = [*columns, *(column[:, axis] for axis in axes for column in by_axis)]
+    matrix = memoryview(np.stack(wide, axis=1).astype("<i8").tobytes())
+    width, ends = 8 * len(wide), 8 * (len(columns) + len(by_axis) * ndim)
+    return (matrix[row * width : row * width + end] for row, end in enumerate(ends.tolist()))
+
+
+def changes(columns: Sequence[Integers], order: slice | Int64s = _ALL) -> npt.NDArray[np.bool_]:
+    """Which rows, in this order, differ from the one before in any of the columns."""
+    found = np.ones(len(columns[0]), dtype=np.bool_)
+    found[1:] = False
+    for column in columns:
+        ordered = column[order]
+        found[1:] |= ordered[1:] != ordered[:-1]
+    return found
+
+
+def ints_from_json(values: Any) -> list[int]:
+    """A list of shapes or offsets as it came out of a JSON file."""
     # type() and not isinstance(): JSON true is an int to Python.
     if not isinstance(values, list) or not _ONLY_INT.issuperset(map(type, values)):
         raise ValueError(f"expected a list of ints >= 0, found {values!r}")
@@ -226,11 +248,7 @@ def ints_from_json(values: Any) -> list[int]:
 
 
 def rows_from_lists(rows: Any) -> Int64s:
-    """Lists of ints, all of one length, as they came out of a JSON file: ``[rows, ints]``.
-
-    Raises:
-        ValueError: If they are anything else.
-    """
+    """Lists of ints, all of one length, as they came out of a JSON file: ``[rows, ints]``."""
     if not isinstance(rows, list) or not _ONLY_LIST.issuperset(map(type, rows)):
         raise ValueError("expected a list of lists")
     widths = set(map(len, rows)) or {0}

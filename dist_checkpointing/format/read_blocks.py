@@ -48,13 +48,7 @@ def _grown(chunk: Ints, grid: ChunkGrid, most_elements: int) -> Ints:
 def batches(
     index: Index, regions: Iterable[tuple[str, Box]], most_bytes: int
 ) -> Iterator[list[tuple[str, Box]]]:
-    """Regions of tensors cut into blocks, with small blocks in batches to be read at once.
-
-    Args:
-        index: index of the checkpoint.
-        regions: keys, and boxes in elements of the global tensors.
-        most_bytes: most bytes of a batch.
-    """
+    """Regions of tensors cut into blocks, with small blocks in batches to be read at once."""
     sized = (
         ((key, block), block.num_elements * index[key].dtype.itemsize)
         for key, region in regions

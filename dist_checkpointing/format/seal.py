@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import xxhash
@@ -65,7 +65,6 @@ class SealedFile:
 
     @classmethod
     def of_bytes(cls, name: str, data: bytes) -> SealedFile:
-        """The file that has this content."""
         return cls(name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
@@ -99,7 +98,6 @@ class Seal:
         return found
 
     def to_json(self) -> bytes:
-        """The bytes of the seal file."""
         files = sorted(self.files.values(), key=lambda file: file.name)
         content = {
             "format": FORMAT,
@@ -300,7 +298,8 @@ def unnamed_files(seal: Seal, folder: Location) -> tuple[list[str], list[str]]:
     for name, _ in store.files_below(folder, folder):
         if name in seal.files or name == ATTEMPT_NAME or _is_unsealed(name):
             continue
-        ours = name.startswith(".dckpt/") or any(parent in created for parent in _and_parents(name))
+        above = {name, *map(str, PurePosixPath(name).parents)}
+        ours = name.startswith(".dckpt/") or not created.isdisjoint(above)
         (inside if ours else beside).append(name)
     return sorted(inside), sorted(beside)
 
@@ -311,11 +310,6 @@ def _is_unsealed(name: str) -> bool:
     What a killed process left half written is named ``.tmp``; the next removal or save deletes it.
     """
     return name in _UNSEALED_NAMES or name.startswith(LOCK_NAME) or name.endswith(".tmp")
-
-
-def _and_parents(name: str) -> Sequence[str]:
-    parts = name.split("/")
-    return ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 @contextmanager

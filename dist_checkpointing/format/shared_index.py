@@ -28,14 +28,9 @@ _LEVEL = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedIndex:
-    """An index as rank 0 sends it to all ranks.
+    """An index as rank 0 sends it to all ranks: blocks of tensors sorted by key, packed.
 
-    Attributes:
-        last_keys: Last key of each block, ascending.
-        blocks: Tensors sorted by key, packed.
-        objects: Grids of the sharded objects.
-        codec: See Index.
-        whole: The index, if it is sent as it is.
+    Or the index as a whole.
     """
 
     last_keys: Sequence[str]
@@ -60,7 +55,6 @@ class SharedIndex:
         )
 
     def keys(self) -> Iterator[str]:
-        """The keys of all tensors."""
         if self.whole is not None:
             yield from self.whole
         for block in self.blocks:
@@ -104,11 +98,7 @@ def _pack(index: Index, pieces: PieceColumns, rows: list[int]) -> bytes:
 
 
 class _Block:
-    """Some tensors of an index.
-
-    Args:
-        packed: by ``_pack``.
-    """
+    """Some tensors of an index, as ``_pack`` packs them."""
 
     def __init__(self, packed: bytes) -> None:
         self._data = zlib.decompress(packed)

@@ -42,11 +42,7 @@ def invalid_sharding(key: str, problem: str, **details: Any) -> InvalidShardingE
 
 
 def plain_int(value: Any, name: str, key: str) -> int:
-    """A field of the leaf ``key`` as an int; anything with ``__index__`` is an integer.
-
-    Raises:
-        InvalidShardingError: if it is not an integer.
-    """
+    """A field of the leaf ``key`` as an int; anything with ``__index__`` is an integer."""
     if type(value) is int:
         return value
     try:

@@ -38,11 +38,7 @@ class LocalPart:
 
 
 def local_part(key: str, tensor: DTensor) -> LocalPart | None:
-    """What this rank holds of a DTensor; None if this rank is not in its mesh.
-
-    Raises:
-        InvalidShardingError: for placements that cannot be stored (Partial).
-    """
+    """What this rank holds of a DTensor; None if this rank is not in its mesh."""
     coordinates = tensor.device_mesh.get_coordinate()
     if coordinates is None:
         return None
@@ -89,11 +85,7 @@ def local_part(key: str, tensor: DTensor) -> LocalPart | None:
 
 
 def local_box(key: str, tensor: DTensor) -> LocalPart:
-    """What this rank holds of a DTensor, if that is one box.
-
-    Raises:
-        InvalidShardingError: see ``ShardedTensor.from_dtensor``.
-    """
+    """What this rank holds of a DTensor, if that is one box."""
     if not hasattr(tensor, "placements"):
         raise invalid_sharding(key, "not a DTensor", found=type(tensor).__name__)
     part = local_part(key, tensor)

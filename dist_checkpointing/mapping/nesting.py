@@ -75,11 +75,9 @@ class Skeleton:
 
     @property
     def is_dict(self) -> bool:
-        """Whether the container is a dict."""
         return isinstance(self.prototype, dict)
 
     def step(self, number: int) -> Step:
-        """The step to an entry."""
         return DictKey(self.keys[number]) if self.is_dict else Position(number)
 
     def fill(self, values: Sequence[Any]) -> Any:
@@ -93,7 +91,6 @@ class Skeleton:
         return container
 
     def fill_dict(self, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-        """A new dict of this kind."""
         if type(self.prototype) is dict:
             return dict(zip(keys, values, strict=True))
         container = copy.copy(self.prototype)
@@ -165,9 +162,7 @@ def take_apart(
 ) -> tuple[list[Any], Skeleton | None]:
     """All leaves, in order, and the skeleton (None if ``tree`` itself is a leaf).
 
-    Args:
-        tree: any nest; not changed.
-        only: the ``id`` of the containers to open, others count as leaves; None opens all.
+    If ``only`` has the ``id`` of some containers, all others count as leaves.
     """
     leaves: list[Any] = []
     return leaves, _take_apart(tree, only, leaves)
@@ -212,13 +207,7 @@ def paths_of(skeleton: Skeleton | None, prefix: Path = ()) -> Iterator[Path]:
 def flatten(
     tree: object, prefix: Path = (), *, only: Container[int] | None = None
 ) -> tuple[dict[Path, Any], Skeleton | None]:
-    """All leaves by path, in order, and the skeleton (None if ``tree`` itself is a leaf).
-
-    Args:
-        tree: any nest; not changed.
-        prefix: path of the tree, with which every path begins.
-        only: the ``id`` of the containers to open, others count as leaves; None opens all.
-    """
+    """The same as ``take_apart``, with leaves by path; every path begins with ``prefix``."""
     leaves, skeleton = take_apart(tree, only=only)
     return dict(zip(paths_of(skeleton, prefix), leaves, strict=True)), skeleton
 
@@ -226,10 +215,7 @@ def flatten(
 class AtPaths(Mapping[Path, T], Generic[T]):
     """Some leaves of a tree by path, in order; paths are made when one is first asked for.
 
-    Args:
-        leaves: The leaves.
-        skeleton: Skeleton of the tree.
-        places: Position of each among all leaves of the tree.
+    ``places`` are their positions among all leaves of the tree.
     """
 
     def __init__(
@@ -257,7 +243,6 @@ class AtPaths(Mapping[Path, T], Generic[T]):
         return _Leaves(self)
 
     def replaced(self, leaves: Sequence[Any]) -> AtPaths[Any]:
-        """Other leaves at the same paths."""
         return AtPaths(leaves, self.skeleton, self.places)
 
     def aligned(self, other: Mapping[Path, Any]) -> Sequence[Any]:
@@ -267,7 +252,7 @@ class AtPaths(Mapping[Path, T], Generic[T]):
         return [other.get(path, MISSING) for path in self] if other else [MISSING] * len(self)
 
 
-def joined(one: Mapping[Path, T], other: Mapping[Path, T]) -> Mapping[Path, T]:
+def chained(one: Mapping[Path, T], other: Mapping[Path, T]) -> Mapping[Path, T]:
     """The leaves of one mapping, then those of another one."""
     if not other:
         return one
@@ -285,7 +270,6 @@ class _Leaves(ValuesView[T]):
 
 
 def value_at(tree: Any, path: Path) -> Any:
-    """The value at a path."""
     for step in path:
         tree = tree[step.key if isinstance(step, DictKey) else step.index]
     return tree

@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dist_checkpointing.mapping.base import (
-    ReplicaId,
-    ShardedBase,
-    plain_ints,
-    plain_replica_id,
-)
+from dist_checkpointing.mapping.base import ReplicaId, ShardedBase, plain_ints, plain_replica_id
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
 
 

@@ -23,10 +23,8 @@ NO_LEAF: Final = object()
 def overlay(base: Any, skeleton: Skeleton | None, leaves: Mapping[Path, Any]) -> Any:
     """``base`` with ``leaves`` put in at their paths.
 
-    Args:
-        base: a tree that ``unflatten_part`` made, or an older writer, which left no None in lists.
-        skeleton: skeleton of the whole tree. Parts without any of ``leaves`` below are ignored.
-        leaves: leaves by path; MISSING for one that keeps its position, but has no value.
+    The base is a tree that ``unflatten_part`` made, or an older writer, which left no None in
+    lists. A leaf that is MISSING keeps its position, but has no value.
 
     Raises:
         StateMismatchError: if ``base`` has a value at the path of a leaf.

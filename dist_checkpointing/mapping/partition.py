@@ -56,11 +56,7 @@ class Partition:
     ) -> Any:
         """The state dict with loaded values: nested like the template, with all of ``common``.
 
-        Args:
-            common: the common state of a checkpoint.
-            tensors: values for the paths in ``tensors``. A leaf without a value is left out of a
-                dict, and is None in a list.
-            objects: values for the paths in ``objects``, likewise.
+        A leaf without a value is left out of a dict, and is None in a list.
 
         Raises:
             StateMismatchError: if template and checkpoint are nested differently.

@@ -42,17 +42,7 @@ _BLOCK_ROWS = 1024
 class TensorColumns:
     """ShardedTensors as columns, one value a leaf; see the attributes of ShardedTensor.
 
-    Attributes:
-        leaves: The leaves.
-        keys: Their keys.
-        data: Their tensors, None where memory is not made yet.
-        dtypes: Element types.
-        local_shapes: Shapes of the tensors without prepended axes.
-        global_shapes: Shapes of the global tensors.
-        offsets: First elements of the boxes.
-        prepended: Numbers of prepended axes.
-        may_differ: Values of ``allow_shape_mismatch``.
-        ranges: Flattened ranges.
+    ``data`` is None where memory is not made yet.
     """
 
     leaves: Sequence[ShardedTensor]
@@ -71,7 +61,6 @@ class TensorColumns:
 
     @classmethod
     def of(cls, leaves: Iterable[ShardedTensor]) -> TensorColumns:
-        """The columns of some leaves."""
         rows = list(leaves)
         columns: tuple[list[Any], ...] = tuple([] for _ in _FIELDS)
         # In blocks, because a leaf that is in the cache of the processor is read in half the time.

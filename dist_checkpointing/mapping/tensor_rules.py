@@ -5,33 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_checkpointing.format.geometry import Box, Ints
-from dist_checkpointing.mapping.base import ReplicaId, plain_ints, plain_replica_id
+from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.mapping.base import invalid_sharding as _invalid
+from dist_checkpointing.mapping.base import plain_ints, plain_replica_id
 
-
-class TensorFields(Protocol):
-    """The fields of a ShardedTensor; that class explains them."""
-
-    key: str
-    data: torch.Tensor | None
-    dtype: torch.dtype
-    local_shape: Ints
-    global_shape: Ints
-    global_offset: Ints
-    axis_fragmentations: Ints | None
-    replica_id: ReplicaId
-    prepend_axis_num: int
-    allow_shape_mismatch: bool
-    flattened_range: slice | None
-
-    @property
-    def box(self) -> Box:
-        """Box of the shard in the global tensor."""
+if TYPE_CHECKING:
+    from dist_checkpointing.mapping.tensor import ShardedTensor
 
 
 fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter(
@@ -49,7 +32,7 @@ fields_of: Callable[[Any], tuple[Any, ...]] = attrgetter(
 """All fields of a ShardedTensor but ``data``, in the order of the class."""
 
 
-def check_fields(leaf: TensorFields) -> None:
+def check_fields(leaf: ShardedTensor) -> None:
     """Raise InvalidShardingError if the fields contradict each other."""
     for name in ("local_shape", "global_shape", "global_offset"):
         values = getattr(leaf, name)
@@ -80,7 +63,7 @@ def check_fields(leaf: TensorFields) -> None:
     _check_bounds(leaf)
 
 
-def _check_data(leaf: TensorFields, local: Ints) -> None:
+def _check_data(leaf: ShardedTensor, local: Ints) -> None:
     flat = leaf.flattened_range
     if flat is not None:
         if flat.step is not None:
@@ -111,7 +94,7 @@ def _check_data(leaf: TensorFields, local: Ints) -> None:
         )
 
 
-def _check_grid(leaf: TensorFields, local: Ints, offset: Ints) -> None:
+def _check_grid(leaf: ShardedTensor, local: Ints, offset: Ints) -> None:
     if leaf.axis_fragmentations is None:
         return
     if len(leaf.axis_fragmentations) != len(leaf.global_shape):
@@ -138,7 +121,7 @@ def _check_grid(leaf: TensorFields, local: Ints, offset: Ints) -> None:
         )
 
 
-def _check_bounds(leaf: TensorFields) -> None:
+def _check_bounds(leaf: ShardedTensor) -> None:
     if leaf.allow_shape_mismatch:  # the last shards of a padded axis may extend beyond the tensor
         return
     shape = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)

@@ -16,10 +16,8 @@ class AgreedCache(Generic[T]):
     """A value that ranks made together, used again while each of them brings what it brought then.
 
     What a rank brings is compared in full, not by a hash. One difference on one rank makes all
-    ranks work the value out again, and so do ranks that remember different values.
-
-    Args:
-        keeps: False to work the value out every time. The same on all ranks.
+    ranks work the value out again, and so do ranks that remember different values. Without
+    ``keeps``, the same on all ranks, it is worked out every time.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
@@ -39,13 +37,7 @@ class AgreedCache(Generic[T]):
         return self._kept[1] if self._kept is not None and self._kept[0] == own else None
 
     def keep(self, own: object, value: T, number: int) -> None:
-        """Remember a value.
-
-        Args:
-            own: what this rank brought.
-            value: made of what all ranks brought.
-            number: stands for what all ranks brought, below 2**62.
-        """
+        """Remember a value; the number, below 2**62, stands for what all ranks brought for it."""
         self._kept = own, number, value
 
     def work_out(
@@ -55,13 +47,9 @@ class AgreedCache(Generic[T]):
         describe: Callable[[], bytes],
         make: Callable[[Sequence[bytes]], T],
     ) -> T:
-        """The value for what all ranks bring. Collective.
+        """The value that ``make`` makes of what all ranks bring, in rank order. Collective.
 
-        Args:
-            comm: the ranks.
-            step: what is being done, for messages.
-            describe: what this rank brings: all that the value depends on besides the ranks.
-            make: makes the value of what all ranks bring, in rank order.
+        ``describe`` gives all that the value depends on besides the ranks.
         """
         with comm.agreed(step):
             data = describe()

@@ -16,13 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dist_checkpointing.planning.shard_table import (
-    Bools,
-    Int32s,
-    Int64s,
-    Integers,
-    ShardTable,
-)
+from dist_checkpointing.format.pieces import changes
+from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s, Integers, ShardTable
 
 ShardId = TypeVar("ShardId", bound=Hashable)
 
@@ -91,14 +86,9 @@ class Replicas:
     """The distinct parts in a table, and the rows that hold each of them.
 
     A part is a box (or a flattened range of one) of a tensor. Parts are in order of key, place,
-    flattened range and shape.
-
-    Attributes:
-        rows: Rows of the table, those of one part together, in the order of the table; one for each
-            rank, or set of ranks, that holds the part.
-        starts: ``[parts + 1]``, where the rows of each part begin in ``rows``.
-        main_rows: The row of the main replica of each part; -1 where there is none or more than
-            one.
+    flattened range and shape. There is a row for each rank, or set of ranks, that holds a part;
+    those of one part are together, from ``starts`` on. The row of the main replica is -1 where
+    there is none or more than one.
     """
 
     rows: Int64s
@@ -110,7 +100,6 @@ class Replicas:
 
     @property
     def counts(self) -> Int64s:
-        """Number of rows of each part."""
         return np.diff(self.starts)
 
     @property
@@ -124,7 +113,6 @@ class Replicas:
         return np.repeat(np.arange(len(self)), self.counts)
 
     def only(self, kept: Bools) -> Replicas:
-        """Some of the parts."""
         counts = self.counts[kept]
         rows = self.rows[np.repeat(kept, self.counts)]
         return Replicas(rows, _starts(counts), self.main_rows[kept])
@@ -134,10 +122,7 @@ class Replicas:
 class HolderSets:
     """The distinct sets of ranks that hold a part. There are few, however many ranks and parts.
 
-    Attributes:
-        ranks: Those of one set together and ascending.
-        starts: ``[sets + 1]``, where the ranks of each set begin.
-        of_part: ``[parts]``, which set holds each part.
+    The ranks of a set are together and ascend, from ``starts`` on.
     """
 
     ranks: Int32s
@@ -146,14 +131,7 @@ class HolderSets:
 
     @classmethod
     def of(cls, table: ShardTable, replicas: Replicas, groups: Int64s | None = None) -> HolderSets:
-        """Who holds each part.
-
-        Args:
-            table: that the replicas are rows of.
-            replicas: parts that have a main replica each.
-            groups: number of the group of each rank: ranks outside of the main replica's are left
-                out.
-        """
+        """Who holds each part; with groups, only the ranks in the group of its main replica."""
         numbers = table.ranks[replicas.rows]
         home = np.zeros(len(replicas), dtype=np.int64)
         if groups is not None:
@@ -216,12 +194,7 @@ def _starts(counts: Int64s) -> Int64s:
 
 
 def find_replicas(table: ShardTable, rows: Int64s) -> Replicas:
-    """Who holds what.
-
-    Args:
-        table: sorted by key, and for each key by rank.
-        rows: the rows to look at, ascending; tensors with elements.
-    """
+    """Who holds what, of ascending rows of a table that is sorted by key, and then by rank."""
     own = table.take(rows)
     place = np.zeros(len(own), dtype=np.int64)
     for axis in range(own.max_ndim):
@@ -230,11 +203,11 @@ def find_replicas(table: ShardTable, rows: Int64s) -> Replicas:
     others: list[Integers] = [last, own.dtypes, *own.shapes.T]
     # Parts that begin at the same element are nearly always the same part.
     order = np.lexsort((first, place, own.keys))
-    starts_here = _changes([own.keys, place, first], order)
-    differs = _changes(others, order)
+    starts_here = changes([own.keys, place, first], order)
+    differs = changes(others, order)
     if (differs & ~starts_here).any():
         order = np.lexsort((*others, first, place, own.keys))
-        differs = _changes(others, order)
+        differs = changes(others, order)
     begins = starts_here | differs
     part = np.cumsum(begins) - 1
     main = own.main[order]
@@ -249,16 +222,6 @@ def find_replicas(table: ShardTable, rows: Int64s) -> Replicas:
     kept = begins | np.concatenate([[True], np.diff(own.ranks[order]) != 0])[: len(order)]
     counts = np.bincount(part[kept], minlength=len(mains))
     return Replicas(rows[order[kept]], _starts(counts), main_rows)
-
-
-def _changes(columns: Sequence[Integers], order: Int64s) -> Bools:
-    """Which rows, in this order, differ from the one before in any of the columns."""
-    changes = np.zeros(len(order), dtype=np.bool_)
-    changes[:1] = True
-    for column in columns:
-        ordered = column[order]
-        changes[1:] |= ordered[1:] != ordered[:-1]
-    return changes
 
 
 def share_out(

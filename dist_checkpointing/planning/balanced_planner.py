@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -112,19 +112,20 @@ class BalancedSavePlanner(DefaultSavePlanner):
                 raise CheckpointingException("the planner is for another world", [finding])
             groups = np.array(self.groups, dtype=np.int64)
         sets = HolderSets.of(catalog, shared, groups)
-        best = self._assignment(catalog, shared, sets, num_ranks)
-        return best.written.take(np.argsort(best.written.keys, kind="stable")), best.index
+        written, index = self._assigned(catalog, shared, sets, num_ranks)
+        return written.take(np.argsort(written.keys, kind="stable")), index
 
-    def _assignment(
+    def _assigned(
         self, catalog: ShardTable, shared: Replicas, sets: HolderSets, num_ranks: int
-    ) -> _Assignment:
+    ) -> tuple[ShardTable, Index]:
         is_fixed = fixed_rows(catalog, shared)
         fixed = catalog.take(is_fixed).of_ranks()
         firsts = shared.firsts
         both = np.concatenate([firsts, is_fixed])
         whole = catalog.take(both[np.argsort(catalog.keys[both], kind="stable")])
 
-        def assigned(layout: Layout) -> _Assignment:
+        def assigned(layout: Layout) -> tuple[ShardTable, Index, Int64s]:
+            """What is written and by whom in this layout, and the bytes of each rank."""
             index = index_of(layout, catalog, whole)
             units, parts = layout.cut(catalog.take(firsts), index)
             order = np.argsort(parts, kind="stable")
@@ -145,32 +146,16 @@ class BalancedSavePlanner(DefaultSavePlanner):
                 main=catalog.main[rows],
                 holders=None,
             )
-            return _Assignment(index, own.followed_by(fixed), loads)
+            return own.followed_by(fixed), index, loads
 
-        first = assigned(self.layout)
-        mean = first.loads.sum() / num_ranks
+        written, index, loads = assigned(self.layout)
+        mean = loads.sum() / num_ranks
         finer = _finer(self.layout, mean)
-        if finer is None or first.loads.max() <= _WELL_BALANCED * mean:
-            return first
-        if not (np.diff(sets.starts) > 1).any():
-            return first
-        second = assigned(finer)
-        return second if second.loads.max() < first.loads.max() else first
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Assignment:
-    """Who writes what, if tensors are laid out so.
-
-    Attributes:
-        index: What the checkpoint then holds.
-        written: The chunks and pieces (or whole shards) with the ranks that write them.
-        loads: Bytes of each rank; zeros where it does not matter.
-    """
-
-    index: Index
-    written: ShardTable
-    loads: Int64s
+        is_balanced = loads.max() <= _WELL_BALANCED * mean
+        if finer is None or is_balanced or not (np.diff(sets.starts) > 1).any():
+            return written, index
+        other, other_index, other_loads = assigned(finer)
+        return (other, other_index) if other_loads.max() < loads.max() else (written, index)
 
 
 def _finer(layout: Layout, mean_bytes: float) -> RowBlockLayout | None:

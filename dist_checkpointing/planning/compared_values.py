@@ -26,13 +26,7 @@ _SEARCHED: Final = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnValues:
-    """Values of this rank that are compared with those of others.
-
-    Attributes:
-        unit: Number of the unit, see ``Copies``.
-        leaf: Shard that holds them.
-        box: Box in the global tensor; None for all of the shard.
-    """
+    """Values that are compared with those of others: a shard, or a box of its global tensor."""
 
     unit: int
     leaf: ShardedTensor

@@ -9,13 +9,8 @@ from typing import Final
 import numpy as np
 
 from dist_checkpointing.format.geometry import Box, boxes_of_part
-from dist_checkpointing.planning.shard_table import (
-    Bools,
-    Int32s,
-    Int64s,
-    ShardTable,
-    concatenate,
-)
+from dist_checkpointing.format.pieces import changes
+from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s, ShardTable, concatenate
 
 _MOST_CROSSINGS: Final = 4096
 """Boxes of one part that are compared, each by itself."""
@@ -23,13 +18,7 @@ _MOST_CROSSINGS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What two parts have in common that are cut differently.
-
-    Attributes:
-        part: Part that no main replica is cut like.
-        main: Part of a main replica.
-        box: Box that lies in both, in elements of the global tensor.
-    """
+    """A box that two parts have in common that are cut differently; one is of a main replica."""
 
     part: int
     main: int
@@ -97,24 +86,20 @@ class Copies:
 
 
 def copies_of(catalog: ShardTable, own: ShardTable) -> Copies:
-    """Find the copies.
-
-    Args:
-        catalog: The shards of all ranks, sorted by key.
-        own: Those of this rank.
-    """
+    """Find the copies in what all ranks hold, sorted by key."""
     marked = [
-        replace(table, ranks=np.full(len(table), rank, np.int32), sources=_numbers(table))
+        replace(
+            table,
+            ranks=np.full(len(table), rank, np.int32),
+            sources=np.arange(len(table), dtype=np.int32),
+        )
         for rank, table in enumerate((catalog, own))
     ]
     both = concatenate([replace(table, holders=None) for table in marked])
     columns = [both.keys, both.dtypes, *both.offsets.T, *both.shapes.T, *both.flat.T]
     order = np.lexsort([both.ranks, *columns[::-1]])
     both = both.take(order)
-    is_new = np.ones(len(both), dtype=np.bool_)
-    is_new[1:] = False
-    for column in (both.keys, both.dtypes, *both.offsets.T, *both.shapes.T, *both.flat.T):
-        is_new[1:] |= column[1:] != column[:-1]
+    is_new = changes(columns, order)
     number = np.cumsum(is_new) - 1
     is_own = both.ranks == 1
     own_parts = np.empty(len(own), dtype=np.int64)
@@ -168,10 +153,6 @@ def with_crossings(copies: Copies) -> Copies:
             else:
                 num_apart += 1
     return replace(copies, crossings=crossings, num_apart=num_apart)
-
-
-def _numbers(table: ShardTable) -> Int32s:
-    return np.arange(len(table), dtype=np.int32)
 
 
 def _first_ranks(catalog: ShardTable) -> Int32s:

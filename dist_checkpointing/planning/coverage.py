@@ -9,8 +9,8 @@ import numpy as np
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format.geometry import Box
-from dist_checkpointing.format.pieces import sorted_rows
-from dist_checkpointing.planning.key_groups import KeyGroups
+from dist_checkpointing.format.pieces import changes, sorted_rows
+from dist_checkpointing.planning.layout import KeyGroups
 from dist_checkpointing.planning.shard_table import OBJECT, Bools, Int32s, ShardTable
 from dist_checkpointing.planning.tiling import miscounted_parts
 
@@ -28,11 +28,7 @@ def main_rows(catalog: ShardTable) -> ShardTable:
 
 
 def check_coverage(catalog: ShardTable, written: ShardTable) -> None:
-    """Raise one error with everything ``find_coverage_problems`` finds.
-
-    Raises:
-        InvalidShardingError: if there is any finding.
-    """
+    """Raise one error with everything ``find_coverage_problems`` finds."""
     findings = find_coverage_problems(catalog, written)
     if findings:
         message = (
@@ -58,9 +54,7 @@ def check_agreement(catalog: ShardTable) -> None:
 def find_coverage_problems(catalog: ShardTable, written: ShardTable) -> list[Finding]:
     """Whether all ranks agree on every key, and every element is written exactly once.
 
-    Args:
-        catalog: the shards of all ranks, replicas included, sorted by key.
-        written: those that are written, sorted by key, with their ranks.
+    Both tables are sorted by key.
     """
     groups = KeyGroups(catalog, np.ones(len(catalog), dtype=np.bool_))
     findings, broken = _find_disagreements(groups)
@@ -185,9 +179,8 @@ def _find_gaps_and_overlaps(key: str, rows: ShardTable) -> list[Finding]:
     what = "shard" if rows.dtype(0) != OBJECT else "ShardedObject"
     ndim = len(shape)
     parts = miscounted_parts(shape, rows.offsets[:, :ndim], rows.shapes[:, :ndim])
-    for part in itertools.islice(parts, _MAX_NAMED_PARTS):
-        box, count = part.box, len(part.holders)
-        holders = rows.ranks_of(list(part.holders))
+    for box, holding in itertools.islice(parts, _MAX_NAMED_PARTS):
+        count, holders = len(holding), rows.ranks_of(list(holding))
         problem = f"no {what} holds this part" if count == 0 else f"{count} {what}s hold this part"
         remedy = (
             "Every part needs one holder with replica_id 0."
@@ -212,9 +205,6 @@ def _merge_chains(table: ShardTable) -> tuple[ShardTable, Bools]:
 
     The ranges of one box are a chain if, sorted, each begins where the one before ends, the first
     at the first element of the box, and the last ends at the last.
-
-    Returns:
-        The boxes, sorted by key, and a mask of their keys.
     """
     is_flat = (table.flat[:, 0] >= 0) & (table.num_elements > 0)
     if not is_flat.any():
@@ -223,10 +213,7 @@ def _merge_chains(table: ShardTable) -> tuple[ShardTable, Bools]:
     order = sorted_rows(ranges.offsets, ranges.shapes, ranges.flat, ranges.keys)
     if (order[1:] < order[:-1]).any():
         ranges = ranges.take(order)
-    begins = np.ones(len(ranges), dtype=np.bool_)
-    begins[1:] = ranges.keys[1:] != ranges.keys[:-1]
-    for column in (*ranges.offsets.T, *ranges.shapes.T):
-        begins[1:] |= column[1:] != column[:-1]
+    begins = changes([ranges.keys, *ranges.offsets.T, *ranges.shapes.T])
     starts, stops = ranges.flat.T
     firsts = np.flatnonzero(begins)
     lasts = np.append(firsts[1:], len(ranges)) - 1

@@ -151,11 +151,7 @@ class DefaultSavePlanner(SavePlanner):
         return whole[part.chunk.relative_to(leaf.box.offset).slices()]
 
     def _leaf_of(self, item: WriteItem) -> ShardedBase:
-        """The leaf that an item is a part of.
-
-        Raises:
-            InvalidShardingError: if the item does not say which, and no leaf holds it.
-        """
+        """The leaf that an item is a part of."""
         if item.index.index is not None:
             return self._leaves[item.index.index]
         if self._by_key is None:
@@ -204,13 +200,7 @@ def misfits(leaf: ShardedObject, index: Index) -> list[Finding]:
 
 
 def other_grid(leaf: ShardedObject, stored: object, *, path: str | None = None) -> Finding:
-    """What to say about a cell of an object that is stored in another grid.
-
-    Args:
-        leaf: the cell that is asked for.
-        stored: the grid, or several if the checkpoint has several.
-        path: where it is stored.
-    """
+    """What to say about a cell of an object that is stored in another grid, or in several."""
     return Finding(
         "the grid of the sharded object differs",
         leaf.unique_key,

@@ -11,15 +11,17 @@ import torch
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.format import dtypes
+from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.pieces import MAX_EXTENT
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from dist_checkpointing.mapping.tensor_rules import fields_of
 from dist_checkpointing.planning.shard_table import (
     OBJECT,
     Bools,
+    ShardRow,
     ShardTable,
-    TableRows,
     table_of,
+    table_of_rows,
 )
 
 
@@ -35,19 +37,19 @@ def describe(leaves: Sequence[ShardedBase], rank: int) -> ShardTable:
         return table
     # One by one, to say of each what is wrong with it.
     findings: list[Finding] = []
-    rows = TableRows()
+    rows: list[ShardRow] = []
     for source, leaf in enumerate(leaves):
         try:
-            _add(rows, leaf, source)
+            rows.append(_row(leaf, source))
         except InvalidShardingError as error:
             findings += error.findings
     if findings:
         raise InvalidShardingError("the sharded state dict is invalid", findings)
-    return rows.table(rank)
+    return table_of_rows(rank, rows)
 
 
 def _columns(leaves: Sequence[ShardedBase], rank: int) -> ShardTable | None:
-    """The table, unless there is anything unusual about any leaf: ``_add`` knows what it is."""
+    """The table, unless there is anything unusual about any leaf: ``_row`` knows what it is."""
     if not leaves or not {ShardedTensor, ShardedObject}.issuperset(map(type, leaves)):
         return None
     rows = [
@@ -143,7 +145,7 @@ def _are_on_grid(table: ShardTable, grids: Sequence[Any]) -> bool:
     return not (table.offsets[rows] % np.maximum(table.shapes[rows], 1)).any()
 
 
-def _add(rows: TableRows, leaf: ShardedBase, source: int) -> None:
+def _row(leaf: ShardedBase, source: int) -> ShardRow:
     key: object = leaf.key
     if not isinstance(key, str) or not key:
         finding = Finding("a key must be a string that is not empty", found=repr(key))
@@ -156,27 +158,12 @@ def _add(rows: TableRows, leaf: ShardedBase, source: int) -> None:
     leaf.validate_metadata_integrity()
     main = is_main_replica(leaf.replica_id)
     if isinstance(leaf, ShardedTensor):
-        rows.add(
-            key=key,
-            dtype=dtypes.from_torch(leaf.dtype, key=key).name,
-            global_shape=tuple(leaf.global_shape),
-            offset=tuple(leaf.global_offset),
-            shape=(1,) * leaf.prepend_axis_num + tuple(leaf.local_shape),
-            flat=leaf.flat_range,
-            main=main,
-            source=source,
-        )
+        box, flat, dtype = leaf.box, leaf.flat_range, dtypes.from_torch(leaf.dtype, key=key).name
     elif isinstance(leaf, ShardedObject):
-        rows.add(
-            key=key,
-            dtype=OBJECT,
-            global_shape=tuple(leaf.global_shape),
-            offset=tuple(leaf.global_offset),
-            shape=(1,) * len(leaf.global_shape),
-            flat=None,
-            main=main,
-            source=source,
-        )
+        cell = (1,) * len(leaf.global_shape)
+        box, flat, dtype = Box(tuple(leaf.global_offset), cell), None, OBJECT
     else:
         finding = Finding("cannot be described", key, found=type(leaf).__name__)
         raise InvalidShardingError("unknown kind of sharded leaf", [finding])
+    shape = tuple(leaf.global_shape)
+    return ShardRow(key, dtype, shape, box.offset, box.shape, flat, main, source)

@@ -33,14 +33,7 @@ which takes as much room for every rank as for the one with most."""
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
-    """A part of a rank's table on its way.
-
-    Attributes:
-        kind: What it is a part of.
-        digest: 128 bits that stand for its kind and bytes.
-        num_bytes: Number of its bytes.
-        data: Its bytes, if they are few.
-    """
+    """A part of a rank's table on its way: a digest of its kind and bytes, and these if few."""
 
     kind: str
     digest: bytes
@@ -56,12 +49,7 @@ class PackedPart:
 
 @dataclass(frozen=True, slots=True)
 class Brought(Generic[T]):
-    """What one rank tells all others.
-
-    Attributes:
-        parts: Parts of its table.
-        facts: Anything else.
-    """
+    """What one rank tells all others: parts of its table, and anything else."""
 
     parts: tuple[PackedPart, ...]
     facts: T
@@ -69,13 +57,9 @@ class Brought(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchanged(Generic[T]):
-    """What all ranks have brought, each distinct part once.
+    """What all ranks have brought, each distinct part once, by its digest.
 
-    Attributes:
-        brought: By rank.
-        data: Bytes of each distinct part by its digest, in the order of the lowest ranks that hold
-            them.
-        holders: The ranks that hold each, ascending.
+    Parts are in the order of the lowest ranks that hold them; ``holders`` ascend.
     """
 
     brought: Sequence[Brought[T]]
@@ -137,12 +121,8 @@ def exchange_tables(
 ) -> Exchanged[T]:
     """The tables of all ranks. Collective; every rank raises alike if it fails on any.
 
-    Args:
-        comm: The ranks.
-        step: What is being done, for messages.
-        produce: Gives tables of this rank, by kind, and facts.
-        number_of: Gives the number that stands for facts of a rank without tables, see
-            ``Comm.exchange``.
+    ``produce`` gives this rank's tables, by kind, and facts; ``number_of`` the number that stands
+    for facts of a rank without tables, see ``Comm.exchange``.
     """
     own: dict[bytes, bytes] = {}
 

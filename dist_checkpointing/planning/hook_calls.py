@@ -10,13 +10,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def call_hook(hook: Callable[..., Any], *args: Any, **facts: Any) -> Any:
-    """Call a method with what it must have, and with those of the facts that it has names for.
-
-    Args:
-        hook: the method.
-        args: what it must have.
-        facts: what it may want to know; all of it if it takes any keyword.
-    """
+    """Call a method with what it must have, and with those of the facts that it has names for."""
     parameters = inspect.signature(hook).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         named = {parameter.name for parameter in parameters if parameter.kind in _NAMED}

@@ -10,7 +10,13 @@ from functools import cached_property
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
-from dist_checkpointing.planning.shard_table import OBJECT, ShardTable, TableRows, concatenate
+from dist_checkpointing.planning.shard_table import (
+    OBJECT,
+    ShardRow,
+    ShardTable,
+    concatenate,
+    table_of_rows,
+)
 from dist_checkpointing.planning.tensor_data import TensorWriteData, unusable_tensor_data
 
 
@@ -94,10 +100,7 @@ class SavePlan:
 
     Args:
         items: the shards, as a table or as items.
-        storage_data: see below.
-        planner_data: see below.
         table: the same as ``items``.
-        index: see below.
 
     Attributes:
         table: The shards.
@@ -121,11 +124,9 @@ class SavePlan:
         index: Index | None = None,
     ) -> None:
         rows = items if table is None else table
-        rows = rows if isinstance(rows, ShardTable) else _table(rows, 0)
-        object.__setattr__(self, "table", rows)
-        object.__setattr__(self, "index", index)
-        object.__setattr__(self, "storage_data", storage_data)
-        object.__setattr__(self, "planner_data", planner_data)
+        rows = rows if isinstance(rows, ShardTable) else table_of_rows(0, list(map(_row, rows)))
+        vars(self).update(table=rows, index=index)
+        vars(self).update(storage_data=storage_data, planner_data=planner_data)
 
     @cached_property
     def items(self) -> tuple[WriteItem, ...]:
@@ -174,14 +175,7 @@ class SavePlan:
     def with_items(self, items: Iterable[WriteItem]) -> SavePlan:
         """This plan with other items in place of its own."""
         rank = int(self.table.ranks[0]) if len(self.table) else 0
-        return replace(self, table=_table(items, rank))
-
-
-def _table(items: Iterable[WriteItem], rank: int) -> ShardTable:
-    rows = TableRows()
-    for item in items:
-        _add(rows, item)
-    return rows.table(rank)
+        return replace(self, table=table_of_rows(rank, list(map(_row, items))))
 
 
 def _item(
@@ -205,7 +199,7 @@ def _item(
     return WriteItem(index, WriteItemType.TENSOR, data, None, main)
 
 
-def _add(rows: TableRows, item: WriteItem) -> None:
+def _row(item: WriteItem) -> ShardRow:
     data = item.tensor_data
     if data is None:
         cell, shape = item.index.offset, item.object_cell
@@ -214,16 +208,9 @@ def _add(rows: TableRows, item: WriteItem) -> None:
         box, dtype, flat = Box(tuple(cell or (0,) * len(shape)), (1,) * len(shape)), OBJECT, None
     else:
         shape, box, dtype, flat = data.size, data.chunk, data.dtype, data.flat_range
-    rows.add(
-        key=item.index.fqn,
-        dtype=dtype,
-        global_shape=shape,
-        offset=box.offset,
-        shape=box.shape,
-        flat=flat,
-        main=item.is_main_replica,
-        source=-1 if item.index.index is None else item.index.index,
-    )
+    source = -1 if item.index.index is None else item.index.index
+    main = item.is_main_replica
+    return ShardRow(item.index.fqn, dtype, shape, box.offset, box.shape, flat, main, source)
 
 
 class LocalPlans(tuple[SavePlan, ...]):  # noqa: SLOT001 - it keeps its catalog

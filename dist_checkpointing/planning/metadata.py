@@ -12,12 +12,7 @@ from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning.coverage import main_rows
-from dist_checkpointing.planning.items import (
-    MetadataIndex,
-    SavePlan,
-    WriteItem,
-    WriteItemType,
-)
+from dist_checkpointing.planning.items import MetadataIndex, SavePlan, WriteItem, WriteItemType
 from dist_checkpointing.planning.layout import Layout, RowBlockLayout, index_of
 from dist_checkpointing.planning.shard_table import ShardTable, concatenate
 from dist_checkpointing.planning.tensor_data import part_of

@@ -38,9 +38,7 @@ def pack(table: ShardTable) -> bytes:
 class PackedTable:
     """A table whose columns are unpacked when they are asked for.
 
-    Args:
-        data: as it was packed.
-        rank: that it belongs to, or the number of the set of ranks that hold it.
+    ``rank`` may be the number of the set of ranks that hold it.
     """
 
     def __init__(self, data: bytes, rank: int) -> None:
@@ -56,7 +54,6 @@ class PackedTable:
         return int(self._rows)
 
     def column(self, name: str) -> Any:
-        """One of the columns of a ShardTable."""
         if name == "ranks":
             return np.full(self._rows, self._rank, dtype=np.int32)
         if name in _COLUMNS:

@@ -46,10 +46,7 @@ def _sums_of_blocks(
     for block in split_rows(Box.whole(tuple(values.shape)), most_bytes // values.itemsize):
         own = dtypes.as_numpy(values[block.slices()].cpu())
         if flat_range is None:
-            place = Box(
-                tuple(a + b for a, b in zip(box.offset, block.offset, strict=True)), block.shape
-            )
-            parts.append(sums_of_part(own, place, None, global_shape))
+            parts.append(sums_of_part(own, block.moved(box.offset), None, global_shape))
         else:
             begin = start + block.offset[0]
             parts.append(sums_of_part(own, box, (begin, begin + own.size), global_shape))
@@ -70,15 +67,7 @@ def fingerprints_by_reading(
     report: Callable[[int], None] = lambda _: None,
     most_bytes: int = DEFAULT_MEMORY_BYTES // 2,
 ) -> dict[str, str]:
-    """The fingerprints of stored tensors, computed from their values.
-
-    Args:
-        index: What the checkpoint holds.
-        keys: Tensors to read.
-        read: Reads boxes of tensors.
-        report: Called with the number of bytes that were read since the last call.
-        most_bytes: Bytes of values that are read at a time.
-    """
+    """The fingerprints of stored tensors, computed from their values."""
     total = dict.fromkeys(keys, NOTHING)
 
     def add(key: str, box: Box, values: torch.Tensor) -> None:

@@ -6,8 +6,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dist_checkpointing.format.index import Pieces
-from dist_checkpointing.planning.segments import Overlaps, Segments, counted, joined, segments_of
+from dist_checkpointing.format.pieces import Pieces, changes
+from dist_checkpointing.planning.segments import (
+    Overlaps,
+    Segments,
+    concatenate_overlaps,
+    counted,
+    segments_of,
+)
 from dist_checkpointing.planning.shard_table import Bools, Int64s
 
 _FEW = 64
@@ -19,12 +25,8 @@ _MOST_PAIRS = 1 << 20
 class WantedParts:
     """Parts of tensors of one number of axes, and their segments.
 
-    Args:
-        segments: of all parts; ``parts`` are numbers of parts, ascending.
-        highs: ``[segments, axes]``, first element behind what is wanted of each.
-        offsets: ``[parts, axes]``, first element of the box of every part.
-        shapes: ``[parts, axes]``.
-        flat: ``[parts, 2]``.
+    ``highs`` are the first elements behind what is wanted of each segment; the boxes are those of
+    all parts.
     """
 
     def __init__(
@@ -49,14 +51,9 @@ class WantedParts:
 
 
 def with_pieces(wanted: WantedParts, tensors: Sequence[Pieces]) -> Overlaps:
-    """What parts have in common with the pieces of their tensors; every box is named once.
-
-    Args:
-        wanted: the parts.
-        tensors: the pieces of the tensor of each part.
-    """
+    """What parts have in common with the pieces of their tensors; every box is named once."""
     found = [_meeting(wanted, *block) for block in _blocks(wanted, tensors)]
-    overlaps = joined(found)
+    overlaps = concatenate_overlaps(found)
     # In the order of the segments, and for each of them in the order of the pieces.
     order = np.argsort(overlaps.stored.parts, kind="stable")
     overlaps = overlaps.take(order)
@@ -118,13 +115,7 @@ def _flat_bounds(
 ) -> tuple[Int64s, Int64s]:
     """First and last element, in the flattening of a box, that a part may want of it.
 
-    Args:
-        wanted: the parts.
-        parts: number of the part in each row.
-        begin: ``[rows, axes]``, first element of what the part wants.
-        end: ``[rows, axes]``, first element behind it.
-        offsets: ``[rows, axes]``, first element of the box.
-        shapes: ``[rows, axes]``, shape of the box.
+    A row is the number of a part, what it wants (``begin`` .. ``end``), and the box.
     """
     first, last = np.zeros(len(parts), dtype=np.int64), np.zeros(len(parts), dtype=np.int64)
     low = np.maximum(begin - offsets, 0)
@@ -190,9 +181,5 @@ def _firsts(overlaps: Overlaps) -> Bools:
     if len(np.unique(mixed)) == len(mixed):
         return kept
     order = np.lexsort(columns)
-    same = np.ones(len(order), dtype=np.bool_)
-    same[:1] = False
-    for column in columns:
-        same[1:] &= column[order[1:]] == column[order[:-1]]
-    kept[order[same]] = False
+    kept[order[~changes(columns, order)]] = False
     return kept

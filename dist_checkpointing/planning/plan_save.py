@@ -77,11 +77,8 @@ class PlanCache(AgreedCache[AgreedPlan]):
 class PlanFacts:
     """What a rank brings besides its table.
 
-    Attributes:
-        rest: Its plan without rows, if there is anything else in it.
-        place: Folder and format, which must be the same on all ranks.
-        number: Number of the plan that it would use again, or ``LATER``. It has brought no table
-            then.
+    The rest of its plan, if there is any; folder and format, which must be the same on all ranks;
+    and the number of the plan that it would use again, or ``LATER``: it has brought no table then.
     """
 
     rest: SavePlan | None
@@ -102,21 +99,9 @@ def number_of(values: object) -> int:
 class SavePlanning:
     """How one rank takes part in planning one save.
 
-    In order: what ``bring`` gives is exchanged, then ``complete`` and ``conclude``.
-
-    Args:
-        leaves: of this rank, for the storage.
-        planner: decides what is written, and then answers for the data of the plan's items.
-        layout: how the storage wants tensors cut up.
-        comm: the ranks that save together.
-        cache: the last plan, to be used again if nothing has changed.
-        others: leaves of this rank that are saved in another way, and only checked here.
-        folder: of the checkpoint, which all ranks must name alike.
-        saved_as: the format in words, which must be the same on all ranks.
-
-    Attributes:
-        planner: Answers for the data of the plan's items.
-        is_coordinator: Whether this is rank 0.
+    In order: what ``bring`` gives is exchanged, then ``complete`` and ``conclude``. All ranks must
+    name the same folder and format. The ``others`` are leaves that are saved in another way, and
+    only checked here. Afterwards the planner answers for the data of the plan.
     """
 
     def __init__(
@@ -164,7 +149,18 @@ class SavePlanning:
         return {_TENSORS: plan.table, _OTHERS: other_rows}, PlanFacts(rest, self._place)
 
     def _configure(self) -> None:
-        configure(self.planner, self._leaves, self._layout, self._rank)
+        """Call ``configure_planner``, whatever of the protocol it takes."""
+        planner = self.planner
+        planner.layout = self._layout
+        call_hook(
+            planner.configure_planner,
+            self._leaves,
+            is_coordinator=self._rank == 0,
+            rank=self._rank,
+            layout=self._layout,
+            remove_redundancy=getattr(planner, "remove_redundancy", True),
+            save_to_minimum_rank=getattr(planner, "save_to_minimum_rank", False),
+        )
 
     def exchange(self, comm: Comm) -> Exchanged[PlanFacts]:
         """What ``conclude`` needs to know of all ranks. Collective."""
@@ -226,20 +222,6 @@ class SavePlanning:
         return tuple(sorted(asked - {catalog.names[k] for k in np.unique(catalog.keys)}))
 
 
-def configure(planner: SavePlanner, leaves: Leaves, layout: Layout, rank: int) -> None:
-    """Call ``configure_planner``, whatever of the protocol it takes."""
-    planner.layout = layout
-    call_hook(
-        planner.configure_planner,
-        leaves,
-        is_coordinator=rank == 0,
-        rank=rank,
-        layout=layout,
-        remove_redundancy=getattr(planner, "remove_redundancy", True),
-        save_to_minimum_rank=getattr(planner, "save_to_minimum_rank", False),
-    )
-
-
 def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     """Whether the planner needs no plans of all ranks, but what they hold."""
     own = DefaultSavePlanner.build_global_plan
@@ -247,14 +229,11 @@ def _assigns(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
 
 
 def exchanged_parts(table: ShardTable, others: ShardTable) -> dict[str, ShardTable]:
-    """What a rank sends: its table in parts that are likely to be the same on many ranks.
+    """What a rank sends: its table in parts that are likely to be the same on many ranks, and the
+    rows that are only checked.
 
     Copies of a model are alike even where their parts of a distributed optimizer, or their random
     states, are not. Rows are numbered within the part: which leaf a row is concerns its rank only.
-
-    Args:
-        table: of a local plan.
-        others: the rows that are only checked.
     """
     parts = {_OTHERS: others}
     for kind, rows in _rows_of_kinds(table).items():

@@ -31,11 +31,8 @@ class ReadItem:
     shapes of the windows are then found from the indices when the plan is used.
 
     Args:
-        type: see below.
-        dest_index: see below.
-        dest: see below; or the same as ``dest_offsets``.
-        storage_index: see below.
-        storage: see below; or the same as ``storage_offsets``.
+        dest: a window, or the same as ``dest_offsets``.
+        storage: a window, or the same as ``storage_offsets``.
         lengths: shape of the box.
         dest_offsets: offset of the box in the destination.
         storage_offsets: offset of the box in the stored chunk.
@@ -156,13 +153,7 @@ def _unplaced(
 def placed_items(
     items: Sequence[ReadItem], index: Index, leaves: Sequence[ShardedBase]
 ) -> tuple[list[ReadItem], list[Finding]]:
-    """Items with everything that is not known of them yet, and what the checkpoint does not hold.
-
-    Args:
-        items: of the plan of this rank.
-        index: what the checkpoint holds.
-        leaves: of this rank.
-    """
+    """Items with everything that is not known of them yet, and what the checkpoint has not."""
     placed: list[ReadItem] = []
     findings: list[Finding] = []
     for item in items:

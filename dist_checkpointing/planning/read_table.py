@@ -12,15 +12,10 @@ import numpy as np
 from dist_checkpointing.errors import StateMismatchError
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.pieces import padded
 from dist_checkpointing.mapping import ShardedBase
 from dist_checkpointing.planning.items import MetadataIndex
-from dist_checkpointing.planning.read_items import (
-    NOWHERE,
-    LoadItemType,
-    ReadItem,
-    placed_items,
-)
-from dist_checkpointing.planning.segments import padded
+from dist_checkpointing.planning.read_items import NOWHERE, LoadItemType, ReadItem, placed_items
 from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
 
 
@@ -209,11 +204,8 @@ def contiguous_ranges(
 ) -> tuple[Int64s, Bools]:
     """First element of boxes in arrays in memory, and whether each box is one run there.
 
-    Args:
-        starts: First element of each array.
-        shapes: ``[rows, axes]``, shape of the array.
-        boxes: ``[rows, axes]``, offset of the box in it.
-        lengths: ``[rows, axes]``, shape of the box.
+    An array begins at an element and has a shape; the box has an offset in it and lengths. All but
+    ``starts`` are ``[rows, axes]``.
     """
     position = np.zeros(len(starts), dtype=np.int64)
     is_run = np.ones(len(starts), dtype=np.bool_)
@@ -239,11 +231,12 @@ def stored_ranges(table: ReadTable, index: Index) -> Int64s:
     return ranges
 
 
-def stored_elements(table: ReadTable, index: Index) -> Int64s:
-    """Elements of the stored chunk of each row: chunks are stored at full size, also at an edge."""
+def stored_bytes(table: ReadTable, index: Index) -> Int64s:
+    """Bytes of the stored chunk of each row: chunks are stored at full size, also at an edge."""
     ranges = stored_ranges(table, index)
     counts = table.storage_shapes.prod(axis=1)
-    return np.where(ranges[:, 0] < 0, counts, ranges[:, 1] - ranges[:, 0])
+    counts = np.where(ranges[:, 0] < 0, counts, ranges[:, 1] - ranges[:, 0])
+    return counts * index.itemsizes_of(table.names)[table.keys]
 
 
 def reads_of(chunks: Sequence[MetadataIndex], index: Index) -> ReadTable:
@@ -266,11 +259,7 @@ def reads_of(chunks: Sequence[MetadataIndex], index: Index) -> ReadTable:
 
 
 def object_rows(cells: Sequence[tuple[str, Ints, int]]) -> ReadTable:
-    """The table that reads cells of sharded objects.
-
-    Args:
-        cells: key, cell and leaf of each.
-    """
+    """The table that reads cells of sharded objects, each given as key, cell and leaf."""
     items = [
         ReadItem(
             LoadItemType.BYTE_IO,
@@ -293,8 +282,6 @@ class LoadPlan:
 
     Args:
         items: the boxes to copy, as a table or as items.
-        storage_data: see below.
-        planner_data: see below.
         table: the same as ``items``.
 
     Attributes:
@@ -317,9 +304,7 @@ class LoadPlan:
     ) -> None:
         rows = items if table is None else table
         rows = rows if isinstance(rows, ReadTable) else ReadTable.of(rows)
-        object.__setattr__(self, "table", rows)
-        object.__setattr__(self, "storage_data", storage_data)
-        object.__setattr__(self, "planner_data", planner_data)
+        vars(self).update(table=rows, storage_data=storage_data, planner_data=planner_data)
 
     @cached_property
     def items(self) -> tuple[ReadItem, ...]:

@@ -10,14 +10,14 @@ import numpy as np
 from dist_checkpointing.errors import Finding
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.pieces import padded_rows
 from dist_checkpointing.planning.piece_reads import WantedParts, with_pieces
 from dist_checkpointing.planning.read_table import ReadTable
 from dist_checkpointing.planning.segments import (
     Overlaps,
     Segments,
+    concatenate_overlaps,
     in_grid,
-    joined,
-    padded_rows,
     segments_of,
 )
 from dist_checkpointing.planning.shard_table import Int32s, Int64s
@@ -25,14 +25,7 @@ from dist_checkpointing.planning.shard_table import Int32s, Int64s
 
 @dataclass(frozen=True, slots=True)
 class WantedShard:
-    """A part of a global tensor that a rank wants to have.
-
-    Attributes:
-        key: Key of the tensor.
-        box: Box in elements of the global tensor; it may stick out of a smaller stored tensor.
-        flat_range: If given, only these elements of the flattened box.
-        source: Which leaf of the rank it is.
-    """
+    """A part of a tensor that a rank wants: a box, which may stick out, or a range of the box."""
 
     key: str
     box: Box
@@ -42,16 +35,7 @@ class WantedShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedShards:
-    """Wanted shards as columns; shapes and offsets are padded as in ``ShardTable``.
-
-    Attributes:
-        keys: Key of each.
-        ndim: Number of axes of each.
-        offsets: ``[rows, axes]``, first element of the box.
-        shapes: ``[rows, axes]``, shape of the box.
-        flat: ``[rows, 2]``, start and stop of the flattened range, -1 where there is none.
-        sources: Which leaf of the rank it is.
-    """
+    """Wanted shards as columns, as in ``ShardTable``."""
 
     keys: Sequence[str]
     ndim: Int32s
@@ -64,7 +48,6 @@ class WantedShards:
         return len(self.keys)
 
     def take(self, rows: Int64s) -> WantedShards:
-        """Some of them."""
         return WantedShards(
             [self.keys[row] for row in rows.tolist()],
             *(getattr(self, f.name)[rows] for f in fields(self) if f.name != "keys"),
@@ -72,7 +55,6 @@ class WantedShards:
 
     @classmethod
     def of(cls, shards: Iterable[WantedShard]) -> WantedShards:
-        """The columns of some shards."""
         rows = list(shards)
         return cls.of_columns(
             [shard.key for shard in rows],
@@ -100,8 +82,8 @@ class WantedShards:
         return cls(
             keys,
             ndim,
-            padded_rows(offsets, ndim, 0),
-            padded_rows(shapes, ndim, 1),
+            padded_rows(offsets, 0),
+            padded_rows(shapes, 1),
             ranges,
             np.asarray(sources, dtype=np.int32),
         )
@@ -144,10 +126,10 @@ def plan_load(
             )
             for row in differs.tolist()
         ]
-    whole = padded_rows(global_shapes, shards.ndim, 1)
+    whole = padded_rows(global_shapes, 1)
     on_grid = np.array([shape is not None for shape in chunk_shapes], dtype=np.bool_)
     shapes = [shape or full for shape, full in zip(chunk_shapes, global_shapes, strict=True)]
-    chunks = np.maximum(padded_rows(shapes, shards.ndim, 1), 1)
+    chunks = np.maximum(padded_rows(shapes, 1), 1)
     names, numbers = _numbered(shards.keys)
     cut = segments_of(shards.offsets, shards.shapes, shards.flat)
     # A wanted shard may stick out of a smaller stored tensor (allow_shape_mismatch).
@@ -162,7 +144,7 @@ def plan_load(
     else:
         grid = cut.take(on)
         in_pieces, findings = _in_pieces(index, shards, cut.take(~on), highs[~on])
-        overlaps = joined([in_grid(grid, highs[on], chunks[grid.parts]), in_pieces])
+        overlaps = concatenate_overlaps([in_grid(grid, highs[on], chunks[grid.parts]), in_pieces])
         overlaps = overlaps.take(np.argsort(overlaps.wanted.parts, kind="stable"))
     return _of_overlaps(shards, names, numbers, overlaps), findings
 
@@ -224,7 +206,7 @@ def _in_pieces(
         )
         tensors = [index.pieces[shards.keys[row]] for row in parts.rows.tolist()]
         found.append(with_pieces(parts, tensors).as_wide(width))
-    overlaps = joined(found)
+    overlaps = concatenate_overlaps(found)
     needed = np.zeros(len(shards), dtype=np.int64)
     np.add.at(needed, cut.parts, (highs - cut.offsets).prod(axis=1))
     filled = np.zeros(len(shards), dtype=np.int64)

@@ -76,10 +76,8 @@ class _Kept:
 class ReplicaFacts:
     """What a rank tells of its copies while the save is planned.
 
-    Attributes:
-        copies: Number of the copies of all ranks that it knows of.
-        sample: Number of the sample; None if everything is looked at.
-        digests: Digests of those that it speaks for, packed.
+    The number of the copies that it knows of, that of the sample (None if everything is looked at),
+    and the digests of those that it speaks for, packed.
     """
 
     copies: int
@@ -87,17 +85,8 @@ class ReplicaFacts:
     digests: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """A unit whose copies differ, the same on all ranks.
-
-    Attributes:
-        unit: See ``Copies``.
-        groups: Digest and ranks of those that agree with each other, the largest first.
-    """
-
-    unit: int
-    groups: list[tuple[bytes, list[int]]]
+Groups = list[tuple[bytes, list[int]]]
+"""Digest and ranks of those whose copies of a unit agree with each other, the largest first."""
 
 
 class ReplicaComparison:
@@ -106,12 +95,6 @@ class ReplicaComparison:
     Each rank digests its copies of parts that several ranks hold. Of each part the lowest rank
     tells its digest, 16 bytes, and the others compare. Copies that are cut differently from the
     main replicas are compared box by box; those that consist of too many boxes are counted.
-
-    Args:
-        shards: Of this rank.
-        check: How much is compared.
-        on_mismatch: What happens if copies differ: all ranks raise, or rank 0 logs it.
-        comm: Ranks that save together.
     """
 
     def __init__(
@@ -130,11 +113,7 @@ class ReplicaComparison:
         self._own: list[tuple[OwnValues, bytes]] = []
 
     def bring(self) -> ReplicaFacts | None:
-        """What this rank can tell before it hears of others. Not collective.
-
-        Returns:
-            None if it does not know which of its parts have copies: at the first save of a state.
-        """
+        """What this rank can tell before it hears of others; None at the first save of a state."""
         if self._is_off:
             return None
         number = self._kept.copies.number_of(self._description())
@@ -145,10 +124,7 @@ class ReplicaComparison:
         return ReplicaFacts(number, self._sample, self._digests(copies))
 
     def conclude(self, brought: Sequence[ReplicaFacts | None]) -> None:
-        """Compare. Collective.
-
-        Args:
-            brought: What ``bring`` gave on each rank.
+        """Compare what ``bring`` gave on each rank. Collective.
 
         Raises:
             InvalidShardingError: naming each part whose copies differ, which ranks agree, and the
@@ -178,9 +154,11 @@ class ReplicaComparison:
             logger.info("%d parts of replicas are cut differently: not compared", copies.num_apart)
         if not different:
             return
-        differences = list(_differences(copies, told, different))
-        firsts = self._first_differences(copies, differences)
-        findings = [_finding(copies, d, firsts.get(d.unit, "")) for d in differences]
+        groups = dict(_differences(copies, told, different))
+        firsts = self._first_differences(copies, groups)
+        findings = [
+            _finding(copies, unit, own, firsts.get(unit, "")) for unit, own in groups.items()
+        ]
         error = InvalidShardingError("replicas hold different values", findings)
         if self._on_mismatch == "raise":
             raise error
@@ -225,12 +203,11 @@ class ReplicaComparison:
                     spoken.setdefault(own.unit, digest)
         return _packed(spoken.items())
 
-    def _first_differences(
-        self, copies: Copies, differences: Sequence[_Difference]
-    ) -> dict[int, str]:
+    def _first_differences(self, copies: Copies, differences: dict[int, Groups]) -> dict[int, str]:
         """In words, where two copies of a unit differ first. Collective."""
         comm, step = self._comm, "looking for the first difference"
-        pairs = {d.unit: d.groups[:2] for d in differences[:_MOST_NAMED] if len(d.groups) > 1}
+        named = list(differences.items())[:_MOST_NAMED]
+        pairs = {unit: groups[:2] for unit, groups in named if len(groups) > 1}
         values = {
             own.unit: looked_at(flat_values(own), own.unit, self._sample)
             for own, digest in self._own
@@ -286,21 +263,20 @@ def _unpacked(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _differences(
     copies: Copies, told: dict[int, bytes], different: Sequence[dict[int, bytes]]
-) -> Iterator[_Difference]:
-    """The units whose copies differ, and which ranks agree."""
+) -> Iterator[tuple[int, Groups]]:
+    """The units whose copies differ, and which ranks agree; the same on all ranks."""
     for unit in sorted({unit for of_rank in different for unit in of_rank}):
         agreeing: dict[bytes, list[int]] = {}
         for rank in copies.compared(unit):
             agreeing.setdefault(different[rank].get(unit, told[unit]), []).append(rank)
-        groups = sorted(agreeing.items(), key=lambda group: (-len(group[1]), group[1]))
-        yield _Difference(unit, groups)
+        yield unit, sorted(agreeing.items(), key=lambda group: (-len(group[1]), group[1]))
 
 
-def _finding(copies: Copies, difference: _Difference, first: str) -> Finding:
+def _finding(copies: Copies, unit: int, groups: Groups, first: str) -> Finding:
     """What to say of a unit whose copies differ; the same on all ranks."""
-    row, box, flat = copies.place(difference.unit)
+    row, box, flat = copies.place(unit)
     where = str(box) + ("" if flat is None else f", {flat[0]}:{flat[1]}")
-    most, *rest = [ranks for _, ranks in difference.groups]
+    most, *rest = [ranks for _, ranks in groups]
     rest = rest or [most]  # a rank that holds several copies
     return Finding(
         f"the copies of {where} are not the same" + (first and f", {first}"),

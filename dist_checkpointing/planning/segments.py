@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
-from dist_checkpointing.planning.shard_table import Bools, Int32s, Int64s
+from dist_checkpointing.format.pieces import Int64s, padded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
     """Boxes of global tensors, each of which is one C-order array in the buffer of a part.
 
-    A plain part is one segment. A flattened range is as many as ``split_flat_range`` says.
-
-    Attributes:
-        parts: Number of the part that each is a segment of, ascending.
-        starts: First element in the buffer of the part.
-        shapes: ``[segments, axes]``, shape of the array.
-        offsets: ``[segments, axes]``, first element in the global tensor.
+    A plain part is one segment. A flattened range is as many as ``split_flat_range`` says. Parts
+    ascend; an array begins at element ``starts`` of the buffer.
     """
 
     parts: Int64s
@@ -34,23 +28,15 @@ class Segments:
         return len(self.parts)
 
     def take(self, rows: Any) -> Segments:
-        """Some of them, by mask or positions."""
         return Segments(*(getattr(self, f.name)[rows] for f in fields(self)))
 
     def as_wide(self, width: int) -> Segments:
-        """The same with more axes."""
         shapes, offsets = padded(self.shapes, width, 1), padded(self.offsets, width, 0)
         return replace(self, shapes=shapes, offsets=offsets)
 
 
 def segments_of(offsets: Int64s, shapes: Int64s, flat: Int64s) -> Segments:
-    """The segments of parts, in order.
-
-    Args:
-        offsets: ``[parts, axes]``, first element of the box, at least one axis.
-        shapes: ``[parts, axes]``, shape of the box.
-        flat: ``[parts, 2]``, range of the flattened box; below 0 for all of it.
-    """
+    """The segments of parts, in order: boxes with at least one axis, and ranges of them, or -1."""
     parts = np.arange(len(offsets))
     is_flat = flat[:, 0] >= 0
     if not is_flat.any():
@@ -78,7 +64,7 @@ def segments_of(offsets: Int64s, shapes: Int64s, flat: Int64s) -> Segments:
         position = position + extent * stride
         more = position < stop
         active, position = active[more], position[more]
-    segments = _joined(found)
+    segments = _concatenated(found)
     return segments.take(np.lexsort((segments.starts, segments.parts)))
 
 
@@ -106,7 +92,6 @@ class Overlaps:
         return len(self.pieces)
 
     def take(self, rows: Any) -> Overlaps:
-        """Some of them, by mask or positions."""
         return Overlaps(
             self.wanted.take(rows),
             self.stored.take(rows),
@@ -117,7 +102,6 @@ class Overlaps:
         )
 
     def as_wide(self, width: int) -> Overlaps:
-        """The same with more axes."""
         return Overlaps(
             self.wanted.as_wide(width),
             self.stored.as_wide(width),
@@ -128,30 +112,27 @@ class Overlaps:
         )
 
 
-def joined(overlaps: Sequence[Overlaps]) -> Overlaps:
-    """All of them in one table."""
+def concatenate_overlaps(overlaps: Sequence[Overlaps]) -> Overlaps:
     if len(overlaps) == 1:
         return overlaps[0]
     names = ("chunk_offsets", "pieces", "offsets", "lengths")
     return Overlaps(
-        _joined([o.wanted for o in overlaps]),
-        _joined([o.stored for o in overlaps]),
+        _concatenated([o.wanted for o in overlaps]),
+        _concatenated([o.stored for o in overlaps]),
         *(np.concatenate([getattr(o, name) for o in overlaps]) for name in names),
     )
 
 
-def _joined(segments: Sequence[Segments]) -> Segments:
+def _concatenated(segments: Sequence[Segments]) -> Segments:
     names = (f.name for f in fields(Segments))
     return Segments(*(np.concatenate([getattr(s, name) for s in segments]) for name in names))
 
 
 def in_grid(wanted: Segments, highs: Int64s, chunks: Int64s) -> Overlaps:
-    """What segments have in common with the chunks of a grid.
+    """What segments, none of them empty, have in common with the chunks of a grid.
 
-    Args:
-        wanted: segments, none of them empty.
-        highs: ``[segments, axes]``, first element behind what is wanted of each.
-        chunks: ``[segments, axes]``, shape of a chunk.
+    ``highs`` are the first elements behind what is wanted; they and the shapes of the chunks are
+    ``[segments, axes]``.
     """
     first = wanted.offsets // chunks
     counts = (highs - 1) // chunks - first + 1
@@ -184,22 +165,3 @@ def counted(counts: Int64s) -> tuple[Int64s, Int64s]:
     groups = np.repeat(np.arange(len(counts)), counts)
     begins = np.cumsum(counts) - counts
     return groups, np.arange(len(groups)) - begins[groups]
-
-
-def padded(column: Int64s, width: int, fill: int) -> Int64s:
-    """A two-dimensional column with at least so many axes."""
-    missing = max(0, width - column.shape[1])
-    return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing else column
-
-
-def padded_rows(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
-    """Ragged rows as one array with at least one axis."""
-    lengths = set(map(len, rows))
-    numbers = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
-    if len(lengths) == 1 and 0 not in lengths:
-        return numbers.reshape(len(rows), -1)
-    width = max(1, max(lengths, default=0))
-    table = np.full((len(rows), width), fill, dtype=np.int64)
-    inside: Bools = np.arange(width) < ndim[:, None]
-    table[inside] = numbers
-    return table

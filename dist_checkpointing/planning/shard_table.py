@@ -10,13 +10,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dist_checkpointing.format.element_types import ELEMENT_TYPES
 from dist_checkpointing.format.geometry import Box, Ints
+from dist_checkpointing.format.pieces import padded_rows
+
+if TYPE_CHECKING:
+    from dist_checkpointing.planning.packing import PackedTable
 
 OBJECT = "object"
 """Stands in the dtype column for a ShardedObject."""
@@ -200,32 +204,21 @@ COLUMNS = tuple(f.name for f in fields(ShardTable) if f.name not in ("names", "h
 """The arrays of a table."""
 
 
-class TableRows:
-    """Rows on their way into a table."""
+class ShardRow(NamedTuple):
+    """A row on its way into a table; see the attributes of ShardTable."""
 
-    def __init__(self) -> None:
-        self._columns: tuple[list[Any], ...] = ([], [], [], [], [], [], [], [])
+    key: str
+    dtype: str
+    global_shape: Ints
+    offset: Ints
+    shape: Ints
+    flat: tuple[int, int] | None
+    main: bool
+    source: int
 
-    def add(
-        self,
-        *,
-        key: str,
-        dtype: str,
-        global_shape: Ints,
-        offset: Ints,
-        shape: Ints,
-        flat: tuple[int, int] | None,
-        main: bool,
-        source: int,
-    ) -> None:
-        """Add a shard; see the attributes of ShardTable."""
-        row = (key, dtype, global_shape, offset, shape, flat, main, source)
-        for column, value in zip(self._columns, row, strict=True):
-            column.append(value)
 
-    def table(self, rank: int) -> ShardTable:
-        """All of them as the table of a rank."""
-        return table_of(rank, *self._columns)
+def table_of_rows(rank: int, rows: Sequence[ShardRow]) -> ShardTable:
+    return table_of(rank, *(zip(*rows, strict=True) if rows else [()] * len(ShardRow._fields)))
 
 
 def table_of(
@@ -253,9 +246,9 @@ def table_of(
         keys=np.fromiter(map(names.__getitem__, keys), dtype=np.int32, count=count),
         dtypes=np.fromiter(map(names.__getitem__, dtypes), dtype=np.int32, count=count),
         ndim=ndim,
-        global_shapes=_padded(global_shapes, ndim, 1),
-        offsets=_padded(offsets, ndim, 0),
-        shapes=_padded(shapes, ndim, 1),
+        global_shapes=padded_rows(global_shapes, 1, 0),
+        offsets=padded_rows(offsets, 0, 0),
+        shapes=padded_rows(shapes, 1, 0),
         flat=ranges,
         main=np.fromiter(main, dtype=np.bool_, count=count),
         sources=np.fromiter(sources, dtype=np.int32, count=count),
@@ -271,41 +264,12 @@ def shared_shapes(shapes: Int64s, ndim: Int32s) -> list[Ints]:
     return [known.setdefault(shape, shape) for shape in own]
 
 
-def _padded(rows: Sequence[Sequence[int]], ndim: Int32s, fill: int) -> Int64s:
-    """Ragged rows as one array."""
-    width = int(ndim.max(initial=0))
-    wide = np.full((len(rows), width), fill, dtype=np.int64)
-    inside = np.arange(width) < ndim[:, None]
-    wide[inside] = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
-    return wide
-
-
-class SomeRows(Protocol):
-    """Rows with names of their own, whose columns are made when they are asked for."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The distinct keys and dtype names."""
-
-    @property
-    def max_ndim(self) -> int:
-        """Number of columns of the padded arrays."""
-
-    def __len__(self) -> int:
-        """Number of rows."""
-
-    def column(self, name: str) -> Any:
-        """One of ``COLUMNS``."""
-
-
-def concatenate(tables: Sequence[SomeRows], holders: Sequence[Int32s] | None = None) -> ShardTable:
+def concatenate(
+    tables: Sequence[ShardTable | PackedTable], holders: Sequence[Int32s] | None = None
+) -> ShardTable:
     """All rows of all tables in one, sorted by key name, then as given.
 
     Column by column, so that beside the result no more than one column is in memory.
-
-    Args:
-        tables: any.
-        holders: of the result; see ShardTable.
     """
     tables = [table for table in tables if len(table)] or tables[:1]
     given = list({id(table.names): table.names for table in tables}.values())

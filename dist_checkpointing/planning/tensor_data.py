@@ -20,8 +20,6 @@ class TensorWriteData:
     Args:
         chunk: a Box, or anything with ``offsets`` and ``sizes``.
         dtype: a dtype, its name, or anything with a ``dtype``.
-        size: see below.
-        flat_range: see below.
         properties: the same as ``dtype``.
 
     Attributes:

@@ -11,7 +11,6 @@ polynomials of the weights, which agree by chance for less than one set of weigh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -26,29 +25,11 @@ _PRIME: Final = 2**31 - 1
 _TRIALS: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class MiscountedPart:
-    """A part of the tensor that is not in exactly one box.
+def miscounted_parts(shape: Ints, offsets: Int64s, shapes: Int64s) -> Iterator[tuple[Box, Ints]]:
+    """The parts that are not in exactly one box, in C order, and the numbers of their boxes.
 
-    Attributes:
-        box: The part, in elements of the global tensor.
-        holders: Positions of the boxes that it is in.
-    """
-
-    box: Box
-    holders: Ints
-
-
-def miscounted_parts(shape: Ints, offsets: Int64s, shapes: Int64s) -> Iterator[MiscountedPart]:
-    """The parts that are not in exactly one box, in C order.
-
-    Takes ``len(boxes) * len(shape)`` steps to find out whether there is any, and a few times as
-    many for each that is asked for.
-
-    Args:
-        shape: of the global tensor.
-        offsets: ``[boxes, axes]``; the boxes lie in the tensor, and none is empty.
-        shapes: ``[boxes, axes]``.
+    No box is empty or sticks out. Takes ``len(boxes) * len(shape)`` steps to find out whether there
+    is any, and a few times as many for each that is asked for.
     """
     boxes, stops = range(len(offsets)), offsets + shapes
     cuts = [
@@ -85,7 +66,7 @@ def miscounted_parts(shape: Ints, offsets: Int64s, shapes: Int64s) -> Iterator[M
         offset = tuple(int(cut[i]) for cut, i in zip(cuts, begin[:, 0], strict=True))
         stop = tuple(int(cut[i]) for cut, i in zip(cuts, end[:, 0], strict=True))
         part = Box(offset, tuple(b - a for a, b in zip(offset, stop, strict=True)))
-        yield MiscountedPart(part, tuple(rows.tolist()))
+        yield part, tuple(rows.tolist())
 
 
 def _summed(weights: Int64s) -> Int64s:

@@ -15,16 +15,7 @@ from dist_checkpointing.planning.shard_table import Int32s
 
 
 class WantedLeaves(Mapping[Path, ShardedBase]):
-    """The sharded leaves of a load by path; their columns are made once.
-
-    Args:
-        leaves: Leaves by path, all with memory to fill.
-        tensors: Columns of the tensors among them, if they are made already.
-
-    Attributes:
-        by_path: The leaves by path.
-        rows: The leaves, in their order.
-    """
+    """The sharded leaves of a load by path; their columns are made once."""
 
     def __init__(
         self, leaves: Mapping[Path, ShardedBase], tensors: TensorColumns | None = None

@@ -14,12 +14,12 @@ import torch
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.format.claims import LARGE_BYTES, large_tensors
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import number_of_save
+from dist_checkpointing.format.stated_sizes import LARGE_BYTES, large_tensors
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedStateDict,

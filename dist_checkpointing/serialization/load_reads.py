@@ -12,7 +12,7 @@ from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedObject
-from dist_checkpointing.mapping.nesting import AtPaths, joined, value_at
+from dist_checkpointing.mapping.nesting import AtPaths, chained, value_at
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.planning.wanted import WantedLeaves
@@ -107,7 +107,7 @@ def read_wanted(
         reader.report = meter.add
         meter.expect(int(tensors.tensors.num_bytes.sum()))
         assert isinstance(strategy, PlannedLoadStrategy)
-        leaves = WantedLeaves(joined(tensors.by_path, cells), tensors.tensors)
+        leaves = WantedLeaves(chained(tensors.by_path, cells), tensors.tensors)
         read(leaves, index, strategy.planner, reader, comm, strategy.plan_reader)
         own, others = tensors.tensors.leaves, cells.values()
         return (

@@ -27,7 +27,7 @@ from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.filled_parts import Filled, verify_filled
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import LoadStrategies
-from dist_checkpointing.strategies.verification import Wanted, verify_wanted
+from dist_checkpointing.strategies.verification import verify_wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,8 @@ class Verification:
             )
             with self.comm.agreed("verifying checksums"):
                 return verify_wanted(
-                    Wanted(tensors, self.objects),
+                    tensors,
+                    self.objects,
                     found.sharded,
                     found.common,
                     self.folder,

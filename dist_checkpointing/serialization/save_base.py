@@ -14,7 +14,7 @@ from dist_checkpointing.filesystem.paths import local_folder, require_local
 from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import read_index
-from dist_checkpointing.planning.base_grids import nested_grids
+from dist_checkpointing.planning.cutting import nested_grids
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.storage.options import Checksum
 from dist_checkpointing.storage.protocol import StorageWriter

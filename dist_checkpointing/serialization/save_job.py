@@ -25,7 +25,7 @@ from dist_checkpointing.format.store_commit import StoreAttempt, begin_attempt
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning import SavePlan
-from dist_checkpointing.planning.base_grids import along_grids
+from dist_checkpointing.planning.cutting import along_grids
 from dist_checkpointing.planning.layout import RowBlockLayout
 from dist_checkpointing.serialization.rank_state import RankState, RankValues
 from dist_checkpointing.serialization.save_checks import (

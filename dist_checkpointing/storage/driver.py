@@ -16,15 +16,15 @@ import numpy.typing as npt
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, ChecksumColumns, make_tables
-from dist_checkpointing.format.claims import (
-    Claim,
-    claim_of,
-    meets_many,
-)
 from dist_checkpointing.format.digests import upper_file
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.format.stated_sizes import (
+    StatedSize,
+    meets_many,
+    stated_size,
+)
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.planning import (
     DefaultLoadPlanner,
@@ -286,7 +286,7 @@ def _read_prepared(plan: LoadPlan, planner: LoadPlanner, reader: StorageReader, 
         result_of(reader.read_data(plan, planner))
 
 
-def _crowded(wanted: TensorColumns, index: Index) -> list[Claim]:
+def _crowded(wanted: TensorColumns, index: Index) -> list[StatedSize]:
     """Claims of the tensors with very many chunks in one leaf."""
     keys, shapes = wanted.keys, wanted.local_shapes
     if (index.rows_of(keys) >= 0).all():
@@ -301,7 +301,7 @@ def _crowded(wanted: TensorColumns, index: Index) -> list[Claim]:
         and tuple(chunk) != shape
         and meets_many(index[keys[row]], wanted.leaves[row].box)
     }
-    return [claim_of(index[key]) for key in crowded]
+    return [stated_size(index[key]) for key in crowded]
 
 
 def read(

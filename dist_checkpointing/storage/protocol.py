@@ -17,12 +17,6 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.filesystem.ranged_reads import FolderReads, reads_below
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
-from dist_checkpointing.format.claims import (
-    Backing,
-    Claim,
-    require_backing,
-    size_of_files,
-)
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import (
     INDEX_NAME,
@@ -32,6 +26,12 @@ from dist_checkpointing.format.index import (
     write_index,
 )
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.format.stated_sizes import (
+    Backing,
+    StatedSize,
+    require_backing,
+    size_of_files,
+)
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
@@ -259,7 +259,7 @@ class StorageReader(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no objects: {key} {cell}")
 
-    def require_stored(self, claims: Sequence[Claim], index: Index) -> None:
+    def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Make sure that large tensors and objects are there, before they cost memory or work.
 
         May be called before ``set_up_storage_reader``.

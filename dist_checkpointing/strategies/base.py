@@ -12,12 +12,7 @@ from typing import Any, Self, TypeVar
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-)
+from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.storage.options import Durability
 from dist_checkpointing.strategies.async_calls import AsyncCallsQueue, AsyncRequest
 from dist_checkpointing.strategies.registry import (
@@ -59,16 +54,7 @@ def left_out(method: M) -> M:
 
 
 def require_method(strategy: object, name: str, need: str) -> None:
-    """Refuse a strategy that lacks a method, before anything is written.
-
-    Args:
-        strategy: A strategy, which may be a third party's.
-        name: Name of the method.
-        need: What the method does, as a verb in the third person.
-
-    Raises:
-        CheckpointingException: if the strategy lacks the method.
-    """
+    """Refuse a strategy that lacks a method, before anything is written; ``need`` is a verb."""
     if not has_method(strategy, name):
         raise lacks(strategy, name, need)
 

@@ -34,6 +34,7 @@ from dist_checkpointing.format.digests import (
 )
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, is_in_attempt
+from dist_checkpointing.format.pieces import row_bytes
 from dist_checkpointing.format.seal import Seal, check_files, read_seal
 from dist_checkpointing.planning import SavePlan, SavePlanner
 from dist_checkpointing.planning.shard_table import Bools, Int64s, ShardTable
@@ -51,13 +52,8 @@ _LARGE_BYTES = 2**20
 class BaseParts:
     """The base of a save, and how its parts fit the rows of a plan of one rank.
 
-    Attributes:
-        folder: Folder of the base.
-        seal: Its seal.
-        index: What it holds.
-        same_dtype: ``[rows]``, whether the base has the key with the same dtype.
-        same_box: ``[rows]``, whether it also has a part with the same box.
-        digests: ``[rows, 2]``, upper half and checksum of that part.
+    Whether it has the key of each row with the same dtype, and a part with the same box; and the
+    digest of that, ``[rows, 2]``, upper half and checksum.
     """
 
     folder: Path
@@ -78,14 +74,7 @@ class BaseParts:
 
 
 def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
-    """The parts of a base that have the key, box and dtype of rows of a plan.
-
-    Args:
-        reader: reads the base.
-        table: what this rank writes.
-
-    Returns:
-        None if the base has no digests; the log says so.
+    """What a base has of the key, box and dtype of rows; None if it has no digests.
 
     Raises:
         CorruptCheckpointError: if the base is damaged.
@@ -106,12 +95,11 @@ def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
     same_dtype = _has_same_dtype(table, index)
     same_box = np.zeros(len(table), dtype=np.bool_)
     digests = np.zeros((len(table), 2), dtype=np.uint64)
-    own = _places(table.names, table.keys, table.is_object, table)
+    own = _places(table)
     row_of = dict(zip(own, range(len(own)), strict=True))
     for name in tables:
         stored, uppers = read_digests(folder, name)
-        theirs = _places(stored.names, stored.keys, stored.is_object, stored)
-        for position, place in enumerate(theirs):
+        for position, place in enumerate(_places(stored)):
             row = row_of.get(place)
             if row is not None:
                 same_box[row] = same_dtype[row]
@@ -119,30 +107,13 @@ def open_base(reader: StorageReader, table: ShardTable) -> BaseParts | None:
     return BaseParts(folder, seal, index, same_dtype, same_box, digests)
 
 
-def _places(
-    names: Sequence[str],
-    keys: npt.NDArray[np.integer],
-    is_object: npt.NDArray[np.generic],
-    columns: ShardTable | ChecksumColumns,
-) -> list[tuple[str, bytes]]:
+def _places(table: ShardTable | ChecksumColumns) -> list[tuple[str, bytes]]:
     """Key and box of each row, in a form that can be compared."""
-    ndim = columns.ndim.astype(np.int64)
-    axes = np.arange(columns.offsets.shape[1])
-    # What lies beyond the axes of a row depends on the other rows of its table.
-    beyond = axes >= ndim[:, None]
-    offsets = np.where(beyond, 0, columns.offsets)
-    shapes = np.where(beyond, 0, columns.shapes)
-    head = np.stack([ndim, is_object.astype(np.int64)], axis=1)
-    numbers = np.concatenate([head, columns.flat, offsets, shapes], axis=1).astype("<i8")
-    data, width = numbers.tobytes(), 8 * numbers.shape[1]
-    count = columns.offsets.shape[1]
-    places = []
-    for row, (key, own) in enumerate(zip(keys.tolist(), ndim.tolist(), strict=True)):
-        begin = row * width
-        first = data[begin : begin + 8 * (4 + own)]
-        second = begin + 8 * (4 + count)
-        places.append((names[key], first + data[second : second + 8 * own]))
-    return places
+    ndim = table.ndim.astype(np.int64)
+    columns = [ndim, table.is_object.astype(np.int64), *table.flat.T]
+    boxes = row_bytes(columns, (table.offsets, table.shapes), ndim)
+    pairs = zip(table.keys.tolist(), boxes, strict=True)
+    return [(table.names[key], bytes(box)) for key, box in pairs]
 
 
 def _has_same_dtype(table: ShardTable, index: Index) -> Bools:
@@ -180,7 +151,6 @@ class PlanDigests:
         return self._planner.data_of(self._plan)
 
     def add(self, rows: Int64s) -> None:
-        """Make the digests of some rows."""
         if not len(rows):
             return
         is_large = self._table.num_bytes[rows] >= _LARGE_BYTES

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
-from dist_checkpointing.format.geometry import Box, split_flat_range
+from dist_checkpointing.format.geometry import values_of_part
 from dist_checkpointing.mapping import ShardedTensor
 
 
@@ -199,11 +199,7 @@ class LocalShardsContainer(_WithoutMemory):
         return [chunk for shard in self._local_shards for chunk in shard.__create_chunk_list__()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The data of one shard.
-
-        Raises:
-            ValueError: if the index has no offset, or no shard has that offset.
-        """
+        """The data of one shard."""
         if index.offset is None:
             raise ValueError(f"{index.fqn!r} has several parts here: an offset must say which one")
         shards, hint = self._local_shards, index.index
@@ -227,21 +223,8 @@ def _parts(sh_ten: ShardedTensor) -> Iterator[CheckpointableShardedTensor]:
     if sh_ten.flat_range is None:
         yield CheckpointableShardedTensor.from_sh_ten(sh_ten)
         return
-    data, start = _data_of(sh_ten), 0
-    for local in split_flat_range(sh_ten.box.shape, *sh_ten.flat_range):
-        box = Box(
-            tuple(a + b for a, b in zip(sh_ten.global_offset, local.offset, strict=True)),
-            local.shape,
-        )
-        values = data[start : start + box.num_elements].view(box.shape)
-        start += box.num_elements
+    for box, values in values_of_part(sh_ten.box, sh_ten.flat_range, _data_of(sh_ten)):
         shard = ShardedTensor(
-            sh_ten.key,
-            values,
-            sh_ten.dtype,
-            box.shape,
-            tuple(sh_ten.global_shape),
-            box.offset,
-            None,
+            sh_ten.key, values, sh_ten.dtype, box.shape, sh_ten.global_shape, box.offset, None
         )
         yield CheckpointableShardedTensor.from_sh_ten(shard)

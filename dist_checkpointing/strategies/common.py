@@ -12,25 +12,16 @@ from fnmatch import fnmatchcase
 from os import PathLike
 from typing import Any, ClassVar, Self
 
-from dist_checkpointing.errors import (
-    CorruptCheckpointError,
-    Finding,
-    StateMismatchError,
-)
+from dist_checkpointing.errors import CorruptCheckpointError, Finding, StateMismatchError
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.disk_names import check_raw_key
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.paths import location
-from dist_checkpointing.format.claims import Backing, large_objects, require_backing
 from dist_checkpointing.format.commit import COMMON_STATE_FNAME
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedStateDict,
-    StateDict,
-    is_main_replica,
-)
+from dist_checkpointing.format.stated_sizes import Backing, large_objects, require_backing
+from dist_checkpointing.mapping import ShardedObject, ShardedStateDict, StateDict, is_main_replica
 from dist_checkpointing.mapping.nesting import flatten, unflatten
 from dist_checkpointing.planning.default import other_grid
 from dist_checkpointing.strategies.base import LoadCommonStrategy, SaveCommonStrategy
@@ -108,6 +99,8 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         {'step': 7}
     """
 
+    can_handle_sharded_objects = True
+
     def __init__(self, backend: str = "torch", version: int = 1) -> None:
         super().__init__(backend, version)
         self.durability = local.Durability.FSYNC
@@ -116,10 +109,6 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         strategy = copy.copy(self)
         strategy.durability = durability
         return strategy
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
     def created_names(self, object_keys: Iterable[str]) -> Iterable[str]:
         keys = list(object_keys)
@@ -172,16 +161,13 @@ class TorchCommonLoadStrategy(KnownFormats, LoadCommonStrategy):
 
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch", 1)})
     argument = "common_strategy"
+    can_handle_sharded_objects = True
 
     def __init__(self, *, trusted: bool = False) -> None:
         self.trusted = trusted
 
     def trusting(self) -> Self:
         return type(self)(trusted=True)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
     def file_names(
         self, leaves: Iterable[ShardedObject], checkpoint_dir: str | PathLike[str]
@@ -240,6 +226,6 @@ def _require_cells(found: Iterable[ShardedObject], root: Location) -> None:
     for leaf in found:
         grid = leaf.key, tuple(leaf.global_shape)
         cells[grid] = cells.get(grid, 0) + 1
-    claims = large_objects(dict(cells.keys()))
+    stated = large_objects(dict(cells.keys()))
     files = {key: number for (key, _), number in cells.items()}
-    require_backing(claims, lambda claim: Backing(0, files[claim.key], str(root / claim.key)))
+    require_backing(stated, lambda size: Backing(0, files[size.key], str(root / size.key)))

@@ -22,8 +22,7 @@ from dist_checkpointing.planning import LoadPlan, LoadPlanner, ReadItem, ReadTab
 from dist_checkpointing.planning.read_table import contiguous_ranges
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.host_blocks import DeviceBlocks, is_on_gpu
-from dist_checkpointing.strategies.scattered import read_scattered
-from dist_checkpointing.strategies.windows import copy_window, read_window
+from dist_checkpointing.strategies.windows import copy_window, read_scattered, read_window
 
 Array = npt.NDArray[Any]
 
@@ -34,12 +33,7 @@ _PART_BYTES = 2**22
 class Filler:
     """Fills the rows of a plan from chunks.
 
-    Args:
-        plan: the rows.
-        planner: answers for the destinations.
-        index: what is stored.
-        limits: how the files of the chunks are read.
-        table: the same rows where chunks are stored in another shape than the plan says.
+    ``table`` has the same rows where chunks are stored in another shape than the plan says.
     """
 
     def __init__(
@@ -79,30 +73,12 @@ class Filler:
         return dtype
 
     def fill(self, row: int, chunk: Array) -> int:
-        """Fill a row from its chunk, which is in memory already.
-
-        Args:
-            row: to fill.
-            chunk: the bytes of the chunk, contiguous.
-
-        Returns:
-            How many bytes that were.
-        """
+        """Fill a row from its chunk, whose bytes are in memory; returns the bytes of the row."""
         self._fill(row, chunk, 0, chunk.nbytes)
         return int(self.num_bytes[row])
 
     def fill_run(self, rows: Int64s, starts: Int64s, sizes: Int64s, block: Array) -> int:
-        """Fill rows whose chunks lie in a block of memory.
-
-        Args:
-            rows: to fill.
-            starts: first byte of each chunk in the block.
-            sizes: bytes of each chunk.
-            block: the bytes, contiguous.
-
-        Returns:
-            How many bytes of the rows that were.
-        """
+        """Fill rows whose chunks lie in one block of memory; returns the bytes of the rows."""
         for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist(), strict=True):
             self._fill(row, block, start, size)
         return int(self.num_bytes[rows].sum())
@@ -124,17 +100,7 @@ class Filler:
             self._copy(row, block[start : start + size], destination)
 
     def read_run(self, rows: Int64s, file: OpenFile, starts: Int64s, sizes: Int64s) -> bool:
-        """Fill rows from chunks that lie in a row in a file, straight from there, if that pays.
-
-        Args:
-            rows: to fill.
-            file: which must be long enough.
-            starts: first byte of each chunk in the file.
-            sizes: bytes of each chunk.
-
-        Returns:
-            Whether it was done.
-        """
+        """Fill rows from chunks that follow each other in a long enough file, if that pays."""
         if self._addresses is None or file.descriptor < 0:
             return False
         addresses, begins, counts = (
@@ -155,16 +121,7 @@ class Filler:
             self._destinations.filled(row, destination)
 
     def read(self, row: int, file: OpenFile, start: int) -> int:
-        """Fill a row from its chunk in an open file, which must be long enough.
-
-        Args:
-            row: to fill.
-            file: that holds it.
-            start: first byte of the chunk in it.
-
-        Returns:
-            How many bytes that were.
-        """
+        """Fill a row from its chunk in a long enough file; returns the bytes of the row."""
         destination, dtype = self._destinations.acquire(row), self.dtype(row)
         target = dtypes.fillable(destination, dtype.torch)
         # What is staged may have to be gathered from rows that are read whole: both need memory.
@@ -215,15 +172,7 @@ def apply_staged(
     most_bytes: int,
     read: Callable[[Window, Array], None],
 ) -> None:
-    """Read what cannot be filled in place, part by part, and hand it to the planner.
-
-    Args:
-        item: what to read.
-        dtype: as stored.
-        planner: puts each part where it belongs.
-        most_bytes: of a part.
-        read: reads a window of the chunk into an array of the window's box shape.
-    """
+    """Read what cannot be filled in place, part by part, and hand it to the planner."""
     for part in item.parts(max(1, most_bytes // dtype.itemsize)):
         staged = np.empty(part.lengths, dtype=dtype.bits)
         read(part.storage, staged)

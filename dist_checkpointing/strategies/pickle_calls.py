@@ -32,15 +32,7 @@ Rule = Callable[[str, Sequence[Any]], None]
 
 
 def check_call(name: str, args: Sequence[Any]) -> None:
-    """Refuse a call that may build something far larger than its arguments.
-
-    Args:
-        name: name of the class or function.
-        args: literals, and a Stub for each other argument.
-
-    Raises:
-        BadPickle: if no pickler writes such a call.
-    """
+    """Refuse a call that may build something far larger than its arguments: literals, and Stubs."""
     rule = _RULES.get(name)
     if rule is not None:
         rule(name, args)
@@ -51,11 +43,7 @@ def check_call(name: str, args: Sequence[Any]) -> None:
 
 
 def check_state(target: Stub, state: Any) -> None:
-    """Refuse a state that makes an array or a tensor far larger than its bytes.
-
-    Raises:
-        BadPickle: if no pickler writes such a state.
-    """
+    """Refuse a state that makes an array or a tensor far larger than its bytes."""
     kind = state.kind if isinstance(state, Stub) else ""
     items: Sequence[Any] = (state.items or ()) if kind == "tuple" else ()
     if target.name.startswith("torch."):

@@ -85,13 +85,7 @@ def _no_storage(pid: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Checks of a pickle other than that of its size.
-
-    Attributes:
-        call: Check of every call.
-        state: Check of every state that is set on an object.
-        storage: Check of every reference to memory outside of the pickle.
-    """
+    """Checks of a pickle other than that of its size."""
 
     call: CallCheck = _accept
     state: StateCheck = _accept
@@ -100,12 +94,7 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Pickle:
-    """A pickle that has been checked.
-
-    Attributes:
-        end: Position after its last byte.
-        value: Its value if that is a short literal; otherwise a Stub.
-    """
+    """A pickle that was checked: where it ends, and its value, a Stub unless a short literal."""
 
     end: int
     value: Any

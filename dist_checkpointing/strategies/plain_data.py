@@ -76,11 +76,8 @@ _REMEDY: Final = (
 class _Odd:
     """A value that must be pickled and read back to find out whether it is plain.
 
-    Attributes:
-        value: The value.
-        found: The value of the state dict that it belongs to.
-        object_key: Key of the ShardedObject that it is in.
-        detail: Which part of ``found`` it is; "" for all of it.
+    It belongs to a value of the state dict, of which ``detail`` says the part, and may be in a
+    ShardedObject.
     """
 
     value: object
@@ -106,11 +103,7 @@ def check_plain(
 ) -> None:
     """Check that ``load`` can read the values that are about to be pickled.
 
-    Args:
-        common: the common state, if this rank writes it.
-        objects: the ShardedObjects that this rank writes.
-        trusted: whether they are loaded with ``trusted=True``: then it is enough that they can be
-            pickled.
+    If they are loaded with ``trusted=True``, it is enough that they can be pickled.
 
     Raises:
         InvalidShardingError: for values that cannot be pickled, tensors without values, and sharded

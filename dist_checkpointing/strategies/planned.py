@@ -6,20 +6,17 @@ import copy
 import itertools
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
+from concurrent.futures import Future
 from typing import Any, ClassVar, Self
 
 from dist_checkpointing.comm import Comm, default_comm
-from dist_checkpointing.errors import (
-    Finding,
-    InvalidShardingError,
-    UnsupportedFormatError,
-)
+from dist_checkpointing.errors import Finding, InvalidShardingError, UnsupportedFormatError
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.paths import location
-from dist_checkpointing.format.claims import large_objects
 from dist_checkpointing.format.geometry import Box
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.shared_index import SharedIndex
+from dist_checkpointing.format.stated_sizes import large_objects
 from dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -28,19 +25,14 @@ from dist_checkpointing.mapping import (
     StateDict,
 )
 from dist_checkpointing.mapping.nesting import flatten, unflatten
-from dist_checkpointing.planning import (
-    DefaultSavePlanner,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-)
+from dist_checkpointing.planning import DefaultSavePlanner, LoadPlanner, SavePlanner
 from dist_checkpointing.planning.plan_save import AgreedPlan, PlanCache, SavePlanning
 from dist_checkpointing.planning.planners import Leaves
 from dist_checkpointing.storage import driver
 from dist_checkpointing.storage.driver import PlanReader, read, read_plan
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader, StorageWriter
-from dist_checkpointing.storage.staging import StagedPlanner, StagingBuffers, stage_plan
+from dist_checkpointing.storage.staging import StagingBuffers, stage_plan
 from dist_checkpointing.strategies.async_calls import AsyncRequest
 from dist_checkpointing.strategies.base import (
     AsyncSaveShardedStrategy,
@@ -204,8 +196,21 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
             buffers = StagingBuffers()
             buffers.take()
             copies = stage_plan(plan, planner, buffers)
-        later = _LaterWrite(plan, agreed.index, copies, writer, comm)
-        return AsyncRequest(later.write_own, (), [later.finish])
+        written: Future[driver.Written] = Future()
+
+        def write() -> None:
+            try:
+                written.set_result(driver.write_plan(plan, copies, writer, comm.rank))
+            except Exception as error:  # noqa: BLE001 - kept for ``finish``: all ranks must hear it
+                written.set_exception(error)
+
+        def finish() -> None:
+            of_ranks = driver.gather_written(written.result, writer, comm)
+            with comm.agreed("finishing the write"):
+                if comm.rank == 0:
+                    driver.finish_all(agreed.index, of_ranks, writer)
+
+        return AsyncRequest(write, (), [finish])
 
     def _planned(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: PathOrStr, comm: Comm
@@ -215,45 +220,6 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
         with comm.agreed("making the folder"):
             store.make_folder(writer.checkpoint_dir)
         return writer, *self.plan(leaves, writer, comm)
-
-
-class _LaterWrite:
-    """What an ``async_save`` leaves to do."""
-
-    def __init__(
-        self,
-        plan: SavePlan,
-        index: Index,
-        copies: StagedPlanner,
-        writer: StorageWriter,
-        comm: Comm,
-    ) -> None:
-        self._plan, self._index, self._copies = plan, index, copies
-        self._writer, self._comm = writer, comm
-        self._outcome: driver.Written | Exception | None = None
-
-    def write_own(self) -> None:
-        """Write what this rank has to write. An error is kept for ``finish``."""
-        try:
-            self._outcome = driver.write_plan(
-                self._plan, self._copies, self._writer, self._comm.rank
-            )
-        except Exception as error:  # noqa: BLE001 - all ranks must hear of it
-            self._outcome = error
-
-    def finish(self) -> None:
-        """Write what describes the whole, or raise what failed on any rank. Collective."""
-        comm = self._comm
-        of_ranks = driver.gather_written(self._written, self._writer, comm)
-        with comm.agreed("finishing the write"):
-            if comm.rank == 0:
-                driver.finish_all(self._index, of_ranks, self._writer)
-
-    def _written(self) -> driver.Written:
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
 
 
 class PlannedLoadStrategy(KnownFormats, LoadShardedStrategy):

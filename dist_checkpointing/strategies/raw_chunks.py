@@ -42,15 +42,7 @@ are read whole."""
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where the bytes of a chunk lie.
-
-    Attributes:
-        folder: Folder that the file is in.
-        name: Name of the file, relative to the folder.
-        offset: Position of the first byte.
-        num_bytes: Bytes of the whole chunk.
-        file_bytes: Size that the file must have; None if it holds more than this chunk.
-    """
+    """Where a chunk lies in a file, whose size is None if it holds more than this chunk."""
 
     folder: Location
     name: str
@@ -68,13 +60,8 @@ class Extent:
 class ChunkReads:
     """Where the chunks of some rows of a plan lie, as columns.
 
-    Attributes:
-        rows: Rows of the plan's table, in any order.
-        names: Files, relative to the checkpoint; ``files`` are positions in it.
-        files: File of each chunk.
-        offsets: First byte of each chunk in its file.
-        num_bytes: Bytes of each whole chunk.
-        fill_files: Whether every file holds one chunk and nothing else.
+    Files are relative to the checkpoint; ``fill_files`` says that each holds one chunk and nothing
+    else.
     """
 
     rows: Int64s
@@ -88,7 +75,6 @@ class ChunkReads:
         return len(self.rows)
 
     def take(self, positions: Int64s) -> ChunkReads:
-        """Some of them."""
         return replace(
             self,
             rows=self.rows[positions],
@@ -106,12 +92,6 @@ def read_chunks(
     report: Callable[[int], None],
 ) -> None:
     """Fill the rows of all reads.
-
-    Args:
-        reads: where the chunks lie.
-        filler: of the plan.
-        below: reads the files of the checkpoint.
-        report: called with the number of bytes that have arrived since the last call.
 
     Raises:
         CorruptCheckpointError: if a file is missing or too short.
@@ -190,11 +170,7 @@ def read_extent(extent: Extent, key: str) -> bytes:
 
 
 def read_part(extent: Extent, key: str, window: Window, target: Array, most_bytes: int) -> None:
-    """Read a window of a chunk, see ``read_window``.
-
-    Raises:
-        CorruptCheckpointError: if the file is missing or too short; names ``key``.
-    """
+    """Read a window of a chunk, see ``read_window``."""
     with _opened_extent(extent, key) as file:
         read_window(file, extent.offset, window, target, most_bytes)
 
@@ -216,17 +192,18 @@ def _opened(
             file.require(end, is_all=is_all)
             yield file
     except FileNotFoundError as error:
-        raise _corrupt(path, key, "a chunk is missing") from error
+        raise damaged(path, key, "a chunk is missing") from error
     except WrongSizeError as error:
         problem = (
             "a chunk has the wrong size" if is_all else "the file that holds a chunk ends before it"
         )
         details = {"expected": f"{end} bytes", "found": error.found}
-        raise _corrupt(path, key, problem, **details) from error
+        raise damaged(path, key, problem, **details) from error
     except EOFError as error:
-        raise _corrupt(path, key, str(error)) from error
+        raise damaged(path, key, str(error)) from error
 
 
-def _corrupt(path: str, key: str, problem: str, **details: Any) -> CorruptCheckpointError:
+def damaged(path: str, key: str, problem: str, **details: Any) -> CorruptCheckpointError:
+    """The error about a stored value that is lost or not what it must be."""
     finding = Finding(problem, key, path=path, **details)
     return CorruptCheckpointError("the checkpoint is damaged", [finding])

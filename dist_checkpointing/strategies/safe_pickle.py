@@ -158,10 +158,7 @@ def serialize(value: object, what: str) -> bytes:
 def deserialize(content: bytes, where: str, *, trusted: bool = False) -> Any:
     """The value that ``torch.save`` wrote as bytes, with its tensors on the CPU.
 
-    Args:
-        content: the bytes.
-        where: name of their file, or key in a store, for messages.
-        trusted: unpickle anything, which lets the bytes run any code.
+    Messages say ``where`` they come from. With ``trusted`` the bytes may run any code.
 
     Raises:
         UnsupportedFormatError: if it needs a class or function that is not on the allow-list.
@@ -179,16 +176,9 @@ def deserialize_file(
 ) -> Any:
     """The value in a file of ``torch.save``, with its tensors on the CPU.
 
-    Args:
-        path: the file.
-        trusted: unpickle anything, which lets the file run any code.
-        maps_file: leave the values of tensors in the file, which must not change meanwhile. Files
-            in the format of before PyTorch 1.6 do not allow that.
-        stand_ins: classes of plain data to make in place of named ones, unless it is trusted.
-
-    Raises:
-        UnsupportedFormatError: if it needs a class or function that is not on the allow-list.
-        CorruptCheckpointError: if the file is damaged.
+    With ``trusted`` the file may run any code; else classes of plain data stand in for those that
+    ``stand_ins`` names. A mapped file keeps the values of tensors, and must not change meanwhile;
+    files of before PyTorch 1.6 do not allow that.
     """
     return _load(str(path), str(path), trusted=trusted, maps_file=maps_file, stand_ins=stand_ins)
 

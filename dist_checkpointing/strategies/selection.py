@@ -44,11 +44,8 @@ def select_strategy(
 ) -> Any:
     """The strategy for what a caller passed.
 
-    Args:
-        action: What the strategy is for.
-        selection: Backend name, (name, version), a strategy, or None.
-        default: The (name, version) that None means, and that the name alone means. By default
-            the default backend, and for a name its newest version.
+    ``default`` is the (name, version) that None means, and that the name alone means. By default it
+    is the default backend, and for a name its newest version.
 
     Raises:
         StrategyNotFoundError: if nothing provides it.
@@ -74,11 +71,7 @@ def select_strategy(
 
 
 def _require_complete(strategy: Any) -> None:
-    """Refuse a class that is not finished now, and not in the middle of a save.
-
-    Raises:
-        CheckpointingException: with the class and what it lacks.
-    """
+    """Refuse a class that is not finished now, and not in the middle of a save."""
     if isinstance(strategy, SaveStrategyBase):
         for name in ("backend", "version"):
             if not hasattr(strategy, name):
@@ -101,8 +94,6 @@ def handles_objects(strategy: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadStrategies:
-    """The strategies that read one checkpoint."""
-
     config: CheckpointingConfig
     sharded: LoadShardedStrategy
     common: LoadCommonStrategy
@@ -134,12 +125,7 @@ def open_checkpoint(
 def common_reader(
     config: CheckpointingConfig, common_strategy: Selection[LoadCommonStrategy] = None
 ) -> LoadCommonStrategy:
-    """The strategy for the common state alone, which needs no sharded backend.
-
-    Raises:
-        StrategyNotFoundError: if no strategy reads it.
-        UnsupportedFormatError: if the strategy that the caller chose does not read it.
-    """
+    """The strategy for the common state alone, which needs no sharded backend."""
     backend, version = config.common_backend, config.common_backend_version
     common: LoadCommonStrategy = select_strategy(
         StrategyAction.LOAD_COMMON, common_strategy, (backend, version)

@@ -34,11 +34,7 @@ class BadRecord(ValueError):
 
 
 def entries(read: Read, length: int) -> dict[str, tuple[int, int]]:
-    """``(start, size)`` of each entry, by its name below the folder of the archive.
-
-    Raises:
-        BadRecord: if it is not an archive, or damaged.
-    """
+    """``(start, size)`` of each entry, by its name below the folder of the archive."""
     where, size, count = _find_directory(read, length)
     directory = read(where, size)
     found: dict[str, tuple[int, int]] = {}

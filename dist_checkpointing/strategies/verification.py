@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,12 +25,11 @@ from dist_checkpointing.format.byte_sizes import in_batches
 from dist_checkpointing.format.checksums import (
     CHECKSUMS_NAME,
     ChecksumTable,
-    StoredObject,
     StoredPart,
     checksum,
     checksum_files,
     checksum_of_bytes,
-    joined,
+    concatenate_tables,
     read_table,
 )
 from dist_checkpointing.format.gc_pause import paused_collector
@@ -48,8 +47,7 @@ from dist_checkpointing.storage.driver import read
 from dist_checkpointing.storage.progress import Meter
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadCommonStrategy, LoadShardedStrategy
-from dist_checkpointing.strategies.filled_parts import Filled, split_filled
-from dist_checkpointing.strategies.filled_rows import FilledRows, filled_rows
+from dist_checkpointing.strategies.filled_parts import Filled, FilledRows, filled_rows, split_filled
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy
 from dist_checkpointing.strategies.selection import handles_objects
 
@@ -58,21 +56,9 @@ logger: logging.Logger = logging.getLogger(__name__)
 _ALIGNMENT_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What one rank loads.
-
-    Attributes:
-        tensors: Shards that are wanted. Those with memory are filled with what is stored.
-        objects: Cells of sharded objects that are wanted.
-    """
-
-    tensors: WantedLeaves
-    objects: Sequence[ShardedObject]
-
-
 def verify_wanted(
-    wanted: Wanted,
+    wanted: WantedLeaves,
+    objects: Sequence[ShardedObject],
     strategy: LoadShardedStrategy,
     common: LoadCommonStrategy,
     checkpoint_dir: Location,
@@ -85,17 +71,8 @@ def verify_wanted(
 
     Stored parts that fill memory of the wanted tensors are only looked up: the load reads them, and
     ``verify_filled`` compares them then. All other ones are read here. Without memory, that is
-    everything.
-
-    Args:
-        wanted: what this rank loads.
-        strategy: reads tensors.
-        common: reads the common state.
-        checkpoint_dir: folder of the checkpoint.
-        index: Index of the checkpoint; None for strategies that are not made of a reader.
-        seal: Seal of the checkpoint; None if it has no seal. Only tensors can be verified then.
-        meter: counts what is read.
-        reader: StorageReader of a planned strategy; used for everything.
+    everything. Without a seal only tensors can be verified. A strategy that is not made of a reader
+    has neither index nor reader.
 
     Returns:
         The parts that are left to be compared after the load has read them.
@@ -107,50 +84,50 @@ def verify_wanted(
         StateMismatchError: if objects are wanted that are not stored, or in another grid.
         OSError: if the file system, and not the checkpoint, fails.
     """
-    tensors = wanted.tensors.tensors
-    keys = dict.fromkeys(tensors.keys)
+    keys = dict.fromkeys(wanted.tensors.keys)
     planned = strategy if isinstance(strategy, PlannedLoadStrategy) else None
     findings: list[Finding] = []
     filled = Filled()
     has_objects = handles_objects(strategy)
-    by_common = [] if has_objects else wanted.objects
+    by_common = [] if has_objects else objects
     if seal is None or seal.is_open:
         logger.warning(
             "%s %s: the common state and sharded objects in files are not verified",
             checkpoint_dir,
             "has no seal" if seal is None else "has an open seal, as a removal was cut off",
         )
-        table = joined(read_table(path) for path in checksum_files(checkpoint_dir))
+        table = concatenate_tables(read_table(path) for path in checksum_files(checkpoint_dir))
     else:
         names = [*common.file_names(by_common, checkpoint_dir)]
         # A file that was saved and is gone has been lost, and was not only asked for by mistake.
         files = (f"{leaf.unique_key}.pt" for leaf in by_common)
         names += [name for name in files if name in seal.files and name not in names]
-        if reader is not None and (keys or (has_objects and wanted.objects)):
+        if reader is not None and (keys or (has_objects and objects)):
             names += reader.describing_names(keys)
-        tables = seal.tables_with([*keys, *(leaf.key for leaf in wanted.objects)])
+        tables = seal.tables_with([*keys, *(leaf.key for leaf in objects)])
         findings += check_config(seal, checkpoint_dir)
         findings += check_files(seal, checkpoint_dir, [*names, *tables])
         if findings:
             raise CorruptCheckpointError("stored data is not what was saved", findings)
-        table = joined(read_table(checkpoint_dir / name) for name in tables)
+        table = concatenate_tables(read_table(checkpoint_dir / name) for name in tables)
+    has_parts = any((own.is_object == 0).any() for own in table.columns)
     has_values = index is None or any(0 not in index[k].global_shape for k in keys if k in index)
-    if keys and (planned is None or index is None or (has_values and not table.has_parts)):
+    if keys and (planned is None or index is None or (has_values and not has_parts)):
         finding = Finding(
             "no checksums were kept when it was saved", path=str(checkpoint_dir / CHECKSUMS_NAME)
         )
         raise UnsupportedFormatError("the checkpoint cannot be verified", [finding])
     if planned is not None and index is not None and reader is not None:
-        filled, others, uncovered = _looked_up(table, wanted.tensors, index)
+        filled, others, uncovered = _looked_up(table, wanted, index)
         findings += uncovered
         findings += damage_of(others, planned, reader, index, meter)
-        if seal is not None and has_objects and wanted.objects:
-            misfitting = [finding for leaf in wanted.objects for finding in misfits(leaf, index)]
+        if seal is not None and has_objects and objects:
+            misfitting = [finding for leaf in objects for finding in misfits(leaf, index)]
             if misfitting and not findings:
                 message = "the checkpoint does not hold what is wanted"
                 raise StateMismatchError(message, misfitting)
             set_up_reader(reader, index, rank=0, world_size=1)
-            cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in wanted.objects]
+            cells = [(leaf.key, tuple(leaf.global_offset)) for leaf in objects]
             findings += damage_of_objects(cells, table.objects, reader)
     if findings:
         raise CorruptCheckpointError("stored data is not what was saved", findings)
@@ -192,16 +169,10 @@ def not_covered(stored: StoredTensor, checked: Sequence[StoredPart]) -> list[Fin
 
 
 def damage_of_objects(
-    cells: Iterable[tuple[str, Ints]], known: Iterable[StoredObject], reader: StorageReader
+    cells: Iterable[tuple[str, Ints]], known: Iterable[StoredPart], reader: StorageReader
 ) -> list[Finding]:
-    """Compare the bytes of objects that lie among the tensors with their checksums.
-
-    Args:
-        cells: key and cell of each object.
-        known: their checksums.
-        reader: StorageReader of the checkpoint, set up.
-    """
-    digests = {(row.key, row.cell): row.digest for row in known}
+    """Compare the bytes of objects that lie among the tensors with their checksums."""
+    digests = {(row.key, row.box.offset): row.digest for row in known}
     findings = []
     for key, cell in cells:
         expected = digests.get((key, cell))

@@ -1,18 +1,72 @@
-"""Windows of raw values, copied out of memory or read out of a file."""
+"""Values copied out of memory or read out of a file: windows of them, and many small ones."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import mmap
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.filesystem.ranged_reads import OpenFile
+from dist_checkpointing.filesystem.ranged_reads import OpenFile, pread
 from dist_checkpointing.format.geometry import Box, Window, ravel_offset
+from dist_checkpointing.planning.shard_table import Int64s
+
+_MOST_BUFFERS: Final = 1024
+"""IOV_MAX of Linux and macOS."""
+_MOST_SIZES: Final = 64
+_LEAST_A_READ: Final = 8
+
+
+def buffers_of(sizes: Int64s) -> dict[int, Callable[[int], Any]] | None:
+    """What makes a buffer of each size at an address; None for too many sizes.
+
+    A size costs as much as a hundred buffers, because it is a type.
+    """
+    kinds = np.unique(sizes).tolist()
+    if len(kinds) > _MOST_SIZES:
+        return None
+    return {size: (ctypes.c_ubyte * size).from_address for size in kinds}
+
+
+def read_scattered(descriptor: int, starts: Int64s, sizes: Int64s, addresses: Int64s) -> bool:
+    """Read values of a file, in its order, to addresses; False if they are too scattered.
+
+    Raises:
+        EOFError: If the file ends before.
+    """
+    is_apart = starts[1:] != starts[:-1] + sizes[:-1]
+    firsts = np.r_[0, np.flatnonzero(is_apart) + 1]
+    makers = buffers_of(sizes)
+    if makers is None or len(firsts) > 1 + len(starts) // _LEAST_A_READ:
+        return False
+    ends = np.r_[firsts[1:], len(starts)]
+    places, lengths = addresses.tolist(), sizes.tolist()
+    for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+        for begin in range(first, end, _MOST_BUFFERS):
+            rows = slice(begin, min(begin + _MOST_BUFFERS, end))
+            own = zip(lengths[rows], places[rows], strict=True)
+            buffers = [makers[size](address) for size, address in own]
+            position, expected = int(starts[begin]), int(sizes[rows].sum())
+            count = os.preadv(descriptor, buffers, position)
+            if count != expected:
+                _read_rest(descriptor, buffers, position, count)
+    return True
+
+
+def _read_rest(descriptor: int, buffers: list[Any], position: int, count: int) -> None:
+    """Read what a short read has left out, buffer by buffer."""
+    for buffer in buffers:
+        array = np.frombuffer(buffer, dtype=np.uint8)
+        if count < len(array):
+            pread(descriptor, array[count:], position + count)
+        count, position = max(0, count - len(array)), position + len(array)
+
 
 Array = npt.NDArray[Any]
 
@@ -39,14 +93,10 @@ def copy_window(values: Array, window: Window, target: Array) -> None:
 def read_window(
     file: OpenFile, start: int, window: Window, target: Array, most_copied: int | None
 ) -> None:
-    """Read a window of raw values out of an open file, which must be long enough.
+    """Read a window of raw values out of an open file, in which they begin at byte ``start``.
 
-    Args:
-        file: to read.
-        start: of the values, in bytes.
-        window: to read.
-        target: an array of the window's box shape, any strides, whose dtype numpy itself knows.
-        most_copied: bytes of memory for what cannot be read in place; None to map the file.
+    The target may have any strides, and a dtype that numpy itself knows. What cannot be read in
+    place takes at most ``most_copied`` bytes of memory; if that is None, the file is mapped.
 
     Raises:
         EOFError: if the file has become shorter.
@@ -81,12 +131,6 @@ def axes_apart(
 
     What is read of a file in buffers is at most 1.1 times of what is wanted where the contiguous
     runs have 4 KiB or more, and at most 16 KiB more for each run of fewer bytes.
-
-    Args:
-        window: with elements.
-        itemsize: bytes of an element.
-        maps_files: whether files are mapped.
-        most_gap: bytes between runs that are read over; by default what local files call for.
 
     Returns:
         The number of leading axes along which parts are read one by one, each from its first
@@ -135,15 +179,7 @@ def _read_runs(
 def _copy_mapped(
     descriptor: int, start: int, window: Window, target: Array, *, reads_around: bool = True
 ) -> None:
-    """Copy a window out of a mapped file.
-
-    Args:
-        descriptor: of the file.
-        start: of the values, in bytes.
-        window: to copy.
-        target: an array of the window's box shape.
-        reads_around: whether the pages around those that are wanted may be read from the disk.
-    """
+    """Copy a window of values out of a mapped file, reading around it from the disk or not."""
     first, num_bytes = _span(window, target.itemsize)
     first += start
     # Linux maps a huge page of its cache at once, but only if all of it may be seen.

@@ -13,9 +13,9 @@ from dist_checkpointing.filesystem.disk_names import disk_name, disk_names
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import Index, Pieces, StoredTensor
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.pieces import Pieces, padded_rows
 from dist_checkpointing.planning.read_table import ReadTable, stored_ranges
-from dist_checkpointing.planning.segments import padded, padded_rows
 from dist_checkpointing.planning.shard_table import Int32s, Int64s, ShardTable
 
 METADATA_NAME = "zarr.json"
@@ -30,12 +30,7 @@ def chunk_name(index: Ints) -> str:
 
 
 def piece_name(offset: Sequence[int], start: int) -> str:
-    """Name of the array that holds one piece of a tensor without chunk grid.
-
-    Args:
-        offset: of the box of the piece.
-        start: of its flattened range; -1 where there is none.
-    """
+    """Name of the array that holds one piece; ``start`` is that of its flattened range, or -1."""
     name = ".".join(("piece", *map(str, offset)))
     return name if start < 0 else f"{name}-{start}"
 
@@ -50,13 +45,8 @@ def chunk_keys(
 ) -> list[str]:
     """Paths below the checkpoint of many chunks and pieces, as columns of a table of a plan.
 
-    Args:
-        index: what is stored.
-        names: keys; the others are positions in it.
-        keys: key of each chunk.
-        ndim: number of axes of its tensor.
-        offsets: ``[chunks, axes]``, offset of the chunk, or of the box of the piece.
-        flat_starts: start of the flattened range of a piece, -1 where there is none.
+    Offsets are those of the chunks, or of the boxes of the pieces, ``[chunks, axes]``; the start of
+    a flattened range is -1 where there is none.
     """
     place, width = keys.tolist(), offsets.shape[1]
     used = np.flatnonzero(np.bincount(keys, minlength=len(names)))
@@ -64,9 +54,8 @@ def chunk_keys(
     used_names = names if is_all else [names[position] for position in used.tolist()]
     _, chunk_shapes = index.shapes_of(used_names)
     shapes = [shape or () for shape in chunk_shapes]
-    own_ndim = np.fromiter(map(len, shapes), dtype=np.int32, count=len(shapes))
     chunks = np.ones((len(names), width), dtype=np.int64)
-    chunks[used] = padded(padded_rows(shapes, own_ndim, 1), width, 1)[:, :width]
+    chunks[used] = padded_rows(shapes, 1, width)[:, :width]
     has_grid = np.zeros(len(names), dtype=np.bool_)
     has_grid[used] = [shape is not None for shape in chunk_shapes]
     own_names = disk_names(used_names)
@@ -113,7 +102,6 @@ def array_json(
     codecs: Sequence[Node] = (),
     attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Node:
-    """``zarr.json`` of an array."""
     to_bytes: dict[str, Any] = {"name": "bytes"}
     if dtype.itemsize > 1:
         to_bytes["configuration"] = {"endian": "little"}
@@ -173,7 +161,6 @@ def top_node(tensor: StoredTensor, codecs: Sequence[Node] = ()) -> Node:
 
 
 def group_json(attributes: Mapping[str, Any]) -> Node:
-    """``zarr.json`` of a group."""
     return {"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)}
 
 

@@ -116,7 +116,7 @@ def test_a_right_state_is_not_looked_at_one_by_one() -> None:
     flat = ShardedTensor.from_rank_offsets_flat(
         "f", torch.zeros(3), (4, 6), (0, 0, 7), prepend_axis_num=1, flattened_range=slice(2, 5)
     )
-    with patch.object(module, "_add", side_effect=AssertionError):
+    with patch.object(module, "_row", side_effect=AssertionError):
         table = describe([*leaves, flat], 1)
     assert table.key_column == ["a", "o", "b", "f"]
     assert table.shapes[3].tolist() == [1, 4, 6]

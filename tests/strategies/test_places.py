@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dist_checkpointing.errors import CorruptCheckpointError
-from dist_checkpointing.strategies.tensorstore.places import Places
+from dist_checkpointing.strategies.tensorstore.reader import Places
 from ocdbt_databases import contents, store, write
 
 VALUES = {b"layers.%d.w/c.0" % i: bytes([i % 251]) * (1 + i % 40) for i in range(700)}

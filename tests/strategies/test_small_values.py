@@ -14,7 +14,7 @@ from dist_checkpointing import ShardedTensor, load, save
 from dist_checkpointing.errors import CheckpointingException
 from dist_checkpointing.format.checksums import checksum, checksums_at
 from dist_checkpointing.strategies import filled_parts
-from dist_checkpointing.strategies.scattered import read_scattered
+from dist_checkpointing.strategies.windows import read_scattered
 
 
 def _addresses(arrays: list[Any]) -> Any:

@@ -76,7 +76,6 @@ class Body:
         return np.frombuffer(self.take(count * kind.itemsize), dtype=kind)
 
     def take(self, num_bytes: int) -> bytes:
-        """So many bytes."""
         stop = self.position + num_bytes
         if stop > len(self.data):
             raise Malformed(f"{num_bytes} bytes from {self.position} run over the end")
@@ -110,11 +109,7 @@ def _joined_digits(data: npt.NDArray[np.uint8], stops: I64) -> U64:
 
 
 def total(lengths: I64, most: int, what: str) -> int:
-    """The sum of lengths, each of at most 32 bits or with a sum that cannot overflow.
-
-    Raises:
-        Malformed: if it is above ``most``.
-    """
+    """The sum of lengths, each of at most 32 bits or with a sum that cannot overflow."""
     if len(lengths) and (int(lengths.max()) > most or int(lengths.sum()) > most):
         raise Malformed(f"{what} take more than {most} bytes")
     return int(lengths.sum())

@@ -40,15 +40,7 @@ _LEVEL: Final = struct.Struct("<i")
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """The node where a tree begins.
-
-    Attributes:
-        height: 0 for a leaf.
-        file: File that holds it.
-        offset: Offset of its first byte.
-        length: Number of its bytes.
-        statistics: Statistics of the whole tree.
-    """
+    """The node where a tree begins, and the statistics of the whole tree."""
 
     height: int
     file: FileRef
@@ -59,13 +51,9 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a manifest says.
+    """What a manifest says: its settings, encoded, and the root of its newest version, if any.
 
-    Attributes:
-        config: The settings, encoded, without the kind of the manifest.
-        is_numbered: Whether other manifests, with numbers, say where trees begin.
-        generation: Generation of the newest version; 0 if there is none.
-        root: Root of the newest version; None if nothing is in it.
+    If it is numbered, other manifests, with numbers, say where trees begin.
     """
 
     config: bytes
@@ -101,11 +89,7 @@ def encode(root: Root | None) -> bytes:
 
 
 def decode(record: bytes) -> Manifest:
-    """What the bytes of a manifest say.
-
-    Raises:
-        Malformed: if they are not a manifest.
-    """
+    """What the bytes of a manifest say."""
     body = Body(opened(MANIFEST, record))
     identity = body.take(16)
     kind = body.take(1)[0]

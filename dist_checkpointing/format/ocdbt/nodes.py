@@ -33,12 +33,7 @@ _OBJECT_BYTES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class FileRef:
-    """A file that a record refers to.
-
-    Attributes:
-        path: Path relative to the database, with ``/``.
-        folder: Folder that paths in a node in the file are relative to; "" or ends in ``/``.
-    """
+    """A file that a record refers to, and the folder that paths in its nodes are relative to."""
 
     path: str
     folder: str
@@ -46,37 +41,23 @@ class FileRef:
 
 @dataclass(frozen=True, slots=True)
 class Extents:
-    """Where some values or nodes lie, as columns.
-
-    Attributes:
-        file: Position in a list of files.
-        offset: Offsets of the first bytes.
-        length: Numbers of bytes.
-    """
+    """Where values or nodes lie, as columns; ``file`` is a position in a list of files."""
 
     file: I64
     offset: I64
     length: I64
 
     def rows(self, rows: slice | I64) -> Extents:
-        """Some of them."""
         return Extents(self.file[rows], self.offset[rows], self.length[rows])
 
     @property
     def columns(self) -> tuple[I64, I64, I64]:
-        """The columns, in their order."""
         return self.file, self.offset, self.length
 
 
 @dataclass(frozen=True, slots=True)
 class TreeStatistics:
-    """What lies below a node, and in it.
-
-    Attributes:
-        num_keys: Keys in the leaves.
-        num_tree_bytes: Encoded sizes of all nodes.
-        num_value_bytes: Sizes of all values outside the tree.
-    """
+    """What lies below a node, and in it: keys, encoded nodes, and values outside of the tree."""
 
     num_keys: int
     num_tree_bytes: int
@@ -85,15 +66,11 @@ class TreeStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A node at the bottom.
+    """A node at the bottom: whole keys, sorted, the extents of their values, and files that hold
+    them.
 
-    Attributes:
-        keys: Whole keys, sorted.
-        files: Files that hold values.
-        extents: Extents of the values; ``file`` is -1 for a value in the node itself, whose
-            ``offset`` counts from the first byte of ``inline``.
-        inline: Values in the node.
-        num_bytes: About the memory that it takes.
+    The file of a value in the node itself is -1, and its offset counts from the first byte of
+    ``inline``. The node takes about ``num_bytes`` of memory.
     """
 
     keys: Sequence[bytes]
@@ -105,15 +82,10 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Interior:
-    """A node above others.
+    """A node above others: extents of the children, and files that hold them.
 
-    Attributes:
-        keys: Lower bounds of the keys below each child, whole, sorted.
-        prefixes: Number of bytes of its lower bound with which all keys below a child begin.
-        files: Files that hold children.
-        extents: Extents of the children.
-        num_keys: Number of keys below each child.
-        num_bytes: About the memory that it takes.
+    Keys are lower bounds of those below each child, whole, sorted; ``prefixes`` are how many bytes
+    of its lower bound all keys below a child begin with.
     """
 
     keys: Sequence[bytes]
@@ -196,16 +168,9 @@ def _strings(shared: I64, rest: I64, body: Body, first: bytes) -> list[bytes]:
 
 
 def decode(record: bytes, height: int, folder: str, prefix: bytes) -> Leaf | Interior:
-    """The node that a record says.
+    """The node of this height that a record says.
 
-    Args:
-        record: all its bytes.
-        height: that the node must have.
-        folder: what paths in it are relative to.
-        prefix: what all its keys begin with.
-
-    Raises:
-        Malformed: if it is not that.
+    Paths in it are relative to ``folder``, and all its keys begin with ``prefix``.
     """
     body = Body(opened(NODE, record))
     if body.take(1) != bytes([height]):
@@ -271,12 +236,8 @@ def encode_leaf(
 ) -> bytes:
     """The record of a leaf whose values are all outside of the tree.
 
-    Args:
-        keys: whole, sorted.
-        shared: what each has in common with the one before it.
-        cut: bytes at the beginning of all keys that the node above knows.
-        files: Table of data files; ``extents`` holds positions in it.
-        extents: of the values.
+    Keys are whole and sorted. Each has ``shared`` bytes in common with the one before it, and the
+    node above knows the first ``cut`` of all.
     """
     used, file = np.unique(extents.file, return_inverse=True)
     columns = [
@@ -301,14 +262,8 @@ def encode_interior(
 ) -> bytes:
     """The record of a node whose children all lie in one file.
 
-    Args:
-        height: above 0.
-        keys: lower bounds, whole, sorted.
-        cut: bytes at the beginning of all keys that the node above knows.
-        prefixes: Number of bytes of its lower bound with which all keys below a child begin.
-        path: of the file.
-        extents: Extents of the children.
-        below: statistics of the children.
+    Keys are lower bounds, whole and sorted, of which the node above knows the first ``cut`` bytes.
+    All keys below a child begin with ``prefixes`` bytes of its own.
     """
     statistics: Columns = [
         [row.num_keys for row in below],

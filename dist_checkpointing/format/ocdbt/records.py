@@ -30,7 +30,6 @@ _ID_BYTES: Final = (0, 1, 2, 4)
 
 
 def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
-    """The record of a body."""
     method = _RAW
     if compressed and len(body) >= _WORTH_COMPRESSING:
         from numcodecs import zstd  # noqa: PLC0415 - it takes longer than to read small databases
@@ -43,11 +42,6 @@ def sealed(magic: int, body: bytes, *, compressed: bool) -> bytes:
 
 
 def opened(magic: int, record: bytes) -> bytes:
-    """The body of a record.
-
-    Raises:
-        Malformed: if it is damaged, or no record of this kind.
-    """
     if len(record) < _HEAD_BYTES + _CHECKSUM.size or _HEAD.unpack_from(record) != (magic,):
         raise Malformed(f"no record of kind {magic:#010x}")
     if _LENGTH.unpack_from(record, _HEAD.size) != (len(record),):

@@ -80,18 +80,13 @@ class _Found:
     inline: dict[int, bytes] = field(default_factory=dict)
 
     def number(self, file: FileRef) -> int:
-        """Position of a file."""
         return self.files.setdefault(file.path, len(self.files))
 
 
 class Tree:
     """The tree of keys of the newest version of a database, as it is when this is made.
 
-    Several threads may ask.
-
-    Args:
-        folder: of the database.
-        keeps_nodes: whether a node that was read is remembered.
+    Several threads may ask. With ``keeps_nodes`` a node that was read is remembered.
 
     Attributes:
         num_keys: Number of its keys.
@@ -113,7 +108,10 @@ class Tree:
         root = _newest_root(folder)
         self._tree_bytes = 0 if root is None else root.statistics.num_tree_bytes
         self.num_keys: int = 0 if root is None else root.statistics.num_keys
-        self._root = None if root is None else _place_of(root)
+        self._root = None
+        if root is not None:
+            place = (root.file, root.offset, root.length, root.height)
+            self._root = _NodeRef(*place, b"", b"", None, self.num_keys)
 
     def all(self) -> tuple[list[bytes], Values]:
         """Every key, sorted, and where its value is."""
@@ -254,11 +252,7 @@ class Tree:
         return node
 
     def _read_at(self, name: str, offset: int, length: int) -> bytes:
-        """The bytes of a node.
-
-        Raises:
-            Malformed: if they are not there.
-        """
+        """The bytes of a node."""
         if length > MOST_BODY_BYTES:
             raise Malformed(f"it has {length} bytes")
         try:
@@ -289,11 +283,6 @@ def _joined(parts: Sequence[Extents]) -> Extents:
     if not parts:
         return _NOTHING.rows(slice(0))
     return Extents(*(np.concatenate(c) for c in zip(*(p.columns for p in parts), strict=True)))
-
-
-def _place_of(root: Root) -> _NodeRef:
-    held = root.statistics.num_keys
-    return _NodeRef(root.file, root.offset, root.length, root.height, b"", b"", None, held)
 
 
 def _children(place: _NodeRef, node: Interior) -> list[_NodeRef]:

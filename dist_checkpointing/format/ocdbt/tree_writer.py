@@ -25,14 +25,7 @@ _INTERIOR_ENTRY_BYTES = 56
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """The nodes of one height.
-
-    Attributes:
-        keys: First key of each.
-        prefixes: Number of bytes that all keys below each have in common.
-        extents: Extents of the nodes.
-        statistics: Statistics of the nodes.
-    """
+    """The nodes of one height, and how many bytes all keys below each have in common."""
 
     keys: Sequence[bytes]
     prefixes: I64
@@ -43,14 +36,9 @@ class _Level:
 def encode_tree(
     keys: Sequence[bytes], files: Sequence[str], extents: Extents, path: str, offset: int = 0
 ) -> tuple[list[bytes], Root | None]:
-    """The nodes of a tree.
+    """The nodes of a tree of sorted keys.
 
-    Args:
-        keys: sorted, each once.
-        files: paths relative to the database.
-        extents: of the values of the keys; ``file`` is a position in ``files``.
-        path: of the file in which the nodes will lie one after the other.
-        offset: of the first node in it.
+    The nodes will lie one after the other in the file at ``path``, the first at ``offset``.
 
     Returns:
         The nodes, and what the manifest says of the last one; nothing and None without keys.

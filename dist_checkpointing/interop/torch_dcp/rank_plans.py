@@ -15,7 +15,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.planning import DefaultSavePlanner, LocalPlans, SavePlan
 from dist_checkpointing.planning.layout import Layout
 from dist_checkpointing.planning.plan_save import checked_plans
-from dist_checkpointing.planning.shard_table import TableRows
+from dist_checkpointing.planning.shard_table import ShardRow, table_of_rows
 from dist_checkpointing.storage.driver import Written
 from dist_checkpointing.storage.protocol import StorageWriter
 
@@ -115,22 +115,16 @@ def make_rank_plans(
 
 
 def _announced(plan: dcp.SavePlan, rank: int) -> SavePlan:
-    rows = TableRows()
+    rows = []
     for position, item in enumerate(plan.items):
         data = item.tensor_data
         if data is None:
             continue
-        rows.add(
-            key=item.index.fqn,
-            dtype=dtypes.from_torch(data.properties.dtype, key=item.index.fqn).name,
-            global_shape=tuple(data.size),
-            offset=tuple(data.chunk.offsets),
-            shape=tuple(data.chunk.sizes),
-            flat=None,
-            main=True,  # DCP has chosen among replicas
-            source=position,
-        )
-    return SavePlan(rows.table(rank))
+        dtype = dtypes.from_torch(data.properties.dtype, key=item.index.fqn).name
+        place = (tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+        # All are main replicas: DCP has chosen among them.
+        rows.append(ShardRow(item.index.fqn, dtype, *place, None, main=True, source=position))
+    return SavePlan(table_of_rows(rank, rows))
 
 
 def check_complete(

@@ -25,7 +25,7 @@ from dist_checkpointing.mapping.nesting import Path, Position
 from dist_checkpointing.planning import DefaultLoadPlanner, LoadPlan
 from dist_checkpointing.planning.balance import share_out
 from dist_checkpointing.planning.read_table import ReadTable
-from dist_checkpointing.planning.shard_table import Bools, Int64s
+from dist_checkpointing.planning.shard_table import Bools
 from dist_checkpointing.storage.calls import result_of, set_up_reader
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.fully_parallel.sharing import aligned, identities_of, numbered
@@ -37,14 +37,8 @@ _HEAD = struct.Struct("<QQQ?")
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A part of a block that a rank wants.
-
-    Attributes:
-        rank: The rank.
-        row: The row of that rank.
-        box: The part, in the array of the chunk.
-    """
+class WantedSlice:
+    """A part of a block, in the array of the chunk, that a row of a rank wants."""
 
     rank: int
     row: int
@@ -53,21 +47,17 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a chunk that one rank reads.
+    """A part of a chunk, in its array, that one rank reads.
 
-    Attributes:
-        row: A row of the reader, with the chunk.
-        box: The part, in the array of the chunk.
-        itemsize: Bytes of an element as stored.
-        cuts: What ranks want of it; on other ranks than the reader, what this rank wants.
+    The row is one of the reader. The cuts are what ranks want; on other ranks, what this one wants.
     """
 
     row: int
     box: Box
     itemsize: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[WantedSlice, ...]
 
-    def num_bytes(self, cut: Cut) -> int:
+    def num_bytes(self, cut: WantedSlice) -> int:
         """Bytes that a cut takes in a message."""
         return aligned(cut.box.num_elements * self.itemsize)
 
@@ -83,12 +73,8 @@ class Block:
 class Cuts:
     """How the ranks of a group read chunks of which they want different cuts.
 
-    Attributes:
-        own: ``[rows]``, which rows of this rank are read so.
-        chunks: For each rank, what the rank reads.
-        max_bytes: The most that a rank reads at a time.
-        is_cuttable: Whether chunks may be read in parts. A part of an encoded chunk costs as much
-            as the chunk.
+    ``own`` are the rows of this rank that are read so. A part of an encoded chunk costs as much as
+    the chunk, which then is not cuttable.
     """
 
     own: Bools
@@ -116,14 +102,7 @@ class Cuts:
 
 
 def pack_cuts(table: ReadTable, index: Index, buffer_bytes: int, min_shared_bytes: int) -> bytes:
-    """What one rank wants, as bytes for ``share_cuts``.
-
-    Args:
-        table: what the rank wants; no objects.
-        index: what the checkpoint holds.
-        buffer_bytes: memory that passing on may take on this rank.
-        min_shared_bytes: see ``share_cuts``.
-    """
+    """What one rank wants, without objects, as bytes for ``share_cuts``."""
     width = table.lengths.shape[1]
     rows = np.empty(len(table), dtype=_row(width))
     digests = b"".join(map(xxhash.xxh3_128_digest, identities_of(table)))
@@ -146,10 +125,6 @@ def share_cuts(packed: Sequence[bytes], rank: int) -> Cuts | None:
     A chunk is read together if the cuts make up nearly all of what must be read for them, and one
     of them is not one run of bytes. Chunks with fewer bytes than ``min_shared_bytes`` in all are
     left to the ranks.
-
-    Args:
-        packed: what each rank wants.
-        rank: this one.
     """
     heads = [_HEAD.unpack_from(data) for data in packed]
     width = max(head[0] for head in heads)
@@ -175,10 +150,14 @@ def share_cuts(packed: Sequence[bytes], rank: int) -> Cuts | None:
     ]
     if not chosen or sum(sizes) < max(head[2] for head in heads):
         return None
-    readers = _readers([np.unique(ranks[unit]) for unit, _ in chosen.values()], sizes, len(packed))
+    holders = [np.unique(ranks[unit]) for unit, _ in chosen.values()]
+    starts, loads = np.cumsum([0, *map(len, holders)]), np.zeros(len(packed), dtype=np.int64)
+    parts = np.arange(len(sizes))
+    holding = np.concatenate(holders)
+    readers = holding[share_out(holding, starts, parts, np.array(sizes), loads)].tolist()
     chunks: list[list[Block]] = [[] for _ in packed]
     for (unit, hull), reader in zip(chosen.values(), readers, strict=True):
-        wanted = [Cut(int(ranks[m]), int(own_rows[m]), _box(rows[m])) for m in unit]
+        wanted = [WantedSlice(int(ranks[m]), int(own_rows[m]), _box(rows[m])) for m in unit]
         row = next(cut.row for cut in wanted if cut.rank == reader)
         cuts = tuple(cut for cut in wanted if rank in (reader, cut.rank))
         chunks[reader].append(Block(row, hull, int(rows["itemsize"][unit[0]]), cuts))
@@ -223,15 +202,6 @@ def _hull(rows: Any) -> Box | None:
     return None if len(boxes) < 2 or hull.num_elements > _MOST_READ * wanted else hull
 
 
-def _readers(holders: Sequence[Int64s], sizes: Sequence[int], world_size: int) -> list[int]:
-    starts = np.cumsum([0, *map(len, holders)])
-    ranks = np.concatenate(holders)
-    loads = np.zeros(world_size, dtype=np.int64)
-    own = np.array(sizes, dtype=np.int64)
-    readers: list[int] = ranks[share_out(ranks, starts, np.arange(len(own)), own, loads)].tolist()
-    return readers
-
-
 def pass_cuts(
     cuts: Cuts,
     table: ReadTable,
@@ -240,18 +210,9 @@ def pass_cuts(
     reader: StorageReader,
     comm: Comm,
 ) -> None:
-    """Read the chunks block by block, and fill all cuts. Collective.
+    """Read the chunks block by block, and fill all cuts. Collective."""
 
-    Args:
-        cuts: who reads what.
-        table: what this rank wants.
-        acquire: destination of a row of the table.
-        index: what the checkpoint holds.
-        reader: of this rank; it reports what arrives at this rank.
-        comm: the group.
-    """
-
-    def fill(cut: Cut, values: torch.Tensor) -> None:
+    def fill(cut: WantedSlice, values: torch.Tensor) -> None:
         array = acquire(cut.row).detach()
         box = Box(cut.box.offset[: array.ndim], cut.box.shape[: array.ndim])
         own = table.storage_boxes[cut.row, : array.ndim].tolist()
@@ -264,7 +225,7 @@ def pass_cuts(
     failed: Exception | None = None
     for blocks in cuts.rounds():
         sent, received = [0] * comm.world_size, [0] * comm.world_size
-        arriving: list[tuple[Block, Cut]] = []
+        arriving: list[tuple[Block, WantedSlice]] = []
         for source, of_source in enumerate(blocks):
             for block, cut in ((b, cut) for b in of_source for cut in b.cuts):
                 if source != comm.rank:
@@ -298,7 +259,7 @@ def _pack(
     rank: int,
     message: torch.Tensor,
     sent: Sequence[int],
-    fill: Callable[[Cut, torch.Tensor], None],
+    fill: Callable[[WantedSlice, torch.Tensor], None],
 ) -> None:
     """Put the cuts of other ranks into a message, and fill those of this rank."""
     starts = [0, *itertools.accumulate(sent)]
@@ -316,15 +277,7 @@ def _pack(
 def read_blocks(
     blocks: Sequence[Block], table: ReadTable, index: Index, reader: StorageReader, comm: Comm
 ) -> list[torch.Tensor]:
-    """The values of some blocks, in new memory.
-
-    Args:
-        blocks: of rows of ``table``.
-        table: what this rank wants.
-        index: what the checkpoint holds.
-        reader: of this rank.
-        comm: the ranks that load together.
-    """
+    """The values of some blocks, in new memory."""
     rows = table.take(np.array([block.row for block in blocks], dtype=np.int64))
     width = rows.lengths.shape[1]
     lengths = np.array([block.box.shape[:width] for block in blocks], dtype=np.int64)

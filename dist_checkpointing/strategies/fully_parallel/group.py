@@ -20,15 +20,7 @@ GivenGroup = dist.ProcessGroup | Comm | None
 
 
 class ParallelizationGroup(Generic[T]):
-    """A group as a caller gives it. A rank outside the group is alone.
-
-    Args:
-        given: The group.
-        keeps: Whether what the group has worked out is used again.
-
-    Attributes:
-        cache: What the group has worked out.
-    """
+    """A group as a caller gives it, and what it has worked out. A rank outside of it is alone."""
 
     def __init__(self, given: GivenGroup, *, keeps: bool) -> None:
         self._given = given

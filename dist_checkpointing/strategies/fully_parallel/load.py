@@ -23,12 +23,7 @@ from dist_checkpointing.storage.driver import read_plan
 from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base import LoadShardedStrategy, PathOrStr
-from dist_checkpointing.strategies.fully_parallel.cuts import (
-    Cuts,
-    pack_cuts,
-    pass_cuts,
-    share_cuts,
-)
+from dist_checkpointing.strategies.fully_parallel.cuts import Cuts, pack_cuts, pass_cuts, share_cuts
 from dist_checkpointing.strategies.fully_parallel.group import GivenGroup, ParallelizationGroup
 from dist_checkpointing.strategies.fully_parallel.passing import pass_on
 from dist_checkpointing.strategies.fully_parallel.sharing import (
@@ -174,13 +169,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         return self.base_strategy.plan_removal(checkpoint_dir, key_prefix)
 
     def _share(self, describe: Callable[[], Any], comm: Comm, buffer_bytes: int) -> Sharing | None:
-        """Who reads what; None if each reads for itself. Collective over the group ``comm``.
-
-        Args:
-            describe: the rows that this rank wants, see ``Wants``.
-            comm: the group.
-            buffer_bytes: memory that passing on may take on this rank.
-        """
+        """Who reads what; None if each reads for itself. Collective over the group ``comm``."""
         if comm.world_size == 1:
             return None
 
@@ -288,14 +277,7 @@ def _shape(leaf: ShardedTensor) -> torch.Size:
 
 
 def _check_read(read: Sequence[tuple[Any, Any]]) -> None:
-    """Refuse values that cannot be passed on.
-
-    Args:
-        read: leaves that were asked for, and what was returned for each.
-
-    Raises:
-        StateMismatchError: if any value has another shape or dtype than the leaf.
-    """
+    """Refuse values that have another shape or dtype than the leaves that were asked for."""
     findings = [
         Finding(
             "the strategy returned something else than it was asked for",

@@ -20,14 +20,7 @@ Arrays = Callable[[int], torch.Tensor]
 
 
 def pass_on(sharing: Sharing, arrays: Arrays, comm: Comm, report: Callable[[int], None]) -> None:
-    """Fill every row that this rank wants and another rank has read. Collective.
-
-    Args:
-        sharing: who has read what.
-        arrays: the rows of this rank.
-        comm: the group.
-        report: called with the number of bytes that have arrived since the last call.
-    """
+    """Fill every row that this rank wants and another rank has read. Collective."""
     with comm.agreed("preparing to pass on what was read"):
         packing = _Packing(sharing, arrays, comm.tensor_device, report)
     for number, message in enumerate(sharing.messages):

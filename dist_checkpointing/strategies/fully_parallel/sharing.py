@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from dist_checkpointing.format.pieces import row_bytes
 from dist_checkpointing.mapping import ShardedTensor
 from dist_checkpointing.planning.balance import share_out
 from dist_checkpointing.planning.read_table import ReadTable
@@ -29,11 +30,9 @@ _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("num_bytes", "<i8"), ("itemsi
 class Wants:
     """What one rank wants to have in memory, row by row.
 
-    Attributes:
-        rows: Digest of what each row is, size of it, and size of one element. Rows with one digest
-            have the same bytes in memory.
-        buffer_bytes: Memory that passing on may take on this rank.
-        min_shared_bytes: With fewer bytes that several ranks want, each reads for itself.
+    A row is the digest of what it is, its size and that of an element; rows with one digest have
+    the same bytes in memory. Passing on may take ``buffer_bytes`` on this rank. With fewer bytes
+    than ``min_shared_bytes`` that several ranks want, each reads for itself.
     """
 
     rows: Rows
@@ -41,12 +40,10 @@ class Wants:
     min_shared_bytes: int
 
     def pack(self) -> bytes:
-        """All of it as bytes."""
         return _HEAD.pack(self.buffer_bytes, self.min_shared_bytes) + self.rows.tobytes()
 
     @classmethod
     def unpack(cls, data: bytes) -> Wants:
-        """What was packed."""
         return cls(np.frombuffer(data, _ROW, offset=_HEAD.size), *_HEAD.unpack_from(data))
 
 
@@ -60,12 +57,7 @@ def _rows(identities: Iterable[Any], num_elements: Any, itemsizes: Any) -> Rows:
 
 
 def rows_of_table(table: ReadTable, acquire: Callable[[int], torch.Tensor]) -> Rows:
-    """What the tensors of a table are: the same part of the same chunk, in memory of one dtype.
-
-    Args:
-        table: what a rank reads; no objects.
-        acquire: destination of a row.
-    """
+    """What the tensors of a table are: the same part of the same chunk, in memory of one dtype."""
     dtypes = [acquire(row).dtype for row in range(len(table))]
     numbers = {dtype: _number(str(dtype)) for dtype in set(dtypes)}
     column = np.array([numbers[dtype] for dtype in dtypes], dtype=np.int64)
@@ -78,24 +70,12 @@ def identities_of(
 ) -> Iterator[memoryview]:
     """What the stored chunks of a table are, as bytes that are equal for equal chunks.
 
-    Args:
-        table: what a rank reads.
-        columns: more columns that tell rows apart.
-        by_axis: more columns with a value for each axis.
+    More columns, with a value a row or one for each axis, tell more rows apart.
     """
     keys = np.array([_number(name) for name in table.names], dtype=np.int64)
     ndims = np.maximum(table.ndim, table.window_ndim)
     scalars = [keys[table.keys], ndims, table.pieces, table.storage_starts, *columns]
-    by_axis = (table.chunk_offsets, table.storage_shapes, *by_axis)
-    # Axis by axis, so that what tells rows apart stands first, however many axes others have.
-    wide = [
-        *scalars,
-        *(column[:, a] for a in range(int(ndims.max(initial=0))) for column in by_axis),
-    ]
-    matrix = memoryview(np.stack(wide, axis=1).astype("<i8").tobytes())
-    width = 8 * len(wide)
-    ends = 8 * (len(scalars) + len(by_axis) * ndims)
-    return (matrix[row * width : row * width + end] for row, end in enumerate(ends.tolist()))
+    return row_bytes(scalars, (table.chunk_offsets, table.storage_shapes, *by_axis), ndims)
 
 
 def _number(name: str) -> int:
@@ -112,14 +92,10 @@ def rows_of_shards(shards: Sequence[ShardedTensor]) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class ElementRun:
-    """A run of elements on its way.
+    """A run of elements on its way: from ``first`` up to ``last``, from byte ``start`` of a
+    message.
 
-    Attributes:
-        row: The row of this rank that wants them, or -1.
-        first: First element, in C order.
-        last: The element behind the last one.
-        start: First byte in the message.
-        num_bytes: Bytes of all elements.
+    The row is -1 where this rank does not want them.
     """
 
     row: int
@@ -142,10 +118,8 @@ class Message:
 class Sharing:
     """How one rank shares the reads of its group.
 
-    Attributes:
-        own: Rows that this rank reads, ascending.
-        copies: (row, another row of this rank that wants the same).
-        messages: The same on all ranks but for the rows, in the order in which they travel.
+    It reads its own rows, ascending, and copies them to other rows that want the same. Messages are
+    in the order in which they travel, and the same on all ranks but for the rows.
     """
 
     own: Int64s
@@ -166,12 +140,7 @@ def numbered(high: Any, low: Any) -> tuple[Int64s, Int64s]:
 
 
 def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
-    """How ranks that want these rows share the reads; None if it is not worth it.
-
-    Args:
-        wants: what each rank wants.
-        rank: this one.
-    """
+    """How ranks that want these rows share the reads; None if it is not worth it."""
     rows = np.concatenate([want.rows for want in wants])
     ranks = np.repeat(np.arange(len(wants)), [len(want.rows) for want in wants])
     units, firsts = numbered(rows["high"], rows["low"])
@@ -205,9 +174,7 @@ def share_reads(wants: Sequence[Wants], rank: int) -> Sharing | None:
 def _messages(units: Iterable[tuple[int, int, int, int]], most_bytes: int) -> Iterator[Message]:
     """Small units together, large ones in several messages.
 
-    Args:
-        units: reader, row of this rank, bytes and bytes of an element.
-        most_bytes: about the most that travels at a time.
+    A unit is its reader, the row of this rank, its bytes and those of an element.
     """
     waiting: dict[int, list[ElementRun]] = {}
     for reader, row, size, itemsize in units:

@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import ClassVar
 
-from dist_checkpointing.format.index import Index, write_index
+from dist_checkpointing.format.index import write_index
 from dist_checkpointing.format.removal import (
     PlannedRemoval,
     end_removal,
@@ -39,10 +39,7 @@ class TensorStoreSaveShardedStrategy(PlannedSaveStrategy):
 
     writer_type: ClassVar[type[TensorStoreWriter]] = TensorStoreWriter
     writes: ClassVar[tuple[str, int]] = ("tensorstore", 1)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    can_handle_sharded_objects = True
 
 
 class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
@@ -58,10 +55,7 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset(
         {("tensorstore", 1), ("zarr", 1), ("zarr", 2)}
     )
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    can_handle_sharded_objects = True
 
     def for_format(self, backend: str, version: int) -> LoadShardedStrategy:
         if backend == "tensorstore":
@@ -77,7 +71,7 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)
         index = TensorStoreReader(root).read_metadata()
-        gone = _begins_with(index, key_prefix)
+        gone = [key for key in index if key.startswith(key_prefix)]
         if not gone and not noted_removal(root):
             return
         note_removal(root, dict.fromkeys(gone, ()))
@@ -90,12 +84,8 @@ class TensorStoreLoadShardedStrategy(PlannedLoadStrategy):
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
         root = Path(checkpoint_dir)
         index = TensorStoreReader(root).read_metadata()
-        gone = _begins_with(index, key_prefix)
+        gone = [key for key in index if key.startswith(key_prefix)]
         is_unfinished = bool(noted_removal(root))
         if not gone and not is_unfinished:
             return PlannedRemoval((), ())
         return replace(plan_removal(root, gone, index.without(gone)), is_unfinished=is_unfinished)
-
-
-def _begins_with(index: Index, prefix: str) -> list[str]:
-    return [key for key in index if key.startswith(prefix)]

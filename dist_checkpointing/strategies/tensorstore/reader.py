@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,29 +13,69 @@ import torch
 from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.disk_names import disk_name
+from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.ocdbt.manifest import MANIFEST_NAME
-from dist_checkpointing.format.ocdbt.tree_reader import ABSENT, INLINE, Values
+from dist_checkpointing.format.ocdbt.tree_reader import ABSENT, INLINE, Tree, Values
 from dist_checkpointing.planning import LoadPlan, LoadPlanner, MetadataIndex, ReadTable
-from dist_checkpointing.planning.read_table import reads_of, stored_elements
-from dist_checkpointing.planning.shard_table import Int64s
+from dist_checkpointing.planning.read_table import reads_of, stored_bytes
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import (
     READ_WHOLE_BYTES,
     ChunkReads,
     Extent,
+    damaged,
     read_chunks,
     read_extent,
     read_part,
 )
 from dist_checkpointing.strategies.safe_pickle import deserialize
 from dist_checkpointing.strategies.tensorstore import keys
-from dist_checkpointing.strategies.tensorstore.places import Places
 from dist_checkpointing.strategies.zarr_v3_nodes import chunk_name
+
+
+class Places:
+    """Finds values in the newest version of a database; several threads may ask.
+
+    What lies in the folder of another save, the caller notices.
+    """
+
+    def __init__(self, checkpoint_dir: Location) -> None:
+        self._folder = checkpoint_dir
+        self._version: object = None
+        self._tree: Tree | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[Places], tuple[Location]]:
+        # A copy in another process finds out for itself.
+        return Places, (self._folder,)
+
+    @property
+    def are_known(self) -> bool:
+        return self._tree is not None
+
+    def find(self, keys: Sequence[bytes], *, keeps_nodes: bool) -> Values:
+        """Where values are. With ``keeps_nodes`` the tree is remembered for the next call."""
+        return self._newest(keeps_nodes=keeps_nodes).find(keys)
+
+    def find_outside(self, key: bytes, *, keeps_nodes: bool) -> tuple[str, int, int] | None:
+        """File, first byte and length of one value; None if it is absent or in the tree itself."""
+        return self._newest(keeps_nodes=keeps_nodes).find_outside(key)
+
+    def _newest(self, *, keeps_nodes: bool) -> Tree:
+        if not keeps_nodes:
+            return Tree(self._folder)
+        with self._lock:
+            # Every change puts a new manifest in its place; an object of a save stays as it is.
+            version = store.marks_of(self._folder, (MANIFEST_NAME,), opens=False)
+            if self._tree is None or version != self._version:
+                self._tree, self._version = Tree(self._folder, keeps_nodes=True), version
+            return self._tree
+
 
 _MOST_SINGLE_BYTES = 2**20
 """Of a larger chunk a box takes longer to read than to plan."""
@@ -65,8 +106,7 @@ class TensorStoreReader(StorageReader):
         name = keys.object_key(key, cell, self._index.objects[key])
         values = self._find([name.encode()])
         if values.extents.file[0] == ABSENT:
-            finding = Finding("an object is missing", key, path=f"{self.checkpoint_dir}: {name}")
-            raise CorruptCheckpointError("the checkpoint is damaged", [finding])
+            raise damaged(f"{self.checkpoint_dir}: {name}", key, "an object is missing")
         return self._bytes(values, 0, key)
 
     def read_box(self, tensor: StoredTensor, box: Box) -> torch.Tensor | None:
@@ -136,7 +176,7 @@ class TensorStoreReader(StorageReader):
 
     def _require_found(self, table: ReadTable, row_keys: Sequence[bytes], values: Values) -> None:
         """Make sure that all values are there, and the chunks as large as they must be."""
-        extents, sizes = values.extents, self._sizes(table)
+        extents, sizes = values.extents, stored_bytes(table, self._index)
         is_absent = extents.file == ABSENT
         is_wrong = is_absent | ~table.is_object & (extents.length != sizes)
         findings = []
@@ -157,13 +197,7 @@ class TensorStoreReader(StorageReader):
         if findings:
             raise CorruptCheckpointError("the checkpoint is damaged", findings)
 
-    def _sizes(self, table: ReadTable) -> Int64s:
-        """Bytes of the stored chunk of each row."""
-        itemsizes = self._index.itemsizes_of(table.names)
-        return stored_elements(table, self._index) * itemsizes[table.keys]
-
     def _keys_of(self, chunks: Sequence[MetadataIndex]) -> list[bytes]:
-        """The keys of stored chunks, pieces and cells."""
         index = self._index
         stored = reads_of([chunk for chunk in chunks if chunk.fqn in index], index)
         names = iter(keys.keys_to_read(stored, index))

@@ -31,13 +31,9 @@ _MOST_TEXT_BYTES = 2**16
 class _Split:
     """The database, taken apart.
 
-    Attributes:
-        keys: Keys of the values that stay.
-        values: All, as they were found.
-        rows: Those of them that stay.
-        texts: Those of the values that do not lie in data files, by row.
-        unused: Files, relative to the checkpoint, that are free without the others.
-        shared: Bytes of the others in files that stay.
+    Of all values, the keys and rows of those that stay, and by row those of them that do not lie in
+    data files; the files that are free without the others, and the bytes of the others in files
+    that stay.
     """
 
     keys: list[bytes]

@@ -47,11 +47,7 @@ _ANY: Final = -1
 class SharedValues:
     """The rows of a plan whose values lie in shared files.
 
-    Attributes:
-        rows: Rows of the plan.
-        extents: Extents of their values; ``file`` is a position in ``files``.
-        files: The shared files.
-        steady: Further rows that have not changed, in files of which too little is used.
+    The ``steady`` rows have not changed either, but lie in files of which too little is used.
     """
 
     rows: Int64s
@@ -61,19 +57,14 @@ class SharedValues:
 
     @classmethod
     def none(cls) -> SharedValues:
-        """No rows."""
         return cls(np.empty(0, dtype=np.int64), Extents(*np.empty((3, 0), dtype=np.int64)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Rows of a plan, and places in the base that may hold their values.
+    """Rows of a plan, and places in data files of the base that may hold their values.
 
-    Attributes:
-        rows: Rows of the plan.
-        extents: Places; ``file`` is a position in ``files``.
-        is_nested: Whether a place is a part of a larger value, so that it has no digest.
-        files: Data files of the base.
+    A nested place is a part of a larger value, so that it has no digest.
     """
 
     rows: Int64s
@@ -82,7 +73,6 @@ class _Places:
     files: Sequence[SealedFile]
 
     def take(self, positions: Bools) -> _Places:
-        """Some of them."""
         return replace(
             self,
             rows=self.rows[positions],
@@ -91,7 +81,6 @@ class _Places:
         )
 
     def bytes_in_files(self) -> Int64s:
-        """Bytes of the places in each file."""
         sums = np.bincount(self.extents.file, self.extents.length, len(self.files))
         return sums.astype(np.int64)
 
@@ -99,18 +88,7 @@ class _Places:
 def share_values(
     writer: StorageWriter, base: Path, plan: SavePlan, digests: PlanDigests, *, is_alone: bool
 ) -> SharedValues:
-    """Share the files of a base that hold values of a plan. Not collective.
-
-    Args:
-        writer: has the folder that gets the files, and the options.
-        base: folder of the base.
-        plan: what this rank writes.
-        digests: of the plan. Those that are needed for the comparison are made.
-        is_alone: whether no other rank writes.
-
-    Returns:
-        What was shared: nothing if the base is damaged or gone, which is logged.
-    """
+    """Share the files of a base that hold values of a plan; it is logged if that is damaged."""
     table, index = plan.table, plan.index
     assert index is not None
     try:
@@ -132,14 +110,7 @@ def share_values(
 
 
 class _Search:
-    """Looks for the values of a plan in a base.
-
-    Args:
-        base: parts of it.
-        table: rows of the plan.
-        index: what the new checkpoint will hold.
-        digests: of the plan.
-    """
+    """Looks for the values of a plan in a base."""
 
     def __init__(
         self, base: BaseParts, table: ShardTable, index: Index, digests: PlanDigests

@@ -9,8 +9,8 @@ import logging
 import os
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -18,47 +18,22 @@ import numpy as np
 
 from dist_checkpointing.filesystem import local
 from dist_checkpointing.filesystem.links import copy_range
-from dist_checkpointing.format.ocdbt.nodes import Extents
 from dist_checkpointing.format.seal import SealedFile
 from dist_checkpointing.planning.shard_table import Int64s
 from dist_checkpointing.storage.options import Durability, StorageOptions
 from dist_checkpointing.strategies.tensorstore.keys import DATA_FOLDER
+from dist_checkpointing.strategies.tensorstore.tree_file import StoredValues
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _COPIED_BYTES: Final = 2**24
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where values lie.
-
-    Attributes:
-        files: Relative paths of data files.
-        extents: Extents of the values; ``file`` is a position in ``files``.
-    """
-
-    files: tuple[str, ...]
-    extents: Extents
-
-
 def settle(
-    folder: Path,
-    stored: Sequence[Stored],
-    shared: Mapping[str, SealedFile],
-    options: StorageOptions,
-) -> tuple[list[Stored], list[SealedFile]]:
-    """Decide which shared files stay, and make these durable.
-
-    Args:
-        folder: of the checkpoint.
-        stored: where all values lie.
-        shared: the shared files, by name.
-        options: say how much of a file must be used, and whether files must be durable.
-
-    Returns:
-        Where all values lie now, and the files that have come or stayed.
-    """
+    folder: Path, stored: Sequence[StoredValues], options: StorageOptions
+) -> tuple[list[StoredValues], list[SealedFile]]:
+    """Decide which shared files stay, and make these durable; where all values lie then."""
+    shared = {file.name: file for values in stored for file in values.shared}
     used: Counter[str] = Counter()
     for values in stored:
         sums = np.bincount(values.extents.file, values.extents.length, len(values.files))
@@ -85,8 +60,8 @@ def settle(
 
 
 def _copied_out(
-    folder: Path, stored: Sequence[Stored], name: str, durability: Durability
-) -> tuple[list[Stored], SealedFile]:
+    folder: Path, stored: Sequence[StoredValues], name: str, durability: Durability
+) -> tuple[list[StoredValues], SealedFile]:
     """Put a file in the place of another one that has what is used of it."""
     number_of = [{file: number for number, file in enumerate(v.files)} for v in stored]
     rows = [
@@ -111,7 +86,7 @@ def _copied_out(
         file[own], offset[own] = len(values.files), begins[taken : taken + len(own)]
         taken += len(own)
         extents = replace(values.extents, file=file, offset=offset)
-        moved.append(Stored((*values.files, fresh), extents))
+        moved.append(replace(values, files=(*values.files, fresh), extents=extents))
     return moved, SealedFile(fresh, int(lengths.sum()))
 
 

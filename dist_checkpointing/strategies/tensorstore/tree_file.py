@@ -26,14 +26,10 @@ from dist_checkpointing.strategies.tensorstore import keys as names_of
 
 @dataclass(frozen=True, slots=True)
 class StoredValues:
-    """Where values are, as columns.
+    """Where values are, as columns: data files, some of which are shared with the base, and
+    extents.
 
-    Attributes:
-        files: Relative paths of data files.
-        keys: Keys in the database, joined.
-        key_lengths: Bytes of each.
-        extents: Extents of the values; ``file`` is a position in ``files``.
-        shared: Those of the files that are shared with the base.
+    Their keys in the database are joined, with the bytes of each.
     """
 
     files: tuple[str, ...]
@@ -43,7 +39,6 @@ class StoredValues:
     shared: tuple[SealedFile, ...] = ()
 
     def key_list(self) -> list[bytes]:
-        """The keys one by one."""
         stops = np.cumsum(self.key_lengths, dtype=np.int64).tolist()
         starts = [0, *stops[:-1]]
         return [self.keys[start:stop] for start, stop in zip(starts, stops, strict=True)]
@@ -87,7 +82,7 @@ def write_tree(
     return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(manifest.MANIFEST_NAME, top)]
 
 
-def joined(
+def merged_values(
     parts: Sequence[StoredValues], index: Index
 ) -> tuple[list[bytes], list[str], Extents, list[bytes]]:
     """The values of all ranks and the descriptions of all arrays, see ``write_tree``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -27,8 +27,12 @@ from dist_checkpointing.strategies.tensorstore import keys
 from dist_checkpointing.strategies.tensorstore.data_files import LARGE_BYTES, DataFiles
 from dist_checkpointing.strategies.tensorstore.row_writer import RowWriter
 from dist_checkpointing.strategies.tensorstore.shared_values import SharedValues, share_values
-from dist_checkpointing.strategies.tensorstore.sparse_files import Stored, settle
-from dist_checkpointing.strategies.tensorstore.tree_file import StoredValues, joined, write_tree
+from dist_checkpointing.strategies.tensorstore.sparse_files import settle
+from dist_checkpointing.strategies.tensorstore.tree_file import (
+    StoredValues,
+    merged_values,
+    write_tree,
+)
 
 _MOST_THREADS = 2
 _LEAST_BYTES_A_THREAD = 64 * 2**20
@@ -145,20 +149,14 @@ class TensorStoreWriter(StorageWriter):
         stored = [result.storage_data for of_rank in results for result in of_rank]
         parts = [values for values in stored if isinstance(values, StoredValues)]
         durability, folder = self.options.durability, self.checkpoint_dir
-        shared = {file.name: file for values in parts for file in values.shared}
         files_of_base: list[SealedFile] = []
         if self.base is not None:
-            places = [Stored(values.files, values.extents) for values in parts]
-            places, files_of_base = settle(folder, places, shared, self.options)
-            parts = [
-                replace(values, files=place.files, extents=place.extents)
-                for values, place in zip(parts, places, strict=True)
-            ]
+            parts, files_of_base = settle(folder, parts, self.options)
         if durability is Durability.FSYNC:
             files = [folder / name for values in parts for name in values.files]
             store.fsync_folders(files, folder)
         with paused_collector():
-            tree = write_tree(folder, *joined(parts, metadata), durability)
+            tree = write_tree(folder, *merged_values(parts, metadata), durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]
 
 

@@ -52,6 +52,7 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
 
     writer_type: ClassVar[type[TorchDistWriter]] = TorchDistWriter
     writes: ClassVar[tuple[str, int]] = ("torch_dist", 1)
+    can_handle_sharded_objects = True
 
     def __init__(
         self,
@@ -70,10 +71,6 @@ class TorchDistSaveShardedStrategy(PlannedSaveStrategy):
         writer.separation_hint = self.separation_hint
         return writer
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
 
 class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
     """Loads ("torch_dist", 1).
@@ -86,10 +83,7 @@ class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
 
     reader_type: ClassVar[type[TorchDistReader]] = TorchDistReader
     reads: ClassVar[frozenset[tuple[str, int]]] = frozenset({("torch_dist", 1)})
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    can_handle_sharded_objects = True
 
     def remove_sharded_tensors(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> None:
         root = Path(checkpoint_dir)

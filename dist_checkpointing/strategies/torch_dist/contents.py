@@ -38,12 +38,8 @@ Int64s = npt.NDArray[np.int64]
 class PlacedIndex(Index):
     """An index that also knows where every chunk is, so that only rank 0 reads ``.metadata``.
 
-    Attributes:
-        files: Names of the files.
-        places: ``[records, 3]``: position in ``files``, offset and length in bytes.
-        first_row: Row of the first chunk of each tensor; the others follow in the order of the
-            grid or of the pieces.
-        cell_rows: Row of each cell of the sharded objects, by unique key.
+    ``places`` are position in ``files``, offset and length in bytes. Chunks of a tensor follow its
+    first row in the order of the grid or of the pieces; cells of objects are found by unique key.
     """
 
     files: Sequence[str] = ()
@@ -52,7 +48,6 @@ class PlacedIndex(Index):
     cell_rows: Mapping[str, int] = field(default_factory=dict)
 
     def row(self, chunk: MetadataIndex) -> int:
-        """The row of a stored chunk."""
         tensor = self[chunk.fqn]
         if tensor.pieces is not None:
             assert chunk.index is not None
@@ -77,7 +72,6 @@ class PlacedIndex(Index):
         return found
 
     def place(self, row: int) -> Place:
-        """Where the record of a row is."""
         file, offset, length = self.places[row].tolist()
         return Place(self.files[file], offset, length)
 

@@ -44,11 +44,7 @@ def flattened_chunk(box: Box, flat: tuple[int, int]) -> tuple[Ints, Ints]:
 def piece_of_chunk(
     global_shape: Ints, size: Ints, offsets: Ints, sizes: Ints
 ) -> tuple[Box, tuple[int, int]]:
-    """The box and flat range that a stored chunk is.
-
-    Raises:
-        ValueError: if the shapes contradict each other.
-    """
+    """The box and flat range that a stored chunk is."""
     counts = size[:-1]
     uneven = len(counts) != len(global_shape) or 0 in counts
     if uneven or any(n % c for n, c in zip(global_shape, counts, strict=True)):

@@ -28,13 +28,9 @@ StatePath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor as DCP knows it.
+    """A tensor as DCP knows it, with the offsets and sizes of every part that is stored.
 
-    Attributes:
-        dtype: Dtype of its elements.
-        size: Its global shape; with axes of Megatron's own if it was saved flattened.
-        chunks: ``(offsets, sizes)`` of every part that is stored.
-        flattened_from: The global shape of a tensor that was saved flattened.
+    One that was saved flattened has axes of Megatron's own in ``size``.
     """
 
     dtype: torch.dtype
@@ -54,13 +50,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What a checkpoint holds, as ``.metadata`` says it.
+    """What a checkpoint holds, as ``.metadata`` says it: tensors, and keys of all other values.
 
-    Attributes:
-        tensors: Tensors by key.
-        values: Keys of everything else, each a ``torch.save`` of some object.
-        places: Place of every chunk ``(key, offsets)`` and value ``(key, None)``.
-        paths: Path of a key in the nested state dict, as far as DCP noted it.
+    Places are those of every chunk ``(key, offsets)`` and value ``(key, None)``; paths are those of
+    keys in the nested state dict, as far as DCP noted them.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -69,7 +62,6 @@ class DcpMetadata:
     paths: Mapping[str, StatePath] = field(default_factory=dict)
 
     def without_tensors(self, prefix: str) -> DcpMetadata:
-        """The same without the tensors whose key begins with ``prefix``."""
         gone = {key for key in self.tensors if key.startswith(prefix)}
         return replace(
             self,

@@ -15,6 +15,7 @@ from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
+from dist_checkpointing.format.pieces import padded_rows
 from dist_checkpointing.mapping import ShardedObject
 from dist_checkpointing.planning import (
     Destinations,
@@ -23,9 +24,9 @@ from dist_checkpointing.planning import (
     MetadataIndex,
     ReadTable,
 )
-from dist_checkpointing.planning.segments import padded, padded_rows
 from dist_checkpointing.storage.protocol import ChunkPlace, StorageReader, done
 from dist_checkpointing.strategies.filling import Filler
+from dist_checkpointing.strategies.raw_chunks import damaged
 from dist_checkpointing.strategies.torch_archive import BadRecord
 from dist_checkpointing.strategies.torch_dist.contents import PlacedIndex, placed_index
 from dist_checkpointing.strategies.torch_dist.metadata import Place, read_dcp_metadata
@@ -66,8 +67,7 @@ class TorchDistReader(StorageReader):
                 record = OpenRecord(file, place)
                 return bytes(record.read(0, record.length))
         except (BadRecord, EOFError, FileNotFoundError) as error:
-            finding = Finding(f"cannot be read: {error}", key, path=self._where(place))
-            raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error
+            raise damaged(self._where(place), key, f"cannot be read: {error}") from error
 
     def claimed_in(self, key: str) -> str:
         del key
@@ -164,9 +164,8 @@ class TorchDistReader(StorageReader):
             for row in rows:
                 self.report(values.fill(row, filler))
         except (BadRecord, EOFError) as error:
-            where = self._where(place)
-            finding = Finding(f"a record cannot be read: {error}", chunk.fqn, path=where)
-            raise CorruptCheckpointError("the checkpoint is damaged", [finding]) from error
+            problem = f"a record cannot be read: {error}"
+            raise damaged(self._where(place), chunk.fqn, problem) from error
 
 
 def _ending_at_the_edge(table: ReadTable, index: Index) -> ReadTable:
@@ -174,7 +173,7 @@ def _ending_at_the_edge(table: ReadTable, index: Index) -> ReadTable:
     rows = np.flatnonzero((table.pieces < 0) & ~table.is_object)
     shapes, _ = index.shapes_of([table.names[key] for key in table.keys[rows].tolist()])
     width = table.lengths.shape[1]
-    whole = padded(padded_rows(shapes, table.ndim[rows], 1), width, 1)[:, :width]
+    whole = padded_rows(shapes, 1, width)[:, :width]
     ends = table.storage_shapes.copy()
     ends[rows] = np.minimum(ends[rows], whole - table.chunk_offsets[rows])
     return replace(table, storage_shapes=ends)

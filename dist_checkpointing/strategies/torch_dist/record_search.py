@@ -51,11 +51,7 @@ class FoundTensor:
 
 
 def find_tensor(read: Read, length: int) -> FoundTensor:
-    """Find the values of the tensor in a record, without reading them.
-
-    Raises:
-        BadRecord: if it is not a record, or damaged.
-    """
+    """Find the values of the tensor in a record, without reading them."""
     found = entries(read, length)
     start, size = found.get("data.pkl") or _missing("data.pkl")
     if size > _MOST_DESCRIPTION_BYTES:

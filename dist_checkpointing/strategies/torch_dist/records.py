@@ -108,10 +108,7 @@ class _TensorPickler(pickle.Pickler):
 class RecordFormat:
     """The bytes around the values of a contiguous tensor of one dtype and shape.
 
-    Attributes:
-        head: The bytes before the values.
-        num_bytes: Number of bytes of the values.
-        directory: The entries that lie in ``head``, as they are listed at the end.
+    The directory lists the entries in ``head``, as they are listed at the end.
     """
 
     head: bytes
@@ -119,11 +116,7 @@ class RecordFormat:
     directory: bytes
 
     def tail(self, crc: int) -> bytes:
-        """The bytes behind the values.
-
-        Args:
-            crc: CRC-32 of the values; PyTorch's readers do not look at it, zip tools do.
-        """
+        """The bytes behind the values. PyTorch's readers ignore the CRC-32; zip tools do not."""
         name = f"{_ROOT}/data/0".encode()
         large = self.num_bytes >= OVERFLOW
         sizes = SIZES64 if large else struct.Struct("<2I")
@@ -133,7 +126,7 @@ class RecordFormat:
         if large:
             size, extra = OVERFLOW, EXTRA.pack(1, SIZES64.size)
             extra += SIZES64.pack(self.num_bytes, self.num_bytes)
-        start = _values_header_start(self.head)
+        start = self.head.rindex(b"PK\x03\x04")
         entry = _central(name, crc, size, start, extra)
         directory = self.directory + entry
         count = _NUM_SMALL_ENTRIES + 1
@@ -174,10 +167,6 @@ def record_format(dtype: torch.dtype, shape: Ints) -> RecordFormat:
     )  # fmt: skip
     head += path + EXTRA.pack(_PADDING_ID, padding) + b"Z" * padding
     return RecordFormat(head, math.prod(shape) * dtype.itemsize, directory)
-
-
-def _values_header_start(head: bytes) -> int:
-    return head.rindex(b"PK\x03\x04")
 
 
 def _central(name: bytes, crc: int, size: int, start: int, extra: bytes) -> bytes:

@@ -28,11 +28,7 @@ _EDGE_BYTES = 1 << 12
 
 
 class OpenRecord:
-    """One record of an open file. Only what is asked for is read.
-
-    Raises:
-        BadRecord: if the file ends before it.
-    """
+    """One record of an open file. Only what is asked for is read."""
 
     def __init__(self, file: OpenFile, place: Place) -> None:
         self.file = file
@@ -54,7 +50,6 @@ class OpenRecord:
         return len(self._head) == self.length
 
     def read(self, start: int, count: int) -> bytes:
-        """A part of the record."""
         if start + count <= len(self._head):
             return self._head[start : start + count]
         behind = start - (self.length - len(self._tail))
@@ -72,11 +67,7 @@ class OpenRecord:
 
 
 def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
-    """The object in a record of Megatron's, which is a list of all cells that had its name.
-
-    Raises:
-        BadRecord: if it is not a record.
-    """
+    """The object in a record of Megatron's, which is a list of all cells that had its name."""
     value = deserialize(record.read(0, record.length), where, trusted=trusted)
     if not isinstance(value, list) or not value:
         raise BadRecord(f"expected a list with a sharded object, found {type(value).__name__}")
@@ -84,11 +75,7 @@ def read_object(record: OpenRecord, where: str, *, trusted: bool) -> object:
 
 
 class RecordValues:
-    """The values in one record, from which windows are read.
-
-    Raises:
-        BadRecord: if the record does not hold a tensor of this dtype and shape.
-    """
+    """The values in one record, which must be a tensor of this dtype and shape."""
 
     def __init__(self, record: OpenRecord, tensor: StoredTensor, shape: Ints) -> None:
         self._record = record

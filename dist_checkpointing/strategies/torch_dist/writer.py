@@ -15,7 +15,7 @@ from torch.serialization import get_crc32_options
 from dist_checkpointing.errors import Finding, InvalidShardingError
 from dist_checkpointing.filesystem import store
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME, checksum_of_bytes
-from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
+from dist_checkpointing.format.geometry import Box, Ints, values_of_part
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.leftovers import DCP_METADATA_NAME
 from dist_checkpointing.format.seal import SealedFile
@@ -230,8 +230,5 @@ def _chunks(
         chunk = flattened_chunk(box, flat)
         yield chunk, data.view(chunk[1])
     else:
-        start = 0
-        for part in boxes_of_part(box, flat):
-            values = data[start : start + part.num_elements]
-            yield (part.offset, part.shape), values.reshape(part.shape)
-            start += part.num_elements
+        for part, values in values_of_part(box, flat, data):
+            yield (part.offset, part.shape), values

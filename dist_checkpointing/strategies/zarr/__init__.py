@@ -6,10 +6,7 @@ Importing this package also teaches zarr-python bfloat16 and the 8-bit floats, s
 
 from dist_checkpointing.strategies.zarr import registered_dtypes as _registered_dtypes
 from dist_checkpointing.strategies.zarr.v2 import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from dist_checkpointing.strategies.zarr.v3 import (
-    Zarr3LoadShardedStrategy,
-    Zarr3SaveShardedStrategy,
-)
+from dist_checkpointing.strategies.zarr.v3 import Zarr3LoadShardedStrategy, Zarr3SaveShardedStrategy
 
 __all__ = [
     "Zarr3LoadShardedStrategy",

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import new_files, store
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import bytes_of
 from dist_checkpointing.format.geometry import Box, Ints, Window
 from dist_checkpointing.format.seal import SealedFile
-from dist_checkpointing.strategies.zarr.unpacking import Codec, unpacked
+from dist_checkpointing.strategies.raw_chunks import damaged
+from dist_checkpointing.strategies.zarr.codecs import Codec, unpacked
 
 Array = npt.NDArray[Any]
 
@@ -84,16 +85,8 @@ def _write_all(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def read_decoded(path: Location, codec: Codec, num_bytes: int, key: str) -> Array:
-    """The bytes of the values of a compressed chunk.
-
-    Raises:
-        CorruptCheckpointError: if the file is missing or not what it should be.
-    """
-
-    def corrupt(problem: str, **details: Any) -> CorruptCheckpointError:
-        finding = Finding(problem, key, path=str(path), **details)
-        return CorruptCheckpointError("the checkpoint is damaged", [finding])
-
+    """The bytes of the values of a compressed chunk."""
+    corrupt = partial(damaged, str(path), key)
     try:
         encoded = store.read_bytes(path, 2 * num_bytes + 2**20)
     except FileNotFoundError as error:

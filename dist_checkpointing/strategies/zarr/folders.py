@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,16 +16,16 @@ import torch
 from dist_checkpointing.filesystem import new_files, store
 from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
-from dist_checkpointing.format.claims import (
-    MOST_COMPRESSION,
-    Backing,
-    Claim,
-    require_backing,
-    size_of_files,
-)
 from dist_checkpointing.format.digests import columns_of, digest_of_array
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.format.seal import SealedFile
+from dist_checkpointing.format.stated_sizes import (
+    MOST_COMPRESSION,
+    Backing,
+    StatedSize,
+    require_backing,
+    size_of_files,
+)
 from dist_checkpointing.planning import (
     LoadPlan,
     LoadPlanner,
@@ -34,7 +34,7 @@ from dist_checkpointing.planning import (
     SavePlan,
     SavePlanner,
 )
-from dist_checkpointing.planning.read_table import reads_of, stored_elements
+from dist_checkpointing.planning.read_table import reads_of, stored_bytes
 from dist_checkpointing.planning.shard_table import Int64s, ShardTable
 from dist_checkpointing.storage.host_blocks import is_on_gpu
 from dist_checkpointing.storage.options import Checksum, Durability
@@ -45,16 +45,11 @@ from dist_checkpointing.strategies.base_parts import PlanDigests
 from dist_checkpointing.strategies.filling import Filler
 from dist_checkpointing.strategies.raw_chunks import ChunkReads, read_chunks
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
+from dist_checkpointing.strategies.zarr.codecs import Codec
 from dist_checkpointing.strategies.zarr.shared_chunks import share_chunks
-from dist_checkpointing.strategies.zarr.unpacking import Codec
 
-
-@dataclass(frozen=True, slots=True)
-class FileContent:
-    """A small file that describes an array or group: path relative to the checkpoint, bytes."""
-
-    name: str
-    data: bytes
+FileContent = tuple[str, bytes]
+"""Path, relative to the checkpoint, and bytes of a small file that describes an array or group."""
 
 
 class ZarrFolderWriter(StorageWriter):
@@ -97,7 +92,7 @@ class ZarrFolderWriter(StorageWriter):
         # Any rank can describe any array, so each takes its share, also of those without chunks.
         keys = list(index)[self._rank :: self._world_size]
         described = [file for key in keys for file in self.describe_array(index[key])]
-        self.make_folders({file.name.rpartition("/")[0] for file in described})
+        self.make_folders({name.rpartition("/")[0] for name, _ in described})
         write_part, data_of = self.part_writer(plan), planner.data_of(plan)
         sizes = table.num_bytes
         with_checksums = self.options.checksum is Checksum.XXH3
@@ -116,7 +111,7 @@ class ZarrFolderWriter(StorageWriter):
             self.report(int(sizes[list(shared)].sum()))
 
         def describe(file: FileContent) -> None:
-            new_files.put(self.checkpoint_dir, file.name, file.data, is_new=False)
+            new_files.put(self.checkpoint_dir, *file, is_new=False)
 
         most_bytes, of_thread = self.options.buffer_bytes // self.options.threads, threading.local()
 
@@ -143,7 +138,7 @@ class ZarrFolderWriter(StorageWriter):
 
         threads = self.options.threads
         in_threads(describe, described, threads)
-        files = [SealedFile.of_bytes(file.name, file.data) for file in described]
+        files = [SealedFile.of_bytes(*file) for file in described]
         files += shared.values()
         rows = [row for row in range(len(table)) if row not in shared]
         files += [file for written in in_threads(write, rows, threads) for file in written]
@@ -158,7 +153,6 @@ class ZarrFolderWriter(StorageWriter):
         return done(results)
 
     def make_folders(self, names: Iterable[str]) -> None:
-        """Make folders, given relative to the checkpoint."""
         for name in sorted(names):
             store.make_folder(self.checkpoint_dir / name)
 
@@ -179,16 +173,12 @@ class ZarrFolderReader(StorageReader):
         """Paths, relative to the checkpoint, of the files of the stored chunks of all rows."""
 
     def location(self, chunk: MetadataIndex) -> str:
-        return str(self.chunk_path(chunk))
-
-    def chunk_path(self, chunk: MetadataIndex) -> Path:
-        """The file of a stored chunk or piece."""
-        return self.checkpoint_dir / self.chunk_names(reads_of([chunk], self._index))[0]
+        return str(self.checkpoint_dir / self.chunk_names(reads_of([chunk], self._index))[0])
 
     def places(self, chunks: Sequence[MetadataIndex]) -> list[ChunkPlace | None]:
         is_encoded = self.codec() is not None
         table = reads_of(chunks, self._index)
-        sizes = _chunk_bytes(table, self._index).tolist()
+        sizes = stored_bytes(table, self._index).tolist()
         names = self.chunk_names(table)
         if is_encoded:
             sizes = [self.files.size_of(name) or 0 for name in names]
@@ -201,12 +191,12 @@ class ZarrFolderReader(StorageReader):
     def array_folder(self, key: str) -> Path:
         """The folder that holds everything of a tensor."""
 
-    def require_stored(self, claims: Sequence[Claim], index: Index) -> None:
+    def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         growth = 1 if index.codec is None else MOST_COMPRESSION
 
-        def files_of(claim: Claim) -> Backing:
-            num_bytes, num_files = size_of_files(self.array_folder(claim.key))
-            return Backing(num_bytes * growth, num_files, self.claimed_in(claim.key))
+        def files_of(stated: StatedSize) -> Backing:
+            num_bytes, num_files = size_of_files(self.array_folder(stated.key))
+            return Backing(num_bytes * growth, num_files, self.claimed_in(stated.key))
 
         require_backing(claims, files_of)
 
@@ -219,7 +209,7 @@ class ZarrFolderReader(StorageReader):
         names = self.chunk_names(table)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         files = np.fromiter(map(numbers.__getitem__, names), dtype=np.int64, count=len(names))
-        sizes = _chunk_bytes(table, self._index)
+        sizes = stored_bytes(table, self._index)
         filler = Filler(plan, planner, self._index, self.files.limits)
         if codec is None:
             starts = np.zeros_like(files)
@@ -243,9 +233,3 @@ class ZarrFolderReader(StorageReader):
         threads = max(self.options.threads, min(limits.threads, fitting))
         in_threads(read_file, of_files, threads)
         return done(None)
-
-
-def _chunk_bytes(table: ReadTable, index: Index) -> Int64s:
-    """Bytes of the whole chunk of each row."""
-    itemsizes = [index.dtype_of(name).itemsize for name in table.names]
-    return stored_elements(table, index) * np.array(itemsizes, dtype=np.int64)[table.keys]

@@ -21,7 +21,7 @@ from dist_checkpointing.storage.options import BaseCheck, StorageOptions
 from dist_checkpointing.storage.protocol import StorageReader
 from dist_checkpointing.strategies.base_parts import BaseParts, PlanDigests, open_base
 from dist_checkpointing.strategies.zarr.chunk_files import read_decoded
-from dist_checkpointing.strategies.zarr.unpacking import Codec
+from dist_checkpointing.strategies.zarr.codecs import Codec
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -40,17 +40,8 @@ def share_chunks(
 ) -> dict[int, SealedFile]:
     """Share the chunk files of a base that hold rows of a plan. Not collective.
 
-    Args:
-        folder: of the new checkpoint, in which the folders of all chunk files exist.
-        reader: reads the base.
-        plan: what this rank writes.
-        names_of: names of chunk files in this format.
-        digests: of the plan. Those that are needed for the comparison are made.
-        options: of the save.
-        codec: name of the compression, and the compression; None for raw bytes.
-
-    Returns:
-        The file of each row that was shared: none if the base is damaged or gone, which is logged.
+    The folders of all chunk files exist. Nothing is shared if the base is damaged or gone, which is
+    logged.
     """
     assert plan.index is not None
     base = reader.checkpoint_dir

@@ -5,7 +5,6 @@ A regular shard is exactly one chunk file. There is no index file: the folders a
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +28,7 @@ from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.checksums import CHECKSUMS_NAME
-from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
+from dist_checkpointing.format.geometry import Box, Ints, values_of_part
 from dist_checkpointing.format.index import Index, StoredTensor, ints_from_json
 from dist_checkpointing.format.leftovers import leftovers
 from dist_checkpointing.format.removal import (
@@ -57,7 +56,6 @@ _MAX_METADATA_BYTES = 1 << 20
 
 
 def chunk_name(index: Ints) -> str:
-    """File name of a chunk."""
     return ".".join(map(str, index)) or "0"
 
 
@@ -103,7 +101,7 @@ class ZarrV2Writer(ZarrFolderWriter):
             "shape": list(tensor.global_shape),
             "zarr_format": 2,
         }
-        yield FileContent(f"{tensor.key}/{_METADATA_NAME}", json.dumps(content, indent=4).encode())
+        yield f"{tensor.key}/{_METADATA_NAME}", json.dumps(content, indent=4).encode()
 
     def part_writer(self, plan: SavePlan) -> Callable[[int, torch.Tensor], list[SealedFile]]:
         index, table = plan.index, plan.table
@@ -151,16 +149,7 @@ def _chunk_parts(
     tensor: StoredTensor, whole: Box, flat: tuple[int, int] | None, data: torch.Tensor
 ) -> Iterator[tuple[Ints, Box, torch.Tensor]]:
     """A part of a tensor cut along the chunks it falls into: chunk index, box, values."""
-    boxes = [(whole, data)]
-    if flat is not None:
-        starts = itertools.accumulate(
-            (part.num_elements for part in boxes_of_part(whole, flat)), initial=0
-        )
-        boxes = [
-            (part, data[start : start + part.num_elements].reshape(part.shape))
-            for start, part in zip(starts, boxes_of_part(whole, flat), strict=False)
-        ]
-    for box, values in boxes:
+    for box, values in values_of_part(whole, flat, data):
         for index, common in tensor.grid.intersecting(box):
             yield index, common, values[common.relative_to(box.offset).slices()]
 

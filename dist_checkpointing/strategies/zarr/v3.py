@@ -24,13 +24,7 @@ from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Ints
-from dist_checkpointing.format.index import (
-    INDEX_NAME,
-    Index,
-    StoredTensor,
-    read_index,
-    write_index,
-)
+from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
 from dist_checkpointing.format.removal import (
     PlannedRemoval,
     end_removal,
@@ -45,16 +39,14 @@ from dist_checkpointing.storage.options import StorageOptions
 from dist_checkpointing.storage.results import WriteResult
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
 from dist_checkpointing.strategies.zarr.chunk_files import chunk_array, write_chunk
-from dist_checkpointing.strategies.zarr.codecs import codec_json, make_codec
+from dist_checkpointing.strategies.zarr.codecs import Codec, codec_json, make_codec
 from dist_checkpointing.strategies.zarr.folders import (
     FileContent,
     ZarrFolderReader,
     ZarrFolderWriter,
 )
-from dist_checkpointing.strategies.zarr.unpacking import Codec
 from dist_checkpointing.strategies.zarr_v3_nodes import (
     METADATA_NAME,
-    Node,
     array_json,
     chunk_keys_to_read,
     chunk_keys_to_write,
@@ -72,15 +64,13 @@ def _root_json(index: Index) -> bytes:
     nodes = {
         path: content
         for key in index
-        for path, content in nodes_of(index[key], _codecs(index.codec, index[key])).items()
+        for path, content in nodes_of(
+            index[key], codec_json(index.codec, index.dtype_of(key).itemsize)
+        ).items()
     }
     consolidated = {"kind": "inline", "must_understand": False, "metadata": nodes}
     root = group_json({}) | {"consolidated_metadata": consolidated}
     return json.dumps(root, separators=(",", ":")).encode()
-
-
-def _codecs(name: str | None, tensor: StoredTensor) -> list[Node]:
-    return codec_json(name, tensor.dtype.itemsize)
 
 
 @lru_cache(maxsize=1024)
@@ -91,12 +81,7 @@ def _plain_node(shape: Ints, chunk_shape: Ints, dtype: DType, codec: str | None)
 
 
 class ZarrV3Writer(ZarrFolderWriter):
-    """Writes zarr v3 arrays, consolidated metadata and the index.
-
-    Args:
-        checkpoint_dir: the checkpoint.
-        codec: name of the compression; None for raw bytes.
-    """
+    """Writes zarr v3 arrays, consolidated metadata and the index."""
 
     layout: RowBlockLayout = RowBlockLayout()
     uses_object_stores: ClassVar[bool] = True
@@ -115,11 +100,12 @@ class ZarrV3Writer(ZarrFolderWriter):
             data = _plain_node(
                 tensor.global_shape, tensor.chunk_shape, tensor.dtype, self._codec_name
             )
-            yield FileContent(f"{name}/{METADATA_NAME}", data)
+            yield f"{name}/{METADATA_NAME}", data
             return
-        for path, content in nodes_of(tensor, _codecs(self._codec_name, tensor)).items():
+        codecs = codec_json(self._codec_name, tensor.dtype.itemsize)
+        for path, content in nodes_of(tensor, codecs).items():
             data = json.dumps(content, indent=2).encode()
-            yield FileContent(f"{path}/{METADATA_NAME}", data)
+            yield f"{path}/{METADATA_NAME}", data
 
     def part_writer(self, plan: SavePlan) -> Callable[[int, torch.Tensor], list[SealedFile]]:
         index, table = plan.index, plan.table
@@ -182,11 +168,7 @@ class ZarrV3Reader(ZarrFolderReader):
 
 
 def rebuild_index(checkpoint_dir: Location) -> Index:
-    """The index, from the consolidated metadata that is written for other tools.
-
-    Raises:
-        CorruptCheckpointError: if that is missing or unreadable too.
-    """
+    """The index, from the consolidated metadata that is written for other tools."""
     path = checkpoint_dir / METADATA_NAME
     try:
         root = store.read_json(path, _MAX_METADATA_BYTES)

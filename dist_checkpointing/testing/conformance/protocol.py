@@ -18,11 +18,7 @@ from dist_checkpointing.serialization.load import load
 from dist_checkpointing.serialization.save import save
 from dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from dist_checkpointing.strategies.planned import PlannedLoadStrategy, PlannedSaveStrategy
-from dist_checkpointing.testing.conformance.hooks import (
-    BackendHooks,
-    Observe,
-    observed,
-)
+from dist_checkpointing.testing.conformance.hooks import BackendHooks, Observe, observed
 from dist_checkpointing.testing.conformance.round_trips import WORLD_SIZES
 from dist_checkpointing.testing.conformance.shards import (
     CUT_SHAPE,

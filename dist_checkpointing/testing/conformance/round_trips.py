@@ -13,7 +13,7 @@ from dist_checkpointing.testing.conformance.hooks import BackendHooks
 from dist_checkpointing.testing.conformance.shards import (
     CUT_SHAPE,
     CUTS,
-    Cut,
+    Sharding,
     assert_same_bits,
     by_columns,
     by_rows,
@@ -37,7 +37,7 @@ class RoundTrips(BackendHooks):
         tensors = {
             str(dtype): random_bits(CUT_SHAPE, dtype, i) for i, dtype in enumerate(self.dtypes)
         }
-        saved: dict[str, Cut] = {"grid": by_rows, "pieces": CUTS["unevenly"]}
+        saved: dict[str, Sharding] = {"grid": by_rows, "pieces": CUTS["unevenly"]}
 
         def state_of(rank: int) -> dict[str, Any]:
             return {
@@ -198,7 +198,7 @@ class RoundTrips(BackendHooks):
         if dtype not in self.dtypes:
             pytest.skip(f"no {dtype}")
         full = torch.randn(CUT_SHAPE, dtype=dtype)
-        cuts: dict[str, Cut] = {"rows": by_rows, "flat": CUTS["flattened"]}
+        cuts: dict[str, Sharding] = {"rows": by_rows, "flat": CUTS["flattened"]}
 
         def shards_of(rank: int) -> dict[str, ShardedTensor]:
             return {name: cut(name, full, world_size)[rank][0] for name, cut in cuts.items()}

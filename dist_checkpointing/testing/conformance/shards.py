@@ -16,7 +16,7 @@ import torch
 
 from dist_checkpointing.mapping import ReplicaId, ShardedTensor
 
-Cut = Callable[[str, torch.Tensor, int], list[list[ShardedTensor]]]
+Sharding = Callable[[str, torch.Tensor, int], list[list[ShardedTensor]]]
 """``(key, full tensor, world size)`` -> the shards of each rank, in rank order."""
 
 CUT_SHAPE = (8, 4, 6)
@@ -234,7 +234,7 @@ def flattened_layers(key: str, full: torch.Tensor, world_size: int) -> list[list
     ]
 
 
-CUTS: dict[str, Cut] = {
+CUTS: dict[str, Sharding] = {
     cut.__name__: cut
     for cut in (
         by_rows,

@@ -14,7 +14,7 @@ _CUT = re.compile(r"\s*axis\s*=\s*(\d+)\s*,\s*parts\s*=\s*(\d+)\s*")
 
 
 @dataclass(frozen=True, slots=True)
-class Rename:
+class KeySubstitution:
     """Replaces what a pattern matches in a key."""
 
     pattern: re.Pattern[str]
@@ -72,7 +72,7 @@ class Rules:
 
     include: tuple[re.Pattern[str], ...] = ()
     exclude: tuple[re.Pattern[str], ...] = ()
-    renames: tuple[Rename, ...] = ()
+    renames: tuple[KeySubstitution, ...] = ()
     casts: tuple[CastRule, ...] = ()
     reshards: tuple[Reshard, ...] = ()
     lossy: bool = False
@@ -150,11 +150,11 @@ def _pattern(what: str, text: str) -> re.Pattern[str]:
         raise _bad(what, text, f"not a regular expression: {error}") from error
 
 
-def _rename(text: str) -> Rename:
+def _rename(text: str) -> KeySubstitution:
     pattern, equals, replacement = text.rpartition("=")
     if not equals or not pattern:
         raise _bad("rename", text, "expected REGEX=REPLACEMENT")
-    return Rename(_pattern("rename", pattern), replacement)
+    return KeySubstitution(_pattern("rename", pattern), replacement)
 
 
 def _cast(text: str) -> CastRule:

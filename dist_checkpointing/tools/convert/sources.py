@@ -15,7 +15,12 @@ from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.checkpoint.verify import stored_objects_damage
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.format.checksums import StoredPart, checksum_files, joined, read_table
+from dist_checkpointing.format.checksums import (
+    StoredPart,
+    checksum_files,
+    concatenate_tables,
+    read_table,
+)
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.seal import Seal, check_config, check_files, read_seal
@@ -139,7 +144,7 @@ class CheckpointSource(Source):
         if findings:
             return findings
         tables = (read_table(path) for path in checksum_files(self._folder))
-        return stored_objects_damage(self._checkpoint, joined(tables).objects)
+        return stored_objects_damage(self._checkpoint, concatenate_tables(tables).objects)
 
     def verify_with(self, checks: PartChecks) -> None:
         self._checks = checks

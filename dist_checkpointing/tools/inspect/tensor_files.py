@@ -10,10 +10,10 @@ import torch
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.checkpoint.reads import PartialReads
-from dist_checkpointing.format.claims import Claim
 from dist_checkpointing.format.commit import CheckpointingConfig
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.stated_sizes import StatedSize
 from dist_checkpointing.mapping import StateDict
 from dist_checkpointing.planning import MetadataIndex
 from dist_checkpointing.tools.convert import open_source
@@ -70,7 +70,7 @@ class _SourceReads(PartialReads):
     ) -> list[torch.Tensor]:
         return self._source.read([(stored.key, box) for stored, box in wanted])
 
-    def require_stored(self, claims: Sequence[Claim], index: Index) -> None:
+    def require_stored(self, claims: Sequence[StatedSize], index: Index) -> None:
         """Nothing: what opens the files has checked that."""
 
     def files(

@@ -27,14 +27,8 @@ MOST_COMPRESSION: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """What an index says of one tensor or sharded object.
-
-    Attributes:
-        key: Key of the tensor or object.
-        num_bytes: Size of the values.
-        num_parts: Number of chunks, pieces or cells.
-    """
+class StatedSize:
+    """What an index says of one tensor or object: its bytes, and its chunks, pieces or cells."""
 
     key: str
     num_bytes: int
@@ -48,33 +42,26 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Backing:
-    """The files that a claim is about.
-
-    Attributes:
-        num_bytes: Size of the files.
-        num_parts: Number of parts that they can hold at most.
-        path: Path of the file that makes the claim.
-    """
+    """The bytes and parts that files can hold, and the path of the file that states the size."""
 
     num_bytes: int
     num_parts: int
     path: str
 
 
-def claim_of(tensor: StoredTensor) -> Claim:
-    """What an index says of a tensor."""
-    return Claim(tensor.key, tensor.num_bytes, tensor.num_parts)
+def stated_size(tensor: StoredTensor) -> StatedSize:
+    return StatedSize(tensor.key, tensor.num_bytes, tensor.num_parts)
 
 
-def large_tensors(index: Index, keys: Iterable[str]) -> list[Claim]:
-    """The claims about those of the tensors that are large."""
-    return [claim for claim in (claim_of(index[key]) for key in keys) if claim.is_large]
+def large_tensors(index: Index, keys: Iterable[str]) -> list[StatedSize]:
+    """The sizes of those of the tensors that are large."""
+    return [size for size in (stated_size(index[key]) for key in keys) if size.is_large]
 
 
-def large_objects(grids: Mapping[str, Ints]) -> list[Claim]:
-    """The claims about those of the sharded objects, by key, that have many cells."""
-    claims = [Claim(key, 0, math.prod(shape)) for key, shape in grids.items()]
-    return [claim for claim in claims if claim.is_large]
+def large_objects(grids: Mapping[str, Ints]) -> list[StatedSize]:
+    """The sizes of those of the sharded objects, by key, that have many cells."""
+    stated = [StatedSize(key, 0, math.prod(shape)) for key, shape in grids.items()]
+    return [size for size in stated if size.is_large]
 
 
 def meets_many(tensor: StoredTensor, box: Box) -> bool:
@@ -85,25 +72,19 @@ def meets_many(tensor: StoredTensor, box: Box) -> bool:
     return math.prod(met) > MANY_PARTS
 
 
-def require_backing(claims: Iterable[Claim], backing_of: Callable[[Claim], Backing]) -> None:
-    """Refuse claims that the files cannot hold.
-
-    Args:
-        claims: any.
-        backing_of: looks for the files of one.
-
-    Raises:
-        CorruptCheckpointError: naming every key, and the file that says so.
-    """
+def require_backing(
+    stated: Iterable[StatedSize], backing_of: Callable[[StatedSize], Backing]
+) -> None:
+    """Refuse sizes that the files cannot hold."""
     findings = []
-    for claim in claims:
-        backing = backing_of(claim)
-        if claim.num_bytes > backing.num_bytes or claim.num_parts > backing.num_parts:
+    for size in stated:
+        backing = backing_of(size)
+        if size.num_bytes > backing.num_bytes or size.num_parts > backing.num_parts:
             findings.append(
                 Finding(
                     "it would not fit into the files that are there",
-                    claim.key,
-                    expected=f"{claim.num_bytes} bytes in {claim.num_parts} parts",
+                    size.key,
+                    expected=f"{size.num_bytes} bytes in {size.num_parts} parts",
                     found=f"room for {backing.num_bytes} bytes, {backing.num_parts} parts",
                     path=backing.path,
                     remedy="Use another checkpoint: parts are lost, or this file is damaged.",
