@@ -247,7 +247,7 @@ class _LaterWrite:
         of_ranks = driver.gather_written(self._written, self._writer, comm)
         with comm.agreed("finishing the write"):
             if comm.rank == 0:
-                driver.finish_all(self._index, of_ranks, self._writer)
+                driver.finish_durably(self._index, of_ranks, self._writer)
 
     def _written(self) -> driver.Written:
         if isinstance(self._outcome, Exception):
