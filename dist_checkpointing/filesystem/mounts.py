@@ -42,10 +42,10 @@ def check_room(folder: Path, num_bytes: int) -> None:
 def file_system_type(path: Path) -> str:
     """The kernel's name for the type of the file system of ``path``; "" if it is unknown."""
     try:
-        mounts = Path("/proc/self/mountinfo").read_bytes()
+        mounts = Path("/proc/self/mountinfo").read_text()
     except FileNotFoundError:
         return ""
     device = path.stat().st_dev
     # Spaces in paths are escaped, so this is the field of the device.
-    _, _, rest = mounts.partition(b" %d:%d " % (os.major(device), os.minor(device)))
-    return rest.partition(b"\n")[0].partition(b" - ")[2].partition(b" ")[0].decode()
+    _, _, rest = mounts.partition(f" {os.major(device)}:{os.minor(device)} ")
+    return rest.partition("\n")[0].partition(" - ")[2].partition(" ")[0]
