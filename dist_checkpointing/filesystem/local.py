@@ -25,9 +25,23 @@ _TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """The content of a file that must not be larger than ``max_bytes``."""
-    check_size(path.stat().st_size, path, max_bytes)
-    return path.read_bytes()
+    """The content of a file that must not be larger than ``max_bytes``.
+
+    Raises:
+        CorruptCheckpointError: if it is larger, or than the memory, or a pipe or a device, which
+            may have no end.
+        OSError: if it cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        finding = Finding("not a regular file", path=str(path))
+        raise CorruptCheckpointError("refused to read a file", [finding])
+    check_size(status.st_size, path, max_bytes)
+    try:
+        return path.read_bytes()
+    except MemoryError as error:
+        finding = Finding("larger than the memory", found=status.st_size, path=str(path))
+        raise CorruptCheckpointError("refused to read a file", [finding]) from error
 
 
 def check_size(size: int, path: object, max_bytes: int) -> None:

@@ -45,8 +45,12 @@ def _opened_own(path: Path) -> IO[bytes] | None:
         if error.errno in local.NOT_THERE:
             return None
         raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return os.fdopen(descriptor, "rb")
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
     os.close(descriptor)
     return None
 
