@@ -16,11 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from dist_checkpointing.errors import (
-    CheckpointingException,
-    CorruptCheckpointError,
-    Finding,
-)
+from dist_checkpointing.errors import CorruptCheckpointError, Finding
 
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """Errors that mean: nothing has this name, or a link has it. No other error means that."""
@@ -29,9 +25,23 @@ _TEMPORARY_NAME = re.compile(r"(.+?)(?:\.[0-9a-f]{8}\.tmp|(?:_[0-9a-f]{16})?\.__
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """The content of a file that must not be larger than ``max_bytes``."""
-    check_size(path.stat().st_size, path, max_bytes)
-    return path.read_bytes()
+    """The content of a file that must not be larger than ``max_bytes``.
+
+    Raises:
+        CorruptCheckpointError: if it is larger, or than the memory, or a pipe or a device, which
+            may have no end.
+        OSError: if it cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        finding = Finding("not a regular file", path=str(path))
+        raise CorruptCheckpointError("refused to read a file", [finding])
+    check_size(status.st_size, path, max_bytes)
+    try:
+        return path.read_bytes()
+    except MemoryError as error:
+        finding = Finding("larger than the memory", found=status.st_size, path=str(path))
+        raise CorruptCheckpointError("refused to read a file", [finding]) from error
 
 
 def check_size(size: int, path: object, max_bytes: int) -> None:
@@ -222,20 +232,24 @@ class Durability(Enum):
 
 def write_atomic(path: Path, data: bytes, durability: Durability = Durability.FSYNC) -> None:
     """Write ``data`` to ``path`` such that readers, also after a crash, see all of it or none."""
-    durable = durability is Durability.FSYNC
+    write_content(path, data, durability)
+    if durability is Durability.FSYNC:
+        fsync_folder(path.parent)
+
+
+def write_content(path: Path, data: bytes, durability: Durability) -> None:
+    """Like ``write_atomic``, but a power cut takes the file until its folder is synced."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
-            if durable:
+            if durability is Durability.FSYNC:
                 os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if durable:
-        fsync_folder(path.parent)
 
 
 def temporaries(names: Iterable[str], root: Path) -> list[Path]:
@@ -260,51 +274,23 @@ def temporaries(names: Iterable[str], root: Path) -> list[Path]:
     return found
 
 
-def check_room(folder: Path, num_bytes: int) -> None:
-    """Check before a save that ``num_bytes`` can be written below a folder.
-
-    Quotas are not checked.
-
-    Raises:
-        CheckpointingException: if the folder is write-protected, or its file system too full.
-    """
-    place = folder
-    while not place.exists():
-        place = place.parent
-    findings = []
-    if not os.access(place, os.W_OK | os.X_OK):
-        problem = "this process may not write here"
-        findings.append(Finding(problem, path=str(place), remedy="Change the permissions."))
-    room = os.statvfs(place)
-    # Some file systems do not say how large they are.
-    if room.f_blocks and room.f_bavail * room.f_frsize < num_bytes:
-        findings.append(
-            Finding(
-                "not enough free space",
-                expected=f"{num_bytes} bytes",
-                found=f"{room.f_bavail * room.f_frsize} bytes",
-                path=str(place),
-                remedy="Delete old checkpoints, or keep fewer.",
-            )
-        )
-    if findings:
-        raise CheckpointingException(f"cannot save into {folder}", findings)
-
-
 def fsync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def fsync_folders(files: Iterable[Path], root: Path) -> None:
-    """Make the names of ``files`` durable: every folder from them up to ``root``, once."""
+    """Make the names of ``files`` durable in every folder from them up to ``root``, but not there.
+
+    The names in ``root`` are made durable by the commit, once.
+    """
     folders: set[Path] = {root}
     for file in files:
         folder = file.parent
         while folder not in folders:
             folders.add(folder)
             folder = folder.parent
-    for folder in sorted(folders, key=lambda f: len(f.parts), reverse=True):
+    for folder in sorted(folders - {root}, key=lambda f: len(f.parts), reverse=True):
         fsync_folder(folder)
 
 
@@ -337,6 +323,25 @@ def remove(path: Path, root: Path) -> None:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                     raise
                 return
+
+
+def remove_all(paths: Iterable[Path], root: Path) -> None:
+    """Delete files and folders, see ``remove``, such that none comes back with a power cut."""
+    gone = list(paths)
+    for path in gone:
+        remove(path, root)
+    fsync_removal(gone, root)
+
+
+def fsync_removal(gone: Iterable[Path], root: Path) -> None:
+    """Make it durable that files and folders below ``root`` are gone."""
+    folders = {root}
+    for folder in {path.parent for path in gone}:
+        while folder not in folders and not is_folder(folder):
+            folder = folder.parent  # noqa: PLW2901 - it went with the file
+        folders.add(folder)
+    for folder in folders:
+        fsync_folder(folder)
 
 
 def is_real_folder(path: Path, root: Path) -> bool:
@@ -384,17 +389,3 @@ def _fsync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def file_system_type(path: Path) -> str:
-    """The kernel's name for the type of the file system of ``path``; "" if it is unknown."""
-    mounts = Path("/proc/self/mountinfo")
-    if not mounts.exists():
-        return ""
-    device = path.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in mounts.read_text().splitlines():
-        fields, _, source = line.partition(" - ")
-        if fields.split()[2] == wanted:
-            return source.split()[0]
-    return ""

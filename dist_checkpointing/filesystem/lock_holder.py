@@ -9,6 +9,7 @@ import socket
 import uuid
 from dataclasses import asdict, dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -51,13 +52,13 @@ class Holder:
     def own(cls, kind: Kind) -> Holder:
         """This process."""
         pid = os.getpid()
-        is_linux = _BOOT_ID.exists()
+        boot = _boot()
         return cls(
             uuid.uuid4().hex,
             kind,
             socket.gethostname(),
-            _BOOT_ID.read_text().strip() if is_linux else "",
-            str(Path("/proc/self/ns/pid").readlink()) if is_linux else "",
+            boot,
+            os.readlink("/proc/self/ns/pid") if boot else "",  # noqa: PTH115 - for each save
             pid,
             _start_of(pid) or 0,
         )
@@ -100,6 +101,11 @@ class Holder:
             return None
         # Any other number would mean a group of processes to the kernel.
         return holder if _TOKEN.fullmatch(holder.token) and 0 < holder.pid < 1 << 31 else None
+
+
+@cache
+def _boot() -> str:
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 
 def _start_of(pid: int) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dist_checkpointing.filesystem.local import file_system_type
+from dist_checkpointing.filesystem.mounts import file_system_type
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 
 Int64s = npt.NDArray[np.int64]

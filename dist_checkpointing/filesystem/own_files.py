@@ -45,14 +45,18 @@ def _opened_own(path: Path) -> IO[bytes] | None:
         if error.errno in local.NOT_THERE:
             return None
         raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return os.fdopen(descriptor, "rb")
+    try:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
     os.close(descriptor)
     return None
 
 
-def make_own_folder(folder: Path) -> None:
-    """Make the folder ``.dckpt`` of a checkpoint.
+def make_own_folder(folder: Path) -> bool:
+    """Make the folder ``.dckpt`` of a checkpoint; whether there was none.
 
     Raises:
         CheckpointExistsError: if a link or a file has this name.
@@ -60,6 +64,7 @@ def make_own_folder(folder: Path) -> None:
     path = folder / OWN_FOLDER
     with suppress(FileExistsError):
         path.mkdir()
+        return True
     if not stat.S_ISDIR(path.lstat().st_mode):
         finding = Finding(
             "is not a folder, and no save made it",
@@ -67,3 +72,4 @@ def make_own_folder(folder: Path) -> None:
             remedy="Find out what it is, and delete it.",
         )
         raise CheckpointExistsError(f"{folder} is not empty", [finding])
+    return False

@@ -143,7 +143,11 @@ class LocalFile(OpenFile):
     def __init__(self, path: str) -> None:
         self.path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        status = os.fstat(self.descriptor)
+        try:
+            status = os.fstat(self.descriptor)
+        except OSError:
+            self.close()
+            raise
         self._num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_checkpointing.filesystem import local, own_files
+from dist_checkpointing.filesystem import local, mounts, own_files
 from dist_checkpointing.filesystem.local import Durability
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 
@@ -236,16 +236,6 @@ def sizes_in(
     return sizes
 
 
-def make_own_folder(folder: Location) -> None:
-    """Make the folder ``.dckpt`` of a checkpoint, where there are folders.
-
-    Raises:
-        CheckpointExistsError: if a link or a file has this name.
-    """
-    if isinstance(folder, Path):
-        own_files.make_own_folder(folder)
-
-
 def make_folder(path: Location) -> None:
     """Make a folder and those that it is in, where there are folders."""
     if isinstance(path, Path):
@@ -258,6 +248,14 @@ def write(path: Location, data: bytes, durability: Durability = Durability.FSYNC
         local.write_atomic(path, data, durability)
         return None
     return path.store.put(path.key, data)
+
+
+def write_content(path: Location, data: bytes, durability: Durability) -> None:
+    """Like ``write``, but a power cut takes the file until its folder is synced."""
+    if isinstance(path, Path):
+        local.write_content(path, data, durability)
+    else:
+        path.store.put(path.key, data)
 
 
 def remove(path: Location, root: Location) -> None:
@@ -290,7 +288,7 @@ def fsync_file(path: Location) -> None:
 
 
 def fsync_folders(files: Iterable[Location], root: Location) -> None:
-    """Make the names of files durable: every folder from them up to ``root``, once."""
+    """Make the names of files durable in every folder from them up to ``root``, but not there."""
     if isinstance(root, Path):
         local.fsync_folders((file for file in files if isinstance(file, Path)), root)
 
@@ -304,4 +302,4 @@ def fsync_folder(folder: Location) -> None:
 def check_room(folder: Location, num_bytes: int) -> None:
     """Check before a save that ``num_bytes`` can be written below a folder, where that is known."""
     if isinstance(folder, Path):
-        local.check_room(folder, num_bytes)
+        mounts.check_room(folder, num_bytes)

@@ -15,7 +15,9 @@ import os
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import takewhile
 from pathlib import Path
 
 from dist_checkpointing.errors import (
@@ -27,7 +29,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
 )
 from dist_checkpointing.filesystem import local, store
-from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
+from dist_checkpointing.filesystem.folder_lock import FolderLock
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
 from dist_checkpointing.filesystem.paths import local_folder, location
@@ -38,6 +40,7 @@ from dist_checkpointing.format.leftovers import (
     DCP_METADATA_NAME,
     attempt_of,
     clear,
+    is_spent,
     leftovers,
     note_attempt,
     refuse_foreign,
@@ -176,6 +179,7 @@ class Attempt:
         self._creates = creates
         self._durability = durability
         self._may_be_committed = False
+        self._above: list[Path] = []
 
     @classmethod
     def begin(
@@ -204,19 +208,22 @@ class Attempt:
         folder = local_folder(checkpoint_dir)
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
         _refuse_committed(folder, overwrite=overwrite)
-        lock = _locked(folder)
+        lock, made = _locked(folder)
         try:
             # Another save may have ended between the first look and the lock.
             _refuse_committed(folder, overwrite=overwrite)
-            make_own_folder(folder)
+            is_new = make_own_folder(folder)
             left = leftovers(folder)
             refuse_foreign(folder, names, left)
             attempt = cls(folder, lock, names, durability)
-            if left or is_committed(folder):
+            attempt._above = [path.parent for path in made]
+            if not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.
                 _end_commit(folder)
-            clear(folder, left)
-            attempt._record()
+                clear(folder, left)
+            note_attempt(
+                folder, attempt.id, names, local.Durability.PAGE_CACHE if is_new else durability
+            )
         except BaseException:
             lock.release()
             raise
@@ -232,19 +239,27 @@ class Attempt:
         """Relative names of the files and folders that the save makes."""
         return self._creates
 
-    def _record(self) -> None:
-        note_attempt(self._folder, self.id, self._creates)
-
     def secure(self) -> None:
         """Make the record of what is about to be created durable, before anything is."""
         if self._durability is local.Durability.FSYNC:
             local.fsync_file(self._folder / ATTEMPT_NAME)
             local.fsync_folder(self._folder / OWN_FOLDER)
             local.fsync_folder(self._folder)
+            for folder in self._above:
+                # One that may not be listed cannot be synced.
+                with suppress(PermissionError):
+                    local.fsync_folder(folder)
 
     def commit(self, config: CheckpointingConfig) -> None:
-        """Make the folder a checkpoint. Everything else must be durable by now."""
+        """Make the folder a checkpoint.
+
+        Everything else must be durable by now, but for the names in the folder itself and in
+        ``.dckpt``, where most of the last files are.
+        """
         content = json.dumps(asdict(config)).encode()
+        if self._durability is local.Durability.FSYNC:
+            local.fsync_folder(self._folder / OWN_FOLDER)
+            local.fsync_folder(self._folder)
         self._may_be_committed = True
         local.write_atomic(self._folder / CONFIG_FNAME, content, self._durability)
         self._lock.release()
@@ -265,6 +280,7 @@ class Attempt:
             self._lock.release()
             return
         left = []
+        names = [self._folder / name for name in self._creates]
         for name in reversed(self._creates):
             try:
                 local.remove(self._folder / name, self._folder)
@@ -274,7 +290,9 @@ class Attempt:
         # What is gone is no longer ours: the next file of that name may be somebody else's.
         self._creates = tuple(left)
         try:
-            self._record()
+            if self._durability is local.Durability.FSYNC:
+                local.fsync_removal(names, self._folder)
+            note_attempt(self._folder, self.id, self._creates, self._durability)
             self.secure()
         except OSError as error:
             logger.warning("could not note what a failed save left: %s", error)
@@ -312,12 +330,14 @@ def _refuse_committed(folder: Path, *, overwrite: bool) -> None:
         raise CheckpointExistsError(f"{folder} cannot be overwritten", [finding])
 
 
-def _locked(folder: Path) -> FolderLock:
-    """The lock of a folder, which is made if it is missing."""
+def _locked(folder: Path) -> tuple[FolderLock, list[Path]]:
+    """The lock of a folder, which is made if it is missing, and the folders that may be new."""
     while True:
+        above = takewhile(lambda path: not local.is_there(path), folder.parents)
+        made = [folder, *above]
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            return FolderLock.acquire(folder)
+            return FolderLock.acquire(folder), made
         except FileNotFoundError:
             continue  # another process removed a checkpoint there, and the folder with it
 
@@ -374,13 +394,3 @@ def is_leftover(folder: Location) -> bool:
     if isinstance(folder, ObjectPath):
         return bool(store.names_in(folder / CLAIMS))
     return attempt_of(folder) is not None or is_spent(folder)
-
-
-def is_spent(folder: Path) -> bool:
-    """Whether nothing is left of a checkpoint but what a removal deletes last, if that.
-
-    Raises:
-        OSError: if that cannot be found out.
-    """
-    names = {*local.names_in(folder), *local.names_in(folder / OWN_FOLDER)}
-    return names <= {OWN_FOLDER, LOCK_NAME}

@@ -362,11 +362,14 @@ class Index(Mapping[str, StoredTensor]):
 def write_index(
     index: Index, folder: Location, durability: local.Durability = local.Durability.FSYNC
 ) -> SealedFile:
-    """Write the index file of the checkpoint in ``folder``, atomically."""
+    """Write the index file of the checkpoint in ``folder``, atomically.
+
+    A power cut takes it until ``.dckpt`` is synced, as a commit does.
+    """
     path = folder / INDEX_NAME
     store.make_folder(path.parent)
     data = index.to_json()
-    store.write(path, data, durability)
+    store.write_content(path, data, durability)
     return SealedFile.of_bytes(INDEX_NAME, data)
 
 

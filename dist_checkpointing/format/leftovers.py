@@ -17,6 +17,7 @@ from dist_checkpointing.errors import CheckpointExistsError, CorruptCheckpointEr
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME
 from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.own_files import OWN_FOLDER, make_own_folder
 from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.removal import REMOVAL_NAME
 
@@ -42,12 +43,14 @@ def _noted(folder: Location) -> tuple[str | None, frozenset[str]]:
     return attempt, frozenset(names)
 
 
-def note_attempt(folder: Location, attempt: str, names: Sequence[str]) -> None:
+def note_attempt(
+    folder: Path, attempt: str, names: Sequence[str], durability: local.Durability
+) -> None:
     content = {"attempt": attempt, "creates": names}
     data = json.dumps(content, separators=(",", ":")).encode()
-    store.make_own_folder(folder)
+    make_own_folder(folder)
     # As a whole: names that are lost would be files that nobody deletes.
-    store.write(folder / ATTEMPT_NAME, data, local.Durability.PAGE_CACHE)
+    local.write_content(folder / ATTEMPT_NAME, data, durability)
 
 
 def leftovers(folder: Location) -> frozenset[str]:
@@ -84,8 +87,7 @@ def is_in_attempt(folder: Location, attempt: str) -> bool:
 def clear(folder: Path, names: Iterable[str]) -> None:
     """Delete what an attempt created, and what speaks of it."""
     clear_temporaries(folder)
-    for name in sorted({*names, REMOVAL_NAME}):
-        local.remove(folder / name, folder)
+    local.remove_all([folder / name for name in sorted({*names, REMOVAL_NAME})], folder)
 
 
 def clear_temporaries(folder: Path) -> None:
@@ -123,3 +125,13 @@ def refuse_foreign(folder: Path, names: Iterable[str], left: frozenset[str]) -> 
     ]
     if findings:
         raise CheckpointExistsError(f"{folder} is not empty", findings)
+
+
+def is_spent(folder: Path) -> bool:
+    """Whether nothing is left of a checkpoint but what a removal deletes last, if that.
+
+    Raises:
+        OSError: if that cannot be found out.
+    """
+    names = {*local.names_in(folder), *local.names_in(folder / OWN_FOLDER)}
+    return names <= {OWN_FOLDER, LOCK_NAME}

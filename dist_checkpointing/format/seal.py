@@ -182,7 +182,7 @@ def write_seal(
         tables: first and last key of each table of checksums.
         created: files and folders of the save; None for everything in the folder. What is found
             there and was not reported is sealed too.
-        durability: when the seal counts as written.
+        durability: of the seal; its name is durable with the commit.
 
     Raises:
         CheckpointingException: if a file that was reported is not here, or has another size.
@@ -204,7 +204,7 @@ def write_seal(
         files[name] = SealedFile(name, found[name]) if is_large else _digested(folder, name)
     attempt = attempt_of(folder) or ""
     content = Seal(attempt, asdict(config), files, tables).to_json()
-    store.write(folder / SEAL_NAME, content, durability)
+    store.write_content(folder / SEAL_NAME, content, durability)
 
 
 def _require_reported(

@@ -113,7 +113,7 @@ def write(
 
     of_ranks = gather_written(write_own, writer, comm)
     with comm.agreed("finishing the write"):
-        return finish_all(index, of_ranks, writer) if comm.rank == 0 else Finished()
+        return finish_durably(index, of_ranks, writer) if comm.rank == 0 else Finished()
 
 
 def prepare_write(plan: SavePlan, writer: StorageWriter, comm: Comm) -> SavePlan:
@@ -155,7 +155,10 @@ def gather_written(
 
 
 def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:
-    """Write what describes the whole, on rank 0. Durable when it returns."""
+    """Write what describes the whole, on rank 0.
+
+    Durable but for names in the folder itself and in ``.dckpt``, which a commit makes durable.
+    """
     if writer.takes_fingerprints:
         index = with_fingerprints(index, [written.sums for written in of_ranks])
     noted = [w.noted for w in (of_ranks if writer.gathers_results else of_ranks[:1])]
@@ -166,6 +169,16 @@ def finish_all(index: Index, of_ranks: Sequence[Written], writer: StorageWriter)
     if any(written.rows for written in of_ranks):
         tables = _write_tables(of_ranks, writer, files)
     return Finished(tuple(files), tables)
+
+
+def finish_durably(index: Index, of_ranks: Sequence[Written], writer: StorageWriter) -> Finished:
+    """Write what describes the whole, on rank 0, without a commit. Durable when it returns."""
+    finished = finish_all(index, of_ranks, writer)
+    if writer.options.durability is Durability.FSYNC:
+        folder = writer.checkpoint_dir
+        store.fsync_folders([folder / file.name for file in finished.files], folder)
+        store.fsync_folder(folder)
+    return finished
 
 
 def _write_tables(
@@ -198,17 +211,17 @@ def _write_tables(
     )
     begin = 0
     for table_file in make_tables(columns):
-        store.write(folder / table_file.name, table_file.data, durability)
+        store.write_content(folder / table_file.name, table_file.data, durability)
         files.append(SealedFile.of_bytes(table_file.name, table_file.data))
         tables[table_file.name] = (table_file.first_key, table_file.last_key)
         if len(uppers) == len(digests):
             end = begin + table_file.num_rows
             file, data = upper_file(table_file, uppers[catalog.sources[begin:end]])
-            store.write(folder / file.name, data, durability)
+            store.write_content(folder / file.name, data, durability)
             files.append(file)
             begin = end
     if durability is Durability.FSYNC:
-        store.fsync_folder((folder / CHECKSUMS_NAME).parent)
+        store.fsync_folder(folder / CHECKSUMS_NAME)
     return tables
 
 

@@ -120,7 +120,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         self, common_state_dict: StateDict, checkpoint_dir: str | PathLike[str]
     ) -> Sequence[SealedFile]:
         data = serialize(common_state_dict, "the common state")
-        store.write(location(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
+        store.write_content(location(checkpoint_dir) / COMMON_STATE_FNAME, data, self.durability)
         return [SealedFile.of_bytes(COMMON_STATE_FNAME, data)]
 
     def save_sharded_objects(
@@ -137,11 +137,12 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
                 path = root / f"{leaf.unique_key}.pt"
                 store.make_folder(path.parent)
                 data = serialize(leaf.data, f"the ShardedObject {leaf.key!r}")
-                store.write(path, data, self.durability)
+                store.write_content(path, data, self.durability)
                 files.append(path)
                 sealed.append(SealedFile.of_bytes(f"{leaf.unique_key}.pt", data))
         if self.durability is local.Durability.FSYNC:
             store.fsync_folders(files, root)
+            store.fsync_folder(root)
         return sealed
 
 

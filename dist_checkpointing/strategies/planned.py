@@ -208,7 +208,7 @@ class PlannedSaveStrategy(AsyncSaveShardedStrategy):
             of_ranks = driver.gather_written(written.result, writer, comm)
             with comm.agreed("finishing the write"):
                 if comm.rank == 0:
-                    driver.finish_all(agreed.index, of_ranks, writer)
+                    driver.finish_durably(agreed.index, of_ranks, writer)
 
         return AsyncRequest(write, (), [finish])
 

@@ -9,6 +9,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ from dist_checkpointing.strategies.zarr import (
 from dist_checkpointing.testing import run_ranks
 from scripts import run_forked
 from simulated_groups import the_one_error
-from states import between, save_on, shard
+from states import at_step, between, save_on, shard
 
 FORMAT = pytest.mark.parametrize("version", [1, 2], ids=["zarr1", "zarr2"])
 SAVERS: dict[int, Any] = {1: ZarrSaveShardedStrategy, 2: Zarr3SaveShardedStrategy}
@@ -720,3 +721,27 @@ def test_other_saves_wait_no_more_often_than_they_must(
         *(f"'{compared}'", compared, f"'{compared}', passing values"),
         *waits[1:],
     ]
+
+
+def test_a_file_system_that_cannot_say_what_is_open_costs_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(at_step(1), tmp_path / "c")
+    real, calls = os.fstat, list[int]()
+
+    def fstat(descriptor: int) -> os.stat_result:
+        calls.append(descriptor)
+        if len(calls) == failing:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(descriptor)
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for failing in range(1, 20):
+        calls.clear()
+        with monkeypatch.context() as patch, suppress(dc.CheckpointingException, OSError):
+            patch.setattr(os, "fstat", fstat)
+            load(at_step(0), tmp_path / "c")
+        if len(calls) < failing:
+            break
+    assert failing > 4
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

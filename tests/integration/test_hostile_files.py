@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -37,9 +38,13 @@ class Victim:
         before = path.read_bytes()
         path.write_bytes(content)
         try:
-            return self._child.outcomes({"do": "checkpoint", "path": str(self.folder)})
+            return self.outcomes_now()
         finally:
             path.write_bytes(before)
+
+    def outcomes_now(self) -> list[str]:
+        """What loading, reading and examining it ends with as it is."""
+        return self._child.outcomes({"do": "checkpoint", "path": str(self.folder)})
 
     def verified(self) -> tuple[str, str]:
         """Exit code and output of ``dckpt verify``."""
@@ -57,6 +62,25 @@ def refusals(outcomes: list[str]) -> list[str]:
     """The steps that did not end well; all of them with a documented error."""
     assert not any(text.startswith(("raw", "the process")) for text in outcomes), outcomes
     return [text for text in outcomes if text not in ("equal", "different")]
+
+
+# What has no end.
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr 1", "zarr 2"])
+@pytest.mark.parametrize("place", ["pipe", "/dev/zero", "sparse"])
+def test_a_file_without_an_end_is_not_read(victim: Victim, tmp_path: Path, place: str) -> None:
+    for path in sorted(path for path in victim.folder.rglob("*") if path.is_file()):
+        path.rename(tmp_path / "whole")
+        if place == "pipe":
+            os.mkfifo(path)
+        elif place == "sparse":
+            path.touch()
+            os.truncate(path, 1 << 36)
+        else:
+            path.symlink_to(place)
+        refusals(victim.outcomes_now())
+        (tmp_path / "whole").replace(path)
 
 
 # Pickles.

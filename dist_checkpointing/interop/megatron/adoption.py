@@ -31,7 +31,8 @@ def adopt(folder: Path) -> None:
     with FolderLock.acquire(folder):
         known, theirs = leftovers(folder), _made_by_megatron(folder)
         if theirs - known:
-            note_attempt(folder, attempt_of(folder) or uuid.uuid4().hex, sorted(theirs | known))
+            attempt, names = attempt_of(folder) or uuid.uuid4().hex, sorted(theirs | known)
+            note_attempt(folder, attempt, names, local.Durability.FSYNC)
 
 
 def _made_by_megatron(folder: Path) -> set[str]:

@@ -66,8 +66,8 @@ def drop_all_but(root: Path, kept: Index) -> None:
         for row, text in split.texts.items():
             extents.file[row], extents.offset[row] = INLINE, numbers[text]
         write_tree(root, split.keys, split.values.files, extents, list(numbers))
-    for name in split.unused:
-        local.remove(root / name, root)
+        local.fsync_folder(root)
+    local.remove_all([root / name for name in split.unused], root)
 
 
 def _split(root: Path, kept: Index) -> _Split | None:

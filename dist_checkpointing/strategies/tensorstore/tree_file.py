@@ -54,6 +54,8 @@ def write_tree(
 ) -> list[SealedFile]:
     """Make the database in ``folder`` hold these values, and no others; the files of the tree.
 
+    They last once ``folder`` is synced too.
+
     Args:
         folder: the checkpoint, in which all files are, durably.
         keys: sorted, each once.
@@ -76,9 +78,7 @@ def write_tree(
     store.make_folder(folder / names_of.NODES_FOLDER)
     tree, top = b"".join([*texts, *nodes]), manifest.encode(root)
     store.write(folder / name, tree, durability)
-    if durability is Durability.FSYNC:
-        store.fsync_folder(folder)
-    store.write(folder / manifest.MANIFEST_NAME, top, durability)
+    store.write_content(folder / manifest.MANIFEST_NAME, top, durability)
     return [SealedFile.of_bytes(name, tree), SealedFile.of_bytes(manifest.MANIFEST_NAME, top)]
 
 

@@ -93,7 +93,8 @@ class TensorStoreWriter(StorageWriter):
 
         with ThreadPoolExecutor(min(_MOST_THREADS, self.options.threads), "data-files") as pool:
             try:
-                written = list(pool.map(write, shares))
+                # A thread costs more than a small share.
+                written = list((pool.map if len(shares) > 1 else map)(write, shares))
             except BaseException:
                 is_cancelled = True  # the others stop at what they write next
                 raise

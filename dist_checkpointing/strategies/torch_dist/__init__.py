@@ -91,8 +91,8 @@ class TorchDistLoadShardedStrategy(PlannedLoadStrategy):
         kept = metadata.without_tensors(key_prefix)
         # Once it does not name them they are unreachable; files of nothing else are freed then.
         local.write_atomic(root / DCP_METADATA_NAME, to_pickle(kept))
-        for file in _unused_files(root, metadata, kept):
-            local.remove(root / file, root)
+        unused = _unused_files(root, metadata, kept)
+        local.remove_all([root / file for file in unused], root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
         root = Path(checkpoint_dir)

@@ -141,7 +141,8 @@ class TorchDistWriter(StorageWriter):
         with ThreadPoolExecutor(max(1, len(parts)), "distcp") as pool:
             filled = list(pool.map(fill, parts))
         rows = [row for own, _ in filled for row in own]
-        if self.options.durability is Durability.FSYNC and parts:
+        # Rank 0 commits, which makes its own names durable.
+        if self._rank and self.options.durability is Durability.FSYNC and parts:
             store.fsync_folder(self.checkpoint_dir)
         files = tuple(file for _, file in filled)
         checked = None if with_checksums else table.is_object
@@ -180,7 +181,7 @@ class TorchDistWriter(StorageWriter):
         tensors = {key: _dcp_tensor(metadata, key, chunks[key]) for key in metadata}
         content = to_pickle(DcpMetadata(tensors, tuple(values), places))
         path = self.checkpoint_dir / DCP_METADATA_NAME
-        store.write(path, content, self.options.durability)
+        store.write_content(path, content, self.options.durability)
         return [SealedFile.of_bytes(DCP_METADATA_NAME, content)]
 
 

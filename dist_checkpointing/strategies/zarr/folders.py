@@ -146,6 +146,8 @@ class ZarrFolderWriter(StorageWriter):
             paths = [self.checkpoint_dir / file.name for file in files]
             in_threads(store.fsync_file, paths, threads)
             store.fsync_folders(paths, self.checkpoint_dir)
+            if self._rank:  # rank 0 commits, which makes its own names durable
+                store.fsync_folder(self.checkpoint_dir)
         results = WriteResults(table, sizes, files=tuple(files))
         if with_checksums:
             uppers, checksums = digests.columns.T

@@ -304,9 +304,8 @@ class ZarrLoadShardedStrategy(PlannedLoadStrategy):
         for folder in folders:
             (folder / _METADATA_NAME).unlink(missing_ok=True)
             local.fsync_folder(folder)
-        for folder in folders:
-            for path in _chunk_files(folder):
-                path.unlink()
+        local.remove_all([path for folder in folders for path in _chunk_files(folder)], root)
+        for folder in filter(local.is_folder, folders):
             # A ShardedObject, or another tensor, may live in a folder below.
             if not any(folder.iterdir()):
                 local.remove(folder, root)

@@ -22,6 +22,7 @@ from dist_checkpointing.errors import CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.filesystem.disk_names import disk_name
 from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.own_files import OWN_FOLDER
 from dist_checkpointing.format.dtypes import DType
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import INDEX_NAME, Index, StoredTensor, read_index, write_index
@@ -135,7 +136,7 @@ class ZarrV3Writer(ZarrFolderWriter):
         metadata = replace(metadata, codec=self._codec_name)
         durability = self.options.durability
         root = _root_json(metadata)
-        store.write(self.checkpoint_dir / METADATA_NAME, root, durability)
+        store.write_content(self.checkpoint_dir / METADATA_NAME, root, durability)
         index = write_index(metadata, self.checkpoint_dir, durability)
         return [SealedFile.of_bytes(METADATA_NAME, root), index]
 
@@ -291,9 +292,9 @@ class Zarr3LoadShardedStrategy(PlannedLoadStrategy):
             note_removal(root, going)
         # Once no index names them the arrays are dead files; a crash before that loses nothing.
         write_index(kept, root)
+        local.fsync_folder(root / OWN_FOLDER)
         local.write_atomic(root / METADATA_NAME, _root_json(kept))
-        for path in list(_files_of(root, going)):
-            local.remove(path, root)
+        local.remove_all(_files_of(root, going), root)
         end_removal(root)
 
     def plan_removal(self, checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
