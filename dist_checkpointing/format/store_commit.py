@@ -11,64 +11,20 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 
-from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
+from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import local, store_claims
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.store_claims import BEATS, CLAIMS, COMMITS, PERIOD, HeldClaim
-from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
-from dist_checkpointing.format.data_folder import DATA
+from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, refuse_committed
+from dist_checkpointing.format.data_folder import DATA, Commit, read_commit
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
 from dist_checkpointing.format.seal import SEAL_NAME
 
 logger = logging.getLogger(__name__)
 
 _SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A save that has committed.
-
-    Attributes:
-        number: Number of its claim; the commit with the highest one is the checkpoint.
-        attempt: Name of the save. Its files lie below ``data/<attempt>/``.
-        config: What ``metadata.json`` says.
-        seal: Checksum that the seal of the save begins with; "" without a seal.
-    """
-
-    number: int
-    attempt: str
-    config: CheckpointingConfig
-    seal: str
-
-    def folder(self, location: ObjectPath) -> ObjectPath:
-        """Where the files of the save lie."""
-        return location / DATA / self.attempt
-
-
-def read_commit(location: ObjectPath) -> Commit | None:
-    """The last save that has committed here; None if there is none.
-
-    Readers also need ``metadata.json``: it goes first when a checkpoint is removed.
-
-    Raises:
-        CorruptCheckpointError: if a commit cannot be read.
-        OSError: if the store does not answer.
-    """
-    for number in reversed(store_claims.numbers_in(location)[1]):
-        outcome = store_claims.read_outcome(location, number)
-        if "attempt" in outcome:
-            path = location / f"{COMMITS}/{number}.json"
-            with local.parsing("a commit cannot be read", path):
-                known = {field.name for field in fields(CheckpointingConfig)}
-                config = {k: v for k, v in outcome["config"].items() if k in known}
-                attempt = outcome["attempt"]
-                if type(attempt) is not str or "/" in attempt:
-                    raise ValueError(f"{attempt!r} is no name of an attempt")
-                return Commit(number, attempt, CheckpointingConfig(**config), str(outcome["seal"]))
-    return None
 
 
 class StoreAttempt:
@@ -111,16 +67,19 @@ class StoreAttempt:
         del durability
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
         store_claims.require_conditions(location)
-        _refuse_committed(location, overwrite=overwrite)
+        refuse_committed(location, lambda: read_commit(location) is not None, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = location.store.list_folder((location / DATA).prefix)[0]
         claim = HeldClaim.take(location, period)
         attempt = cls(location, claim, names)
         try:
             commit = read_commit(location)
-            if commit is not None and not _is_there(location / CONFIG_FNAME):
-                _publish(location, commit.attempt, commit.config)  # cut off after the commit
-            _refuse_committed(location, overwrite=overwrite)
+            is_there = _is_there(location / CONFIG_FNAME)
+            if commit is not None and not is_there:  # cut off after the commit
+                _publish(location, commit.attempt, commit.config)
+                logger.warning("%s: a save had committed here: it is a checkpoint now", location)
+            if commit is not None or is_there:
+                refuse_committed(location, lambda: commit is not None, overwrite=overwrite)
             note = json.dumps({"attempt": attempt.id, "creates": names}, separators=(",", ":"))
             path = attempt.folder / ATTEMPT_NAME
             path.store.put(path.key, note.encode())
@@ -269,25 +228,6 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
         raise
     finally:
         claim.stop()
-
-
-def _refuse_committed(location: ObjectPath, *, overwrite: bool) -> None:
-    if not _is_there(location / CONFIG_FNAME):
-        return
-    if not overwrite:
-        finding = Finding(
-            "a committed checkpoint is here",
-            path=str(location),
-            remedy="Save to another prefix, or pass overwrite=True to replace this one.",
-        )
-        raise CheckpointExistsError(f"{location} already holds a checkpoint", [finding])
-    if read_commit(location) is None:
-        finding = Finding(
-            "this checkpoint was not committed here, but copied, or written by another program",
-            path=str(location),
-            remedy="Delete it by hand, or save to another prefix.",
-        )
-        raise CheckpointExistsError(f"{location} cannot be overwritten", [finding])
 
 
 def _is_there(path: ObjectPath) -> bool:

@@ -22,11 +22,8 @@ from dist_checkpointing.filesystem.lock_holder import Holder, Kind
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.filesystem.store_claims import Claim, HeldClaim
-from dist_checkpointing.format.store_commit import (
-    StoreAttempt,
-    read_commit,
-    remove_from_store,
-)
+from dist_checkpointing.format.data_folder import read_commit
+from dist_checkpointing.format.store_commit import StoreAttempt, remove_from_store
 from store_saves import (
     CONFIG,
     OTHER_CONFIG,
@@ -250,6 +247,18 @@ def test_what_nobody_claimed_is_not_removed(location: ObjectPath) -> None:
     with pytest.raises(CheckpointExistsError, match="cannot be overwritten"):
         begin(location, overwrite=True)
     assert names(location) == ["metadata.json"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_checkpoint_of_torch_dcp_is_not_saved_over(
+    location: ObjectPath, *, overwrite: bool
+) -> None:
+    put(location / ".metadata", b"of DCP")
+    put(location / "__0_0.distcp", b"of DCP")
+    said = "cannot be overwritten" if overwrite else "already holds a checkpoint"
+    with pytest.raises(CheckpointExistsError, match=said):
+        begin(location, overwrite=overwrite)
+    assert names(location) == [".metadata", "__0_0.distcp"]
 
 
 @pytest.mark.parametrize("left", ["nothing", "a dead save", "a checkpoint"])
