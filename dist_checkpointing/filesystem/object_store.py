@@ -67,11 +67,13 @@ class ObjectInfo:
         key: Name of the object in the bucket.
         num_bytes: Its size.
         etag: Changes whenever the object is written; None if the store tells none.
+        modified: When it was written, in seconds since 1970 by the clock of the store.
     """
 
     key: str
     num_bytes: int
     etag: str | None
+    modified: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +258,7 @@ def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
 
 
 def _info(meta: Any) -> ObjectInfo:
-    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"])
+    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"].timestamp())
 
 
 def _asked(store: ObjectStore, key: str, request: Callable[[], T]) -> T:

@@ -337,6 +337,31 @@ def refuse_living(folder: ObjectPath, number: int) -> None:
             raise _in_use(folder, claim)
 
 
+def seeming_holder(folder: ObjectPath) -> Holder | None:
+    """Who claims a folder and seems to be alive, by the clocks of the store and of this machine.
+
+    For people only. It takes nothing, and does not wait.
+
+    Raises:
+        CorruptCheckpointError: if the claim cannot be read.
+    """
+    numbers, decided = numbers_in(folder)
+    if not numbers:
+        return None
+    path = folder / f"{CLAIMS}/{numbers[-1]}.json"
+    data = read_object(path)
+    if data is None:
+        return None  # removed meanwhile
+    claim = Claim.parsed(data, numbers[-1], path)
+    if claim.holder.is_gone:
+        return None
+    last = folder.store.head(_beats_of(folder, claim).key)  # it goes when all is done
+    if last is None and numbers[-1] not in decided:
+        last = folder.store.head(path.key)
+    is_silent = last is None or time.time() - last.modified > _SILENT_PERIODS * claim.period
+    return None if is_silent else claim.holder
+
+
 def _beats_of(folder: ObjectPath, claim: Claim) -> ObjectPath:
     return folder / f"{BEATS}/{claim.attempt}"
 
