@@ -117,7 +117,7 @@ def test_a_folder_of_a_store_that_is_no_run(dckpt: Run) -> None:
 
 def test_watching_a_save_into_a_store(dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     url = run_of(1)
-    may_commit, looks = threading.Event(), iter(range(3))
+    may_commit, looks, more_looks = threading.Event(), iter(range(3)), iter(range(3))
     own = SaveJob.commit
 
     def waiting(self: SaveJob, *arguments: Any) -> Any:
@@ -128,7 +128,7 @@ def test_watching_a_save_into_a_store(dckpt: Run, monkeypatch: pytest.MonkeyPatc
         time.sleep(0.01)
         if next(looks, None) is None:
             may_commit.set()
-            if not saver.is_alive():
+            if not saver.is_alive() and next(more_looks, None) is None:
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(SaveJob, "commit", waiting)
