@@ -250,8 +250,9 @@ def test_an_upload_that_fails_in_the_middle_ends_the_save(
         assert unfinished_uploads(s3_place) == 0
 
 
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
 def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
-    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     monkeypatch.setattr(new_files, "_OBJECT_BYTES", 2**23)
     assert s3_place.store.options.endpoint is not None
@@ -273,13 +274,28 @@ def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
         state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", BIG) for n in range(20)}
         try:
             with pytest.raises(KeyboardInterrupt):
-                save(state, place)
+                save(state, place, backend)
         finally:
             signal.signal(signal.SIGINT, old)
         assert len(parts) < 20
     assert unfinished_uploads(s3_place) == 0
     with pytest.raises(CheckpointNotFoundError):
         load({}, s3_place)
+
+
+def test_a_chunk_that_is_cancelled_aborts_its_upload(
+    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        while not unfinished_uploads(s3_place):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(new_files._Upload, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        new_files.put(s3_place, "chunk", bytes(3 * s3_place.store.options.part_bytes))
+    assert unfinished_uploads(s3_place) == 0
+    assert keys_below(s3_place) == []
 
 
 @pytest.mark.parametrize("strategy", [("zarr", 1)])
