@@ -293,7 +293,7 @@ def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
 
     Raises:
         UnsupportedFormatError: if no object store has such URLs.
-        CheckpointingException: if it names no bucket.
+        CheckpointingException: if it names no bucket, or what no object can be called.
     """
     scheme, _, rest = url.partition(":")
     bucket, _, key = rest.lstrip("/").partition("/")
@@ -313,4 +313,12 @@ def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
     if scheme == "az":  # az://account/container/folder
         container, _, key = key.partition("/")
         bucket = f"{bucket}/{container}"
-    return ObjectStore(f"{scheme}://{bucket}", options), key.strip("/")
+    parts = [part for part in key.split("/") if part not in ("", ".")]
+    if ".." in parts or not all(character >= " " and character != "\x7f" for character in key):
+        finding = Finding(
+            "a part of it is .., or holds a control character",
+            expected=f"{scheme}://bucket/folder",
+            found=repr(url),
+        )
+        raise CheckpointingException("not a path of a checkpoint", [finding])
+    return ObjectStore(f"{scheme}://{bucket}", options), "/".join(parts)

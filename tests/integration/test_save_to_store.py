@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,10 +18,18 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor, load, save, verify_checkpoint
+from dist_checkpointing import (
+    CheckpointManager,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    save,
+    verify_checkpoint,
+)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
+    CheckpointingException,
     CheckpointNotFoundError,
     RankFailedError,
     UnsupportedFormatError,
@@ -296,6 +305,33 @@ def test_a_chunk_that_is_cancelled_aborts_its_upload(
         new_files.put(s3_place, "chunk", bytes(3 * s3_place.store.options.part_bytes))
     assert unfinished_uploads(s3_place) == 0
     assert keys_below(s3_place) == []
+
+
+def every(place: ObjectPath) -> list[str]:
+    """The keys of a bucket."""
+    return [info.key for info in place.store.list_below("")]
+
+
+@pytest.mark.parametrize("name", ["a//b", "a/./b/", "with space", "100%41", "ü+&=?#[x]", "", "/"])
+def test_a_place_of_any_name(name: str) -> None:
+    url = f"memory://{uuid.uuid4().hex}/{name}"
+    save({"step": 1}, url)
+    save({"step": 2}, url, overwrite=True)
+    assert load({}, url)["step"] == 2
+    place = ObjectPath.of(url)
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    assert place.key == "/".join(parts)
+    assert len(every(place)) == len(keys_below(place))  # nothing is anywhere else
+    with CheckpointManager(f"{url}/run") as manager:
+        manager.save(1, {"step": 1})
+        assert manager.steps() == [1]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../b", "..", "line\nbreak", "delete\x7f"])
+def test_a_place_that_no_object_can_be_called(name: str) -> None:
+    with pytest.raises(CheckpointingException, match="not a path of a checkpoint") as caught:
+        save({"step": 1}, f"memory://bucket/{name}")
+    assert repr(name)[1:-1] in str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", [("zarr", 1)])
