@@ -11,25 +11,17 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import random
 import time
-import uuid
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final
 
-from dist_checkpointing.errors import (
-    CheckpointExistsError,
-    CheckpointingException,
-    Finding,
-    UnsupportedFormatError,
-)
+from dist_checkpointing.errors import CheckpointExistsError, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.conditional_puts import put_if_absent, read_object
 from dist_checkpointing.filesystem.lock_holder import Holder, Kind
 from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
@@ -43,86 +35,6 @@ PERIOD: Final = 20.0
 _MAX_PERIOD: Final = 3600.0
 _SILENT_PERIODS: Final = 3
 _LOOKS_PER_PERIOD: Final = 4
-_TRIES: Final = 5
-_MAX_BYTES: Final = 1 << 20
-_probed: Final[set[ObjectStore]] = set()
-"""Buckets that were found to refuse a second put-if-absent of a name."""
-
-
-def read_object(path: ObjectPath, max_bytes: int = _MAX_BYTES) -> bytes | None:
-    """The content of a small object; None if there is none of this name.
-
-    Raises:
-        CorruptCheckpointError: if it is larger than ``max_bytes``.
-    """
-    found = path.store.head(path.key)
-    if found is None:
-        return None
-    local.check_size(found.num_bytes, Path(str(path)), max_bytes)
-    try:
-        return path.store.get(path.key)
-    except FileNotFoundError:
-        return None
-
-
-def put_if_absent(path: ObjectPath, data: bytes) -> bytes:
-    """Put an object unless there is one of this name; its content in either case.
-
-    An answer that is lost, or says that the server failed, leaves open whether the object was put:
-    the object is read then. So ``data`` must be no other caller's.
-
-    Raises:
-        CheckpointingException: if the store does not answer; names the object and the last answer.
-        PermissionError: if access is denied.
-    """
-    answer: OSError
-    for wait in range(_TRIES):
-        try:
-            path.store.put(path.key, data, create=True)
-        except PermissionError:
-            raise
-        except OSError as error:
-            answer = error
-        else:
-            return data
-        try:
-            found = read_object(path)
-        except OSError as error:
-            answer = error
-        else:
-            if found is not None:
-                return found
-        time.sleep(random.uniform(0.5, 1) * 0.1 * 2**wait)  # noqa: S311 - jitter
-    finding = Finding(f"the last answer was: {answer.strerror}", path=str(path))
-    raise CheckpointingException("an object cannot be put into the store", [finding]) from answer
-
-
-def require_conditions(folder: ObjectPath) -> None:
-    """Refuse a store that replaces an object although it was told to put it only if absent.
-
-    One object is put below the folder and deleted, once for each bucket in a process.
-
-    Raises:
-        UnsupportedFormatError: naming the store.
-    """
-    if folder.store in _probed:
-        return
-    probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
-    try:
-        put_if_absent(probe, b"first")
-        has_conditions = put_if_absent(probe, b"second") == read_object(probe) == b"first"
-    finally:
-        probe.store.delete([probe.key])
-    if not has_conditions:
-        finding = Finding(
-            "a second conditional put of one name was not refused",
-            expected="status 412 to If-None-Match: *",
-            path=folder.store.url,
-            remedy="Save to S3, GCS, Azure, Ceph or another store with conditional puts: in this "
-            "one, two saves could mix into one checkpoint.",
-        )
-        raise UnsupportedFormatError("the store ignores conditional puts", [finding])
-    _probed.add(folder.store)
 
 
 def numbers_in(folder: ObjectPath) -> tuple[list[int], list[int]]:
@@ -278,16 +190,18 @@ class HeldClaim:
             CheckpointExistsError: if one has.
         """
         path = self._folder / f"{CLAIMS}/{self.claim.number}.json"
-        if read_object(path) != self.claim.to_json() or read_outcome(
-            self._folder, self.claim.number
-        ):
+        found = read_object(path)
+        if found is None:
+            raise self.lost("is not there any more: it was removed with all else")
+        if found != self.claim.to_json() or read_outcome(self._folder, self.claim.number):
             raise self.lost()
 
-    def lost(self) -> CheckpointExistsError:
+    def lost(self, how: str | None = None) -> CheckpointExistsError:
         """The error of a process whose claim another one has ended."""
+        silence = f"{_SILENT_PERIODS * self.claim.period:.0f} s"
+        how = f"was ended: no heartbeat was seen for {silence}" if how is None else how
         finding = Finding(
-            f"claim {self.claim.number} was ended: no heartbeat was seen for "
-            f"{_SILENT_PERIODS * self.claim.period:.0f} s",
+            f"claim {self.claim.number} {how}",
             path=str(self._folder),
             remedy="Look at what holds here now. Nothing of it was touched.",
         )

@@ -15,6 +15,7 @@ from dataclasses import asdict
 
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import local, store_claims
+from dist_checkpointing.filesystem.conditional_puts import put_surely, require_conditions
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.store_claims import BEATS, CLAIMS, COMMITS, PERIOD, HeldClaim
 from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, refuse_committed
@@ -66,7 +67,7 @@ class StoreAttempt:
         """
         del durability
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-        store_claims.require_conditions(location)
+        require_conditions(location)
         refuse_committed(location, lambda: read_commit(location) is not None, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = location.store.list_folder((location / DATA).prefix)[0]
@@ -237,8 +238,7 @@ def _is_there(path: ObjectPath) -> bool:
 def _publish(location: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
     # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
     for folder in (location / DATA / attempt, location):
-        path = folder / CONFIG_FNAME
-        path.store.put(path.key, json.dumps(asdict(config)).encode())
+        put_surely(folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
 
 
 def _clear(location: ObjectPath, attempts: Iterable[str]) -> None:

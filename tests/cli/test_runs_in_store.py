@@ -92,6 +92,7 @@ def test_every_state_of_a_step(dckpt: Run) -> None:
     theirs = Holder(mine.token, mine.kind, "elsewhere", "", "", mine.pid, mine.started)
     put(silent, ".dckpt/claims/9.json", Claim(9, theirs, 1e-9).to_json())
     put(ObjectPath.of(url), "step-00000007/notes.txt", b"mine")
+    put(ObjectPath.of(url), "step-00000008/.dckpt/claims/1.json", b"garbage")
     lost = ObjectPath.of(data_url(f"{url}/step-00000002")) / "common.pt"
     lost.store.delete([lost.key])
     found = {row["step"]: row["state"] for row in dckpt("ls", url, "--json").json["steps"]}
@@ -103,6 +104,7 @@ def test_every_state_of_a_step(dckpt: Run) -> None:
         "5": "being saved",
         "6": "unfinished",
         "7": "no checkpoint",
+        "8": "unfinished",
     }
     held.abandon()
 

@@ -425,6 +425,24 @@ def test_lost_answers_are_looked_up(
     assert [name for name in names(location) if "claims" in name] == [".dckpt/claims/1.json"]
 
 
+@pytest.mark.parametrize("copy", ["", "data/"])
+def test_a_commit_is_shown_although_its_last_put_fails_at_first(
+    location: ObjectPath, monkeypatch: pytest.MonkeyPatch, copy: str
+) -> None:
+    put_own, left = ObjectStore.put, iter(range(3))
+
+    def put_later(store: ObjectStore, key: str, data: bytes, *, create: bool = False) -> object:
+        is_last = key.endswith("metadata.json") and key.startswith((location / copy).prefix)
+        if is_last and next(left, None) is not None:
+            raise OSError(5, "the connection was lost", key)
+        return put_own(store, key, data, create=create)
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr(ObjectStore, "put", put_later)
+    assert save(location) == loaded(location)
+    assert next(left, None) is None
+
+
 def test_a_store_without_an_answer_is_an_error_with_the_last_one(
     location: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,12 +226,12 @@ def _has_all(seal: Seal, data: str, uses: Uses) -> bool:
 
 
 def holder_at(folder: Location) -> Holder | None:
-    """Who is saving into a folder; None if nobody seems to.
-
-    Raises:
-        CorruptCheckpointError: if that cannot be read.
-    """
-    return holder_of(folder) if isinstance(folder, Path) else seeming_holder(folder)
+    """Who is saving into a folder; None if nobody seems to, or if that cannot be read."""
+    if isinstance(folder, Path):
+        return holder_of(folder)
+    with suppress(CorruptCheckpointError):
+        return seeming_holder(folder)
+    return None
 
 
 def step_folders(root: Location) -> dict[str, Location]:
