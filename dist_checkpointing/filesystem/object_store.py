@@ -179,6 +179,12 @@ class ObjectStore:
             )["e_tag"],
         )
 
+    def copy(self, key: str, to: str) -> None:
+        """Let the store copy an object, of at most 5 GiB on S3."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        _asked(self, key, lambda: obstore.copy(self._client, key, to))
+
     def list_below(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         """Every object below a prefix that ends at a ``/``, in order of the keys."""
         import obstore  # noqa: PLC0415 - an extra
