@@ -114,7 +114,8 @@ def test_a_removal_that_is_killed_at_any_request(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The process lives on, so its claim is watched for three of these.
-    monkeypatch.setitem(StoreAttempt.begin.__kwdefaults__, "period", PERIOD)
+    defaults: dict[str, Any] = vars(StoreAttempt)["begin"].__func__.__kwdefaults__
+    monkeypatch.setitem(defaults, "period", PERIOD)
     at: dict[str, Any] = {}
 
     def prepare() -> None:
