@@ -172,7 +172,15 @@ class HeldClaim:
         theirs = put_if_absent(path, mine)
         if theirs != mine:
             raise _in_use(folder, Claim.parsed(theirs, claim.number, path))
-        return cls(folder, claim)
+        held = cls(folder, claim)
+        # A removal between the list and the put may have made the numbers begin again.
+        numbers, decided = numbers_in(folder)
+        below = [number for number in numbers if number < claim.number and number not in decided]
+        if below:
+            held.end()
+            path = folder / f"{CLAIMS}/{below[-1]}.json"
+            raise _in_use(folder, Claim.parsed(read_object(path) or mine, below[-1], path))
+        return held
 
     @property
     def is_held(self) -> bool:
@@ -223,6 +231,24 @@ class HeldClaim:
         self.stop()
         self._thread.join(self.claim.period)  # it may be about to put one more
         self._folder.store.delete([_beats_of(self._folder, self.claim).key])
+
+
+def fences_of(folder: ObjectPath) -> set[int]:
+    """Numbers that must stay decided when all else is removed, or they would be given again.
+
+    These are claims that another process has ended, whose holder may yet wake up.
+    """
+    numbers, decided = numbers_in(folder)
+    fences = {*decided} - {*numbers}  # those of an earlier removal
+    for number in numbers:
+        by = read_outcome(folder, number).get("ended_by")
+        path = folder / f"{CLAIMS}/{number}.json"
+        data = None if by is None else read_object(path)
+        if data is not None:
+            claim = Claim.parsed(data, number, path)
+            if by != claim.attempt and not claim.holder.is_gone:
+                fences.add(number)
+    return fences
 
 
 def refuse_living(folder: ObjectPath, number: int) -> None:

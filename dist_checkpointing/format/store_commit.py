@@ -77,6 +77,7 @@ class StoreAttempt:
             commit = read_commit(location)
             is_there = _is_there(location / CONFIG_FNAME)
             if commit is not None and not is_there:  # cut off after the commit
+                claim.require_held()  # it may have been removed since it was read
                 _publish(location, commit.attempt, commit.config)
                 logger.warning("%s: a save had committed here: it is a checkpoint now", location)
             if commit is not None or is_there:
@@ -213,10 +214,14 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
     try:
         commit = read_commit(location)
         claims, decided = store_claims.numbers_in(location)
+        fences = store_claims.fences_of(location)
         claim.require_held()
         store.delete([(location / CONFIG_FNAME).key])
         last = set() if commit is None else {commit.number}
-        for some in ({*decided} - last, last):  # an older commit must not come to light again
+        for some in (
+            {*decided} - last - fences,
+            last,
+        ):  # an older commit must not come to light again
             store.delete([(location / f"{COMMITS}/{number}.json").key for number in some])
         _clear(location, {*found, *([] if commit is None else [commit.attempt])})
         earlier = [(location / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]

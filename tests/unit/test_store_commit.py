@@ -3,11 +3,13 @@
 import gc
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from threading import Barrier
+from itertools import count
+from threading import Barrier, Event, Thread, current_thread
 
 import pytest
 
@@ -220,7 +222,9 @@ def test_a_removal_killed_at_any_step(folders: Iterator[ObjectPath], then: str) 
         elif names(at):
             if any("claims/" in name for name in names(at)):
                 remove_from_store(at, PERIOD)
-            assert names(at) == [], point
+            # What stays ends the killed removal, which might only have been stopped.
+            assert all(name.startswith(".dckpt/commits/") for name in names(at)), point
+            assert read_commit(at) is None, point
 
 
 def test_a_removal_leaves_nothing(location: ObjectPath) -> None:
@@ -352,6 +356,103 @@ def test_a_removal_that_was_stopped_too_long_spares_what_was_saved_since(
     with pytest.raises(CheckpointExistsError):
         save(location)  # puts metadata.json again
     assert loaded(location) == saved[0]
+
+
+class Stopped:
+    """Work of a thread that is stopped before one of its calls to the store, with its heartbeats.
+
+    Args:
+        work: what it does.
+        last: number of the call.
+        patch: undone by the caller.
+    """
+
+    def __init__(self, work: Callable[[], object], last: int, patch: pytest.MonkeyPatch) -> None:
+        self._work, self._calls, self._last = work, count(), last
+        self._is_stopped, self._goes_on = Event(), Event()
+        self._tokens: set[str] = set()
+        self._has_ended = False
+        self.error: Exception | None = None
+        own_init, own_beat = HeldClaim.__init__, store_claims._beat
+
+        def init(held: HeldClaim, folder: ObjectPath, claim: Claim) -> None:
+            if current_thread() is self._thread:
+                self._tokens.add(claim.attempt)
+            own_init(held, folder, claim)
+
+        def beat(folder: ObjectPath, claim: Claim, number: int) -> None:
+            if self._is_stopped.is_set() and claim.attempt in self._tokens:
+                self._goes_on.wait()
+            own_beat(folder, claim, number)
+
+        patch.setattr(HeldClaim, "__init__", init)
+        patch.setattr(store_claims, "_beat", beat)
+        self._thread = Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            with calls_to_the_store(self._before):
+                self._work()
+        except CheckpointingException as error:
+            self.error = error
+        self._has_ended = True
+        self._is_stopped.set()
+
+    def _before(self, *_: str) -> None:
+        if next(self._calls) == self._last:
+            self._is_stopped.set()
+            self._goes_on.wait()
+
+    def begin(self) -> bool:
+        """Run until it is stopped; False if it has come to its end before."""
+        self._thread.start()
+        self._is_stopped.wait()
+        return not self._has_ended
+
+    def go_on(self) -> None:
+        """Let it come to its end."""
+        self._goes_on.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("stopped", ["save", "remove"])
+def test_what_was_stopped_at_any_call_spares_a_checkpoint_of_after_a_removal(
+    folders: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch, stopped: str
+) -> None:
+    """Everything was removed and saved again meanwhile, so that numbers of claims begin again."""
+    for last in range(100):
+        at = next(folders)
+        save(at)
+
+        def work(at: ObjectPath = at) -> None:
+            if stopped == "save":
+                save(at, OTHER_CONFIG, overwrite=True)
+            else:
+                remove_from_store(at, PERIOD)
+
+        with monkeypatch.context() as patch:
+            other = Stopped(work, last, patch)
+            if not other.begin():
+                other.go_on()
+                assert last > 15
+                return
+            with suppress(CheckpointExistsError):
+                remove_from_store(at, PERIOD)
+            again = save(at, overwrite=True)
+            other.go_on()
+        assert other.error is None or isinstance(other.error, CheckpointExistsError)
+        commit = read_commit(at)
+        if commit is not None and commit.attempt == again:
+            data = at / commit.data / "x.bin"
+            assert data.store.get(data.key).decode() == again
+        else:  # it began after all that
+            assert other.error is None, last
+            if stopped == "save":
+                assert loaded(at) not in (again, None), last
+            else:
+                assert not [name for name in names(at) if name.startswith("data/")], last
+        save(at, overwrite=True)
+    pytest.fail("there are more calls than that")
 
 
 def test_a_process_that_has_ended_is_not_watched(location: ObjectPath) -> None:
