@@ -33,6 +33,8 @@ THREAD: Final = "dckpt-heartbeats"
 PERIOD: Final = 20.0
 """Seconds from one heartbeat to the next."""
 _MAX_PERIOD: Final = 3600.0
+_let_go: Final[set[str]] = set()
+"""Attempts of this process that go on no more, although it lives on."""
 _SILENT_PERIODS: Final = 3
 _LOOKS_PER_PERIOD: Final = 4
 
@@ -189,6 +191,7 @@ class HeldClaim:
 
     def stop(self) -> None:
         """Say no more that this process is alive. What becomes of the claim stays open."""
+        _let_go.add(self.claim.attempt)
         self._stop()
 
     def require_held(self) -> None:
@@ -229,6 +232,7 @@ class HeldClaim:
     def forget(self) -> None:
         """Stop the heartbeats, and delete their object: what becomes of the claim is decided."""
         self.stop()
+        _let_go.discard(self.claim.attempt)  # it is decided
         self._thread.join(self.claim.period)  # it may be about to put one more
         self._folder.store.delete([_beats_of(self._folder, self.claim).key])
 
@@ -264,7 +268,7 @@ def refuse_living(folder: ObjectPath, number: int) -> None:
     if data is None:
         return  # removed meanwhile
     claim = Claim.parsed(data, number, path)
-    if claim.holder.is_gone:
+    if claim.holder.is_gone or claim.attempt in _let_go:
         return
     logger.info("%s may be in use: watching process %s", folder, claim.holder.pid)
     beats = _beats_of(folder, claim)

@@ -463,6 +463,23 @@ def test_a_process_that_has_ended_is_not_watched(location: ObjectPath) -> None:
     assert save(location) == loaded(location)
 
 
+def test_a_save_of_this_process_that_could_not_be_ended_is_not_watched(
+    location: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = begin(location)
+
+    def refuse(_: ObjectStore, key: str, *__: object, **___: object) -> None:
+        raise PermissionError(13, "the credentials have expired", key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put", refuse)
+        with pytest.raises(PermissionError):
+            attempt.commit(CONFIG)
+        attempt.abandon()
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it is watched"))
+    assert save(location) == loaded(location)
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{}", b"[1]", b'{"holder": {}, "period": 1}', b'{"period": 1e9}']
 )
