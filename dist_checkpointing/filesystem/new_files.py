@@ -100,8 +100,12 @@ def put(folder: Location, name: str, data: Any, *, is_new: bool = True) -> str |
     """
     if isinstance(folder, ObjectPath):
         file = _Upload(folder / name)
-        file.write([data], len(data), stays=True)
-        return file.close(is_durable=True)
+        try:
+            file.write([data], len(data), stays=True)
+            return file.close(is_durable=True)
+        except BaseException:
+            file.give_up()
+            raise
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if is_new else os.O_TRUNC)
     descriptor = os.open(f"{folder}/{name}", flags, 0o666)
     try:
@@ -195,7 +199,7 @@ class _Upload(NewFile):
         self._begun: list[Any] = []
         self._begun_bytes = 0
         self._sender: threading.Thread | None = None
-        self._is_ended = False
+        self._is_ended = self._is_given_up = False
         self._etag: str | None = None
         self._error: BaseException | None = None
 
@@ -250,11 +254,13 @@ class _Upload(NewFile):
     def _parts(self) -> Iterator[Any]:
         yield from self._begun
         self._begun = []
-        while (part := self._waiting.get()) is not None:
-            if isinstance(part, BaseException):
-                raise part
-            yield part
-        self._is_ended = True
+        while not self._is_ended:
+            part = self._waiting.get()
+            self._is_ended = part is None
+            if self._is_given_up:
+                raise InterruptedError("the save was given up")
+            if part is not None:
+                yield part
 
     def close(self, *, is_durable: bool) -> str | None:
         del is_durable  # what the store has answered is durable
@@ -267,7 +273,7 @@ class _Upload(NewFile):
         return self._etag
 
     def give_up(self) -> None:
+        self._is_given_up = True  # the upload is aborted at its next part
         if self._sender is not None:
-            self._waiting.put(InterruptedError("the save was given up"))
             self._waiting.put(None)
             self._sender.join()

@@ -67,11 +67,13 @@ class ObjectInfo:
         key: Name of the object in the bucket.
         num_bytes: Its size.
         etag: Changes whenever the object is written; None if the store tells none.
+        modified: When it was written, in seconds since 1970 by the clock of the store.
     """
 
     key: str
     num_bytes: int
     etag: str | None
+    modified: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,12 @@ class ObjectStore:
             )["e_tag"],
         )
 
+    def copy(self, key: str, to: str) -> None:
+        """Let the store copy an object, of at most 5 GiB on S3."""
+        import obstore  # noqa: PLC0415 - an extra
+
+        _asked(self, key, lambda: obstore.copy(self._client, key, to))
+
     def list_below(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         """Every object below a prefix that ends at a ``/``, in order of the keys."""
         import obstore  # noqa: PLC0415 - an extra
@@ -256,7 +264,7 @@ def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
 
 
 def _info(meta: Any) -> ObjectInfo:
-    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"])
+    return ObjectInfo(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"].timestamp())
 
 
 def _asked(store: ObjectStore, key: str, request: Callable[[], T]) -> T:
@@ -291,7 +299,7 @@ def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
 
     Raises:
         UnsupportedFormatError: if no object store has such URLs.
-        CheckpointingException: if it names no bucket.
+        CheckpointingException: if it names no bucket, or what no object can be called.
     """
     scheme, _, rest = url.partition(":")
     bucket, _, key = rest.lstrip("/").partition("/")
@@ -311,4 +319,12 @@ def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
     if scheme == "az":  # az://account/container/folder
         container, _, key = key.partition("/")
         bucket = f"{bucket}/{container}"
-    return ObjectStore(f"{scheme}://{bucket}", options), key.strip("/")
+    parts = [part for part in key.split("/") if part not in ("", ".")]
+    if ".." in parts or not all(character >= " " and character != "\x7f" for character in key):
+        finding = Finding(
+            "a part of it is .., or holds a control character",
+            expected=f"{scheme}://bucket/folder",
+            found=repr(url),
+        )
+        raise CheckpointingException("not a path of a checkpoint", [finding])
+    return ObjectStore(f"{scheme}://{bucket}", options), "/".join(parts)

@@ -138,19 +138,22 @@ def names_in(folder: Location) -> list[str]:
     """
     if isinstance(folder, Path):
         return local.names_in(folder)
-    folders, objects = folder.store.list_folder(folder.prefix)
-    return sorted({*folders, *(info.key.rpartition("/")[2] for info in objects)})
+    return sorted({name for names in folders_and_files(folder) for name in names})
 
 
 def folders_in(folder: Location) -> list[str]:
-    """The names of the folders in a folder, sorted; none if there is no such folder.
+    """Like ``names_in``, the names of the folders in it."""
+    return folders_and_files(folder)[0]
 
-    Raises:
-        OSError: if the folder cannot be read, which is not the same as empty.
-    """
+
+def folders_and_files(folder: Location) -> tuple[list[str], list[str]]:
+    """Like ``names_in``, the names of the folders in it, and those of all else."""
     if isinstance(folder, Path):
-        return [name for name in local.names_in(folder) if local.is_folder(folder / name)]
-    return folder.store.list_folder(folder.prefix)[0]
+        names = local.names_in(folder)
+        folders = [name for name in names if local.is_folder(folder / name)]
+        return folders, sorted({*names}.difference(folders))
+    folders, objects = folder.store.list_folder(folder.prefix)
+    return folders, [info.key.rpartition("/")[2] for info in objects]
 
 
 def relative(path: Location, root: Location) -> str:
@@ -191,22 +194,37 @@ class FileUse:
     Attributes:
         num_bytes: Size.
         num_bytes_stored: Bytes of its disk blocks, which are fewer for files with holes.
-        is_shared: Whether it has another name elsewhere, as in other checkpoints.
+        modified: When it was written, in seconds since 1970.
+        inode: Device and inode of a file that has another name elsewhere, as in other checkpoints.
     """
 
     num_bytes: int
     num_bytes_stored: int
-    is_shared: bool = False
+    modified: float
+    inode: tuple[int, int] | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it has another name elsewhere."""
+        return self.inode is not None
 
 
 def use_below(folder: Location) -> dict[str, FileUse]:
     """What each file below a folder takes, by its relative name."""
     if isinstance(folder, ObjectPath):
-        found = files_below(folder, folder)
-        return {name: FileUse(size, size) for name, size in found if size is not None}
+        return {
+            info.key.removeprefix(folder.prefix): FileUse(
+                info.num_bytes, info.num_bytes, info.modified
+            )
+            for info in folder.store.list_below(folder.prefix)
+        }
     return {
-        # st_blocks counts units of 512 bytes on every file system.
-        name: FileUse(status.st_size, status.st_blocks * 512, status.st_nlink > 1)
+        name: FileUse(
+            status.st_size,
+            status.st_blocks * 512,  # units of 512 bytes on every file system
+            status.st_mtime,
+            (status.st_dev, status.st_ino) if status.st_nlink > 1 else None,
+        )
         for name, status in local.statuses_below(folder).items()
     }
 

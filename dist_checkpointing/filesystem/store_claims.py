@@ -11,25 +11,17 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import random
 import time
-import uuid
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final
 
-from dist_checkpointing.errors import (
-    CheckpointExistsError,
-    CheckpointingException,
-    Finding,
-    UnsupportedFormatError,
-)
+from dist_checkpointing.errors import CheckpointExistsError, Finding
 from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.conditional_puts import put_if_absent, read_object
 from dist_checkpointing.filesystem.lock_holder import Holder, Kind
 from dist_checkpointing.filesystem.object_path import ObjectPath
-from dist_checkpointing.filesystem.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
@@ -41,88 +33,10 @@ THREAD: Final = "dckpt-heartbeats"
 PERIOD: Final = 20.0
 """Seconds from one heartbeat to the next."""
 _MAX_PERIOD: Final = 3600.0
+_let_go: Final[set[str]] = set()
+"""Attempts of this process that go on no more, although it lives on."""
 _SILENT_PERIODS: Final = 3
 _LOOKS_PER_PERIOD: Final = 4
-_TRIES: Final = 5
-_MAX_BYTES: Final = 1 << 20
-_probed: Final[set[ObjectStore]] = set()
-"""Buckets that were found to refuse a second put-if-absent of a name."""
-
-
-def read_object(path: ObjectPath, max_bytes: int = _MAX_BYTES) -> bytes | None:
-    """The content of a small object; None if there is none of this name.
-
-    Raises:
-        CorruptCheckpointError: if it is larger than ``max_bytes``.
-    """
-    found = path.store.head(path.key)
-    if found is None:
-        return None
-    local.check_size(found.num_bytes, Path(str(path)), max_bytes)
-    try:
-        return path.store.get(path.key)
-    except FileNotFoundError:
-        return None
-
-
-def put_if_absent(path: ObjectPath, data: bytes) -> bytes:
-    """Put an object unless there is one of this name; its content in either case.
-
-    An answer that is lost, or says that the server failed, leaves open whether the object was put:
-    the object is read then. So ``data`` must be no other caller's.
-
-    Raises:
-        CheckpointingException: if the store does not answer; names the object and the last answer.
-        PermissionError: if access is denied.
-    """
-    answer: OSError
-    for wait in range(_TRIES):
-        try:
-            path.store.put(path.key, data, create=True)
-        except PermissionError:
-            raise
-        except OSError as error:
-            answer = error
-        else:
-            return data
-        try:
-            found = read_object(path)
-        except OSError as error:
-            answer = error
-        else:
-            if found is not None:
-                return found
-        time.sleep(random.uniform(0.5, 1) * 0.1 * 2**wait)  # noqa: S311 - jitter
-    finding = Finding(f"the last answer was: {answer.strerror}", path=str(path))
-    raise CheckpointingException("an object cannot be put into the store", [finding]) from answer
-
-
-def require_conditions(folder: ObjectPath) -> None:
-    """Refuse a store that replaces an object although it was told to put it only if absent.
-
-    One object is put below the folder and deleted, once for each bucket in a process.
-
-    Raises:
-        UnsupportedFormatError: naming the store.
-    """
-    if folder.store in _probed:
-        return
-    probe = folder / f".dckpt/probe-{uuid.uuid4().hex}"
-    try:
-        put_if_absent(probe, b"first")
-        has_conditions = put_if_absent(probe, b"second") == read_object(probe) == b"first"
-    finally:
-        probe.store.delete([probe.key])
-    if not has_conditions:
-        finding = Finding(
-            "a second conditional put of one name was not refused",
-            expected="status 412 to If-None-Match: *",
-            path=folder.store.url,
-            remedy="Save to S3, GCS, Azure, Ceph or another store with conditional puts: in this "
-            "one, two saves could mix into one checkpoint.",
-        )
-        raise UnsupportedFormatError("the store ignores conditional puts", [finding])
-    _probed.add(folder.store)
 
 
 def numbers_in(folder: ObjectPath) -> tuple[list[int], list[int]]:
@@ -260,7 +174,15 @@ class HeldClaim:
         theirs = put_if_absent(path, mine)
         if theirs != mine:
             raise _in_use(folder, Claim.parsed(theirs, claim.number, path))
-        return cls(folder, claim)
+        held = cls(folder, claim)
+        # A removal between the list and the put may have made the numbers begin again.
+        numbers, decided = numbers_in(folder)
+        below = [number for number in numbers if number < claim.number and number not in decided]
+        if below:
+            held.end()
+            path = folder / f"{CLAIMS}/{below[-1]}.json"
+            raise _in_use(folder, Claim.parsed(read_object(path) or mine, below[-1], path))
+        return held
 
     @property
     def is_held(self) -> bool:
@@ -269,6 +191,7 @@ class HeldClaim:
 
     def stop(self) -> None:
         """Say no more that this process is alive. What becomes of the claim stays open."""
+        _let_go.add(self.claim.attempt)
         self._stop()
 
     def require_held(self) -> None:
@@ -278,16 +201,18 @@ class HeldClaim:
             CheckpointExistsError: if one has.
         """
         path = self._folder / f"{CLAIMS}/{self.claim.number}.json"
-        if read_object(path) != self.claim.to_json() or read_outcome(
-            self._folder, self.claim.number
-        ):
+        found = read_object(path)
+        if found is None:
+            raise self.lost("is not there any more: it was removed with all else")
+        if found != self.claim.to_json() or read_outcome(self._folder, self.claim.number):
             raise self.lost()
 
-    def lost(self) -> CheckpointExistsError:
+    def lost(self, how: str | None = None) -> CheckpointExistsError:
         """The error of a process whose claim another one has ended."""
+        silence = f"{_SILENT_PERIODS * self.claim.period:.0f} s"
+        how = f"was ended: no heartbeat was seen for {silence}" if how is None else how
         finding = Finding(
-            f"claim {self.claim.number} was ended: no heartbeat was seen for "
-            f"{_SILENT_PERIODS * self.claim.period:.0f} s",
+            f"claim {self.claim.number} {how}",
             path=str(self._folder),
             remedy="Look at what holds here now. Nothing of it was touched.",
         )
@@ -307,8 +232,27 @@ class HeldClaim:
     def forget(self) -> None:
         """Stop the heartbeats, and delete their object: what becomes of the claim is decided."""
         self.stop()
+        _let_go.discard(self.claim.attempt)  # it is decided
         self._thread.join(self.claim.period)  # it may be about to put one more
         self._folder.store.delete([_beats_of(self._folder, self.claim).key])
+
+
+def fences_of(folder: ObjectPath) -> set[int]:
+    """Numbers that must stay decided when all else is removed, or they would be given again.
+
+    These are claims that another process has ended, whose holder may yet wake up.
+    """
+    numbers, decided = numbers_in(folder)
+    fences = {*decided} - {*numbers}  # those of an earlier removal
+    for number in numbers:
+        by = read_outcome(folder, number).get("ended_by")
+        path = folder / f"{CLAIMS}/{number}.json"
+        data = None if by is None else read_object(path)
+        if data is not None:
+            claim = Claim.parsed(data, number, path)
+            if by != claim.attempt and not claim.holder.is_gone:
+                fences.add(number)
+    return fences
 
 
 def refuse_living(folder: ObjectPath, number: int) -> None:
@@ -324,7 +268,7 @@ def refuse_living(folder: ObjectPath, number: int) -> None:
     if data is None:
         return  # removed meanwhile
     claim = Claim.parsed(data, number, path)
-    if claim.holder.is_gone:
+    if claim.holder.is_gone or claim.attempt in _let_go:
         return
     logger.info("%s may be in use: watching process %s", folder, claim.holder.pid)
     beats = _beats_of(folder, claim)
@@ -335,6 +279,31 @@ def refuse_living(folder: ObjectPath, number: int) -> None:
             return
         if beats.store.head(beats.key) != first:
             raise _in_use(folder, claim)
+
+
+def seeming_holder(folder: ObjectPath) -> Holder | None:
+    """Who claims a folder and seems to be alive, by the clocks of the store and of this machine.
+
+    For people only. It takes nothing, and does not wait.
+
+    Raises:
+        CorruptCheckpointError: if the claim cannot be read.
+    """
+    numbers, decided = numbers_in(folder)
+    if not numbers:
+        return None
+    path = folder / f"{CLAIMS}/{numbers[-1]}.json"
+    data = read_object(path)
+    if data is None:
+        return None  # removed meanwhile
+    claim = Claim.parsed(data, numbers[-1], path)
+    if claim.holder.is_gone:
+        return None
+    last = folder.store.head(_beats_of(folder, claim).key)  # it goes when all is done
+    if last is None and numbers[-1] not in decided:
+        last = folder.store.head(path.key)
+    is_silent = last is None or time.time() - last.modified > _SILENT_PERIODS * claim.period
+    return None if is_silent else claim.holder
 
 
 def _beats_of(folder: ObjectPath, claim: Claim) -> ObjectPath:

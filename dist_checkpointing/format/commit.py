@@ -14,7 +14,7 @@ import logging
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import takewhile
@@ -86,7 +86,8 @@ def is_committed(folder: Location) -> bool:
     Raises:
         OSError: if that cannot be found out, which is not the same as no.
     """
-    return store.is_there(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
+    is_there = store.is_file if isinstance(folder, ObjectPath) else store.is_there
+    return is_there(folder / CONFIG_FNAME) or _is_plain_dcp(folder)
 
 
 def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
@@ -207,11 +208,15 @@ class Attempt:
         """
         folder = local_folder(checkpoint_dir)
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-        _refuse_committed(folder, overwrite=overwrite)
+
+        def is_ours() -> bool:
+            return attempt_of(folder) is not None
+
+        refuse_committed(folder, is_ours, overwrite=overwrite)
         lock, made = _locked(folder)
         try:
             # Another save may have ended between the first look and the lock.
-            _refuse_committed(folder, overwrite=overwrite)
+            refuse_committed(folder, is_ours, overwrite=overwrite)
             is_new = make_own_folder(folder)
             left = leftovers(folder)
             refuse_foreign(folder, names, left)
@@ -311,21 +316,26 @@ def check_distinct(names: Sequence[str]) -> None:
         raise InvalidShardingError("keys of the state dict clash", findings)
 
 
-def _refuse_committed(folder: Path, *, overwrite: bool) -> None:
+def refuse_committed(folder: Location, is_ours: Callable[[], bool], *, overwrite: bool) -> None:
+    """Refuse to save over a checkpoint without ``overwrite``, or over one that is not ours.
+
+    Raises:
+        CheckpointExistsError: saying which of the two.
+    """
     if not is_committed(folder):
         return
     if not overwrite:
         finding = Finding(
             "a committed checkpoint is here",
             path=str(folder),
-            remedy="Save into another folder, or pass overwrite=True to give this one up.",
+            remedy="Save to another place, or pass overwrite=True to replace this one.",
         )
         raise CheckpointExistsError(f"{folder} already holds a checkpoint", [finding])
-    if attempt_of(folder) is None:
+    if not is_ours():
         finding = Finding(
-            "this checkpoint was written by another program, which did not note its files",
+            "it was copied to here, or another program wrote it: nothing says which files are ours",
             path=str(folder),
-            remedy="Delete it by hand, or save into another folder.",
+            remedy="Delete it by hand, or save to another place.",
         )
         raise CheckpointExistsError(f"{folder} cannot be overwritten", [finding])
 

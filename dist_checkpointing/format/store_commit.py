@@ -11,64 +11,21 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 
-from dist_checkpointing.errors import CheckpointExistsError, CheckpointingException, Finding
+from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem import local, store_claims
+from dist_checkpointing.filesystem.conditional_puts import put_surely, require_conditions
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
 from dist_checkpointing.filesystem.store_claims import BEATS, CLAIMS, COMMITS, PERIOD, HeldClaim
-from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
-from dist_checkpointing.format.data_folder import DATA
+from dist_checkpointing.format.commit import Attempt, CheckpointingConfig, refuse_committed
+from dist_checkpointing.format.data_folder import DATA, Commit, read_commit
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
 from dist_checkpointing.format.seal import SEAL_NAME
 
 logger = logging.getLogger(__name__)
 
 _SEAL_START_BYTES = len('{"checksum":"0123456789abcdef0123456789abcdef"')
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A save that has committed.
-
-    Attributes:
-        number: Number of its claim; the commit with the highest one is the checkpoint.
-        attempt: Name of the save. Its files lie below ``data/<attempt>/``.
-        config: What ``metadata.json`` says.
-        seal: Checksum that the seal of the save begins with; "" without a seal.
-    """
-
-    number: int
-    attempt: str
-    config: CheckpointingConfig
-    seal: str
-
-    def folder(self, location: ObjectPath) -> ObjectPath:
-        """Where the files of the save lie."""
-        return location / DATA / self.attempt
-
-
-def read_commit(location: ObjectPath) -> Commit | None:
-    """The last save that has committed here; None if there is none.
-
-    Readers also need ``metadata.json``: it goes first when a checkpoint is removed.
-
-    Raises:
-        CorruptCheckpointError: if a commit cannot be read.
-        OSError: if the store does not answer.
-    """
-    for number in reversed(store_claims.numbers_in(location)[1]):
-        outcome = store_claims.read_outcome(location, number)
-        if "attempt" in outcome:
-            path = location / f"{COMMITS}/{number}.json"
-            with local.parsing("a commit cannot be read", path):
-                known = {field.name for field in fields(CheckpointingConfig)}
-                config = {k: v for k, v in outcome["config"].items() if k in known}
-                attempt = outcome["attempt"]
-                if type(attempt) is not str or "/" in attempt:
-                    raise ValueError(f"{attempt!r} is no name of an attempt")
-                return Commit(number, attempt, CheckpointingConfig(**config), str(outcome["seal"]))
-    return None
 
 
 class StoreAttempt:
@@ -110,17 +67,21 @@ class StoreAttempt:
         """
         del durability
         names = tuple(dict.fromkeys([*creates, CONFIG_FNAME]))
-        store_claims.require_conditions(location)
-        _refuse_committed(location, overwrite=overwrite)
+        require_conditions(location)
+        refuse_committed(location, lambda: read_commit(location) is not None, overwrite=overwrite)
         # Before the claims are read: a save claims first, then writes.
         found = location.store.list_folder((location / DATA).prefix)[0]
         claim = HeldClaim.take(location, period)
         attempt = cls(location, claim, names)
         try:
             commit = read_commit(location)
-            if commit is not None and not _is_there(location / CONFIG_FNAME):
-                _publish(location, commit.attempt, commit.config)  # cut off after the commit
-            _refuse_committed(location, overwrite=overwrite)
+            is_there = _is_there(location / CONFIG_FNAME)
+            if commit is not None and not is_there:  # cut off after the commit
+                claim.require_held()  # it may have been removed since it was read
+                _publish(location, commit.attempt, commit.config)
+                logger.warning("%s: a save had committed here: it is a checkpoint now", location)
+            if commit is not None or is_there:
+                refuse_committed(location, lambda: commit is not None, overwrite=overwrite)
             note = json.dumps({"attempt": attempt.id, "creates": names}, separators=(",", ":"))
             path = attempt.folder / ATTEMPT_NAME
             path.store.put(path.key, note.encode())
@@ -253,10 +214,14 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
     try:
         commit = read_commit(location)
         claims, decided = store_claims.numbers_in(location)
+        fences = store_claims.fences_of(location)
         claim.require_held()
         store.delete([(location / CONFIG_FNAME).key])
         last = set() if commit is None else {commit.number}
-        for some in ({*decided} - last, last):  # an older commit must not come to light again
+        for some in (
+            {*decided} - last - fences,
+            last,
+        ):  # an older commit must not come to light again
             store.delete([(location / f"{COMMITS}/{number}.json").key for number in some])
         _clear(location, {*found, *([] if commit is None else [commit.attempt])})
         earlier = [(location / f"{CLAIMS}/{number}.json").key for number in claims[:-1]]
@@ -271,25 +236,6 @@ def remove_from_store(location: ObjectPath, period: float = PERIOD) -> None:
         claim.stop()
 
 
-def _refuse_committed(location: ObjectPath, *, overwrite: bool) -> None:
-    if not _is_there(location / CONFIG_FNAME):
-        return
-    if not overwrite:
-        finding = Finding(
-            "a committed checkpoint is here",
-            path=str(location),
-            remedy="Save to another prefix, or pass overwrite=True to replace this one.",
-        )
-        raise CheckpointExistsError(f"{location} already holds a checkpoint", [finding])
-    if read_commit(location) is None:
-        finding = Finding(
-            "this checkpoint was not committed here, but copied, or written by another program",
-            path=str(location),
-            remedy="Delete it by hand, or save to another prefix.",
-        )
-        raise CheckpointExistsError(f"{location} cannot be overwritten", [finding])
-
-
 def _is_there(path: ObjectPath) -> bool:
     return path.store.head(path.key) is not None
 
@@ -297,8 +243,7 @@ def _is_there(path: ObjectPath) -> bool:
 def _publish(location: ObjectPath, attempt: str, config: CheckpointingConfig) -> None:
     # The folder of the data is a checkpoint by itself: for other tools, and to be downloaded.
     for folder in (location / DATA / attempt, location):
-        path = folder / CONFIG_FNAME
-        path.store.put(path.key, json.dumps(asdict(config)).encode())
+        put_surely(folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
 
 
 def _clear(location: ObjectPath, attempts: Iterable[str]) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Final
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
-from dist_checkpointing.filesystem.paths import require_local
 from dist_checkpointing.filesystem.store import check_room, folders_in, is_there
 from dist_checkpointing.format.commit import (
     check_is_distributed_checkpoint,
@@ -65,8 +64,6 @@ class RunFolder:
         on_deleted: Callable[[int], object] = lambda _: None,
         also_kept: Callable[[], Iterable[int]] = lambda: (),
     ) -> None:
-        if retention.drop_optimizer_after is not None:
-            require_local(root, "drop_optimizer_after")
         self.root: Path = root
         self._on_deleted = on_deleted
         self._retention = retention

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.comm.defaults import chosen_comm
 from dist_checkpointing.errors import Finding, UnsupportedFormatError
 from dist_checkpointing.filesystem.folder_lock import FolderLock
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.commit import (
     CONTENT_METADATA_KEY,
     read_config,
@@ -21,6 +22,7 @@ from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.leftovers import clear_temporaries
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.format.seal import read_seal, resealing
+from dist_checkpointing.format.store_removal import changed, without_values
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedTensor, StateDict
 from dist_checkpointing.serialization.load import load
 from dist_checkpointing.strategies.base import (
@@ -154,7 +156,8 @@ def remove_sharded_tensors(
     """Delete all tensors whose key begins with ``key_prefix``, for good. Collective.
 
     A crash in between leaves a checkpoint with the tensors or without them, never with damaged
-    ones.
+    ones. In an object store a new save commits what stays, which the store copies by itself; both
+    need room until then.
 
     Raises:
         UnsupportedFormatError: if tensors cannot be removed from this backend.
@@ -172,14 +175,22 @@ def remove_sharded_tensors(
     comm = chosen_comm(comm)
     with comm.agreed("removing tensors"):
         if comm.rank == 0:
-            folder = local_folder(checkpoint_dir)
-            open_checkpoint(folder)  # it says what is wrong with a folder that is not a checkpoint
-            with FolderLock.acquire(folder):
-                # Only now nobody changes it.
-                found = open_checkpoint(folder)
-                clear_temporaries(folder)
-                with resealing(folder), _removing(found, folder):
-                    found.sharded.remove_sharded_tensors(folder, key_prefix)
+            place = location(checkpoint_dir)
+            if isinstance(place, Path):
+                _remove(place, key_prefix)
+            elif preview_removal(place, key_prefix).keys:
+                with changed(place) as folder:
+                    _remove(folder, key_prefix)
+
+
+def _remove(folder: Path, key_prefix: str) -> None:
+    open_checkpoint(folder)  # it says what is wrong with a folder that is not a checkpoint
+    with FolderLock.acquire(folder):
+        # Only now nobody changes it.
+        found = open_checkpoint(folder)
+        clear_temporaries(folder)
+        with resealing(folder), _removing(found, folder):
+            found.sharded.remove_sharded_tensors(folder, key_prefix)
 
 
 def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> PlannedRemoval:
@@ -193,11 +204,11 @@ def preview_removal(checkpoint_dir: str | PathLike[str], key_prefix: str) -> Pla
         >>> preview_removal("ckpt", "w").keys
         ('w',)
     """
-    folder = data_folder(checkpoint_dir)
-    found = open_checkpoint(folder)
-    with _removing(found, folder):
+    place = data_folder(checkpoint_dir)
+    found = open_checkpoint(place)
+    with _removing(found, place), without_values(place) as folder:
         planned = found.sharded.plan_removal(folder, key_prefix)
-    seal = read_seal(folder)
+        seal = read_seal(folder)
     # A removal that was cut off at its very end has left no more than an open seal.
     return replace(planned, is_unfinished=True) if seal is not None and seal.is_open else planned
 

@@ -116,8 +116,6 @@ def test_what_needs_a_disk_is_refused(tmp_path: Path) -> None:
     del tmp_path
     with pytest.raises(UnsupportedFormatError, match="an incremental save works on a mounted"):
         CheckpointManager(new_url(), incremental=True)
-    with pytest.raises(UnsupportedFormatError, match="drop_optimizer_after works on a mounted"):
-        CheckpointManager(new_url(), retention=Retention(drop_optimizer_after=1))
 
 
 def test_memory_is_of_one_process() -> None:

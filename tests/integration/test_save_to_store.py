@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -17,10 +18,18 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from dist_checkpointing import ShardedObject, ShardedTensor, load, save, verify_checkpoint
+from dist_checkpointing import (
+    CheckpointManager,
+    ShardedObject,
+    ShardedTensor,
+    load,
+    save,
+    verify_checkpoint,
+)
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
+    CheckpointingException,
     CheckpointNotFoundError,
     RankFailedError,
     UnsupportedFormatError,
@@ -250,8 +259,9 @@ def test_an_upload_that_fails_in_the_middle_ends_the_save(
         assert unfinished_uploads(s3_place) == 0
 
 
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr", "torch_dist"])
 def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
-    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     monkeypatch.setattr(new_files, "_OBJECT_BYTES", 2**23)
     assert s3_place.store.options.endpoint is not None
@@ -273,13 +283,55 @@ def test_a_save_that_is_cancelled_stops_and_aborts_its_uploads(
         state = {f"w{n}": ShardedTensor.from_rank_offsets(f"w{n}", BIG) for n in range(20)}
         try:
             with pytest.raises(KeyboardInterrupt):
-                save(state, place)
+                save(state, place, backend)
         finally:
             signal.signal(signal.SIGINT, old)
         assert len(parts) < 20
     assert unfinished_uploads(s3_place) == 0
     with pytest.raises(CheckpointNotFoundError):
         load({}, s3_place)
+
+
+def test_a_chunk_that_is_cancelled_aborts_its_upload(
+    s3_place: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        while not unfinished_uploads(s3_place):
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(new_files._Upload, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        new_files.put(s3_place, "chunk", bytes(3 * s3_place.store.options.part_bytes))
+    assert unfinished_uploads(s3_place) == 0
+    assert keys_below(s3_place) == []
+
+
+def every(place: ObjectPath) -> list[str]:
+    """The keys of a bucket."""
+    return [info.key for info in place.store.list_below("")]
+
+
+@pytest.mark.parametrize("name", ["a//b", "a/./b/", "with space", "100%41", "ü+&=?#[x]", "", "/"])
+def test_a_place_of_any_name(name: str) -> None:
+    url = f"memory://{uuid.uuid4().hex}/{name}"
+    save({"step": 1}, url)
+    save({"step": 2}, url, overwrite=True)
+    assert load({}, url)["step"] == 2
+    place = ObjectPath.of(url)
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    assert place.key == "/".join(parts)
+    assert len(every(place)) == len(keys_below(place))  # nothing is anywhere else
+    with CheckpointManager(f"{url}/run") as manager:
+        manager.save(1, {"step": 1})
+        assert manager.steps() == [1]
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../b", "..", "line\nbreak", "delete\x7f"])
+def test_a_place_that_no_object_can_be_called(name: str) -> None:
+    with pytest.raises(CheckpointingException, match="not a path of a checkpoint") as caught:
+        save({"step": 1}, f"memory://bucket/{name}")
+    assert repr(name)[1:-1] in str(caught.value)
 
 
 @pytest.mark.parametrize("strategy", [("zarr", 1)])

@@ -91,7 +91,7 @@ def test_a_command_prints_the_same_as_of_a_disk(
     [
         (("ls", "{none}"), "does not exist"),
         (("verify", "{none}"), "does not exist"),
-        (("rm-prefix", "{url}", "optimizer.", "--yes"), "this is in an object store"),
+        (("rm-prefix", "{none}", "optimizer.", "--yes"), "does not exist"),
         (("ls", "ftp://bucket/x"), "'ftp' are not supported"),
         (("ls", "s3://"), "names no bucket"),
         (("convert", "{url}", "{url}", "--to", "tensorstore"), "overlap"),

@@ -14,7 +14,8 @@ from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.filesystem.store_claims import THREAD
 from dist_checkpointing.format.commit import CheckpointingConfig
-from dist_checkpointing.format.store_commit import StoreAttempt, read_commit
+from dist_checkpointing.format.data_folder import read_commit
+from dist_checkpointing.format.store_commit import StoreAttempt
 
 CONFIG = CheckpointingConfig("tensorstore")
 OTHER_CONFIG = CheckpointingConfig("zarr", 2)
@@ -52,7 +53,7 @@ def loaded(location: ObjectPath) -> str | None:
     assert len(json.loads(location.store.get((location / "metadata.json").key))) == 4
     commit = read_commit(location)
     assert commit is not None
-    found = commit.folder(location) / "x.bin"
+    found = location / commit.data / "x.bin"
     assert found.store.get(found.key).decode() == commit.attempt
     return commit.attempt
 

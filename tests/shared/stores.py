@@ -37,9 +37,9 @@ def put(url: str | ObjectPath, name: str, data: bytes) -> None:
     place.store.put(place.key, data)
 
 
-def data_url(url: str) -> str:
-    """Where the files of a checkpoint that ``copied_up`` has made are."""
-    place = ObjectPath.of(url)
+def data_url(url: str | ObjectPath) -> str:
+    """Where the files of a checkpoint are, of which nothing else was left."""
+    place = _place(url)
     (attempt,) = place.store.list_folder((place / DATA).prefix)[0]
     return f"{url}/{DATA}/{attempt}"
 

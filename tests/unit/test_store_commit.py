@@ -3,11 +3,13 @@
 import gc
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from threading import Barrier
+from itertools import count
+from threading import Barrier, Event, Thread, current_thread
 
 import pytest
 
@@ -22,11 +24,8 @@ from dist_checkpointing.filesystem.lock_holder import Holder, Kind
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore
 from dist_checkpointing.filesystem.store_claims import Claim, HeldClaim
-from dist_checkpointing.format.store_commit import (
-    StoreAttempt,
-    read_commit,
-    remove_from_store,
-)
+from dist_checkpointing.format.data_folder import read_commit
+from dist_checkpointing.format.store_commit import StoreAttempt, remove_from_store
 from store_saves import (
     CONFIG,
     OTHER_CONFIG,
@@ -223,7 +222,9 @@ def test_a_removal_killed_at_any_step(folders: Iterator[ObjectPath], then: str) 
         elif names(at):
             if any("claims/" in name for name in names(at)):
                 remove_from_store(at, PERIOD)
-            assert names(at) == [], point
+            # What stays ends the killed removal, which might only have been stopped.
+            assert all(name.startswith(".dckpt/commits/") for name in names(at)), point
+            assert read_commit(at) is None, point
 
 
 def test_a_removal_leaves_nothing(location: ObjectPath) -> None:
@@ -250,6 +251,18 @@ def test_what_nobody_claimed_is_not_removed(location: ObjectPath) -> None:
     with pytest.raises(CheckpointExistsError, match="cannot be overwritten"):
         begin(location, overwrite=True)
     assert names(location) == ["metadata.json"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_checkpoint_of_torch_dcp_is_not_saved_over(
+    location: ObjectPath, *, overwrite: bool
+) -> None:
+    put(location / ".metadata", b"of DCP")
+    put(location / "__0_0.distcp", b"of DCP")
+    said = "cannot be overwritten" if overwrite else "already holds a checkpoint"
+    with pytest.raises(CheckpointExistsError, match=said):
+        begin(location, overwrite=overwrite)
+    assert names(location) == [".metadata", "__0_0.distcp"]
 
 
 @pytest.mark.parametrize("left", ["nothing", "a dead save", "a checkpoint"])
@@ -345,11 +358,125 @@ def test_a_removal_that_was_stopped_too_long_spares_what_was_saved_since(
     assert loaded(location) == saved[0]
 
 
+class Stopped:
+    """Work of a thread that is stopped before one of its calls to the store, with its heartbeats.
+
+    Args:
+        work: what it does.
+        last: number of the call.
+        patch: undone by the caller.
+    """
+
+    def __init__(self, work: Callable[[], object], last: int, patch: pytest.MonkeyPatch) -> None:
+        self._work, self._calls, self._last = work, count(), last
+        self._is_stopped, self._goes_on = Event(), Event()
+        self._tokens: set[str] = set()
+        self._has_ended = False
+        self.error: Exception | None = None
+        own_init, own_beat = HeldClaim.__init__, store_claims._beat
+
+        def init(held: HeldClaim, folder: ObjectPath, claim: Claim) -> None:
+            if current_thread() is self._thread:
+                self._tokens.add(claim.attempt)
+            own_init(held, folder, claim)
+
+        def beat(folder: ObjectPath, claim: Claim, number: int) -> None:
+            if self._is_stopped.is_set() and claim.attempt in self._tokens:
+                self._goes_on.wait()
+            own_beat(folder, claim, number)
+
+        patch.setattr(HeldClaim, "__init__", init)
+        patch.setattr(store_claims, "_beat", beat)
+        self._thread = Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            with calls_to_the_store(self._before):
+                self._work()
+        except CheckpointingException as error:
+            self.error = error
+        self._has_ended = True
+        self._is_stopped.set()
+
+    def _before(self, *_: str) -> None:
+        if next(self._calls) == self._last:
+            self._is_stopped.set()
+            self._goes_on.wait()
+
+    def begin(self) -> bool:
+        """Run until it is stopped; False if it has come to its end before."""
+        self._thread.start()
+        self._is_stopped.wait()
+        return not self._has_ended
+
+    def go_on(self) -> None:
+        """Let it come to its end."""
+        self._goes_on.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("stopped", ["save", "remove"])
+def test_what_was_stopped_at_any_call_spares_a_checkpoint_of_after_a_removal(
+    folders: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch, stopped: str
+) -> None:
+    """Everything was removed and saved again meanwhile, so that numbers of claims begin again."""
+    for last in range(100):
+        at = next(folders)
+        save(at)
+
+        def work(at: ObjectPath = at) -> None:
+            if stopped == "save":
+                save(at, OTHER_CONFIG, overwrite=True)
+            else:
+                remove_from_store(at, PERIOD)
+
+        with monkeypatch.context() as patch:
+            other = Stopped(work, last, patch)
+            if not other.begin():
+                other.go_on()
+                assert last > 15
+                return
+            with suppress(CheckpointExistsError):
+                remove_from_store(at, PERIOD)
+            again = save(at, overwrite=True)
+            other.go_on()
+        assert other.error is None or isinstance(other.error, CheckpointExistsError)
+        commit = read_commit(at)
+        if commit is not None and commit.attempt == again:
+            data = at / commit.data / "x.bin"
+            assert data.store.get(data.key).decode() == again
+        else:  # it began after all that
+            assert other.error is None, last
+            if stopped == "save":
+                assert loaded(at) not in (again, None), last
+            else:
+                assert not [name for name in names(at) if name.startswith("data/")], last
+        save(at, overwrite=True)
+    pytest.fail("there are more calls than that")
+
+
 def test_a_process_that_has_ended_is_not_watched(location: ObjectPath) -> None:
     """Its heartbeats are an hour apart: this would not end otherwise."""
     gone = replace(Holder.own(Kind.FILE), started=1)
     claim = Claim(1, gone, 3600.0)
     put(location / ".dckpt/claims/1.json", claim.to_json())
+    assert save(location) == loaded(location)
+
+
+def test_a_save_of_this_process_that_could_not_be_ended_is_not_watched(
+    location: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = begin(location)
+
+    def refuse(_: ObjectStore, key: str, *__: object, **___: object) -> None:
+        raise PermissionError(13, "the credentials have expired", key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put", refuse)
+        with pytest.raises(PermissionError):
+            attempt.commit(CONFIG)
+        attempt.abandon()
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it is watched"))
     assert save(location) == loaded(location)
 
 
@@ -414,6 +541,24 @@ def test_lost_answers_are_looked_up(
     assert save(location) == loaded(location)
     assert server.left == 0
     assert [name for name in names(location) if "claims" in name] == [".dckpt/claims/1.json"]
+
+
+@pytest.mark.parametrize("copy", ["", "data/"])
+def test_a_commit_is_shown_although_its_last_put_fails_at_first(
+    location: ObjectPath, monkeypatch: pytest.MonkeyPatch, copy: str
+) -> None:
+    put_own, left = ObjectStore.put, iter(range(3))
+
+    def put_later(store: ObjectStore, key: str, data: bytes, *, create: bool = False) -> object:
+        is_last = key.endswith("metadata.json") and key.startswith((location / copy).prefix)
+        if is_last and next(left, None) is not None:
+            raise OSError(5, "the connection was lost", key)
+        return put_own(store, key, data, create=create)
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr(ObjectStore, "put", put_later)
+    assert save(location) == loaded(location)
+    assert next(left, None) is None
 
 
 def test_a_store_without_an_answer_is_an_error_with_the_last_one(

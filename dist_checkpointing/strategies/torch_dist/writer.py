@@ -103,7 +103,11 @@ class TorchDistWriter(StorageWriter):
         checksums = np.zeros(len(table), dtype=np.uint64)
         with_checksums = self.options.checksum is Checksum.XXH3
 
+        is_cancelled = False
+
         def write(file: DataFile, row: int) -> list[Row]:
+            if is_cancelled:
+                raise InterruptedError("the save was cancelled")
             data = data_of(row)
             if is_object[row]:
                 # Megatron keeps a list of all cells of this name on the rank.
@@ -139,7 +143,11 @@ class TorchDistWriter(StorageWriter):
                 raise
 
         with ThreadPoolExecutor(max(1, len(parts)), "distcp") as pool:
-            filled = list(pool.map(fill, parts))
+            try:
+                filled = list(pool.map(fill, parts))
+            except BaseException:
+                is_cancelled = True  # the others stop at their next value
+                raise
         rows = [row for own, _ in filled for row in own]
         # Rank 0 commits, which makes its own names durable.
         if self._rank and self.options.durability is Durability.FSYNC and parts:

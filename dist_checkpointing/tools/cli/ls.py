@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -98,7 +97,7 @@ def ls(
     """
     wanted = name_filter(pattern, regex=regex)
     place = located(checkpoint)
-    if isinstance(place, Path) and is_run(place):
+    if is_run(place):
         if pattern is not None or everything or fingerprint or tree or depth is not None:
             raise ValueError(f"{place} is a run: name a step of it, as {place}@{LATEST}")
         print_run(read_run(place), as_json=as_json)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.removal import PlannedRemoval
 from dist_checkpointing.tools.cli.screen import (
     CheckpointArgument,
-    bytes_on_disk,
     counted,
     facts_lines,
     in_columns,
@@ -138,13 +136,14 @@ def _make_sure(num_tensors: int, *, yes: bool) -> None:
 
 def _as_json(opened: Checkpoint, prefix: str, planned: PlannedRemoval) -> dict[str, Any]:
     """What goes: sizes of values in bytes, of files as on the disk."""
+    uses = store.use_below(opened.folder)
     return {
         "checkpoint": str(opened.path),
         "prefix": prefix,
         "keys": list(planned.keys),
         "num_bytes": sum(opened.index[key].num_bytes for key in planned.keys),
         "files": list(planned.files),
-        "file_bytes": bytes_on_disk(Path(opened.path) / name for name in planned.files),
+        "file_bytes": sum(uses[name].num_bytes_stored for name in planned.files if name in uses),
         "bytes_not_freed": dict(planned.shared),
         "objects_kept": [key for key in opened.objects if key.startswith(prefix)],
     }
@@ -158,5 +157,4 @@ def _nothing(opened: Checkpoint, prefix: str) -> str:
 
 
 def _usage(folder: Location) -> int:
-    walked = (Path(path, name) for path, _, names in os.walk(folder) for name in names)
-    return bytes_on_disk(walked)
+    return sum(use.num_bytes_stored for use in store.use_below(folder).values())

@@ -218,11 +218,6 @@ def write_page(output: Path, page: str) -> int:
     return len(data)
 
 
-def bytes_on_disk(paths: Iterable[Path]) -> int:
-    """Bytes of the disk blocks that files take; 0 for a missing file."""
-    return sum(path.lstat().st_blocks * 512 for path in paths if path.exists())
-
-
 def same_for_all_layers(key: str) -> str:
     """A key with ``*`` for its numbers, which is the same for all layers."""
     return _NUMBER.sub("*", key)

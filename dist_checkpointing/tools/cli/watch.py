@@ -9,14 +9,21 @@ from typing import Annotated
 
 import typer
 
-from dist_checkpointing.filesystem.folder_lock import holder_of
-from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
+from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.byte_sizes import bytes_text
 from dist_checkpointing.format.commit import is_committed, read_config
-from dist_checkpointing.format.leftovers import ATTEMPT_NAME
 from dist_checkpointing.tools.cli.screen import one_line, painted, progress_bar, say
 from dist_checkpointing.tools.inspect.opening import explaining
-from dist_checkpointing.tools.inspect.runs import StepState, is_run, located, look_at, step_folders
+from dist_checkpointing.tools.inspect.runs import (
+    StepState,
+    holder_at,
+    is_run,
+    located,
+    look_at,
+    step_folders,
+)
 
 _SECONDS = 0.5
 _NOT_SAVED = 1
@@ -25,7 +32,11 @@ _INTERRUPTED = 130
 
 def watch(
     path: Annotated[
-        Path, typer.Argument(help="Folder of a run, or of a checkpoint that is being saved.")
+        Path,
+        typer.Argument(
+            parser=location,
+            help="Folder or URL of a run, or of a checkpoint that is being saved.",
+        ),
     ],
 ) -> None:
     """Follow a save that is going on: who saves, how many bytes so far, and how it ends.
@@ -39,11 +50,11 @@ def watch(
 
     Example: dckpt watch runs/gpt
     """
-    place = local_folder(located(path))
+    place = located(path)
     try:
-        if is_run(place) or (place.is_dir() and not any(place.iterdir())):
+        if is_run(place) or (store.is_folder(place) and not store.names_in(place)):
             _watch_run(place)
-        elif holder_of(place) is None or is_committed(place):
+        elif holder_at(place) is None or is_committed(place):
             with explaining(place):
                 read_config(place)  # raises if there is neither a checkpoint nor a save
             _tell(place.name, place)
@@ -53,17 +64,19 @@ def watch(
         raise typer.Exit(_INTERRUPTED) from None
 
 
-def _watch_run(root: Path) -> None:
+def _watch_run(root: Location) -> None:
     folders = step_folders(root)
     known = {name for name, folder in folders.items() if is_committed(folder)}
     say_now(f"{one_line(str(root))}: waiting for saves; Ctrl-C ends")
     while True:
         for name, folder in step_folders(root).items():
+            if name in known and isinstance(folder, ObjectPath):
+                continue  # it stays a checkpoint while it is overwritten
             if is_committed(folder):
                 if name not in known:  # saved between two looks
                     _tell(name, folder)
                 known.add(name)
-            elif holder_of(folder) is not None:
+            elif holder_at(folder) is not None:
                 before = [folder for other, folder in folders.items() if other in known]
                 size = look_at("", before[-1]).files.num_bytes if before else None
                 if _follow(name, folder, size):
@@ -72,15 +85,15 @@ def _watch_run(root: Path) -> None:
         folders = step_folders(root)
 
 
-def _follow(name: str, folder: Path, expected_bytes: int | None) -> bool:
+def _follow(name: str, folder: Location, expected_bytes: int | None) -> bool:
     """Show a save until it ends; returns whether it has committed a checkpoint."""
-    holder = holder_of(folder)
+    holder = holder_at(folder)
     if holder is not None:
         about = "" if expected_bytes is None else f", about {bytes_text(expected_bytes)}"
         say_now(f"{one_line(name)}: being saved by process {holder.pid} on {holder.host}{about}")
     done = 0
     with progress_bar(one_line(name), expected_bytes) as bar:
-        while not is_committed(folder) and holder_of(folder) is not None:
+        while not is_committed(folder) and holder_at(folder) is not None:
             files = look_at(name, folder).files
             # A file that is made at its full size has fewer blocks.
             size = min(files.num_bytes, files.num_bytes_on_disk)
@@ -90,9 +103,9 @@ def _follow(name: str, folder: Path, expected_bytes: int | None) -> bool:
     return _tell(name, folder)
 
 
-def _tell(name: str, folder: Path) -> bool:
+def _tell(name: str, folder: Location) -> bool:
     """Print how the save of a step has ended; returns whether it has committed a checkpoint."""
-    if not folder.is_dir():
+    if not store.is_folder(folder):
         say_now(painted(f"{one_line(name)}: deleted", "yellow"))
         return False
     step = look_at(name, folder)
@@ -100,8 +113,8 @@ def _tell(name: str, folder: Path) -> bool:
         say_now(painted(f"{one_line(name)}: {step.state.value}: its save has ended", "red"))
         return False
     text = f"{one_line(name)}: {step.state.value}, {bytes_text(step.files.num_bytes)}"
-    if (attempt := folder / ATTEMPT_NAME).is_file():
-        seconds = max(step.saved_at - attempt.stat().st_mtime, 1e-3)
+    if step.begun_at is not None:
+        seconds = max(step.saved_at - step.begun_at, 1e-3)
         text += f", saved in {seconds:.1f} s ({bytes_text(step.files.num_bytes / seconds)}/s)"
     say_now(painted(text, "red" if step.state is StepState.DAMAGED else "green"))
     return True

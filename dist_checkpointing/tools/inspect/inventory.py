@@ -103,7 +103,7 @@ def take_inventory(checkpoint: Checkpoint, *, most_listed: int = 10) -> Inventor
     biggest_files = sorted(sizes.items(), key=_by_size)
     by_size = sorted(shares.items(), key=lambda row: (-row[1].num_bytes, row[0]))
     return Inventory(
-        _totals(uses.values()),
+        totals(uses.values()),
         tuple(biggest_files[:most_listed]),
         TensorTotal(len(index), sum(share.num_bytes for share in by_owner.values())),
         dict(by_size),
@@ -139,10 +139,11 @@ def _chunks(stored: StoredTensor) -> tuple[int, int]:
 
 def count_files(folder: Location) -> Files:
     """The files below a folder."""
-    return _totals(store.use_below(folder).values())
+    return totals(store.use_below(folder).values())
 
 
-def _totals(uses: Collection[store.FileUse]) -> Files:
+def totals(uses: Collection[store.FileUse]) -> Files:
+    """What some files take together."""
     return Files(
         len(uses),
         sum(use.num_bytes for use in uses),

@@ -104,12 +104,14 @@ def explaining(path: Location) -> Iterator[None]:
 
 def _what_it_is(path: Location) -> tuple[str, str] | None:
     """What a path is instead of a checkpoint, and what to do."""
-    if not isinstance(path, Path) or not path.is_dir() or (path / ATTEMPT_NAME).exists():
+    if isinstance(path, Path) and (not path.is_dir() or (path / ATTEMPT_NAME).exists()):
         return None
     if is_run(path):
         number = len(step_folders(path))
         remedy = f"dckpt ls {path} lists them; name one, such as {path}@{LATEST}."
         return f"it is a run with {number} step{'s' * (number != 1)}", remedy if number else ""
+    if not isinstance(path, Path):
+        return None
     folders_inside = sorted(inside for inside in path.iterdir() if inside.is_dir())
     for what, holds in (("checkpoints", is_committed), ("runs", is_run)):
         names = [inside.name for inside in folders_inside if holds(inside)]

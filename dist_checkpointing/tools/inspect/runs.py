@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Final
 
 from dist_checkpointing.errors import CheckpointNotFoundError, CorruptCheckpointError, Finding
-from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem import store
 from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, holder_of
-from dist_checkpointing.filesystem.object_path import Location
+from dist_checkpointing.filesystem.lock_holder import Holder
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
+from dist_checkpointing.filesystem.own_files import OWN_FOLDER
+from dist_checkpointing.filesystem.store_claims import CLAIMS, seeming_holder
+from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format.commit import is_committed, read_config
+from dist_checkpointing.format.data_folder import read_commit
 from dist_checkpointing.format.leftovers import (
     ATTEMPT_NAME,
     CONFIG_FNAME,
@@ -24,13 +29,16 @@ from dist_checkpointing.format.leftovers import (
 )
 from dist_checkpointing.format.near_names import hint
 from dist_checkpointing.format.seal import Seal, read_seal
-from dist_checkpointing.tools.inspect.inventory import Files, count_files
+from dist_checkpointing.tools.inspect.inventory import Files, totals
 
 MANAGER_RECORD: Final = "manager.json"
 MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
 LATEST: Final = "latest"
 _NUMBERED: Final = re.compile(r"[A-Za-z_.-]*?(\d+)|release")
 _MAX_POINTER_BYTES: Final = 1 << 10
+_THREADS: Final = 16
+Uses = Mapping[str, store.FileUse]
+"""The files of a folder, by relative name."""
 
 
 class StepState(Enum):
@@ -60,16 +68,18 @@ class RunStep:
             COMMITTED: the same, but no seal says what the files should be.
         saved_at: Time of the commit (seconds since 1970), or of the begin of the save.
         files: Files of the folder.
+        begun_at: When the save began, as far as that was noted.
         shared_with: Names of the steps that share files with it.
         notes: What the record of the manager says about it.
         inodes: Device, inode and bytes of its files.
     """
 
     name: str
-    folder: Path
+    folder: Location
     state: StepState
     saved_at: float
     files: Files
+    begun_at: float | None = None
     shared_with: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     inodes: frozenset[tuple[int, int, int]] = frozenset()
@@ -86,7 +96,7 @@ class Run:
         remark: What is wrong with the pointer to it, or None.
     """
 
-    root: Path
+    root: Location
     steps: tuple[RunStep, ...]
     latest: str | None
     remark: str | None = None
@@ -99,9 +109,9 @@ def located(path: Location) -> Location:
         CheckpointNotFoundError: if there is no such run or step.
     """
     root_name, at, wanted = path.name.rpartition("@")
-    if not at or not isinstance(path, Path) or path.exists():
+    if not at or store.is_there(path):
         return path
-    root = path.with_name(root_name) if root_name else path.parent
+    root = path.parent / root_name
     folders = step_folders(root)
     if not folders:
         finding = Finding("no steps of a run are here", path=str(root))
@@ -117,21 +127,22 @@ def located(path: Location) -> Location:
     return found
 
 
-def is_run(root: Path) -> bool:
+def is_run(root: Location) -> bool:
     """Whether a folder is that of a run, which may have no steps yet."""
     return bool(step_folders(root)) or (_is_marked(root) and not is_committed(root))
 
 
-def read_run(root: Path) -> Run:
+def read_run(root: Location) -> Run:
     """What is known about each step of a run. Reads no values.
 
     Raises:
-        OSError: if the file system fails.
+        OSError: if the file system or the store fails.
     """
     folders = step_folders(root)
     latest, remark = _latest_of(root, folders)
     notes = _notes_of(root)
-    steps = [look_at(name, folder) for name, folder in folders.items()]
+    uses = _uses_of_steps(root, folders)
+    steps = in_threads(lambda row: look_at(*row, uses.get(row[0])), list(folders.items()), _THREADS)
     holders: dict[tuple[int, int, int], list[str]] = {}
     for step in steps:
         for inode in step.inodes:
@@ -145,71 +156,115 @@ def read_run(root: Path) -> Run:
     return Run(root, tuple(map(known, steps)), latest, remark)
 
 
-def look_at(name: str, folder: Path) -> RunStep:
-    """One step, without what only its run knows: what is shared, and the notes."""
-    statuses = local.statuses_below(folder)
-    found = statuses.get(CONFIG_FNAME) or statuses.get(DCP_METADATA_NAME)
-    begun = found or statuses.get(ATTEMPT_NAME)
+def _uses_of_steps(root: Location, folders: dict[str, Location]) -> dict[str, Uses]:
+    """The files of all steps of a run in a store, which are listed at once."""
+    if not isinstance(root, ObjectPath):
+        return {}
+    names = {folder.name: name for name, folder in folders.items()}
+    found: dict[str, dict[str, store.FileUse]] = {name: {} for name in folders}
+    for path, use in store.use_below(root).items():
+        folder, _, rest = path.partition("/")
+        if folder in names:
+            found[names[folder]][rest] = use
+    return dict(found)
+
+
+def look_at(name: str, folder: Location, uses: Uses | None = None) -> RunStep:
+    """One step, without what only its run knows: what is shared, and the notes.
+
+    Args:
+        name: of the step.
+        folder: of the step.
+        uses: files of the folder by relative name, where they are known.
+    """
+    uses = store.use_below(folder) if uses is None else uses
+    begun = [path for path in uses if path.endswith(ATTEMPT_NAME)]
+    begun_at = max((uses[path].modified for path in begun), default=None)
+    commit = uses.get(CONFIG_FNAME) or uses.get(DCP_METADATA_NAME)
+    times = [use.modified for use in uses.values()]
+    if isinstance(folder, Path):
+        times.append(folder.stat().st_mtime)
     return RunStep(
         name,
         folder,
-        state_of(folder, {path: status.st_size for path, status in statuses.items()}),
-        begun.st_mtime if begun is not None else folder.stat().st_mtime,
-        count_files(folder),
+        state_of(folder, uses),
+        commit.modified if commit is not None else begun_at or max(times, default=time.time()),
+        totals(uses.values()),
+        begun_at=begun_at,
         inodes=frozenset(
-            (status.st_dev, status.st_ino, status.st_size)
-            for status in statuses.values()
-            if status.st_nlink > 1
+            (*use.inode, use.num_bytes) for use in uses.values() if use.inode is not None
         ),
     )
 
 
-def state_of(folder: Path, sizes: dict[str, int]) -> StepState:
-    """The state of the folder of a step, whose files have these sizes."""
+def state_of(folder: Location, uses: Uses) -> StepState:
+    """The state of the folder of a step, in which these files are."""
     try:
-        if is_committed(folder):
-            read_config(folder)
-            seal = read_seal(folder)
+        if CONFIG_FNAME in uses or is_committed(folder):
+            commit = read_commit(folder)
+            if commit is None:
+                read_config(folder)
+            data = "" if commit is None else f"{commit.data}/"
+            seal = read_seal(folder / data)
             if seal is None or seal.is_open:
                 return StepState.COMMITTED
-            return StepState.WHOLE if _has_all(seal, sizes) else StepState.DAMAGED
+            return StepState.WHOLE if _has_all(seal, data, uses) else StepState.DAMAGED
     except CorruptCheckpointError:
         return StepState.DAMAGED
-    if LOCK_NAME in sizes and holder_of(folder) is not None:
+    if (LOCK_NAME in uses or isinstance(folder, ObjectPath)) and holder_at(folder) is not None:
         return StepState.SAVING
-    return StepState.FOREIGN if attempt_of(folder) is None else StepState.UNFINISHED
+    is_begun = attempt_of(folder) is not None or bool(store.names_in(folder / CLAIMS))
+    return StepState.UNFINISHED if is_begun else StepState.FOREIGN
 
 
-def _has_all(seal: Seal, sizes: dict[str, int]) -> bool:
-    return all(sizes.get(file.name) == file.num_bytes for file in seal.files.values())
+def _has_all(seal: Seal, data: str, uses: Uses) -> bool:
+    found = {name: uses.get(data + name) for name in seal.files}
+    return all(
+        use is not None and use.num_bytes == seal.files[name].num_bytes
+        for name, use in found.items()
+    )
 
 
-def step_folders(root: Path) -> dict[str, Path]:
+def holder_at(folder: Location) -> Holder | None:
+    """Who is saving into a folder; None if nobody seems to, or if that cannot be read."""
+    if isinstance(folder, Path):
+        return holder_of(folder)
+    with suppress(CorruptCheckpointError):
+        return seeming_holder(folder)
+    return None
+
+
+def step_folders(root: Location) -> dict[str, Location]:
     """The folders of the steps of a run by name, oldest first; none if it is no run."""
-    if not root.is_dir() or is_committed(root) or (root / ATTEMPT_NAME).exists():
+    folders, files = store.folders_and_files(root)
+    matches = {name: _NUMBERED.fullmatch(name) for name in folders}
+    found = {
+        name if match[1] is None else str(int(match[1])): root / name
+        for name, match in matches.items()
+        if match is not None
+    }
+    is_checkpoint = {OWN_FOLDER, CONFIG_FNAME, DCP_METADATA_NAME} & {*folders, *files}
+    if is_checkpoint and (is_committed(root) or _is_begun(root)):
         return {}
-    found: dict[str, Path] = {}
-    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
-        match = _NUMBERED.fullmatch(entry.name)
-        if match is not None and entry.is_dir():
-            found[entry.name if match[1] is None else str(int(match[1]))] = Path(entry.path)
-    if not _is_marked(root) and not any(_may_be_checkpoint(folder) for folder in found.values()):
+    is_marked = not {MANAGER_RECORD, MEGATRON_POINTER}.isdisjoint(files)
+    if not is_marked and not any(is_committed(step) or _is_begun(step) for step in found.values()):
         return {}
     return dict(sorted(found.items(), key=lambda row: int(row[0]) if row[0].isdecimal() else -1))
 
 
-def _is_marked(root: Path) -> bool:
-    return any((root / name).is_file() for name in (MANAGER_RECORD, MEGATRON_POINTER))
+def _is_marked(root: Location) -> bool:
+    return any(store.is_file(root / name) for name in (MANAGER_RECORD, MEGATRON_POINTER))
 
 
-def _may_be_checkpoint(folder: Path) -> bool:
-    return is_committed(folder) or (folder / ATTEMPT_NAME).is_file()
+def _is_begun(folder: Location) -> bool:
+    """Whether a save of this library began there."""
+    return store.is_file(folder / ATTEMPT_NAME) or bool(store.names_in(folder / CLAIMS))
 
 
-def _latest_of(root: Path, folders: dict[str, Path]) -> tuple[str | None, str | None]:
+def _latest_of(root: Location, folders: dict[str, Location]) -> tuple[str | None, str | None]:
     """Name of the latest step, and what is wrong with the pointer to it."""
     remark = None
-    if (root / MANAGER_RECORD).is_file():
+    if store.is_file(root / MANAGER_RECORD):
         # It brings the pointer up to date after a kill. Not at the top: it imports torch.
         from dist_checkpointing.manager.retention import Retention  # noqa: PLC0415
         from dist_checkpointing.manager.run_folder import RunFolder  # noqa: PLC0415
@@ -217,18 +272,18 @@ def _latest_of(root: Path, folders: dict[str, Path]) -> tuple[str | None, str | 
         latest = RunFolder(root, Retention()).latest()
         return (None if latest is None else str(latest)), None
     with suppress(FileNotFoundError):
-        text = local.read_bytes(root / MEGATRON_POINTER, _MAX_POINTER_BYTES)
+        text = store.read_bytes(root / MEGATRON_POINTER, _MAX_POINTER_BYTES)
         named = text.decode(errors="replace").strip()
         named = str(int(named)) if named.isdecimal() else named
         if named in folders and is_committed(folders[named]):
             return named, None
         remark = f"{MEGATRON_POINTER} names {named!r}, which is not a checkpoint here"
-    committed = [name for name, folder in folders.items() if is_committed(folder)]
-    return (committed[-1] if committed else None), remark
+    committed = (name for name in reversed(folders) if is_committed(folders[name]))
+    return next(committed, None), remark
 
 
-def _notes_of(root: Path) -> Callable[[RunStep], tuple[str, ...]]:
-    if not (root / MANAGER_RECORD).is_file():
+def _notes_of(root: Location) -> Callable[[RunStep], tuple[str, ...]]:
+    if not store.is_file(root / MANAGER_RECORD):
         return lambda _: ()
     from dist_checkpointing.manager.run_record import read_record  # noqa: PLC0415 - imports torch
 

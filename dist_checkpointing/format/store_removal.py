@@ -1,0 +1,121 @@
+"""A checkpoint in an object store, changed as one on a disk is: by a save that copies what stays.
+
+Objects are not changed in place. A copy of the checkpoint without the values of its tensors is made
+on the local disk and changed there; then a new save commits what it has become. The store copies
+the values by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from dist_checkpointing.errors import Finding, UnsupportedFormatError
+from dist_checkpointing.filesystem import local
+from dist_checkpointing.filesystem.object_path import Location, ObjectPath
+from dist_checkpointing.filesystem.threads import in_threads
+from dist_checkpointing.format.commit import read_config
+from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.format.leftovers import ATTEMPT_NAME, CONFIG_FNAME
+from dist_checkpointing.format.seal import SEAL_NAME, read_seal
+from dist_checkpointing.format.store_commit import StoreAttempt
+
+_BACKENDS: Final = ("tensorstore", "zarr")
+"""Their removals read nothing of the files that hold values."""
+_THREADS: Final = 16
+
+
+@contextmanager
+def without_values(folder: Location) -> Iterator[Path]:
+    """The folder of a checkpoint on a disk, whose tensors may have lost their values.
+
+    Args:
+        folder: of its files. On a disk it is that folder itself; of one in a store a copy, in
+            which the files of values are holes of the same size.
+
+    Raises:
+        UnsupportedFormatError: if it cannot be told which files hold values.
+    """
+    if isinstance(folder, Path):
+        yield folder
+        return
+    seal = read_seal(folder)
+    if seal is None or read_config(folder).sharded_backend not in _BACKENDS:
+        finding = Finding(
+            "nothing can be removed from a checkpoint of this format in an object store",
+            expected=f"a sealed one of {' or '.join(_BACKENDS)}",
+            path=str(folder),
+            remedy="Convert it without these tensors: dckpt convert SRC DST --recipe, with a rule "
+            "that drops them.",
+        )
+        raise UnsupportedFormatError("tensors cannot be removed from this checkpoint", [finding])
+    holes = {file.name: file.num_bytes for file in seal.files.values() if file.digest is None}
+    whole = {*seal.files, SEAL_NAME, CONFIG_FNAME, ATTEMPT_NAME} - {*holes}
+    with tempfile.TemporaryDirectory(prefix="dckpt-") as place:
+        root = Path(place)
+        for parent in {(root / name).parent for name in (*holes, *whole)}:
+            parent.mkdir(parents=True, exist_ok=True)
+        for name, num_bytes in holes.items():
+            (root / name).touch()
+            os.truncate(root / name, num_bytes)
+
+        def get(name: str) -> None:
+            place = folder / name
+            (root / name).write_bytes(place.store.get(place.key))
+
+        in_threads(get, sorted(whole), _THREADS)
+        yield root
+
+
+@contextmanager
+def changed(location: ObjectPath) -> Iterator[Path]:
+    """Let the body change a copy of a checkpoint ``without_values``, and commit what it becomes.
+
+    The checkpoint stays as it is until then, also if the body or the store fails.
+
+    Raises:
+        CheckpointExistsError: if a save, or another change, is going on there.
+        UnsupportedFormatError: see ``without_values``.
+        OSError: if the store does not answer.
+    """
+    attempt = StoreAttempt.begin(location, (), overwrite=True)
+    try:
+        config, source = read_config(location), data_folder(location)
+        assert isinstance(source, ObjectPath)
+        with without_values(source) as root:
+            before = local.statuses_below(root)
+            yield root
+            seal = read_seal(root)
+            if seal is not None:
+                # A copy of an object has an ETag of its own.
+                files = {name: replace(file, etag=None) for name, file in seal.files.items()}
+                (root / SEAL_NAME).write_bytes(replace(seal, files=files).to_json())
+
+            def put(name: str) -> None:
+                target, old, now = attempt.folder / name, before.get(name), (root / name).lstat()
+                if old is not None and (old.st_ino, old.st_mtime_ns) == (
+                    now.st_ino,
+                    now.st_mtime_ns,
+                ):
+                    target.store.copy((source / name).key, target.key)
+                else:
+                    target.store.put(target.key, (root / name).read_bytes())
+
+            in_threads(put, sorted(local.statuses_below(root)), _THREADS)
+        attempt.commit(config)
+    except Exception:
+        attempt.abandon()
+        raise
+    except BaseException:
+        attempt.release()
+        raise
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """What changes when a file is written again."""
+    return status.st_ino, status.st_mtime_ns
