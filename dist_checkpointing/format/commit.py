@@ -168,9 +168,14 @@ class Attempt:
     """
 
     def __init__(
-        self, folder: Path, lock: FolderLock, creates: tuple[str, ...], durability: local.Durability
+        self,
+        folder: Path,
+        lock: FolderLock,
+        creates: tuple[str, ...],
+        durability: local.Durability,
+        name: str | None = None,
     ) -> None:
-        self.id: str = uuid.uuid4().hex
+        self.id: str = uuid.uuid4().hex if name is None else name
         self._folder = folder
         self._lock = lock
         self._creates = creates
@@ -185,6 +190,7 @@ class Attempt:
         *,
         overwrite: bool = False,
         durability: local.Durability = local.Durability.FSYNC,
+        name: str | None = None,
     ) -> Attempt:
         """Claim the folder and clear away what an uncommitted attempt left in it.
 
@@ -195,6 +201,7 @@ class Attempt:
             creates: relative names of all files and folders that the save will make.
             overwrite: give up a committed checkpoint that is in the way, from here on.
             durability: of the attempt's own files.
+            name: of the attempt, where it has begun on another disk already.
 
         Raises:
             CheckpointExistsError: if the folder holds a committed checkpoint (without
@@ -211,7 +218,7 @@ class Attempt:
             make_own_folder(folder)
             left = leftovers(folder)
             refuse_foreign(folder, names, left)
-            attempt = cls(folder, lock, names, durability)
+            attempt = cls(folder, lock, names, durability, name)
             if left or is_committed(folder):
                 # The old checkpoint ends here, before anything of it is damaged.
                 _end_commit(folder)

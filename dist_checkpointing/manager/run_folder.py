@@ -84,6 +84,10 @@ class RunFolder:
         """Where a step can be read."""
         return self.folder(step)
 
+    def ready(self, step: int) -> Path:
+        """Where a step can be read by all ranks. Collective."""
+        return self.place(step)
+
     def skip(self, step: int) -> None:
         """Learn that what would be read of a step is damaged."""
 
@@ -98,6 +102,9 @@ class RunFolder:
 
     def close(self) -> None:
         """Do nothing: nothing is done beside the training."""
+
+    def stop(self) -> None:
+        """Do nothing; called on all ranks, after ``close`` has ended on all of them."""
 
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
@@ -151,6 +158,7 @@ class RunFolder:
         note_bytes: Callable[[int], None],
         *,
         has_base: bool,
+        num_disks: int = 1,
     ) -> dict[str, Any]:
         """What a save of a step calls before and after it has claimed the folder."""
 
@@ -159,7 +167,7 @@ class RunFolder:
             num_bytes = sum(tensor.num_bytes for tensor in stored)
             note_bytes(num_bytes)
             # How much a base leaves to write is known when its parts have been compared.
-            check_room(self.folder(step), 0 if has_base else num_bytes)
+            check_room(self.folder(step), 0 if has_base else num_bytes // num_disks)
 
         return {"before_claim": check, "after_claim": partial(self.claimed, step, metric)}
 
@@ -191,6 +199,22 @@ class RunFolder:
                 and damaged == number_of_save(data_folder(folder))
                 and self._is_own(record, step)
             )
+
+    def begin_parts(
+        self, step: int, metric: float | None, *, makes_room: bool
+    ) -> tuple[float | None, bool]:
+        """Begin on the disks that rank 0 does not see. Collective, after ``begin`` on rank 0.
+
+        Args:
+            step: step that is about to be saved.
+            metric: what rank 0 has been given.
+            makes_room: what ``begin`` has returned on rank 0.
+
+        Returns:
+            The metric, and whether the new save may replace what is there.
+        """
+        del step
+        return metric, makes_room
 
     def claimed(self, step: int, metric: float | None, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
@@ -266,6 +290,14 @@ class RunFolder:
                 others = [other for other in self.committed_steps() if other != step]
                 self._write(replace(record, latest=max(others, default=None)), Durability.FSYNC)
             self._delete(step)
+
+    def delete_parts(self, step: int) -> None:
+        """Delete what is on disks that rank 0 does not see. Collective, after ``delete``."""
+
+    def is_own(self, step: int) -> bool:
+        """Whether a manager of this root wrote what is in the folder of a step."""
+        with self._lock:
+            return self._is_own(self._current(), step)
 
     def _thin_out(self, record: RunRecord) -> None:
         committed = self.committed_steps()
