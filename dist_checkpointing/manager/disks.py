@@ -154,6 +154,13 @@ def whole_steps(
     return whole
 
 
+def is_part(folder: Path) -> bool:
+    """Whether a folder holds a part of a checkpoint whose other parts are on other disks."""
+    content = _seal_in(folder) if is_committed(folder) else None
+    seal = None if content is None else Seal.from_json(content)
+    return seal is not None and len(_held(folder, seal)) < len(seal.files)
+
+
 def _seal_in(folder: Path) -> bytes | None:
     """The bytes of a seal, if there is one and it is not damaged."""
     try:

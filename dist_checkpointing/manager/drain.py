@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -108,6 +107,7 @@ class Orders:
     def __init__(self, root: ObjectPath, disk: Path, disks: FastDisks) -> None:
         self._root, self._disk, self._disks = root, disk, disks
         self._number = 0
+        self._never = Event()
         self._settled: dict[int, str] = {}
 
     def settle(self, saves: Mapping[int, str]) -> None:
@@ -163,7 +163,9 @@ class Orders:
         last: object = None
         silent, pause = 0.0, _FIRST_PAUSE
         while waiting:
-            seen = {i.key.removeprefix(folder.prefix): i for i in folder.store.list_below(folder.prefix)}
+            seen = {
+                i.key.removeprefix(folder.prefix): i for i in folder.store.list_below(folder.prefix)
+            }
             for name in sorted(waiting.keys() & seen.keys()):
                 found |= self._result(folder / name, order, waiting.pop(name))
             # What this process slept is counted: it may have been stopped itself.
@@ -171,7 +173,7 @@ class Orders:
             if silent > _SILENT_SECONDS:
                 raise self._silent(order, waiting.values())
             if waiting:
-                time.sleep(pause)
+                self._never.wait(pause)
                 pause = min(2 * pause, _LAST_PAUSE)
         return found
 
@@ -263,8 +265,8 @@ class PartCopier:
                 self._settle({int(step): n for step, n in content.get("settled", {}).items()})
                 order = Order(**content["order"]) if content.get("order") else None
                 if order is not None and order.number > done:
-                    done, self._pause = order.number, _FIRST_PAUSE
                     self._report(order)
+                    done, self._pause = order.number, _FIRST_PAUSE
             except (OSError, CheckpointingException, TypeError, ValueError) as error:
                 logger.warning("the store did not take the part of %s: %s", self._disk, error)
 

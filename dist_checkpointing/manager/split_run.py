@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
@@ -25,7 +25,7 @@ from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.leftovers import attempt_of, number_of_attempt, number_of_save
 from dist_checkpointing.format.seal import Seal, read_seal
-from dist_checkpointing.manager.disks import FastDisks, whole_steps
+from dist_checkpointing.manager.disks import FastDisks, is_part, whole_steps
 from dist_checkpointing.manager.drain import PartCopier
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
@@ -79,16 +79,15 @@ class SplitRun(TieredRun):
         own, stored = self._fast.folder(step), self._stored.folder(step)
         if not is_committed(stored):
             return own
-        data = data_folder(stored)
+        data: Any = data_folder(stored)
         is_here = number_of_save(own) == number_of_save(data) != 0
         seal = read_seal(data) if is_here and step not in self._unusable else None
         if seal is None:
             return stored
-        assert isinstance(stored, ObjectPath)
-        assert isinstance(data, ObjectPath)
         sizes = {file.name: file.num_bytes for file in seal.files.values()}
-        near = NearStore(stored.store.url, stored.store.options, data.prefix, own, sizes)
-        return replace(stored, store=near)
+        near = NearStore(data.store.url, data.store.options, data.prefix, own, sizes)
+        place: Any = stored
+        return cast("Path", replace(place, store=near))
 
     def ready(self, step: int) -> Path:
         """Where a step can be read on this rank, once it is in the store. Collective."""
@@ -251,15 +250,24 @@ def run_files(
     if not isinstance(place, ObjectPath):
         finding = Finding("fast= needs a root in an object store", found=str(place))
         raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
-    disks = FastDisks.find(comm, local_folder(fast).absolute())
-    if disks.are_many and incremental:
+    disk = local_folder(fast).absolute()
+    disks, is_split = FastDisks.find(comm, disk), True
+    if not disks.are_many:
+        run_folder = RunFolder(disk, kept)
+        steps = run_folder.all_steps
+        what = "looking for parts that other machines have left"
+        is_split = comm.from_rank0(
+            what, lambda: any(is_part(run_folder.folder(s)) for s in steps())
+        )
+    if is_split and incremental:
         finding = Finding(
             "incremental=True shares files of a checkpoint that is whole on one disk",
             found=", ".join(disks.places),
-            remedy="Leave incremental=True out, or pass a disk that all ranks share.",
+            remedy="Leave incremental=True out, or pass a folder that all ranks share and that "
+            "holds no parts of what more machines have saved.",
         )
         raise UnsupportedFormatError("not all ranks share a disk", [finding])
-    kind = SplitRun if disks.are_many else TieredRun
+    kind = SplitRun if is_split else TieredRun
     run = kind(fast, place, kept, on_deleted, drain, comm, disks)
     run.look()
     return run

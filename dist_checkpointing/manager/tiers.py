@@ -277,11 +277,11 @@ class TieredRun:
                 with self._copying:
                     if step in self._not_copied():
                         self._copy(step)
+                        self._settle({step})
             except (OSError, CheckpointingException) as error:
                 logger.warning("step %d is not in the store yet: %s", step, error)
                 self._failed[step] = str(error)
                 continue
-            self._settle({step})
             self._fast.thin_out()
 
     def _next_due(self) -> int | None:

@@ -193,7 +193,7 @@ def prepare(
         if require is not None:
             require(job)
         if base is not None:
-            require_sharing(job.strategy, job.writer)
+            require_sharing(job.strategy, job.writer, options.get("disks"))
         plannings.append(JobPlanning(job, options))
         return plannings[0].bring(comm)
 
