@@ -22,6 +22,8 @@ from dist_checkpointing.format.removal import REMOVAL_NAME
 
 ATTEMPT_NAME = ".dckpt/attempt.json"
 CONFIG_FNAME = "metadata.json"
+PARTS_NAME = ".dckpt/parts"
+"""A name among those of an attempt, and of no file: it writes to disks that not all ranks share."""
 DCP_METADATA_NAME = ".metadata"
 """Written last by torch DCP, which knows no ``metadata.json``."""
 _MAX_ATTEMPT_BYTES = 1 << 30

@@ -7,6 +7,7 @@ import logging
 import socket
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,7 +16,13 @@ from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import CorruptCheckpointError
 from dist_checkpointing.filesystem import local, store
 from dist_checkpointing.format.commit import is_committed
-from dist_checkpointing.format.leftovers import CONFIG_FNAME, attempt_of, is_in_attempt
+from dist_checkpointing.format.leftovers import (
+    CONFIG_FNAME,
+    PARTS_NAME,
+    attempt_of,
+    is_in_attempt,
+    leftovers,
+)
 from dist_checkpointing.format.seal import MAX_SEAL_BYTES, SEAL_NAME, Seal
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -64,7 +71,8 @@ class FastDisks:
 
             first = comm.exchange(what, look)
         finally:
-            own.unlink(missing_ok=True)
+            with suppress(OSError):
+                own.unlink()
         leaders = tuple(sorted(set(first)))
         return cls(
             leaders,
@@ -91,7 +99,10 @@ class _Candidate:
 
 
 def whole_steps(
-    comm: Comm, disks: FastDisks, folders: Mapping[int, Path], is_stored: Callable[[int], bool]
+    comm: Comm,
+    disks: FastDisks,
+    look: Callable[[], Mapping[int, Path]],
+    is_stored: Callable[[int], bool],
 ) -> dict[int, Seal]:
     """The seals of the steps that the disks together hold as a whole, and the store does not.
 
@@ -100,13 +111,14 @@ def whole_steps(
     Args:
         comm: the ranks of the run.
         disks: which of them share one.
-        folders: every step with a folder on this rank's disk.
+        look: gives the folder of every step on this rank's disk.
         is_stored: tells on rank 0 whether a step is in the store.
     """
     what = "looking at what is on the disks"
-    own = folders if disks.leads else {}
+    own: dict[int, Path] = {}
 
     def committed() -> dict[int, str]:
+        own.update(look() if disks.leads else {})
         named = {step: attempt_of(own[step]) for step in own if is_committed(own[step])}
         return {step: name for step, name in named.items() if name is not None}
 
@@ -155,10 +167,8 @@ def whole_steps(
 
 
 def is_part(folder: Path) -> bool:
-    """Whether a folder holds a part of a checkpoint whose other parts are on other disks."""
-    content = _seal_in(folder) if is_committed(folder) else None
-    seal = None if content is None else Seal.from_json(content)
-    return seal is not None and len(_held(folder, seal)) < len(seal.files)
+    """Whether what was last saved into a folder may have other parts on other disks."""
+    return PARTS_NAME in leftovers(folder)
 
 
 def _seal_in(folder: Path) -> bytes | None:

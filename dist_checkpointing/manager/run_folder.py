@@ -84,8 +84,14 @@ class RunFolder:
         """Where a step can be read."""
         return self.folder(step)
 
-    def ready(self, step: int) -> Path:
-        """Where a step can be read by all ranks. Collective."""
+    def ready(self, step: int, *, near: bool = True) -> Path:
+        """Where a step can be read by all ranks. Collective.
+
+        Args:
+            step: number of the step.
+            near: read on this rank's disk what is there, where only the store has all of it.
+        """
+        del near
         return self.place(step)
 
     def skip(self, step: int) -> None:
@@ -310,7 +316,9 @@ class RunFolder:
         protected = [step for step in named if step is not None]
         due = self._retention.due(own, protected, record.metrics)
         leftovers = [
-            step for step in record.steps if step < latest and is_leftover(self.folder(step))
+            step
+            for step in record.steps
+            if step < latest and step not in protected and is_leftover(self.folder(step))
         ]
         for step in leftovers:
             self._try_to(self._remove, step)

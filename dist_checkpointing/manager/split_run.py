@@ -59,11 +59,14 @@ class SplitRun(TieredRun):
         self._seals: dict[int, Seal] = {}
 
     def look(self) -> None:
-        folders = {step: self._fast.folder(step) for step in self._fast.all_steps()}
+        fast = self._fast
         if self._comm.rank == 0:
             self._stored.finish_commits()
         whole = whole_steps(
-            self._comm, self._disks, folders, lambda s: is_committed(self._stored.folder(s))
+            self._comm,
+            self._disks,
+            lambda: {step: fast.folder(step) for step in fast.all_steps()},
+            lambda step: is_committed(self._stored.folder(step)),
         )
         with self._comm.agreed("beginning to copy into the store"):
             if self._comm.rank == 0:
@@ -89,12 +92,12 @@ class SplitRun(TieredRun):
         place: Any = stored
         return cast("Path", replace(place, store=near))
 
-    def ready(self, step: int) -> Path:
+    def ready(self, step: int, *, near: bool = True) -> Path:
         """Where a step can be read on this rank, once it is in the store. Collective."""
         what = f"bringing step {step} into the store"
         self._comm.from_rank0(what, lambda: self._bring(step))
         with self._comm.agreed(what):
-            return self.place(step)
+            return self.place(step) if near else self._stored.folder(step)
 
     def _bring(self, step: int) -> None:
         with self._copying:
@@ -143,7 +146,11 @@ class SplitRun(TieredRun):
         own = self._fast.hooks(step, metric, note_bytes, has_base=has_base, num_disks=count)
         noted = partial(self._part_committed, step, metric)
         place = str(self._stored.folder(step))
-        return own | {"disks": Disks(place, leads=self._disks.leads, on_part=noted)}
+        return (
+            own
+            if count == 1
+            else own | {"disks": Disks(place, leads=self._disks.leads, on_part=noted)}
+        )
 
     def begin(self, step: int, damaged: int | None) -> bool:
         """See RunFolder; what is left on the disks of a step that is nowhere whole is replaced."""

@@ -101,8 +101,9 @@ class TieredRun:
         # Another one in the store was saved by another machine while this disk was away.
         return own if step in self._saved or self._is_copied(step) else stored
 
-    def ready(self, step: int) -> Path:
+    def ready(self, step: int, *, near: bool = True) -> Path:
         """See RunFolder."""
+        del near
         return self.place(step)
 
     def skip(self, step: int) -> None:

@@ -67,7 +67,7 @@ class ValidSteps:
     def verify(self, step: int) -> None:
         """See ``CheckpointManager.verify``."""
         rank, world_size = self._comm.rank, self._comm.world_size
-        folder = self._files.ready(step)
+        folder = self._files.ready(step, near=False)
         judge(
             self._comm,
             step,

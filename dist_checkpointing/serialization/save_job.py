@@ -20,6 +20,7 @@ from dist_checkpointing.format.commit import (
 )
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.leftovers import PARTS_NAME
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.format.store_commit import StoreAttempt, begin_attempt
 from dist_checkpointing.mapping import ShardedStateDict
@@ -201,6 +202,8 @@ class SaveJob:
         if self.index is not None and self.writer is not None:
             names += self.writer.created_names(self.index, world_size=world_size)
         refuse_clashes(names, self._objects, self.index)
+        if self._disks is not None:
+            names.append(PARTS_NAME)
         overwrite = self._options.get("overwrite", False)
         self._attempt = begin_attempt(self.folder, names, self._durability, overwrite=overwrite)
         self._note_attempt(self._attempt, secured=secured)
