@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from dist_checkpointing import (
-    CheckpointManager,
-    verify_checkpoint,
-)
+from dist_checkpointing import CheckpointManager, Retention, verify_checkpoint
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     RankFailedError,
 )
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
 from dist_checkpointing.manager import drain
 from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.testing import run_ranks
@@ -31,6 +31,7 @@ from split_disks import (
     save_steps,
     save_with_store_down,
     state,
+    steps_in,
 )
 from stores import new_url
 
@@ -217,4 +218,40 @@ def test_damage_on_a_disk_does_not_come_into_the_store(
             manager.save(2, state(comm, 2))
 
     run_ranks(4, train)
+    check_newest(tmp_path, root, 2, 4)
+
+
+def test_what_is_damaged_in_the_store_is_found_though_the_disks_are_whole(tmp_path: Path) -> None:
+    root = new_url()
+    save_steps(tmp_path, root, [1])
+    place = ObjectPath.of(f"{root}/step-00000001/data")
+    for info in list(place.store.list_below(place.prefix)):
+        if "/data/model/" in info.key:
+            place.store.put(info.key, b"x" * info.num_bytes)
+
+    def resume(comm: Comm) -> None:
+        with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
+            with pytest.raises(CorruptCheckpointError):
+                manager.verify(1)
+            assert manager.latest_valid() is None
+
+    run_ranks(4, resume)
+
+
+def test_a_disk_that_cannot_note_a_commit_keeps_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = new_url()
+    own = Attempt.commit
+
+    def full(attempt: Attempt, config: CheckpointingConfig) -> None:
+        if "node1" in str(attempt.folder):
+            raise OSError(28, "no space left")
+        own(attempt, config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Attempt, "commit", full)
+        save_steps(tmp_path, root, [1, 2], retention=Retention(keep_last=1))
+    assert "the commit is not noted on this disk" in caplog.text
+    assert steps_in(root) == [2]
     check_newest(tmp_path, root, 2, 4)
