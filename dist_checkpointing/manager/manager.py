@@ -231,8 +231,8 @@ class CheckpointManager:
         """Wait for the save in progress, and free the buffers and threads of the manager."""
         try:
             self.wait()
-            with self._comm.agreed("copying checkpoints into the store"):
-                self._files.close()
+            self._files.close()
+            self._comm.agree("closing the manager", None)
         finally:
             self._files.stop()
             self._saver.close()

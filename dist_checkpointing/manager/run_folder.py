@@ -107,7 +107,7 @@ class RunFolder:
             logger.warning("a commit in %s could not be finished: %s", self.root, error)
 
     def close(self) -> None:
-        """Do nothing: nothing is done beside the training."""
+        """Do nothing: nothing is done beside the training. Collective."""
 
     def stop(self) -> None:
         """Do nothing; called on all ranks, after ``close`` has ended on all of them."""

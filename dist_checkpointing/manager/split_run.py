@@ -27,6 +27,7 @@ from dist_checkpointing.format.leftovers import attempt_of, number_of_attempt, n
 from dist_checkpointing.format.seal import Seal, read_seal
 from dist_checkpointing.manager.disks import FastDisks, is_part, whole_steps
 from dist_checkpointing.manager.drain import PartCopier
+from dist_checkpointing.manager.long_work import after_rank0
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.manager.tiers import Drain, TieredRun
@@ -95,7 +96,7 @@ class SplitRun(TieredRun):
     def ready(self, step: int, *, near: bool = True) -> Path:
         """Where a step can be read on this rank, once it is in the store. Collective."""
         what = f"bringing step {step} into the store"
-        self._comm.from_rank0(what, lambda: self._bring(step))
+        after_rank0(self._comm, what, lambda: self._bring(step))
         with self._comm.agreed(what):
             return self.place(step) if near else self._stored.folder(step)
 

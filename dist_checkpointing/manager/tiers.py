@@ -28,6 +28,7 @@ from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
 from dist_checkpointing.format.store_commit import begin_attempt
 from dist_checkpointing.manager.disks import FastDisks
 from dist_checkpointing.manager.drain import Orders
+from dist_checkpointing.manager.long_work import after_rank0
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.storage.options import Durability
@@ -186,11 +187,14 @@ class TieredRun:
                 self._worker.start()
 
     def close(self) -> None:
-        """Wait for the copies.
+        """Wait for the copies. Collective.
 
         Raises:
             CheckpointingException: if the newest checkpoint could not be copied.
         """
+        after_rank0(self._comm, "copying checkpoints into the store", self._finish)
+
+    def _finish(self) -> None:
         if self._pending and self._drain == "wait":
             self.start()
         if self._worker is not None:

@@ -18,15 +18,17 @@ from dist_checkpointing import (
     verify_checkpoint,
 )
 from dist_checkpointing.comm import Comm
+from dist_checkpointing.comm.threads import ThreadComm
 from dist_checkpointing.errors import (
     UnsupportedFormatError,
 )
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore
-from dist_checkpointing.manager import drain
+from dist_checkpointing.manager import drain, long_work
 from dist_checkpointing.testing import run_ranks
 from real_ranks import run_script
 from split_disks import (
+    check,
     check_newest,
     disk,
     save_steps,
@@ -136,6 +138,38 @@ def test_what_a_disk_has_is_not_read_from_the_store(
     asked.clear()
     check_newest(tmp_path, root, 1, 3)
     assert [key for key in asked if "/data/model/" in key]
+
+
+def test_ranks_meet_while_a_long_copy_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would take rank 0 for dead."""
+    root, gate, met = new_url(), threading.Event(), []
+    own: Callable[..., Any] = drain.Order.carried_out
+    told: Callable[..., Any] = ThreadComm.from_rank0
+
+    def slow(order: drain.Order, *args: Any) -> Any:
+        gate.wait()
+        return own(order, *args)
+
+    def counted(comm: ThreadComm, step: str, *args: Any, **options: Any) -> Any:
+        if step == "bringing step 1 into the store":
+            met.append(comm.rank)
+            if met.count(0) == 5:
+                gate.set()
+        return told(comm, step, *args, **options)
+
+    monkeypatch.setattr(drain.Order, "carried_out", slow)
+    monkeypatch.setattr(ThreadComm, "from_rank0", counted)
+    monkeypatch.setattr(long_work, "_LOOK_SECONDS", 0.01)
+
+    def train(comm: Comm) -> None:
+        with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
+            manager.save(1, state(comm, 1))
+            check(comm, manager.load(state(comm, None), 1), 1)
+
+    run_ranks(4, train)
+    assert met.count(0) == met.count(3) >= 5
 
 
 def test_what_needs_one_folder_is_refused(tmp_path: Path) -> None:
