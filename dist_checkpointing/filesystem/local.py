@@ -297,14 +297,14 @@ def fsync_folder(path: Path) -> None:
 
 
 def fsync_folders(files: Iterable[Path], root: Path) -> None:
-    """Make the names of ``files`` durable: every folder from them up to ``root``, once."""
+    """Make the names of ``files`` durable: every folder from them up to ``root`` that is here."""
     folders: set[Path] = {root}
     for file in files:
         folder = file.parent
         while folder not in folders:
             folders.add(folder)
             folder = folder.parent
-    for folder in sorted(folders, key=lambda f: len(f.parts), reverse=True):
+    for folder in sorted(filter(Path.is_dir, folders), key=lambda f: -len(f.parts)):
         fsync_folder(folder)
 
 

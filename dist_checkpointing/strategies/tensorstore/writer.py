@@ -156,8 +156,7 @@ class TensorStoreWriter(StorageWriter):
             ]
         if durability is Durability.FSYNC:
             files = [folder / name for values in parts for name in values.files]
-            # What is on other disks is made durable there, and found missing later if it is lost.
-            store.fsync_folders([file for file in files if store.is_there(file.parent)], folder)
+            store.fsync_folders(files, folder)
         with paused_collector():
             tree = write_tree(folder, *joined(parts, metadata), durability)
         return [*files_of_base, *tree, write_index(metadata, folder, durability)]
