@@ -282,7 +282,8 @@ def fsync_folder(path: Path) -> None:
 def fsync_folders(files: Iterable[Path], root: Path) -> None:
     """Make the names of ``files`` durable in every folder from them up to ``root``, but not there.
 
-    The names in ``root`` are made durable by the commit, once.
+    The names in ``root`` are made durable by the commit, once. Folders that only other machines
+    have are left out.
     """
     folders: set[Path] = {root}
     for file in files:
@@ -290,7 +291,8 @@ def fsync_folders(files: Iterable[Path], root: Path) -> None:
         while folder not in folders:
             folders.add(folder)
             folder = folder.parent
-    for folder in sorted(folders - {root}, key=lambda f: len(f.parts), reverse=True):
+    below = filter(Path.is_dir, folders - {root})
+    for folder in sorted(below, key=lambda f: len(f.parts), reverse=True):
         fsync_folder(folder)
 
 

@@ -172,9 +172,14 @@ class Attempt:
     """
 
     def __init__(
-        self, folder: Path, lock: FolderLock, creates: tuple[str, ...], durability: local.Durability
+        self,
+        folder: Path,
+        lock: FolderLock,
+        creates: tuple[str, ...],
+        durability: local.Durability,
+        name: str | None = None,
     ) -> None:
-        self.id: str = uuid.uuid4().hex
+        self.id: str = uuid.uuid4().hex if name is None else name
         self._folder = folder
         self._lock = lock
         self._creates = creates
@@ -190,6 +195,7 @@ class Attempt:
         *,
         overwrite: bool = False,
         durability: local.Durability = local.Durability.FSYNC,
+        name: str | None = None,
     ) -> Attempt:
         """Claim the folder and clear away what an uncommitted attempt left in it.
 
@@ -200,6 +206,7 @@ class Attempt:
             creates: relative names of all files and folders that the save will make.
             overwrite: give up a committed checkpoint that is in the way, from here on.
             durability: of the attempt's own files.
+            name: of the attempt, where it has begun on another disk already.
 
         Raises:
             CheckpointExistsError: if the folder holds a committed checkpoint (without
@@ -220,7 +227,7 @@ class Attempt:
             is_new = make_own_folder(folder)
             left = leftovers(folder)
             refuse_foreign(folder, names, left)
-            attempt = cls(folder, lock, names, durability)
+            attempt = cls(folder, lock, names, durability, name)
             attempt._above = [path.parent for path in made]
             if not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.

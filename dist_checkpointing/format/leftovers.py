@@ -23,6 +23,8 @@ from dist_checkpointing.format.removal import REMOVAL_NAME
 
 ATTEMPT_NAME = ".dckpt/attempt.json"
 CONFIG_FNAME = "metadata.json"
+PARTS_NAME = ".dckpt/parts"
+"""A name among those of an attempt, and of no file: it writes to disks that not all ranks share."""
 DCP_METADATA_NAME = ".metadata"
 """Written last by torch DCP, which knows no ``metadata.json``."""
 _MAX_ATTEMPT_BYTES = 1 << 30
@@ -78,10 +80,19 @@ def number_of_save(checkpoint_dir: str | PathLike[str]) -> int:
     return 0 if start is None else xxhash.xxh3_64_intdigest(start) >> 2
 
 
+def number_of_attempt(attempt: str) -> int:
+    """The ``number_of_save`` of the save that has this name."""
+    return xxhash.xxh3_64_intdigest(_start_of(attempt)) >> 2
+
+
+def _start_of(attempt: str) -> bytes:
+    return f'{{"attempt":"{attempt}"'.encode()
+
+
 def is_in_attempt(folder: Location, attempt: str) -> bool:
     """Whether the last save that began in a folder is this one."""
     start = store.read_own_start(folder / ATTEMPT_NAME, _ATTEMPT_START_BYTES)
-    return start == f'{{"attempt":"{attempt}"'.encode()
+    return start == _start_of(attempt)
 
 
 def clear(folder: Path, names: Iterable[str]) -> None:

@@ -39,7 +39,7 @@ _UNSEALED_NAMES: Final = frozenset({CONFIG_FNAME, SEAL_NAME, REMOVAL_NAME})
 """Written after the seal. What ``metadata.json`` says stands in the seal itself."""
 VISIBLE_SECONDS: Final = 30.0
 """How long a file may take to be seen by another machine of a network file system."""
-_MAX_SEAL_BYTES: Final = 1 << 31
+MAX_SEAL_BYTES: Final = 1 << 31
 _MAX_DIGESTED_BYTES: Final = 1 << 26
 """A larger file that no rank reported is tensor data of somebody else's strategy."""
 _MOST_FINDINGS: Final = 1000
@@ -156,7 +156,7 @@ def read_seal(folder: Location) -> Seal | None:
     """
     path = folder / SEAL_NAME
     if store.is_file(path):
-        return Seal.from_json(store.read_bytes(path, _MAX_SEAL_BYTES), str(path))
+        return Seal.from_json(store.read_bytes(path, MAX_SEAL_BYTES), str(path))
     if SEAL_NAME in leftovers(folder):
         remedy = "Use another checkpoint, or load without verify."
         finding = Finding("the seal is missing", path=str(path), remedy=remedy)
@@ -172,6 +172,7 @@ def write_seal(
     tables: Mapping[str, tuple[str, str]],
     created: Collection[str] | None,
     durability: local.Durability,
+    is_all_here: bool = True,
 ) -> None:
     """Check that everything is there, and seal it. Called on rank 0 when all ranks have written.
 
@@ -183,6 +184,8 @@ def write_seal(
         created: files and folders of the save; None for everything in the folder. What is found
             there and was not reported is sealed too.
         durability: of the seal; its name is durable with the commit.
+        is_all_here: whether this folder holds what all ranks have written; else those of other
+            disks are believed.
 
     Raises:
         CheckpointingException: if a file that was reported is not here, or has another size.
@@ -196,6 +199,8 @@ def write_seal(
         files[ATTEMPT_NAME] = _digested(folder, ATTEMPT_NAME)
     sizes = {file.name: file.num_bytes for file in files.values()}
     found = store.sizes_in(folder, created, sizes)
+    if not is_all_here:
+        found = sizes | found
     _require_reported(folder, files, found)
     for name in found.keys() - files.keys():
         if _is_unsealed(name):

@@ -21,7 +21,8 @@ from dist_checkpointing.errors import (
 from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.save_log import Hooks, Stopwatch, tell
-from dist_checkpointing.manager.tiers import Drain, run_files
+from dist_checkpointing.manager.split_run import run_files
+from dist_checkpointing.manager.tiers import Drain
 from dist_checkpointing.manager.valid_steps import ValidSteps
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful, StateDict
 from dist_checkpointing.planning.plan_save import PlanCache
@@ -68,8 +69,9 @@ class CheckpointManager:
             and ``load``.
         incremental: whether each save shares files with the latest checkpoint, see ``base`` of
             ``save``. A strategy that cannot do that is refused.
-        fast: folder on a disk that is saved to, and from which a thread of rank 0 copies to
-            ``root``, a URL. A step is read from where it is whole, the disk first.
+        fast: folder on a disk that is saved to, and from which a thread copies to ``root``, a URL.
+            Each machine may have a disk of its own, and the folders any names: ranks find out which
+            of them share one. A step is read from the disks as far as it is there.
         drain: ``"wait"`` for saves that wait for the copy.
         fingerprints: see ``save``; for all saves that do not say otherwise.
         replicas: likewise.
@@ -114,7 +116,9 @@ class CheckpointManager:
         self.root: Any = location(root)
         self._strategy = sharded_strategy
         self._comm = chosen_comm(comm)
-        self._files = run_files(root, retention, on_deleted, fast, drain, self._comm.rank)
+        self._files = run_files(
+            root, retention, on_deleted, fast, drain, self._comm, incremental=incremental
+        )
         self._on_saved, self._on_error = on_saved, on_error
         self._trusted, self._is_incremental = trusted, incremental
         if incremental:
@@ -227,9 +231,10 @@ class CheckpointManager:
         """Wait for the save in progress, and free the buffers and threads of the manager."""
         try:
             self.wait()
-            with self._comm.agreed("copying checkpoints into the store"):
-                self._files.close()
+            self._files.close()
+            self._comm.agree("closing the manager", None)
         finally:
+            self._files.stop()
             self._saver.close()
 
     def __enter__(self) -> Self:
@@ -302,7 +307,8 @@ class CheckpointManager:
         if step is None:
             return self._valid.load_newest(template, options)
         options = {"trusted": self._trusted, **options}
-        loaded: StateDict = load(template, self.folder(step), comm=self._comm, **options)
+        folder = self._files.ready(step)
+        loaded: StateDict = load(template, folder, comm=self._comm, **options)
         return loaded
 
     def delete(self, step: int) -> None:
@@ -315,6 +321,7 @@ class CheckpointManager:
         with self._comm.agreed(f"deleting step {step}"):
             if self._comm.rank == 0:
                 self._files.delete(step)
+        self._files.delete_parts(step)
 
     def save_on_signal(self, signum: signal.Signals = signal.SIGTERM) -> None:
         """Make ``preempted()`` return True after any rank has received the signal.
@@ -353,6 +360,7 @@ class CheckpointManager:
                 number = None if metric is None else float(metric)
                 number = None if number is None or math.isnan(number) else number
                 makes_room = self._files.begin(step, self._valid.damaged.get(step))
+        number, makes_room = self._files.begin_parts(step, number, makes_room=makes_room)
         base = None
         if self._is_incremental:
             find = partial(self._files.base_of, step, self._valid.damaged)

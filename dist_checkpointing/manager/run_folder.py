@@ -81,6 +81,16 @@ class RunFolder:
         """Where a step can be read."""
         return self.folder(step)
 
+    def ready(self, step: int, *, near: bool = True) -> Path:
+        """Where a step can be read by all ranks. Collective.
+
+        Args:
+            step: number of the step.
+            near: read on this rank's disk what is there, where only the store has all of it.
+        """
+        del near
+        return self.place(step)
+
     def skip(self, step: int) -> None:
         """Learn that what would be read of a step is damaged."""
 
@@ -94,7 +104,10 @@ class RunFolder:
             logger.warning("a commit in %s could not be finished: %s", self.root, error)
 
     def close(self) -> None:
-        """Do nothing: nothing is done beside the training."""
+        """Do nothing: nothing is done beside the training. Collective."""
+
+    def stop(self) -> None:
+        """Do nothing; called on all ranks, after ``close`` has ended on all of them."""
 
     def all_steps(self) -> list[int]:
         """Every step that has a folder, newest first."""
@@ -148,6 +161,7 @@ class RunFolder:
         note_bytes: Callable[[int], None],
         *,
         has_base: bool,
+        num_disks: int = 1,
     ) -> dict[str, Any]:
         """What a save of a step calls before and after it has claimed the folder."""
 
@@ -156,7 +170,7 @@ class RunFolder:
             num_bytes = sum(tensor.num_bytes for tensor in stored)
             note_bytes(num_bytes)
             # How much a base leaves to write is known when its parts have been compared.
-            check_room(self.folder(step), 0 if has_base else num_bytes)
+            check_room(self.folder(step), 0 if has_base else num_bytes // num_disks)
 
         return {"before_claim": check, "after_claim": partial(self.claimed, step, metric)}
 
@@ -188,6 +202,22 @@ class RunFolder:
                 and damaged == number_of_save(data_folder(folder))
                 and self._is_own(record, step)
             )
+
+    def begin_parts(
+        self, step: int, metric: float | None, *, makes_room: bool
+    ) -> tuple[float | None, bool]:
+        """Begin on the disks that rank 0 does not see. Collective, after ``begin`` on rank 0.
+
+        Args:
+            step: step that is about to be saved.
+            metric: what rank 0 has been given.
+            makes_room: what ``begin`` has returned on rank 0.
+
+        Returns:
+            The metric, and whether the new save may replace what is there.
+        """
+        del step
+        return metric, makes_room
 
     def claimed(self, step: int, metric: float | None, attempt: str) -> None:
         """Record which save is about to write a step, in case this process does not see its end."""
@@ -264,6 +294,14 @@ class RunFolder:
                 self._write(replace(record, latest=max(others, default=None)), Durability.FSYNC)
             self._delete(step)
 
+    def delete_parts(self, step: int) -> None:
+        """Delete what is on disks that rank 0 does not see. Collective, after ``delete``."""
+
+    def is_own(self, step: int) -> bool:
+        """Whether a manager of this root wrote what is in the folder of a step."""
+        with self._lock:
+            return self._is_own(self._current(), step)
+
     def _thin_out(self, record: RunRecord) -> None:
         committed = self.committed_steps()
         # After going back to an older step, only steps up to the latest count; later ones stay.
@@ -275,7 +313,9 @@ class RunFolder:
         protected = [step for step in named if step is not None]
         due = self._retention.due(own, protected, record.metrics)
         leftovers = [
-            step for step in record.steps if step < latest and is_leftover(self.folder(step))
+            step
+            for step in record.steps
+            if step < latest and step not in protected and is_leftover(self.folder(step))
         ]
         for step in leftovers:
             self._try_to(self._remove, step)

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from dist_checkpointing.checkpoint.verify import verify_checkpoint
+from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
     CorruptCheckpointError,
     Finding,
-    UnsupportedFormatError,
 )
-from dist_checkpointing.filesystem import new_files, store
-from dist_checkpointing.filesystem.object_path import Location
-from dist_checkpointing.filesystem.paths import is_url, local_folder, location
-from dist_checkpointing.filesystem.threads import in_threads
-from dist_checkpointing.format.commit import is_committed, read_config
+from dist_checkpointing.filesystem import store
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.paths import local_folder
+from dist_checkpointing.format.commit import CheckpointingConfig, is_committed
 from dist_checkpointing.format.data_folder import data_folder
 from dist_checkpointing.format.leftovers import CONFIG_FNAME, number_of_save
-from dist_checkpointing.format.seal import SEAL_NAME, read_seal
+from dist_checkpointing.format.seal import SEAL_NAME, Seal, read_seal
 from dist_checkpointing.format.store_commit import begin_attempt
+from dist_checkpointing.manager.disks import FastDisks
+from dist_checkpointing.manager.drain import Orders
+from dist_checkpointing.manager.long_work import after_rank0
 from dist_checkpointing.manager.retention import Retention
 from dist_checkpointing.manager.run_folder import RunFolder
 from dist_checkpointing.storage.options import Durability
@@ -33,11 +36,11 @@ from dist_checkpointing.storage.options import Durability
 logger = logging.getLogger(__name__)
 
 Drain = Literal["background", "wait"]
-_THREADS: Final = 4
+_MOST_FINDINGS: Final = 10
 
 
 class TieredRun:
-    """The checkpoints of one run on a fast disk, from which rank 0 copies them into a store.
+    """The checkpoints of one run on a fast disk of all ranks, from which rank 0 copies them.
 
     It is used like a RunFolder. A copy is made as a save is: it is there as a whole, read back and
     compared, or not at all. Retention holds in both places; the disk also keeps what is not in the
@@ -49,22 +52,22 @@ class TieredRun:
         retention: which checkpoints are kept.
         on_deleted: called with each step whose last checkpoint was deleted.
         drain: whether a commit waits for the copy.
+        comm: the ranks of the run.
+        disks: which of them share one.
     """
 
     def __init__(
         self,
         fast: str | PathLike[str],
-        root: Location,
+        root: ObjectPath,
         retention: Retention,
         on_deleted: Callable[[int], object],
         drain: Drain,
+        comm: Comm,
+        disks: FastDisks,
     ) -> None:
-        if drain not in ("background", "wait"):
-            raise ValueError(f"drain must be 'background' or 'wait', not {drain!r}")
-        if not is_url(root):
-            finding = Finding("fast= needs a root in an object store", found=str(root))
-            raise UnsupportedFormatError("a run cannot be kept in two places", [finding])
         disk = local_folder(fast).absolute()
+        self._comm, self._disks = comm, disks
         self._fast = RunFolder(disk, retention, self._deleted, self._not_copied)
         self._stored = RunFolder(root, retention, self._deleted)
         self.root, self._on_deleted = root, on_deleted
@@ -77,6 +80,13 @@ class TieredRun:
         self._copying = threading.Lock()
         self._worker: threading.Thread | None = None
         self._is_woken = self._is_closing = False
+        self._orders = Orders(root, disk, disks)
+
+    def look(self) -> None:
+        """Go on with what the last manager of the run has left. Collective."""
+        if self._comm.rank == 0:
+            self._stored.finish_commits()
+            self.start()
 
     def folder(self, step: int) -> Path:
         """Where a step is saved: on the disk."""
@@ -91,6 +101,11 @@ class TieredRun:
             return stored
         # Another one in the store was saved by another machine while this disk was away.
         return own if step in self._saved or self._is_copied(step) else stored
+
+    def ready(self, step: int, *, near: bool = True) -> Path:
+        """See RunFolder."""
+        del near
+        return self.place(step)
 
     def skip(self, step: int) -> None:
         """Take the copy in the store from now on: what is on the disk is damaged."""
@@ -143,6 +158,13 @@ class TieredRun:
             raise CheckpointExistsError(f"step {step} is in the store already", [finding])
         return self._fast.begin(step, damaged)
 
+    def begin_parts(
+        self, step: int, metric: float | None, *, makes_room: bool
+    ) -> tuple[float | None, bool]:
+        """See RunFolder."""
+        del step
+        return metric, makes_room
+
     def committed(self, step: int, metric: float | None) -> None:
         """Move the pointer on the disk, and copy the step or let it be copied."""
         with self._changed:
@@ -150,10 +172,6 @@ class TieredRun:
             self._unusable.discard(step)
         self._fast.committed(step, metric)
         self.start()
-
-    def finish_commits(self) -> None:
-        """See RunFolder."""
-        self._stored.finish_commits()
 
     def start(self) -> None:
         """Copy, or let be copied, what is not in the store yet. Only on rank 0."""
@@ -169,11 +187,14 @@ class TieredRun:
                 self._worker.start()
 
     def close(self) -> None:
-        """Wait for the copies.
+        """Wait for the copies. Collective.
 
         Raises:
             CheckpointingException: if the newest checkpoint could not be copied.
         """
+        after_rank0(self._comm, "copying checkpoints into the store", self._finish)
+
+    def _finish(self) -> None:
         if self._pending and self._drain == "wait":
             self.start()
         if self._worker is not None:
@@ -204,6 +225,12 @@ class TieredRun:
                 place.delete(step)
             self._undrained().discard(step)
 
+    def delete_parts(self, step: int) -> None:
+        """See RunFolder."""
+
+    def stop(self) -> None:
+        """See RunFolder."""
+
     def _deleted(self, step: int) -> None:
         if not any(is_committed(run.folder(step)) for run in (self._fast, self._stored)):
             self._on_deleted(step)
@@ -225,13 +252,20 @@ class TieredRun:
     def _due(self) -> int | None:
         """The next step to copy; those that the store would not keep are given up."""
         with self._changed:
-            pending = self._undrained()
-            if not pending:
-                return None
-            known = {*self._stored.committed_steps(), *pending}
-            due = self._retention.due(known, [max(pending)], self._metrics())
-            pending.difference_update(due.delete)
-            return min((step for step in pending if step not in self._failed), default=None)
+            pending = set(self._undrained())
+        if not pending:
+            return None
+        known = {*self._stored.committed_steps(), *pending}
+        due = self._retention.due(known, [max(pending)], self._metrics())
+        given_up = pending.intersection(due.delete)
+        if given_up:
+            self._settle(given_up)
+        return min((s for s in pending - given_up if s not in self._failed), default=None)
+
+    def _settle(self, steps: set[int]) -> None:
+        """Note that steps need not be kept for the store any more."""
+        with self._changed:
+            self._undrained().difference_update(steps)
 
     def _work(self) -> None:
         is_last = False
@@ -243,71 +277,60 @@ class TieredRun:
             self._copy_all()
 
     def _copy_all(self) -> None:
-        while (step := self._due()) is not None:
+        while (step := self._next_due()) is not None:
             try:
                 with self._copying:
-                    self._copy(step)
+                    if step in self._not_copied():
+                        self._copy(step)
+                        self._settle({step})
             except (OSError, CheckpointingException) as error:
                 logger.warning("step %d is not in the store yet: %s", step, error)
                 self._failed[step] = str(error)
                 continue
-            with self._changed:
-                self._undrained().discard(step)
             self._fast.thin_out()
 
-    def _copy(self, step: int) -> None:
-        source, target = self._fast.folder(step), self._stored.folder(step)
+    def _next_due(self) -> int | None:
+        try:
+            return self._due()
+        except (OSError, CheckpointingException) as error:
+            logger.warning("nothing is copied into the store for now: %s", error)
+            return None
+
+    def _sealed(self, step: int) -> Seal | None:
+        """What is on the disk of a step; None if it was deleted by hand."""
+        source = self._fast.folder(step)
         if not is_committed(source):
-            return  # deleted by hand
-        seal, config = read_seal(source), read_config(source)
+            return None
+        seal = read_seal(source)
         if seal is None:
             finding = Finding("the checkpoint has no seal", path=str(source))
             raise CorruptCheckpointError(f"step {step} cannot be copied", [finding])
-        names = [*seal.files, SEAL_NAME, CONFIG_FNAME]
+        return seal
+
+    def _copy(self, step: int) -> None:
+        """Copy a step as a whole, or not at all."""
+        seal, target = self._sealed(step), self._stored.folder(step)
+        if seal is None:
+            return
+        config = CheckpointingConfig(**seal.config)
         self._stored.begin(step, None)
         metric = self._fast.metrics().get(step)
+        names = [*seal.files, SEAL_NAME, CONFIG_FNAME]
         # What is there now is the copy of a save that was damaged, and that this one replaces.
         attempt = begin_attempt(target, names, Durability.FSYNC, overwrite=is_committed(target))
         try:
             self._stored.claimed(step, metric, seal.attempt)
-            in_threads(lambda name: _put(source / name, attempt.folder / name), names, _THREADS)
-            verify_checkpoint(attempt.folder)
+            store.write(attempt.folder / SEAL_NAME, seal.to_json())
+            store.write(attempt.folder / CONFIG_FNAME, json.dumps(asdict(config)).encode())
+            save = (target.name, seal.attempt, attempt.id)
+            missing = seal.files.keys() - self._orders.carry_out("upload", *save)
+            if missing:
+                problem = "the file is on none of the disks as it was saved"
+                findings = [Finding(problem, path=f"{target.name}/{n}") for n in sorted(missing)]
+                raise CorruptCheckpointError(f"step {step} is not whole", findings[:_MOST_FINDINGS])
+            self._orders.carry_out("verify", *save)
             attempt.commit(config)
         except BaseException:
             attempt.abandon()
             raise
         self._stored.committed(step, metric)
-
-
-def _put(source: Path, target: Location) -> None:
-    """Copy a file."""
-    file = new_files.create(target)
-    try:
-        for block in store.blocks(source, file.block_bytes(is_hashed=False)):
-            file.write([block], len(block), stays=True)
-    except BaseException:
-        file.give_up()
-        raise
-    file.close(is_durable=True)
-
-
-def run_files(
-    root: str | PathLike[str],
-    retention: Retention | None,
-    on_deleted: Callable[[int], object],
-    fast: str | PathLike[str] | None,
-    drain: Drain,
-    rank: int,
-) -> RunFolder | TieredRun:
-    """The checkpoints of a run, in one place or in two, as one rank has them."""
-    place, kept = location(root), Retention() if retention is None else retention
-    if fast is None:
-        folder = RunFolder(place, kept, on_deleted)
-        if rank == 0:
-            folder.finish_commits()
-        return folder
-    run = TieredRun(fast, place, kept, on_deleted, drain)
-    if rank == 0:
-        run.finish_commits()
-        run.start()
-    return run

@@ -57,7 +57,7 @@ class ValidSteps:
                 if check == "contents":
                     self.verify(step)
                 else:
-                    judge(self._comm, step, partial(check_structure, self._files.place(step)))
+                    judge(self._comm, step, partial(check_structure, self._files.ready(step)))
             except CheckpointingException as error:
                 self._skip(step, number, error)
             else:
@@ -67,11 +67,12 @@ class ValidSteps:
     def verify(self, step: int) -> None:
         """See ``CheckpointManager.verify``."""
         rank, world_size = self._comm.rank, self._comm.world_size
+        folder = self._files.ready(step, near=False)
         judge(
             self._comm,
             step,
             lambda: verify_checkpoint(
-                self._files.place(step), rank=rank, world_size=world_size, trusted=self._trusted
+                folder, rank=rank, world_size=world_size, trusted=self._trusted
             ),
         )
         self._note_valid(step, is_valid=rank == 0)
@@ -86,8 +87,8 @@ class ValidSteps:
         # Of a strategy of the caller this says nothing about the checkpoint.
         unreadable = (UnsupportedFormatError,) if given == [None, None] else ()
         for step, number in self._saves():
-            folder = self._files.place(step)
             try:
+                folder = self._files.ready(step)
                 judge(comm, step, partial(check_sealed_files, folder, comm.rank, comm.world_size))
                 looking = partial(is_verifiable, folder, given[0])
                 verify = comm.from_rank0(f"looking for checksums of step {step}", looking)

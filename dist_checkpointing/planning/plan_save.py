@@ -100,7 +100,7 @@ class SavePlanning:
     """How one rank takes part in planning one save.
 
     In order: what ``bring`` gives is exchanged, then ``complete`` and ``conclude``. All ranks must
-    name the same folder and format. The ``others`` are leaves that are saved in another way, and
+    name the same ``place``: folder and format. The ``others`` are leaves that are saved in another way, and
     only checked here. Afterwards the planner answers for the data of the plan.
     """
 
@@ -120,7 +120,7 @@ class SavePlanning:
         self._leaves, self._layout, self._others = leaves, layout, list(others)
         self._rank, self._world_size = comm.rank, comm.world_size
         self.is_coordinator: bool = comm.rank == 0
-        self._place = ("" if folder is None else str(folder.absolute()), saved_as)
+        self.place = ("" if folder is None else str(folder.absolute()), saved_as)
         self._cache = cache
         self._description: tuple[Any, ...] | None = None
         self._own: SavePlan | None = None
@@ -134,7 +134,7 @@ class SavePlanning:
             ranks = (self._rank, self._world_size)
             self._description = (*settings, *ranks, len(self._leaves), *rows)
             number = self._cache.number_of(self._description)
-        return self._tables() if number is None else ({}, PlanFacts(None, self._place, number))
+        return self._tables() if number is None else ({}, PlanFacts(None, self.place, number))
 
     def _tables(self) -> tuple[Mapping[str, ShardTable], PlanFacts]:
         self._configure()
@@ -145,8 +145,8 @@ class SavePlanning:
         rest = None if bare else replace(plan, table=plan.table.take(slice(0, 0)))
         other_rows = describe(self._others, self._rank)
         if _assigns(self.planner):
-            return exchanged_parts(plan.table, other_rows), PlanFacts(rest, self._place)
-        return {_TENSORS: plan.table, _OTHERS: other_rows}, PlanFacts(rest, self._place)
+            return exchanged_parts(plan.table, other_rows), PlanFacts(rest, self.place)
+        return {_TENSORS: plan.table, _OTHERS: other_rows}, PlanFacts(rest, self.place)
 
     def _configure(self) -> None:
         """Call ``configure_planner``, whatever of the protocol it takes."""

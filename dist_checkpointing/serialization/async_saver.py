@@ -15,6 +15,7 @@ from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
+from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.serialization.save_handle import SaveHandle
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_options import (
@@ -128,6 +129,7 @@ class AsyncSaver:
         before_claim: Callable[[Index | None], None] | None = None,
         after_claim: Callable[[str], None] | None = None,
         on_committed: Callable[[], None] | None = None,
+        disks: Disks | None = None,
         **options: Unpack[AsyncSaveOptions],
     ) -> SaveHandle:
         """``async_save`` with three hooks that run on rank 0.
@@ -141,6 +143,7 @@ class AsyncSaver:
             after_claim: see ``save``.
             on_committed: called in the thread that finalizes, once the checkpoint is there; its
                 error is the save's, but the checkpoint stays.
+            disks: see ``save``.
             options: see ``AsyncSaveOptions``.
 
         Raises:
@@ -186,6 +189,7 @@ class AsyncSaver:
             plan_cache=self._plan_cache,
             before_claim=before_claim,
             after_claim=after_claim,
+            disks=disks,
             **shared,
         )
         try:

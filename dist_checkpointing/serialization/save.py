@@ -13,6 +13,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict, ShardedStateDict, ShardedStateful
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
+from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.serialization.save_planning import prepare
 from dist_checkpointing.serialization.staged_save import StagedSave
@@ -51,6 +52,7 @@ def save(
     fingerprints: bool = False,
     replicas: ReplicaCheck = ReplicaCheck.OFF,
     on_replica_mismatch: OnReplicaMismatch = "raise",
+    disks: Disks | None = None,
 ) -> AsyncRequest | None:
     """Save the state dicts of all ranks as one checkpoint. Collective.
 
@@ -100,6 +102,8 @@ def save(
             anything is written: all of them, or another sixteenth at each save of these ranks.
         on_replica_mismatch: if such copies differ, raise an error (``"raise"``), or log it and save
             what the writers hold (``"warn"``).
+        disks: what CheckpointManager tells of disks that not all ranks share. The folder of a
+            rank then holds a part of the checkpoint, which nothing else loads.
 
     Returns:
         None, or the request to schedule.
@@ -144,6 +148,7 @@ def save(
         fingerprints=fingerprints,
         replicas=replicas,
         on_replica_mismatch=on_replica_mismatch,
+        disks=disks,
     )
     try:
         job.claim(comm, secured=True)

@@ -15,6 +15,7 @@ from dist_checkpointing.format.commit import read_config
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import read_index
 from dist_checkpointing.planning.cutting import nested_grids
+from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.serialization.save_job import SaveJob
 from dist_checkpointing.storage.options import Checksum
 from dist_checkpointing.storage.protocol import StorageWriter
@@ -39,12 +40,21 @@ def require_sharing_strategy(selection: Selection[SaveShardedStrategy], folder: 
     require_sharing(strategy, writer)
 
 
-def require_sharing(strategy: SaveShardedStrategy, writer: StorageWriter | None) -> None:
-    """Refuse a base for a strategy that cannot share files with it.
+def require_sharing(
+    strategy: SaveShardedStrategy, writer: StorageWriter | None, disks: Disks | None = None
+) -> None:
+    """Refuse a base for a strategy that cannot share files with it, or that is not on one disk.
 
     Raises:
         UnsupportedFormatError: naming the strategy.
     """
+    if disks is not None:
+        finding = Finding(
+            "files are shared with a base that is whole on one disk",
+            path=disks.place,
+            remedy="Save without a base, or to a disk that all ranks share.",
+        )
+        raise UnsupportedFormatError("each machine has a disk of its own", [finding])
     if writer is None or not writer.shares_files:
         finding = Finding(
             "checkpoints of this format do not share files",

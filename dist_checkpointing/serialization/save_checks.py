@@ -57,12 +57,15 @@ class Claimed:
         folder: Absolute path of the checkpoint on rank 0.
         data: Where its files are, relative to that.
         config: Content of the ``metadata.json`` that will be committed.
+        creates: Relative names of the files and folders that the save makes, if other disks must
+            know them.
     """
 
     attempt: str
     folder: str
     data: str
     config: CheckpointingConfig
+    creates: tuple[str, ...] = ()
 
     def check(self, folder: Location, config: CheckpointingConfig, rank: int) -> None:
         """Refuse a rank that does not see the attempt in its own folder, or saves otherwise.
@@ -115,15 +118,28 @@ def take_fingerprints(strategy: SaveShardedStrategy, writer: StorageWriter | Non
 
 
 def check_place(
-    folder: Location, strategy: SaveShardedStrategy, writer: StorageWriter | None
+    folder: Location,
+    strategy: SaveShardedStrategy,
+    writer: StorageWriter | None,
+    *,
+    is_shared: bool = True,
 ) -> None:
-    """Refuse an object store for a strategy that needs a file system.
+    """Refuse an object store, and disks of some ranks, for a strategy that needs a shared folder.
 
     Raises:
         UnsupportedFormatError: naming the strategy.
     """
-    if writer is None or not writer.uses_object_stores:
-        require_local(folder, f"the backend {strategy.backend} {strategy.version}")
+    if writer is not None and writer.uses_object_stores:
+        return
+    backend = f"the backend {strategy.backend} {strategy.version}"
+    require_local(folder, backend)
+    if not is_shared:
+        finding = Finding(
+            f"{backend} writes into a folder that all ranks see",
+            path=str(folder),
+            remedy="Pass a disk that all ranks share, or save with tensorstore.",
+        )
+        raise UnsupportedFormatError("each machine has a disk of its own", [finding])
 
 
 def check_values(

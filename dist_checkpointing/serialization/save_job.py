@@ -20,6 +20,7 @@ from dist_checkpointing.format.commit import (
 )
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
+from dist_checkpointing.format.leftovers import PARTS_NAME
 from dist_checkpointing.format.seal import SEAL_NAME, SealedFile, write_seal
 from dist_checkpointing.format.store_commit import StoreAttempt, begin_attempt
 from dist_checkpointing.mapping import ShardedStateDict
@@ -74,6 +75,7 @@ class SaveJob:
     Attributes:
         rank: The rank whose job it is.
         folder: Absolute path of the checkpoint.
+        place: What names it alike on all ranks.
         data_folder: Where its files are; another one in an object store, once it is claimed.
         strategy, writer: Write the sharded state; the writer of a strategy made of one, else None.
         meter: Counts what is done.
@@ -93,6 +95,8 @@ class SaveJob:
         self.rank, self.meter = rank, meter
         # Whoever writes may do so when the working directory is another one.
         self.folder = self.data_folder = location(folder).absolute()
+        self._disks = options.get("disks")
+        self.place: str = str(self.folder) if self._disks is None else self._disks.place
         selected: SaveShardedStrategy = select_strategy(
             StrategyAction.SAVE_SHARDED, options.get("sharded_strategy")
         )
@@ -115,7 +119,7 @@ class SaveJob:
             self.writer = self.strategy.make_writer(self.folder)
             self.writer.report = meter.add
             common_writer = common_writer.lasting(self.writer.options.durability)
-        check_place(self.folder, self.strategy, self.writer)
+        check_place(self.folder, self.strategy, self.writer, is_shared=self._disks is None)
         if options.get("fingerprints", False):
             take_fingerprints(self.strategy, self.writer)
         self._durability = (
@@ -180,6 +184,10 @@ class SaveJob:
             after=self._planned,
         )
         self.attempt_id = self._claimed.attempt
+        if self._disks is not None:
+            with comm.agreed("claiming the folder on every disk"):
+                if self._disks.leads and comm.rank:
+                    self._begin_part(self._claimed, secured=secured)
         data_folder = self.folder / self._claimed.data
         if self.writer is not None and data_folder != self.data_folder:
             self.writer.checkpoint_dir = data_folder  # type: ignore[assignment]
@@ -194,14 +202,33 @@ class SaveJob:
         if self.index is not None and self.writer is not None:
             names += self.writer.created_names(self.index, world_size=world_size)
         refuse_clashes(names, self._objects, self.index)
+        if self._disks is not None:
+            names.append(PARTS_NAME)
         overwrite = self._options.get("overwrite", False)
         self._attempt = begin_attempt(self.folder, names, self._durability, overwrite=overwrite)
-        if after_claim := self._options.get("after_claim"):
-            after_claim(self._attempt.id)
-        if secured:
-            self._attempt.secure()
+        self._note_attempt(self._attempt, secured=secured)
         data = relative(self._attempt.folder, self.folder)
-        return Claimed(self._attempt.id, str(self.folder), data, self._config)
+        creates = () if self._disks is None else self._attempt.creates
+        return Claimed(self._attempt.id, str(self.folder), data, self._config, creates)
+
+    def _begin_part(self, claimed: Claimed, *, secured: bool) -> None:
+        """Claim the folder of another disk than rank 0's for the same attempt."""
+        if before_claim := self._options.get("before_claim"):
+            before_claim(self.index)
+        self._attempt = Attempt.begin(
+            self.folder,
+            claimed.creates,
+            overwrite=self._options.get("overwrite", False),
+            durability=self._durability,
+            name=claimed.attempt,
+        )
+        self._note_attempt(self._attempt, secured=secured)
+
+    def _note_attempt(self, attempt: Attempt | StoreAttempt, *, secured: bool) -> None:
+        if after_claim := self._options.get("after_claim"):
+            after_claim(attempt.id)
+        if secured:
+            attempt.secure()
 
     def secure(self, comm: Comm) -> None:
         """Make durable what a crash must not lose, before a byte is written. Collective.
@@ -328,9 +355,12 @@ class SaveJob:
 
     def commit(self, comm: Comm) -> None:
         """Write what describes the whole, and turn it into a checkpoint. Collective."""
+        part = self._attempt if isinstance(self._attempt, Attempt) else None
+        if self._disks is not None:
+            self._disks.secure_part(part, self._durability, comm)
         with self.meter.phase("committing"), comm.agreed("committing"):
             require_one_save([written.save for written in self._of_ranks], self.folder)
-            if self._attempt is not None:
+            if self._attempt is not None and self.rank == 0:
                 # What a third party's strategy creates is not known: all that is there is sealed.
                 finished, created = driver.Finished(), None
                 if self.index is not None and self.writer is not None:
@@ -343,8 +373,12 @@ class SaveJob:
                     tables=finished.tables,
                     created=created,
                     durability=self._durability,
+                    is_all_here=self._disks is None,
                 )
                 self._attempt.commit(self._config)
+        if self._disks is not None:
+            self._attempt = None  # nothing is taken back from here on
+            self._disks.commit_part(part, self._config, self._durability, comm)
         self.meter.log()
 
     def give_up(self, error: BaseException) -> None:

@@ -10,6 +10,7 @@ from dist_checkpointing.format.index import Index
 from dist_checkpointing.mapping import CommonStateDict
 from dist_checkpointing.planning.plan_save import PlanCache
 from dist_checkpointing.planning.replicas import OnReplicaMismatch, ReplicaCheck
+from dist_checkpointing.serialization.disk_parts import Disks
 from dist_checkpointing.storage.progress import ProgressOption
 from dist_checkpointing.strategies.base import SaveCommonStrategy, SaveShardedStrategy
 from dist_checkpointing.strategies.selection import Selection
@@ -40,6 +41,7 @@ class JobOptions(SaveOptions, total=False):
     plan_cache: PlanCache | None
     before_claim: Callable[[Index | None], None] | None
     after_claim: Callable[[str], None] | None
+    disks: Disks | None
 
 
 class AsyncSaveOptions(SaveOptions, total=False):

@@ -82,7 +82,7 @@ class JobPlanning:
             common = self._common_digests().number
         tables: Mapping[str, ShardTable] = {}
         strategy = self._job.strategy
-        facts = PlanFacts(None, (str(self._job.folder), f"{strategy.backend} {strategy.version}"))
+        facts = PlanFacts(None, (self._job.place, f"{strategy.backend} {strategy.version}"))
         if not isinstance(strategy, PlannedSaveStrategy):
             tables = {_BY_COMMON: describe(list(self._job.own.by_common.values()), comm.rank)}
             if self._validates:
@@ -152,13 +152,15 @@ class JobPlanning:
     def _make_planning(self, comm: Comm) -> SavePlanning:
         assert isinstance(self._job.strategy, PlannedSaveStrategy)
         assert self._job.writer is not None
-        return self._job.strategy.planning(
+        planning = self._job.strategy.planning(
             self._job.own.by_strategy,
             self._job.writer,
             comm,
             cache=self._options.get("plan_cache"),
             others=self._job.own.by_common.values(),
         )
+        planning.place = (self._job.place, planning.place[1])
+        return planning
 
 
 def prepare(
@@ -191,7 +193,7 @@ def prepare(
         if require is not None:
             require(job)
         if base is not None:
-            require_sharing(job.strategy, job.writer)
+            require_sharing(job.strategy, job.writer, options.get("disks"))
         plannings.append(JobPlanning(job, options))
         return plannings[0].bring(comm)
 

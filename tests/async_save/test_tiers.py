@@ -21,7 +21,7 @@ from dist_checkpointing.errors import (
 )
 from dist_checkpointing.filesystem.object_path import ObjectPath
 from dist_checkpointing.filesystem.object_store import ObjectStore
-from dist_checkpointing.manager import tiers
+from dist_checkpointing.manager import drain, tiers
 from dist_checkpointing.mapping import ShardedStateDict
 from dist_checkpointing.testing import run_ranks
 from stores import new_url
@@ -45,12 +45,12 @@ def damage(folder: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("drain", ["background", "wait"])
+@pytest.mark.parametrize("when", ["background", "wait"])
 def test_what_is_saved_to_the_disk_comes_into_the_store(
-    drain: Any, tmp_path: Path, s3_place: ObjectPath
+    when: Any, tmp_path: Path, s3_place: ObjectPath
 ) -> None:
     keep = Retention(keep_last=2)
-    with CheckpointManager(s3_place, fast=tmp_path, drain=drain, retention=keep) as manager:
+    with CheckpointManager(s3_place, fast=tmp_path, drain=when, retention=keep) as manager:
         manager.save(1, state(1))
         for step in (2, 3):
             manager.async_save(step, state(step))
@@ -95,7 +95,7 @@ def test_the_newest_whole_checkpoint_is_loaded_wherever_it_is(
 
 def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None:
     root = new_url()
-    copy = tiers._put
+    copy = drain.put_file
     damaged: list[Path] = []
 
     def damaging(source: Path, target: Any) -> None:
@@ -107,7 +107,7 @@ def test_damage_on_the_disk_does_not_come_into_the_store(tmp_path: Path) -> None
     with pytest.MonkeyPatch.context() as patch:
         manager = CheckpointManager(root, fast=tmp_path)
         manager.save(1, state(1))
-        patch.setattr(tiers, "_put", damaging)
+        patch.setattr(drain, "put_file", damaging)
         manager.save(2, state(2))
         with pytest.raises(CheckpointingException, match="step 2 is not in the store"):
             manager.close()

@@ -1,0 +1,257 @@
+"""What is lost, and what is not, with fast disks of which each machine has its own."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_checkpointing import CheckpointManager, Retention, verify_checkpoint
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import (
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    RankFailedError,
+)
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.format.commit import Attempt, CheckpointingConfig
+from dist_checkpointing.manager import drain
+from dist_checkpointing.serialization.disk_parts import Disks
+from dist_checkpointing.testing import run_ranks
+from split_disks import (
+    check,
+    check_newest,
+    disk,
+    flip,
+    save_steps,
+    save_with_store_down,
+    state,
+    steps_in,
+)
+from stores import new_url
+
+
+@pytest.mark.parametrize("lost", [["node0"], ["node1"], ["node0", "node1"]])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nodes_whose_disks_are_gone_go_on_from_the_store(
+    lost: list[str], ranks: int, tmp_path: Path
+) -> None:
+    root = new_url()
+    save_steps(tmp_path, root, [1, 2])
+    for name in lost:
+        shutil.rmtree(tmp_path / name)
+    check_newest(tmp_path, root, 2, ranks)
+
+    def go_on(comm: Comm) -> list[int]:
+        with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
+            with pytest.raises(
+                CheckpointExistsError, match=r"step 2 is (in the store|there) already"
+            ):
+                manager.save(2, state(comm, 2))
+            manager.save(3, state(comm, 3))
+            return manager.steps()
+
+    assert run_ranks(ranks, go_on) == [[1, 2, 3]] * ranks
+    check_newest(tmp_path, root, 3, 4)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 5, 8, 11, 14, 17, 20, 23])
+def test_a_copy_that_is_cut_off_is_made_by_the_next_manager(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever object is not taken, the store has all of a step or nothing of it."""
+    root = new_url()
+    save_steps(tmp_path, root, [1])
+    save_with_store_down(tmp_path, root, monkeypatch, first)
+    monkeypatch.setattr("time.sleep", lambda _: None)  # while a dead claim is watched
+    check_newest(tmp_path, root, 2, 4)
+    verify_checkpoint(f"{root}/step-00000002")
+
+
+@pytest.mark.parametrize("lost", ["node0", "node1"])
+def test_without_one_disk_the_newest_step_of_the_store_is_loaded(
+    lost: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    root = new_url()
+    save_steps(tmp_path, root, [1])
+    save_with_store_down(tmp_path, root, monkeypatch)
+    shutil.copytree(tmp_path / lost, tmp_path / "away")
+    shutil.rmtree(tmp_path / lost)
+    check_newest(tmp_path, root, 1, 4)
+    assert "step 2 is on some disks and not in the store" in caplog.text
+    # The disk comes back, and nothing was lost meanwhile.
+    shutil.rmtree(tmp_path / lost)
+    shutil.move(tmp_path / "away", tmp_path / lost)
+    check_newest(tmp_path, root, 2, 4)
+
+
+def test_a_step_that_a_lost_disk_took_with_it_is_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = new_url()
+    save_steps(tmp_path, root, [1])
+    save_with_store_down(tmp_path, root, monkeypatch)
+    shutil.rmtree(tmp_path / "node1")
+
+    def train(comm: Comm) -> None:
+        with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
+            check(comm, manager.load(state(comm, None)), 1)
+            with pytest.raises(CheckpointNotFoundError, match="step 2 is not there"):
+                manager.load(state(comm, None), 2)
+            manager.save(2, state(comm, 22) | {"step": 22})
+
+    run_ranks(4, train)
+
+    def resume(comm: Comm) -> None:
+        with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
+            check(comm, manager.load(state(comm, None)), 22)
+
+    run_ranks(4, resume)
+
+
+def test_machines_may_come_back_as_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = new_url()
+    save_steps(tmp_path, root, [1])
+    save_with_store_down(tmp_path, root, monkeypatch)
+    # Rank 0 is on a new machine now, whose disk is empty.
+    for old, new in (("node1", "node2"), ("node0", "node1")):
+        (tmp_path / old).rename(tmp_path / new)
+    check_newest(tmp_path, root, 2, 6)
+    verify_checkpoint(f"{root}/step-00000002")
+
+
+@pytest.mark.parametrize("node", ["node0", "node1"])
+def test_a_job_that_died_before_every_disk_had_noted_the_commit(
+    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = new_url()
+    save_steps(tmp_path, root, [1])
+    save_with_store_down(tmp_path, root, monkeypatch)
+    folder = tmp_path / node / "step-00000002"
+    (folder / "metadata.json").unlink()
+    (folder / ".dckpt/seal.json").unlink()
+    check_newest(tmp_path, root, 2, 4)
+    assert (folder / "metadata.json").is_file()
+
+
+def test_a_rank_that_fails_leaves_nothing_on_any_disk(tmp_path: Path) -> None:
+    root = new_url()
+    own = Disks.secure_part
+
+    def fail(disks: Disks, part: Any, durability: Any, comm: Comm) -> None:
+        own(disks, part, durability, comm)
+        with comm.agreed("x"):
+            if comm.rank == 3:
+                raise OSError(28, "no space left")
+
+    def train(comm: Comm) -> None:
+        with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
+            manager.save(1, state(comm, 1))
+            with pytest.MonkeyPatch.context() as patch:
+                comm.all_gather(None)
+                if comm.rank == 0:
+                    patch.setattr(Disks, "secure_part", fail)
+                comm.all_gather(None)
+                with pytest.raises(RankFailedError, match="no space left"):
+                    manager.save(2, state(comm, 2))
+            check(comm, manager.load(state(comm, None)), 1)
+            manager.save(2, state(comm, 2))
+
+    run_ranks(4, train)
+    check_newest(tmp_path, root, 2, 4)
+
+
+def test_a_node_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = new_url()
+    with monkeypatch.context() as patch:
+        patch.setattr(drain, "_SILENT_SECONDS", 0.1)
+        patch.setattr(drain.PartCopier, "_report", lambda *_: None)
+
+        def train(comm: Comm) -> None:
+            manager = CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm)
+            manager.save(1, state(comm, 1))
+            with pytest.raises(CheckpointingException, match="step 1 is not in the store") as error:
+                manager.close()
+            assert str(disk(tmp_path, comm).parent / "node1") in str(error.value)
+
+        run_ranks(4, train)
+    with CheckpointManager(root) as stored:
+        assert stored.steps() == []
+    check_newest(tmp_path, root, 1, 4)
+
+
+@pytest.mark.parametrize("node", ["node0", "node1"])
+def test_damage_on_a_disk_is_mended_by_the_store(
+    node: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = new_url()
+    save_steps(tmp_path, root, [1, 2])
+    flip(tmp_path / node / "step-00000002")
+    with caplog.at_level(logging.WARNING):
+        check_newest(tmp_path, root, 2, 4)
+    assert "step 2 is skipped" in caplog.text
+
+
+def test_damage_on_a_disk_does_not_come_into_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = new_url()
+    save_steps(tmp_path, root, [1])
+    save_with_store_down(tmp_path, root, monkeypatch)
+    flip(tmp_path / "node1/step-00000002")
+
+    def train(comm: Comm) -> None:
+        with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
+            check(comm, manager.load(state(comm, None)), 1)
+            manager.save(2, state(comm, 2))
+
+    run_ranks(4, train)
+    check_newest(tmp_path, root, 2, 4)
+
+
+def test_what_is_damaged_in_the_store_is_found_though_the_disks_are_whole(tmp_path: Path) -> None:
+    root = new_url()
+    save_steps(tmp_path, root, [1])
+    place = ObjectPath.of(f"{root}/step-00000001/data")
+    for info in list(place.store.list_below(place.prefix)):
+        if "/data/model/" in info.key:
+            place.store.put(info.key, b"x" * info.num_bytes)
+
+    def resume(comm: Comm) -> None:
+        with CheckpointManager(root, fast=disk(tmp_path, comm), comm=comm) as manager:
+            with pytest.raises(CorruptCheckpointError):
+                manager.verify(1)
+            assert manager.latest_valid() is None
+
+    run_ranks(4, resume)
+
+
+def test_a_disk_that_cannot_note_a_commit_keeps_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = new_url()
+    own = Attempt.commit
+
+    def full(attempt: Attempt, config: CheckpointingConfig) -> None:
+        if "node1" in str(attempt.folder):
+            raise OSError(28, "no space left")
+        own(attempt, config)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Attempt, "commit", full)
+        save_steps(tmp_path, root, [1, 2], retention=Retention(keep_last=1))
+    assert "the commit is not noted on this disk" in caplog.text
+    assert steps_in(root) == [2]
+    check_newest(tmp_path, root, 2, 4)

@@ -1,0 +1,138 @@
+"""Ranks on machines of two, each with a fast disk of its own: what they save and how it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_checkpointing import CheckpointManager, ShardedObject, ShardedTensor
+from dist_checkpointing.comm import Comm
+from dist_checkpointing.errors import CheckpointingException
+from dist_checkpointing.filesystem.object_path import ObjectPath
+from dist_checkpointing.filesystem.object_store import ObjectStore
+from dist_checkpointing.manager import drain
+from dist_checkpointing.mapping import ShardedStateDict
+from dist_checkpointing.testing import run_ranks
+
+ROWS, COLUMNS = 12, 7
+RANKS_A_NODE = 2
+
+
+def whole(step: int) -> torch.Tensor:
+    """The plain tensor: what is saved of a step, and what any layout must find."""
+    return torch.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS) * 1.0 + 1000 * step
+
+
+def state(comm: Comm, step: int | None) -> ShardedStateDict:
+    """What a rank has of a step: rows, a replicated tensor, an object; empty without a step."""
+    values = torch.full((ROWS, COLUMNS), -1.0) if step is None else whole(step)
+    rows = values.chunk(comm.world_size)[comm.rank].clone()
+    replica = values[0].clone()
+    found: ShardedStateDict = {
+        "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, comm.rank, comm.world_size)),
+        "same": ShardedTensor.from_rank_offsets("same", replica, replica_id=comm.rank),
+        "object": ShardedObject("object", {"step": step}, (1,), (0,), replica_id=comm.rank),
+        "step": step,
+    }
+    if comm.rank == comm.world_size - 1:  # in a folder that rank 0's disk does not have
+        found["last"] = ShardedTensor.from_rank_offsets("optimizer.m", values[1].clone())
+    return found
+
+
+def check(comm: Comm, loaded: Any, step: int) -> None:
+    rows = whole(step).chunk(comm.world_size)[comm.rank]
+    assert torch.equal(loaded["rows"], rows)
+    assert torch.equal(loaded["same"], whole(step)[0])
+    assert loaded["object"] == {"step": step}
+    assert loaded["step"] == step
+    if comm.rank == comm.world_size - 1:
+        assert torch.equal(loaded["last"], whole(step)[1])
+
+
+def disk(folder: Path, comm: Comm) -> Path:
+    return folder / f"node{comm.rank // RANKS_A_NODE}"
+
+
+def save_steps(folder: Path, root: str, steps: list[int], ranks: int = 4, **options: Any) -> None:
+    def train(comm: Comm) -> None:
+        with CheckpointManager(
+            root,
+            fast=disk(folder, comm),
+            comm=comm,
+            **options,
+        ) as manager:
+            for step in steps:
+                manager.async_save(step, state(comm, step))
+
+    run_ranks(ranks, train)
+
+
+def check_newest(folder: Path, root: str, step: int, ranks: int) -> None:
+    def resume(comm: Comm) -> None:
+        with CheckpointManager(root, fast=disk(folder, comm), comm=comm) as manager:
+            check(comm, manager.load(state(comm, None)), step)
+
+    run_ranks(ranks, resume)
+
+
+def steps_in(place: str | Path) -> list[int]:
+    if isinstance(place, Path):
+        return sorted(int(path.name[5:]) for path in place.glob("step-*"))
+    root = ObjectPath.of(place)
+    return [int(n[5:]) for n in root.store.list_folder(root.prefix)[0] if n.startswith("step-")]
+
+
+@contextmanager
+def store_down(patch: pytest.MonkeyPatch, first: int = 1, of: str = "") -> Iterator[None]:
+    """A store that takes no object any more: from the nth one on whose name has a part."""
+    left, own = [first], ObjectStore.put
+
+    def put(self: ObjectStore, key: str, *args: Any, **kwargs: Any) -> Any:
+        if of in key:
+            left[0] -= 1
+        if left[0] <= 0 and not key.endswith("manager.json"):
+            raise OSError(5, "the server is on fire", key)
+        return own(self, key, *args, **kwargs)
+
+    with patch.context() as within:
+        within.setattr("time.sleep", lambda _: None)
+        within.setattr(drain, "_SILENT_SECONDS", 1.0)
+        within.setattr(ObjectStore, "put", put)
+        yield
+
+
+def save_with_store_down(
+    folder: Path, root: str, patch: pytest.MonkeyPatch, first: int = 1
+) -> None:
+    """Save step 2, which is committed on the disks, and not in the store."""
+
+    def train(comm: Comm) -> None:
+        manager = CheckpointManager(root, fast=disk(folder, comm), comm=comm)
+        comm.all_gather(None)
+        if comm.rank == 0:
+            down.__enter__()
+        comm.all_gather(None)
+        manager.save(2, state(comm, 2))
+        with pytest.raises(CheckpointingException, match="step 2 is not in the store"):
+            manager.close()
+
+    down = store_down(patch, first)
+    try:
+        run_ranks(4, train)
+    finally:
+        down.__exit__(None, None, None)
+    with CheckpointManager(root) as stored:
+        assert 2 not in stored.steps()
+
+
+def flip(folder: Path) -> None:
+    """Flip a byte in every file of values."""
+    for path in (path for path in folder.rglob("data/model/*") if path.is_file()):
+        content = bytearray(path.read_bytes())
+        content[5] ^= 1
+        path.write_bytes(content)
