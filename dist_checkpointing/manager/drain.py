@@ -21,8 +21,9 @@ from typing import Final, Literal
 from dist_checkpointing.checkpoint.verify import verify_checkpoint
 from dist_checkpointing.errors import CheckpointingException, CorruptCheckpointError, Finding
 from dist_checkpointing.filesystem import new_files, store
+from dist_checkpointing.filesystem.conditional_puts import read_object
 from dist_checkpointing.filesystem.object_path import Location, ObjectPath
-from dist_checkpointing.filesystem.store_claims import delete_below, parsed_object, read_object
+from dist_checkpointing.filesystem.store_claims import delete_below, parsed_object
 from dist_checkpointing.filesystem.threads import in_threads
 from dist_checkpointing.format.data_folder import DATA
 from dist_checkpointing.format.leftovers import is_in_attempt

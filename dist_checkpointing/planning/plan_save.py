@@ -100,8 +100,8 @@ class SavePlanning:
     """How one rank takes part in planning one save.
 
     In order: what ``bring`` gives is exchanged, then ``complete`` and ``conclude``. All ranks must
-    name the same ``place``: folder and format. The ``others`` are leaves that are saved in another way, and
-    only checked here. Afterwards the planner answers for the data of the plan.
+    name the same ``place``: folder and format. The ``others`` are leaves that are saved in another
+    way, and only checked here. Afterwards the planner answers for the data of the plan.
     """
 
     def __init__(
