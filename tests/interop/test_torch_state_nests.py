@@ -270,6 +270,15 @@ def test_an_error_says_that_the_model_was_restored(tmp_path: Path) -> None:
     )
 
 
+def test_another_optimizer_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(0)
+    save(TorchState(model, torch.optim.SGD(model.parameters())), tmp_path / "ckpt")
+    load(TorchState(model, torch.optim.SGD(model.parameters())), tmp_path / "ckpt")
+    assert not caplog.text
+    load(TorchState(model, torch.optim.Adam(model.parameters())), tmp_path / "ckpt")
+    assert "Adam has no dampening, momentum, nesterov, but the optimizer that" in caplog.text
+
+
 def test_arguments_of_a_wrong_kind(tmp_path: Path) -> None:
     model: Any = nn.Linear(1, 1)
     with pytest.raises(TypeError, match="model must be a module; it is a OrderedDict"):

@@ -160,33 +160,35 @@ class OptimizerTemplate:
         nests, prefix = self._nests.get(name, {}), f"{_PREFIX}{name}."
 
         def tensor(key: str, there: object) -> object:
+            entry = key.removeprefix(prefix)
+            shape, dtype = stored.get(entry, ((), torch.float32))
             if isinstance(there, torch.Tensor):
                 return there
-            shape, dtype = stored.get(key.removeprefix(prefix), ((), torch.float32))
-            if isinstance(parameter, DTensor):
-                findings.append(_cut_unknown(key, parameter, shape))
-                return None
+            if entry == "step" and not (group.get("fused") or group.get("capturable")):
+                return torch.empty(shape, dtype=dtype)
+            if shape == tuple(parameter.shape):
+                return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            if (isinstance(parameter, DTensor) and shape) or (not nests and "." in entry):
+                finding = Finding(
+                    "how this state is cut is known only after a step of the optimizer",
+                    key,
+                    expected=f"the shape of the parameter, {list(parameter.shape)}",
+                    found=list(shape),
+                    remedy="Make one step of the optimizer before the load.",
+                )
+                findings.append(finding)
             return torch.empty(shape, dtype=dtype, device=parameter.device)
 
         for entry in own.keys() - nests.keys():
             is_known = entry in self._values.get(name, {}) or is_container(own[entry])
             if is_known and not any(key == entry or key.startswith(f"{entry}.") for key in stored):
                 del own[entry]  # tensors here, but none were saved
-        own |= {
-            entry: tensors_to_fill(nest, own.get(entry), tensor) for entry, nest in nests.items()
-        }
-        known = {*keys_of(nests), *keys_of(outline(own, f"{_PREFIX}{name}"))}
-        for entry, (shape, dtype) in stored.items():
-            if prefix + entry in known:
-                continue
-            if entry == "step" and not (group.get("fused") or group.get("capturable")):
-                own[entry] = torch.empty(shape, dtype=dtype)
-            elif shape == tuple(parameter.shape):
-                own[entry] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            elif "." in entry or (isinstance(parameter, DTensor) and shape):
-                findings.append(_cut_unknown(f"{_PREFIX}{name}.{entry}", parameter, shape))
-            else:
-                own[entry] = torch.empty(shape, dtype=dtype, device=parameter.device)
+        for entry, nest in nests.items():
+            own[entry] = tensors_to_fill(nest, own.get(entry), tensor)
+        known = {*keys_of(nests), *keys_of(outline(own, prefix[:-1]))}
+        for entry in stored:
+            if prefix + entry not in known:
+                own[entry] = tensor(prefix + entry, None)
         return findings
 
     def _log_unequal(self, stored: set[str]) -> None:
@@ -204,6 +206,17 @@ class OptimizerTemplate:
                 len(unused),
                 min(unused),
             )
+        saved = {key for group in self._groups for key in group} - {"params"}
+        for optimizer in self._optimizers:
+            own = {key for group in optimizer.param_groups for key in group}
+            if saved and saved - own and optimizer.defaults.keys() - saved:
+                logger.warning(
+                    "%s has no %s, but the optimizer that was saved, which has no %s: it may be "
+                    "another one",
+                    type(optimizer).__name__,
+                    ", ".join(sorted(saved - own)),
+                    ", ".join(sorted(optimizer.defaults.keys() - saved)),
+                )
 
     def restore(self, loaded: StateDict) -> None:
         """Put the loaded state and hyperparameters into the optimizers."""
@@ -241,13 +254,3 @@ class OptimizerTemplate:
                 group[key].fill_(values[0])
             else:
                 group[key] = values[0]
-
-
-def _cut_unknown(key: str, parameter: torch.Tensor, shape: Sequence[int]) -> Finding:
-    return Finding(
-        "how this state is cut is known only after a step of the optimizer",
-        key,
-        expected=f"the shape of the parameter, {list(parameter.shape)}",
-        found=list(shape),
-        remedy="Make one step of the optimizer before the load.",
-    )

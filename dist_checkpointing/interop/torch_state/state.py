@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
 from dist_checkpointing.interop.dtensor import shard_state_dict, unshard_state_dict
 from dist_checkpointing.interop.torch_state.module_tensors import (
     ModuleTensors,
@@ -75,8 +75,8 @@ class TorchState:
     Raises:
         ValueError: for a name that is reserved.
         TypeError: for an argument that is none of these.
-        InvalidShardingError: for FSDP1; by ``save`` and ``load`` for an optimizer of parameters
-            that the model does not have.
+        InvalidShardingError: for FSDP1 and ZeroRedundancyOptimizer; by ``save`` and ``load`` for an
+            optimizer of parameters that the model does not have.
         StateMismatchError: by ``load``, if the checkpoint does not hold what is asked for.
 
     Example:
@@ -113,6 +113,13 @@ class TorchState:
         if not all(hasattr(one, "param_groups") for one in several):
             found = ", ".join(type(one).__name__ for one in several)
             raise TypeError(f"optimizer must be an optimizer, or several; found {found}")
+        if any(hasattr(one, "consolidate_state_dict") for one in several):
+            finding = Finding(
+                "ZeroRedundancyOptimizer keeps its state outside of its own state",
+                found=", ".join(type(one).__name__ for one in several),
+                remedy="Wrap the model with torch.distributed.fsdp.fully_shard.",
+            )
+            raise InvalidShardingError("this optimizer cannot be saved", [finding])
         self.step = step
         self._optimizers = [*several]
         modules = {name: part for name, part in given.items() if isinstance(part, nn.Module)}
@@ -140,6 +147,8 @@ class TorchState:
                 # There may be gigabytes of it, which one rank need not look at.
                 number = 0 if comm.world_size == 1 else _number_of(own)
             if not comm.all_same(number):
+                with comm.agreed(f"taking the state of {name}"):
+                    _check_not_distributed(name, own)
                 per_rank[name] = own
             elif _has(own, _is_weight):
                 state[name], nests[name] = own, outline(own, name)
@@ -305,6 +314,16 @@ def _number_of(state: dict[str, Any]) -> int:
             content = digest_of_values(leaf.detach().reshape(-1))
             leaves[path] = f"{leaf.dtype}{tuple(leaf.shape)}{content.hex()}"
     return CommonDigests(unflatten(skeleton, leaves), None).number
+
+
+def _check_not_distributed(name: str, state: dict[str, Any]) -> None:
+    if _has(state, lambda leaf: isinstance(leaf, DTensor)):
+        finding = Finding(
+            "it has DTensors, and other values that differ between ranks",
+            name,
+            remedy="Keep what each rank has for itself in an object of its own.",
+        )
+        raise InvalidShardingError("this object cannot be saved", [finding])
 
 
 def _has(state: dict[str, Any], kind: Callable[[object], bool]) -> bool:
