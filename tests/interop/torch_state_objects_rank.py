@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_checkpointing import InvalidShardingError, load, load_tensors_metadata, save
@@ -88,13 +89,12 @@ def main(folder: str, reports: str) -> None:
     fresh = torch.optim.SGD(other.parameters(), lr=0.1)
     load(TorchState(other, fresh), f"{folder}/nests")
     report["nests"] = [
-        [
-            torch.equal(own.to_local(), wanted.to_local()) if isinstance(own, torch.Tensor) else own
-            for own, wanted in zip(
-                fresh.state[p]["history"], optimizer.state[q]["history"], strict=True
-            )
-        ]
-        for p, q in zip(other.parameters(), model.parameters(), strict=True)
+        [own.to_local().tolist() if isinstance(own, DTensor) else own for own in entries]
+        == [own.to_local().tolist() if isinstance(own, DTensor) else own for own in wanted]
+        for entries, wanted in (
+            (fresh.state[p]["history"], optimizer.state[q]["history"])
+            for p, q in zip(other.parameters(), model.parameters(), strict=True)
+        )
     ]
     Path(reports, f"{os.environ['RANK']}.json").write_text(json.dumps(report))
     dist.barrier()
