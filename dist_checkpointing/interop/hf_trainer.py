@@ -50,11 +50,14 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers
             What ``Trainer.train`` returns.
 
         Raises:
-            ValueError: for ``load_best_model_at_end``, which needs the Trainer's own checkpoints.
+            ValueError: for ``load_best_model_at_end``, which needs the Trainer's own checkpoints,
+                and for DeepSpeed.
             CheckpointingException: see ``CheckpointManager``.
         """
         if trainer.args.load_best_model_at_end:
             raise ValueError("load_best_model_at_end needs the checkpoints of the Trainer itself")
+        if trainer.is_deepspeed_enabled:
+            raise ValueError("DeepSpeed saves by itself; dckpt convert reads what it has saved")
         own = {"_save_checkpoint": self._save, "_load_from_checkpoint": lambda *_: None}
         vars(trainer).update(own)
         self._trainer = trainer
@@ -64,7 +67,8 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers
                 CheckpointManager(self._root, **self._options) as self._manager,
                 tempfile.TemporaryDirectory() as folder,
             ):
-                self._resumed_step = self._manager.latest_valid(check="structure")
+                # Of all it says, because the Trainer begins with it before the tensors are read.
+                self._resumed_step = self._manager.latest_valid()
                 if self._resumed_step is None:
                     return trainer.train(**options)
                 # The Trainer takes its place in the data from this file, and nothing else.
@@ -90,7 +94,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers
             trainer=self._progress,
         )
         if self._resumed_step is not None:
-            self._manager.load(self._state, self._resumed_step, verify=True)
+            self._manager.load(self._state, self._resumed_step)
             # Within an epoch the Trainer first skips data, which may draw random numbers.
             if not (args.ignore_data_skip or state.epoch == int(state.epoch)):
                 self._rng = rng_state()
@@ -103,6 +107,8 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def _save(self, *_: Any) -> None:
         trainer = self._trainer
+        if trainer.state.global_step == self._state.step:
+            return  # callbacks may ask for a second save of a step
         trainer.store_flos()
         # The ranks differ in who they are; the Trainer itself keeps what rank 0 knows.
         state = default_comm().broadcast(json.dumps(asdict(trainer.state)))

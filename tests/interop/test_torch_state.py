@@ -168,8 +168,8 @@ def test_values_and_nests_in_optimizer_state(tmp_path: Path) -> None:
     load(state, tmp_path / "ckpt")
     assert bits(dict(optimizer.state[model.weight])) == bits(made)
     fresh = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(StateMismatchError, match="Make one step of the optimizer"):
-        load(TorchState(model, fresh), tmp_path / "ckpt")
+    load(TorchState(model, fresh), tmp_path / "ckpt")
+    assert bits(dict(fresh.state[model.weight])) == bits(made)
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -74,3 +74,16 @@ def test_the_checkpoints_name_the_same_tensors(saved: Saved) -> None:
     assert stored == [stored[0]] * len(LAYOUTS)
     assert "model.embed.weight" in stored[0]
     assert "model.head.weight" not in stored[0]
+
+
+def test_several_models_and_objects_of_dtensors(tmp_path: Path) -> None:
+    script = SCRIPT.with_name("torch_state_objects_rank.py")
+    reports = tmp_path / "reports"
+    for report in run_script(2, script, tmp_path, reports=reports, timeout_seconds=120):
+        assert report["keys"] == [
+            f"model.{i}.{name}" for i in (0, 1) for name in ("bias", "weight")
+        ]
+        assert report["same"]
+        assert "'averages': it has DTensors, and other values that differ" in report["mixed"]
+        assert "ZeroRedundancyOptimizer keeps its state outside" in report["zero"]
+        assert report["nests"] == [True, True]

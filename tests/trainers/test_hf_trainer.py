@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ def train(
     stop: int | None = None,
     model_seed: int = 3,
     cut: Callable[[Any], Any] = lambda model: model,
+    callbacks: Sequence[Any] = (),
     **given: Any,
 ) -> Any:
     """The Trainer after a training of 24 steps in 3 epochs, or less."""
@@ -88,7 +89,7 @@ def train(
         arguments,
         train_dataset=Numbers(),
         eval_dataset=Numbers(),
-        callbacks=[Stop(stop)],
+        callbacks=[Stop(stop), *callbacks],
     )
     TrainerCheckpoints(folder / "run", retention=Retention(keep_last=2)).train(trainer)
     return trainer
@@ -124,6 +125,30 @@ def test_nothing_else_is_written_and_old_ones_go(tmp_path: Path) -> None:
     # The trainer is its own again.
     assert "_save_checkpoint" not in vars(trainer)
     trainer.save_model(tmp_path / "model")
+
+
+def test_a_second_save_of_a_step_changes_nothing(tmp_path: Path) -> None:
+    class SaveEpochs(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+            del args, state
+            control.should_save = True  # each epoch ends with a step that is saved already
+            return control
+
+    train(tmp_path, callbacks=[SaveEpochs()])
+    assert CheckpointManager(tmp_path / "run").steps() == [20, 24]
+
+
+def test_a_damaged_checkpoint_is_skipped_and_written_again(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "broken", stop=13)
+    folder = tmp_path / "broken" / "run" / "step-00000012"
+    for file in sorted((folder / "data").rglob("*")):
+        if file.is_file():
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+    resumed = train(tmp_path / "broken", model_seed=4)
+    assert outcome(resumed) == outcome(whole)
 
 
 def test_the_best_model_is_refused(tmp_path: Path) -> None:

@@ -38,6 +38,24 @@ def test_a_fit_goes_on_after_an_epoch(tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path / "run").steps() == [6, 12, 18]
 
 
+def test_a_fit_that_fails_is_started_again(tmp_path: Path) -> None:
+    from lightning.pytorch import Callback
+
+    from dist_checkpointing.interop.lightning import RunCheckpoints
+
+    class Fails(Callback):  # type: ignore[misc]  # lightning may be missing
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 6:  # right after the save of the first epoch began
+                raise OSError("the data is gone")
+
+    expected = outcome(fit(2, callbacks=[RunCheckpoints(tmp_path / "whole")]))
+    with pytest.raises(OSError, match="the data is gone"):
+        fit(2, callbacks=[RunCheckpoints(tmp_path / "run"), Fails()])
+    assert CheckpointManager(tmp_path / "run").steps() == [6]
+    losses, *rest = outcome(fit(2, seed=9, callbacks=[RunCheckpoints(tmp_path / "run")]))
+    assert [expected[0][6:], *expected[1:]] == [losses, *rest]
+
+
 def test_saves_within_an_epoch(tmp_path: Path) -> None:
     from dist_checkpointing.interop.lightning import RunCheckpoints
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -11,7 +12,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_checkpointing.errors import Finding, InvalidShardingError
+from dist_checkpointing.interop.torch_state.nests import keys_of, outline, tensors_to_fill
 
+_EXTRA: Final = "_extra_state"
+"""How torch ends the names of what ``get_extra_state`` returns."""
 _WRAPPERS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """What torch.compile and activation checkpointing put into names."""
 
@@ -40,11 +44,6 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _clean_name(name: str) -> str:
-    """The name of a parameter without the wrappers around modules."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 class ModuleTensors:
     """The state dict of a module, with each group of tied tensors under one name.
 
@@ -54,8 +53,13 @@ class ModuleTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._parallel = {
+            f"{name}.module"
+            for name, part in module.named_modules(remove_duplicate=False)
+            if isinstance(part, DistributedDataParallel)
+        }
         own = module.state_dict()
-        self._names = {name: _clean_name(name) for name in own}
+        self._names = {name: self._clean_name(name) for name in own}
         self.values: dict[str, Any] = {self._names[name]: value for name, value in own.items()}
         self._parameters: dict[torch.Tensor, list[str]] = {}
         self._groups: dict[str, list[str]] = {}
@@ -65,8 +69,38 @@ class ModuleTensors:
         ]
         for name, tensor in tensors:
             names = self._parameters.setdefault(tensor, [])
-            names.append(_clean_name(name))
+            names.append(self._clean_name(name))
             self._groups[names[-1]] = names
+
+    def _clean_name(self, name: str) -> str:
+        """The name of a parameter without the wrappers around modules."""
+        parts = name.split(".")
+        inside = accumulate(parts, lambda above, part: f"{above}.{part}")
+        return ".".join(
+            part
+            for part, path in zip(parts, inside, strict=True)
+            if part not in _WRAPPERS and path not in self._parallel
+        )
+
+    def nests(self, key: str) -> dict[str, Any]:
+        """Outlines of what modules save beside parameters and buffers, if there are tensors."""
+        outlines = {
+            name: outline(value, f"{key}.{name}")
+            for name, value in self.values.items()
+            if name.endswith(_EXTRA)
+        }
+        return {name: outlined for name, outlined in outlines.items() if any(keys_of(outlined))}
+
+    def take_extra(
+        self,
+        nests: Mapping[str, Any],
+        common: Container[str],
+        tensor: Callable[[str, object], Any],
+    ) -> None:
+        """Ask for what modules have saved beside parameters and buffers, whatever it is here."""
+        for name in self.values:
+            if name.endswith(_EXTRA) and (name in nests or name in common):
+                self.values[name] = tensors_to_fill(nests.get(name), self.values[name], tensor)
 
     @property
     def ties(self) -> dict[str, str]:

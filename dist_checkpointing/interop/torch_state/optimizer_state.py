@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.interop.torch_state.nests import keys_of, outline, tensors_to_fill
 from dist_checkpointing.mapping import StateDict, StoredState
+from dist_checkpointing.mapping.nesting import MISSING, flatten, is_container, unflatten_part
 from dist_checkpointing.validation.common_state import CommonDigests
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ def optimizer_tree(
     """
     state: dict[str, dict[str, Any]] = {}
     groups_here: list[dict[str, Any]] = []
+    values: dict[str, dict[str, Any]] = {}
+    nests: dict[str, dict[str, Any]] = {}
     with comm.agreed("naming the optimizer state"):
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -39,18 +43,36 @@ def optimizer_tree(
                 for name, parameter in zip(names, group["params"], strict=True):
                     if parameter in optimizer.state:
                         state[name] = dict(optimizer.state[parameter])
-    values = {
-        name: {key: value for key, value in own.items() if not isinstance(value, torch.Tensor)}
-        for name, own in state.items()
-    }
+        for name, entries in state.items():
+            values[name], nested = _without_tensors(entries, f"{_PREFIX}{name}")
+            nests |= {name: nested} if nested else {}
     groups = groups_here
-    if not comm.all_same(CommonDigests({"all": repr((groups, values))}, None).number):
+    if not comm.all_same(CommonDigests({"all": repr((groups, values, nests))}, None).number):
         groups = []
-        for groups_there, values_there in comm.all_gather((groups_here, values)):
+        for groups_there, values_there, nests_there in comm.all_gather(
+            (groups_here, values, nests)
+        ):
             groups += [group for group in groups_there if group not in groups]
+            nests |= nests_there
             for name, own in values_there.items():
                 state[name] = own | state.get(name, {})
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups, **({"nests": nests} if nests else {})}
+
+
+def _without_tensors(state: dict[str, Any], key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state of a parameter without tensors, and the outlines of nests with tensors."""
+    if not any(map(is_container, state.values())):
+        return {entry: v for entry, v in state.items() if not isinstance(v, torch.Tensor)}, {}
+    leaves, skeleton = flatten(state)
+    plain = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, torch.Tensor)}
+    rest = unflatten_part(skeleton, plain)
+    outlined = outline(state, key)
+    nests = {
+        entry: nest
+        for entry, nest in outlined.items()
+        if not isinstance(nest, str) and any(keys_of(nest))
+    }
+    return {} if rest is MISSING else rest, nests
 
 
 def _plain(value: Any) -> Any:
@@ -91,7 +113,11 @@ class OptimizerTemplate:
             raise StateMismatchError("template and checkpoint do not fit", [finding])
         self._optimizers = optimizers
         self._values: Mapping[str, Any] = saved.get("state", {})
-        self._groups = {name: group for group in saved["param_groups"] for name in group["params"]}
+        self._nests: Mapping[str, Any] = saved.get("nests", {})
+        self._groups: Sequence[Mapping[str, Any]] = saved["param_groups"]
+        self._group_of = {
+            name: number for number, group in enumerate(self._groups) for name in group["params"]
+        }
         self._names: dict[torch.Tensor, str] = {}
         self.tree: dict[str, dict[str, Any]] = {}
         tensors = self._tensors_by_name(stored)
@@ -100,7 +126,7 @@ class OptimizerTemplate:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     names = names_of(parameter)
-                    name = next((own for own in names if own in self._groups), names[0])
+                    name = next((own for own in names if own in self._group_of), names[0])
                     self._names[parameter] = name
                     if name in tensors or name in self._values:
                         self.tree[name] = dict(optimizer.state.get(parameter, {}))
@@ -116,7 +142,7 @@ class OptimizerTemplate:
         for key, described in stored.tensors.items():
             # Both parts may have dots; the first is the name of a parameter in a group.
             name = key.removeprefix(_PREFIX)
-            while name != key and name and name not in self._groups:
+            while name != key and name and name not in self._group_of:
                 name = name.rpartition(".")[0]
             if name and name != key:
                 found.setdefault(name, {})[key[len(_PREFIX) + len(name) + 1 :]] = described
@@ -131,24 +157,38 @@ class OptimizerTemplate:
     ) -> list[Finding]:
         """Make the tensors that a step would make; what cannot be made."""
         own, findings = self.tree[name], []
-        for entry, (shape, dtype) in stored.items():
-            if entry in own or entry.partition(".")[0] in own:
-                continue
+        nests, prefix = self._nests.get(name, {}), f"{_PREFIX}{name}."
+
+        def tensor(key: str, there: object) -> object:
+            entry = key.removeprefix(prefix)
+            shape, dtype = stored.get(entry, ((), torch.float32))
+            if isinstance(there, torch.Tensor):
+                return there
             if entry == "step" and not (group.get("fused") or group.get("capturable")):
-                own[entry] = torch.empty(shape, dtype=dtype)
-            elif shape == tuple(parameter.shape):
-                own[entry] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            elif "." in entry or (isinstance(parameter, DTensor) and shape):
+                return torch.empty(shape, dtype=dtype)
+            if shape == tuple(parameter.shape):
+                return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            if (isinstance(parameter, DTensor) and shape) or (not nests and "." in entry):
                 finding = Finding(
                     "how this state is cut is known only after a step of the optimizer",
-                    f"{_PREFIX}{name}.{entry}",
+                    key,
                     expected=f"the shape of the parameter, {list(parameter.shape)}",
                     found=list(shape),
                     remedy="Make one step of the optimizer before the load.",
                 )
                 findings.append(finding)
-            else:
-                own[entry] = torch.empty(shape, dtype=dtype, device=parameter.device)
+            return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+        for entry in own.keys() - nests.keys():
+            is_known = entry in self._values.get(name, {}) or is_container(own[entry])
+            if is_known and not any(key == entry or key.startswith(f"{entry}.") for key in stored):
+                del own[entry]  # tensors here, but none were saved
+        for entry, nest in nests.items():
+            own[entry] = tensors_to_fill(nest, own.get(entry), tensor)
+        known = {*keys_of(nests), *keys_of(outline(own, prefix[:-1]))}
+        for entry in stored:
+            if prefix + entry not in known:
+                own[entry] = tensor(prefix + entry, None)
         return findings
 
     def _log_unequal(self, stored: set[str]) -> None:
@@ -166,6 +206,17 @@ class OptimizerTemplate:
                 len(unused),
                 min(unused),
             )
+        saved = {key for group in self._groups for key in group} - {"params"}
+        for optimizer in self._optimizers:
+            own = {key for group in optimizer.param_groups for key in group}
+            if saved and saved - own and optimizer.defaults.keys() - saved:
+                logger.warning(
+                    "%s has no %s, but the optimizer that was saved, which has no %s: it may be "
+                    "another one",
+                    type(optimizer).__name__,
+                    ", ".join(sorted(saved - own)),
+                    ", ".join(sorted(optimizer.defaults.keys() - saved)),
+                )
 
     def restore(self, loaded: StateDict) -> None:
         """Put the loaded state and hyperparameters into the optimizers."""
@@ -179,13 +230,20 @@ class OptimizerTemplate:
                         optimizer.state.pop(parameter, None)
                 self._restore_group(group)
 
+    @property
+    def num_groups(self) -> int:
+        """Number of groups that were saved, of all optimizers."""
+        return len(self._groups)
+
+    def saved_groups(self, group: Mapping[str, Any]) -> list[int]:
+        """Numbers of the saved groups that the parameters of a group were in."""
+        names = {self._names.get(parameter) for parameter in group["params"]}
+        return sorted({self._group_of[name] for name in names if name in self._group_of})
+
     def _restore_group(self, group: dict[str, Any]) -> None:
-        names = [self._names[parameter] for parameter in group["params"]]
-        found = {
-            id(self._groups[name]): self._groups[name] for name in names if name in self._groups
-        }
-        for key in {key for saved in found.values() for key in saved} - {"params"}:
-            values = [saved[key] for saved in found.values() if key in saved]
+        found = [self._groups[number] for number in self.saved_groups(group)]
+        for key in {key for saved in found for key in saved} - {"params"}:
+            values = [saved[key] for saved in found if key in saved]
             if any(value != values[0] for value in values):
                 logger.warning(
                     "%s stays %r: parameters of one group were saved with different values",

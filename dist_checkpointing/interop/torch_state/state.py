@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,24 +15,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.errors import Finding, InvalidShardingError, StateMismatchError
 from dist_checkpointing.interop.dtensor import shard_state_dict, unshard_state_dict
 from dist_checkpointing.interop.torch_state.module_tensors import (
     ModuleTensors,
     unwrapped,
 )
+from dist_checkpointing.interop.torch_state.nests import outline, tensors_to_fill
 from dist_checkpointing.interop.torch_state.optimizer_state import (
     OptimizerTemplate,
     optimizer_tree,
 )
 from dist_checkpointing.interop.torch_state.rng import rng_state, set_rng_state
+from dist_checkpointing.interop.torch_state.schedulers import regroup
 from dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     StateDict,
     StoredState,
 )
-from dist_checkpointing.mapping.nesting import flatten
+from dist_checkpointing.mapping.nesting import flatten, unflatten
+from dist_checkpointing.planning.compared_values import digest_of_values
 from dist_checkpointing.validation.common_state import CommonDigests
 
 logger = logging.getLogger(__name__)
@@ -70,9 +74,9 @@ class TorchState:
 
     Raises:
         ValueError: for a name that is reserved.
-        TypeError: for another object that is none of these.
-        InvalidShardingError: for FSDP1; by ``save`` and ``load`` for an optimizer of parameters
-            that the model does not have.
+        TypeError: for an argument that is none of these.
+        InvalidShardingError: for FSDP1 and ZeroRedundancyOptimizer; by ``save`` and ``load`` for an
+            optimizer of parameters that the model does not have.
         StateMismatchError: by ``load``, if the checkpoint does not hold what is asked for.
 
     Example:
@@ -103,8 +107,21 @@ class TorchState:
                     f"{name} must be a module, a dict, or have state_dict and load_state_dict; "
                     f"it is a {type(other).__name__}"
                 )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a module; it is a {type(model).__name__}")
+        several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        if not all(hasattr(one, "param_groups") for one in several):
+            found = ", ".join(type(one).__name__ for one in several)
+            raise TypeError(f"optimizer must be an optimizer, or several; found {found}")
+        if any(hasattr(one, "consolidate_state_dict") for one in several):
+            finding = Finding(
+                "ZeroRedundancyOptimizer keeps its state outside of its own state",
+                found=", ".join(type(one).__name__ for one in several),
+                remedy="Wrap the model with torch.distributed.fsdp.fully_shard.",
+            )
+            raise InvalidShardingError("this optimizer cannot be saved", [finding])
         self.step = step
-        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+        self._optimizers = [*several]
         modules = {name: part for name, part in given.items() if isinstance(part, nn.Module)}
         self._modules = {
             name: unwrapped(module) for name, module in {"model": model, **modules}.items()
@@ -114,6 +131,7 @@ class TorchState:
     def sharded_state_dict(self, comm: Comm) -> ShardedStateDict:
         """What ``save`` writes; its tensors are those of the training. Collective."""
         with comm.agreed("taking the state of the model"):
+            step = operator.index(self.step)
             modules = {name: ModuleTensors(module) for name, module in self._modules.items()}
         state: StateDict = {
             name: tensors.tree(tensors.choose({}, ())) for name, tensors in modules.items()
@@ -122,23 +140,30 @@ class TorchState:
             names_of = modules["model"].names_of
             state["optimizer"] = optimizer_tree(self._optimizers, names_of, comm)
         per_rank, objects = {}, {}
+        nests = {name: tensors.nests(name) for name, tensors in modules.items()}
         for name in self._others:
             with comm.agreed(f"taking the state of {name}"):
                 own = self._state_of(name)
-                number = CommonDigests({name: own}, _without_weights).number
+                # There may be gigabytes of it, which one rank need not look at.
+                number = 0 if comm.world_size == 1 else _number_of(own)
             if not comm.all_same(number):
+                with comm.agreed(f"taking the state of {name}"):
+                    _check_not_distributed(name, own)
                 per_rank[name] = own
-            elif _has(own, _is_weight) or not _has(own, _is_tensor):
+            elif _has(own, _is_weight):
+                state[name], nests[name] = own, outline(own, name)
+            elif not _has(own, _is_tensor):
                 state[name] = own
             else:
                 # A new object may have no tensor yet that could be filled.
                 objects[name] = own
-        state["step"] = self.step
+        state["step"] = step
         state[_RECORD] = {
             "world_size": comm.world_size,
             "ties": {name: tensors.ties for name, tensors in modules.items()},
             "per_rank": [*per_rank],
             "objects": [*objects],
+            "nests": nests,
         }
         sharded = shard_state_dict(state, comm=comm)
         own_states = {**per_rank, "rng": rng_state()}
@@ -151,12 +176,25 @@ class TorchState:
     ) -> tuple[ShardedStateDict, Callable[[StateDict], None]]:
         """What ``load`` asks for, and what restores it. Collective."""
         record = stored.common.get(_RECORD, _NO_RECORD)
+        nests = record.get("nests")  # older checkpoints have none
+
+        def tensor(key: str, own: object) -> torch.Tensor:
+            shape, dtype = stored.tensors.get(key, ((), torch.float32))
+            if isinstance(own, torch.Tensor):
+                if isinstance(own, DTensor) or (tuple(own.shape), own.dtype) == (shape, dtype):
+                    return own
+                return own.new_empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype)
+
         modules: dict[str, tuple[ModuleTensors, dict[str, str]]] = {}
         optimizer: OptimizerTemplate | None = None
         with comm.agreed("asking for the state"):
             state: StateDict = {}
             for name, module in self._modules.items():
                 tensors = ModuleTensors(module)
+                if nests is not None:
+                    common = stored.common.get(name, {})
+                    tensors.take_extra(nests.get(name, {}), common, tensor)
                 known = {
                     key.removeprefix(f"{name}.")
                     for key in stored.tensors
@@ -179,6 +217,9 @@ class TorchState:
                     cells[name] = _cell(name, None, comm)
                 elif name in record["objects"]:
                     cells[name] = _object(name, None, comm)
+                elif nests is not None:
+                    if name in nests:
+                        state[name] = tensors_to_fill(nests[name], self._state_of(name), tensor)
                 elif _has(own := self._state_of(name), _is_tensor):
                     state[name] = own
         sharded = shard_state_dict(state, comm=comm)
@@ -190,7 +231,7 @@ class TorchState:
             if optimizer is not None:
                 optimizer.restore(loaded["optimizer"])
             for name in restored:
-                self._restore_other(name, loaded[name])
+                self._restore_other(name, loaded[name], optimizer)
             self.step = loaded.get("step", self.step)
             if "rng" in cells:
                 set_rng_state(loaded["rng"])
@@ -223,25 +264,26 @@ class TorchState:
             )
         return [name for name in self._others if name not in unfit]
 
-    def _restore_other(self, name: str, loaded: dict[str, Any]) -> None:
+    def _restore_other(
+        self, name: str, loaded: dict[str, Any], optimizer: OptimizerTemplate | None
+    ) -> None:
         part = self._others[name]
         if isinstance(part, dict):
             part.clear()
             part.update(loaded)
             return
-        part.load_state_dict(loaded)
-        if isinstance(part, LRScheduler):
-            _regroup(part)
-
-
-def _regroup(scheduler: LRScheduler) -> None:
-    """Give a scheduler that was saved with other groups the rates of those that are here."""
-    groups = scheduler.optimizer.param_groups
-    if len(getattr(scheduler, "base_lrs", groups)) != len(groups):
-        scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
-    scheduler._last_lr = [group["lr"] for group in groups]  # noqa: SLF001 - torch has no setter
-    for part in getattr(scheduler, "_schedulers", ()):
-        _regroup(part)
+        try:
+            part.load_state_dict(loaded)
+        except Exception as error:
+            error.add_note(
+                f"{name}.load_state_dict failed when the model and the optimizer were restored: "
+                "only a part of the training is that of the checkpoint now"
+            )
+            raise
+        # Accelerate wraps schedulers.
+        scheduler = getattr(part, "scheduler", part)
+        if isinstance(scheduler, LRScheduler) and optimizer is not None:
+            regroup(scheduler, optimizer)
 
 
 def _cell(name: str, value: object, comm: Comm, world_size: int | None = None) -> ShardedObject:
@@ -262,10 +304,26 @@ def _is_weight(value: object) -> bool:
     )
 
 
-def _without_weights(state: dict[str, Any]) -> dict[str, Any]:
-    """What tells whether ranks hold the same: weights are large, and the same or DTensors."""
-    leaves, _ = flatten(state)
-    return {str(path): leaf for path, leaf in leaves.items() if not _is_weight(leaf)}
+def _number_of(state: dict[str, Any]) -> int:
+    """A number that tells whether ranks hold the same; DTensors are parts of a whole."""
+    leaves, skeleton = flatten(state)
+    for path, leaf in leaves.items():
+        if isinstance(leaf, DTensor):
+            leaves[path] = None
+        elif _is_weight(leaf):
+            content = digest_of_values(leaf.detach().reshape(-1))
+            leaves[path] = f"{leaf.dtype}{tuple(leaf.shape)}{content.hex()}"
+    return CommonDigests(unflatten(skeleton, leaves), None).number
+
+
+def _check_not_distributed(name: str, state: dict[str, Any]) -> None:
+    if _has(state, lambda leaf: isinstance(leaf, DTensor)):
+        finding = Finding(
+            "it has DTensors, and other values that differ between ranks",
+            name,
+            remedy="Keep what each rank has for itself in an object of its own.",
+        )
+        raise InvalidShardingError("this object cannot be saved", [finding])
 
 
 def _has(state: dict[str, Any], kind: Callable[[object], bool]) -> bool:

@@ -1,0 +1,295 @@
+"""TorchState with state that the loading side does not have yet, or groups in another way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from dist_checkpointing import (
+    RankFailedError,
+    StateMismatchError,
+    load,
+    load_common_state_dict,
+    load_tensors_metadata,
+    save,
+)
+from dist_checkpointing.interop import TorchState
+from dist_checkpointing.testing import run_ranks
+
+
+def model_of(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.25), nn.Linear(5, 4))
+
+
+def bits(tree: Any) -> Any:
+    """A nest in which tensors are lists of numbers, to be compared with ``==``."""
+    if isinstance(tree, torch.Tensor):
+        return tree.dtype, tree.tolist()
+    if isinstance(tree, dict):
+        return {key: bits(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree), [bits(value) for value in tree]
+    return tree
+
+
+def lbfgs_steps(model: nn.Module, optimizer: Any, count: int) -> list[str]:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.randn(7, 6)).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    return [optimizer.step(closure).item().hex() for _ in range(count)]
+
+
+@pytest.mark.parametrize("saved_steps", [1, 2, 5])
+@pytest.mark.parametrize("own_steps", [0, 1, 2, 7])
+def test_lists_in_optimizer_state_may_be_of_another_length(
+    own_steps: int, saved_steps: int, tmp_path: Path
+) -> None:
+    def make(seed: int) -> tuple[nn.Module, Any]:
+        model = model_of(seed)
+        return model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1, history_size=4)
+
+    model, optimizer = make(0)
+    lbfgs_steps(model, optimizer, saved_steps)
+    save(TorchState(model, optimizer), tmp_path / "ckpt")
+    saved = copy.deepcopy(optimizer.state_dict())
+    expected = lbfgs_steps(model, optimizer, 4)
+    model, optimizer = make(1)
+    lbfgs_steps(model, optimizer, own_steps)
+    load(TorchState(model, optimizer), tmp_path / "ckpt", verify=True)
+    assert bits(optimizer.state_dict()) == bits(saved)
+    assert lbfgs_steps(model, optimizer, 4) == expected
+
+
+class Holder:
+    """An object whose state is whatever it was given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+ONES = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        ({"shadow": {"w": ONES}, "n": 1}, {"shadow": {}, "n": 0}),
+        ({"shadow": {"w": ONES, 1: ONES}}, {"shadow": {"w": torch.zeros(3)}}),
+        ({"shadow": ONES}, {"shadow": None}),
+        ({"shadow": ONES}, {}),
+        ({"losses": [ONES, 7, (ONES, None)], "rest": [[], {}]}, {"losses": []}),
+        ({"losses": [ONES]}, {"losses": [ONES, ONES]}),
+        ({"losses": torch.ones(5)}, {"losses": torch.zeros(2)}),
+        ({"losses": ONES.double()}, {"losses": ONES}),
+        ({"losses": 3}, {"losses": ONES}),
+        ({}, {"losses": ONES}),
+    ],
+)
+@pytest.mark.parametrize("kind", [Holder, dict])
+def test_an_object_gets_the_state_that_was_saved(
+    kind: Any, saved: Any, own: Any, tmp_path: Path
+) -> None:
+    save(TorchState(nn.Linear(1, 1), other=kind(saved)), tmp_path / "ckpt")
+    other = kind(copy.deepcopy(own))
+    load(TorchState(nn.Linear(1, 1), other=other), tmp_path / "ckpt", verify=True)
+    assert bits(other if kind is dict else other.state) == bits(saved)
+
+
+def test_an_optimizer_may_be_one_of_the_others(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = model_of(seed)
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make(0)
+    model(torch.rand(2, 6)).sum().backward()
+    optimizer.step()
+    save(TorchState(nn.Linear(1, 1), critic=model, rates=optimizer), tmp_path / "ckpt")
+    other, rates = make(1)
+    load(TorchState(nn.Linear(1, 1), critic=other, rates=rates), tmp_path / "ckpt")
+    assert bits(rates.state_dict()) == bits(optimizer.state_dict())
+
+
+class Extra(nn.Linear):
+    """A module with state beside its parameters."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [
+        (torch.arange(5, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)),
+        (torch.arange(5, dtype=torch.uint8), None),
+        (None, torch.arange(5, dtype=torch.uint8)),
+        ({"scale": ONES, "history": [ONES, 2]}, {}),
+        ({"scale": ONES}, {"scale": torch.zeros(3), "more": ONES}),
+    ],
+)
+def test_extra_state_may_have_other_tensors(saved: Any, own: Any, tmp_path: Path) -> None:
+    save(TorchState(nn.Sequential(Extra(saved))), tmp_path / "ckpt")
+    other = Extra(own)
+    load(TorchState(nn.Sequential(other)), tmp_path / "ckpt")
+    assert bits(other.extra) == bits(saved)
+    save(TorchState(nn.Sequential(nn.Linear(2, 2))), tmp_path / "without")
+    with pytest.raises(StateMismatchError, match=r"'model\.0\._extra_state': not in the checkp"):
+        load(TorchState(nn.Sequential(Extra(ONES))), tmp_path / "without")
+
+
+def test_floats_that_differ_between_ranks_are_kept_for_each(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+
+    def save_own(comm: Any) -> None:
+        own = Holder({"mean": torch.tensor([0.5, comm.rank])})
+        save(TorchState(model, own=own, same=Holder({"w": ONES})), tmp_path / "ckpt", comm=comm)
+
+    def load_own(comm: Any) -> Any:
+        own = Holder({"mean": torch.zeros(2)})
+        state = TorchState(nn.Linear(1, 1), own=own, same=Holder({"w": torch.zeros(3)}))
+        load(state, tmp_path / "ckpt", comm=comm)
+        return own.state["mean"].tolist()
+
+    run_ranks(2, save_own)
+    assert "same.w" in load_tensors_metadata(tmp_path / "ckpt")
+    assert run_ranks(2, load_own) == [[0.5, 0.0], [0.5, 1.0]]
+
+
+def two_groups(model: nn.Module, *, is_reversed: bool) -> list[dict[str, Any]]:
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "lr": 0.01},
+    ]
+    return groups[::-1] if is_reversed else groups
+
+
+def cyclic(optimizer: Any) -> Any:
+    low = [group["lr"] / 10 for group in optimizer.param_groups]
+    high = [group["lr"] for group in optimizer.param_groups]
+    return lr_scheduler.CyclicLR(optimizer, low, high, step_size_up=2, cycle_momentum=False)
+
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "cyclic": cyclic,
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(
+        o, patience=0, min_lr=[group["lr"] / 4 for group in o.param_groups], factor=0.5
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.LambdaLR(o, lambda step: 0.9**step)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("num_optimizers", [1, 2])
+def test_rates_follow_the_parameters_into_another_order_of_groups(
+    name: str, num_optimizers: int, tmp_path: Path
+) -> None:
+    def make(*, is_reversed: bool) -> tuple[Any, Any, Any]:
+        model = model_of(0)
+        before = nn.Linear(2, 2)
+        optimizers: list[Any] = [
+            torch.optim.SGD([{"params": [p]} for p in before.parameters()], lr=1.0),
+            torch.optim.SGD(two_groups(model, is_reversed=is_reversed)),
+        ][-num_optimizers:]
+        scheduler = SCHEDULERS[name](optimizers[-1])
+        both = nn.ModuleList([before, model] if num_optimizers == 2 else [model])
+        return optimizers[-1], scheduler, TorchState(both, optimizers, scheduler=scheduler)
+
+    def train(optimizer: Any, scheduler: Any) -> list[Any]:
+        rates = []
+        for loss in range(4):
+            optimizer.step()
+            is_plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*([float(loss)] if is_plateau else []))
+            rates.append({g["params"][0].ndim: g["lr"] for g in optimizer.param_groups})
+        return rates
+
+    optimizer, scheduler, state = make(is_reversed=False)
+    train(optimizer, scheduler)
+    save(state, tmp_path / "ckpt")
+    saved = copy.deepcopy(scheduler.state_dict())
+    expected = train(optimizer, scheduler)
+    optimizer, scheduler, state = make(is_reversed=True)
+    load(state, tmp_path / "ckpt")
+    assert train(optimizer, scheduler) == expected
+    _, scheduler, state = make(is_reversed=False)
+    load(state, tmp_path / "ckpt")
+    assert scheduler.state_dict() == saved
+
+
+def test_rates_in_tensors_and_in_numbers(tmp_path: Path) -> None:
+    def make(rate: Any) -> Any:
+        model = model_of(0)
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate, foreach=False)
+        scheduler = lr_scheduler.StepLR(optimizer, 2)
+        return optimizer, TorchState(model, optimizer, scheduler=scheduler)
+
+    _, state = make(0.5)
+    save(state, tmp_path / "ckpt")
+    optimizer, state = make(torch.tensor(0.25))
+    load(state, tmp_path / "ckpt")
+    assert bits(optimizer.param_groups[0]["lr"]) == (torch.float32, 0.5)
+
+
+def test_an_error_says_that_the_model_was_restored(tmp_path: Path) -> None:
+    save(TorchState(nn.Linear(1, 1), part=Holder({"a": 1})), tmp_path / "ckpt")
+
+    class Refusing(Holder):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError(f"no such key: {[*state]}")
+
+    with pytest.raises(RankFailedError, match="no such key") as caught:
+        load(TorchState(nn.Linear(1, 1), part=Refusing({})), tmp_path / "ckpt")
+    assert "part.load_state_dict failed when the model and the optimizer were restored" in str(
+        caught.value
+    )
+
+
+def test_another_optimizer_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(0)
+    save(TorchState(model, torch.optim.SGD(model.parameters())), tmp_path / "ckpt")
+    load(TorchState(model, torch.optim.SGD(model.parameters())), tmp_path / "ckpt")
+    assert not caplog.text
+    load(TorchState(model, torch.optim.Adam(model.parameters())), tmp_path / "ckpt")
+    assert "Adam has no dampening, momentum, nesterov, but the optimizer that" in caplog.text
+
+
+def test_arguments_of_a_wrong_kind(tmp_path: Path) -> None:
+    model: Any = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="model must be a module; it is a OrderedDict"):
+        TorchState(model.state_dict())
+    wrong: Any
+    for wrong, name in ((None, "NoneType"), (model, "Linear"), ([model], "Linear")):
+        with pytest.raises(TypeError, match=f"optimizer must be an optimizer, .*found {name}"):
+            TorchState(model, wrong)
+    wrong_step: Any = 0.5
+    with pytest.raises(RankFailedError, match="'float' object cannot be interpreted"):
+        save(TorchState(model, step=wrong_step), tmp_path / "ckpt")
+    of_tensor: Any = torch.tensor(7)
+    save(TorchState(model, step=of_tensor), tmp_path / "ckpt")
+    assert load_common_state_dict(tmp_path / "ckpt")["step"] == 7
