@@ -262,3 +262,21 @@ def test_a_release_of_megatron(tmp_path: Path, dckpt: Run) -> None:
         "release",
     )
     assert dckpt("show", f"{root}@latest", "step", "--json").json["value"] == 7
+
+
+def test_folders_of_one_number_are_all_listed(tmp_path: Path, dckpt: Run) -> None:
+    for name in ("bert-2", "gpt-2", "gpt-3"):
+        save(at_step(1), tmp_path / "models" / name)
+    assert [*listed(dckpt, tmp_path / "models")] == ["gpt-2", "2", "3"]
+    root = managed(tmp_path / "run", 2, 3)
+    save(at_step(1), root / "backup-2")
+    rows = listed(dckpt, root)
+    assert rows["2"]["path"] == str(root / "step-00000002")
+    assert rows["backup-2"]["path"] == str(root / "backup-2")
+    assert "backup-2" in dckpt("verify", f"{root}@backup-2").out
+
+
+def test_a_link_to_itself_beside_the_steps(tmp_path: Path, dckpt: Run) -> None:
+    root = managed(tmp_path / "run", 1)
+    (root / "step-7").symlink_to(root / "step-7")
+    assert [*listed(dckpt, root)] == ["1"]

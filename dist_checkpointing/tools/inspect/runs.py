@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -30,6 +29,7 @@ MANAGER_RECORD: Final = "manager.json"
 MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
 LATEST: Final = "latest"
 _NUMBERED: Final = re.compile(r"[A-Za-z_.-]*?(\d+)|release")
+_OF_A_RUN: Final = re.compile(r"step-\d{8,}|iter_\d{7,}")
 _MAX_POINTER_BYTES: Final = 1 << 10
 
 
@@ -189,10 +189,13 @@ def step_folders(root: Path) -> dict[str, Path]:
     if not root.is_dir() or is_committed(root) or (root / ATTEMPT_NAME).exists():
         return {}
     found: dict[str, Path] = {}
-    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
-        match = _NUMBERED.fullmatch(entry.name)
-        if match is not None and entry.is_dir():
-            found[entry.name if match[1] is None else str(int(match[1]))] = Path(entry.path)
+    # The folders of a manager or of Megatron come first: "backup-3" must not hide their step 3.
+    names = [entry.name for entry in root.iterdir()]
+    for name in sorted(names, key=lambda name: (_OF_A_RUN.fullmatch(name) is None, name)):
+        match = _NUMBERED.fullmatch(name)
+        if match is not None and (root / name).is_dir():
+            number = name if match[1] is None else str(int(match[1]))
+            found[name if number in found else number] = root / name
     if not _is_marked(root) and not any(_may_be_checkpoint(folder) for folder in found.values()):
         return {}
     return dict(sorted(found.items(), key=lambda row: int(row[0]) if row[0].isdecimal() else -1))
