@@ -120,7 +120,8 @@ def _lines(
     checkpoint: Path, found: Examination, expected: Mapping[str, str] | None
 ) -> Iterator[str]:
     yield painted(one_line(str(checkpoint)), "bold")
-    yield from _seen(found)
+    if found.num_tensors or not found.findings:
+        yield from _seen(found)
     if expected is not None and not found.findings:
         yield f"all fingerprints are those of the file: {counted(len(expected), 'tensor')}"
     for title, style, findings in (
@@ -140,6 +141,8 @@ def _seen(found: Examination) -> Iterator[str]:
     yield f"{counted(found.num_tensors, 'tensor')} in {parts}"
     if found.is_sealed:
         yield "sealed: every file was compared with the record of the save"
+    elif found.findings:
+        yield "no seal that can be read: files are not compared"
     else:
         yield "no seal (an older version or another program saved it): files are not compared"
     if not found.num_bytes_compared:
