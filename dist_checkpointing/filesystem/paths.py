@@ -27,11 +27,14 @@ def location(path: str | os.PathLike[str]) -> Location:
 
     Raises:
         UnsupportedFormatError: for a URL of a scheme that is not known.
-        CheckpointingException: for a URL that names no bucket.
+        CheckpointingException: for a URL that names no bucket, and for an empty path.
     """
     if isinstance(path, ObjectPath):
         return path
     text = os.fspath(path)
+    if not text:
+        finding = Finding("the path is empty", remedy="Name a folder; '.' is the current one.")
+        raise CheckpointingException("not a path of a checkpoint", [finding])
     return _without_dots(path) if _URL.match(text) is None else ObjectPath.of(text)
 
 

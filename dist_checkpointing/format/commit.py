@@ -107,11 +107,11 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         return _PLAIN_DCP
     if store.is_folder(folder):
         raise _not_committed(folder) from missing
-    problem = "it is a file, not a folder" if store.is_there(folder) else "no such folder"
+    message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
+    if store.is_there(folder):
+        message, problem = f"{folder} is not a distributed checkpoint", "it is not a folder"
     finding = Finding(problem, path=str(folder))
-    raise CheckpointNotFoundError(
-        f"Checkpoint directory {folder} does not exist", [finding]
-    ) from missing
+    raise CheckpointNotFoundError(message, [finding]) from missing
 
 
 def _parsed_config(path: Location) -> CheckpointingConfig:

@@ -104,6 +104,9 @@ def explaining(path: Location) -> Iterator[None]:
 
 def _what_it_is(path: Location) -> tuple[str, str] | None:
     """What a path is instead of a checkpoint, and what to do."""
+    if isinstance(path, Path) and path.is_file():
+        remedy = "dckpt ls, show, stats, diff and convert open safetensors and torch.save files."
+        return "it is a file, not a folder", remedy
     if not isinstance(path, Path) or not path.is_dir() or (path / ATTEMPT_NAME).exists():
         return None
     if is_run(path):
@@ -115,7 +118,11 @@ def _what_it_is(path: Location) -> tuple[str, str] | None:
         names = [inside.name for inside in folders_inside if holds(inside)]
         if names:
             return f"it holds {what}: {', '.join(names[:8])}", "Name one of them."
-    for what, patterns, remedy in _FOREIGN:
-        if any(any(path.glob(pattern)) for pattern in patterns):
-            return f"it is {what}", remedy.format(path=path)
-    return None
+    return next(
+        (
+            (f"it is {what}", remedy.format(path=path))
+            for what, patterns, remedy in _FOREIGN
+            if any(any(path.glob(pattern)) for pattern in patterns)
+        ),
+        None,
+    )
