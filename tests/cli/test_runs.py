@@ -280,3 +280,12 @@ def test_a_link_to_itself_beside_the_steps(tmp_path: Path, dckpt: Run) -> None:
     root = managed(tmp_path / "run", 1)
     (root / "step-7").symlink_to(root / "step-7")
     assert [*listed(dckpt, root)] == ["1"]
+
+
+def test_a_step_of_the_current_folder(
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = managed(tmp_path / "run", 1, 2)
+    monkeypatch.chdir(root)
+    for name in (".@latest", "@latest", "../run@latest", "step-00000001/..@latest"):
+        assert dckpt("stats", name, "--json").json["path"].endswith("step-00000002"), name

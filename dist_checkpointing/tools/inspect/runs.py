@@ -101,7 +101,7 @@ def located(path: Location) -> Location:
     root_name, at, wanted = path.name.rpartition("@")
     if not at or not isinstance(path, Path) or path.exists():
         return path
-    root = path.with_name(root_name) if root_name else path.parent
+    root = path.parent / root_name
     folders = step_folders(root)
     if not folders:
         finding = Finding("no steps of a run are here", path=str(root))
