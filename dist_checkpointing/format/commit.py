@@ -319,7 +319,11 @@ def _refuse_committed(folder: Path, *, overwrite: bool) -> None:
 def _locked(folder: Path) -> FolderLock:
     """The lock of a folder, which is made if it is missing."""
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            finding = Finding("a file is in the way", path=str(error.filename))
+            raise CheckpointExistsError(f"{folder} cannot be made", [finding]) from error
         try:
             return FolderLock.acquire(folder)
         except FileNotFoundError:

@@ -23,6 +23,7 @@ from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.validation.strictness import StrictHandling
+from dist_checkpointing.validation.unwrapped import is_there
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ def compare(
     *,
     planner_knows_keys: bool,
     stored_keys: Callable[[], Iterable[str]] | None = None,
+    common: object = None,
 ) -> bool:
     """Check every wanted tensor against what is stored.
 
@@ -148,6 +150,7 @@ def compare(
         cast: what to do about dtypes that differ.
         planner_knows_keys: a user's planner may find a key under another name, and says so if not.
         stored_keys: gives the keys of all stored tensors, if ``stored`` holds only some.
+        common: the common state of the checkpoint, where a tensor is that was saved unwrapped.
 
     Returns:
         Whether all are stored with just their global shapes and dtypes.
@@ -189,6 +192,13 @@ def compare(
     if missing:
         findings += [
             Finding(
+                f"it was saved without being wrapped, so it is in the common state at "
+                f"{path_text(missing[key])}",
+                key,
+                remedy="Load it by load({}, path); wrap the state dict when you save it again.",
+            )
+            if is_there(common, missing[key])
+            else Finding(
                 f"not in the checkpoint (asked for at {path_text(missing[key])}){near}",
                 key,
                 remedy="Remove it from the template, or pass strict=.",

@@ -103,6 +103,12 @@ class TorchState:
                     f"{name} must be a module, a dict, or have state_dict and load_state_dict; "
                     f"it is a {type(other).__name__}"
                 )
+        given_model: object = model
+        if not isinstance(given_model, nn.Module):
+            raise TypeError(
+                f"model must be a torch.nn.Module, not a {type(given_model).__name__}: "
+                "TorchState(model, optimizer)"
+            )
         self.step = step
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         modules = {name: part for name, part in given.items() if isinstance(part, nn.Module)}
