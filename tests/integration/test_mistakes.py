@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dist_checkpointing.errors import (
     InvalidShardingError,
     RankFailedError,
     StateMismatchError,
+    UnsupportedFormatError,
 )
 from dist_checkpointing.interop import TorchState, shard_state_dict
 
@@ -146,3 +148,11 @@ def test_saved_plain_and_loaded_wrapped(tmp_path: Path) -> None:
     assert "state_dict['model']['weight']" in problems["model.weight"].problem
     assert "not in the checkpoint" in problems["new"].problem
     assert torch.equal(load({}, tmp_path / "c")["model"]["weight"], model.weight)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_store_without_its_package(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(UnsupportedFormatError, match="object stores need obstore") as raised:
+        PLACES[place]("s3://bucket/run")
+    assert "pip install 'dist_checkpointing[object]'" in str(raised.value)
