@@ -134,10 +134,15 @@ def _parsed_config(path: Location) -> CheckpointingConfig:
 
 def _not_committed(folder: Location) -> CheckpointNotFoundError:
     half = store.is_there(folder / ATTEMPT_NAME) or store.is_there(folder / CLAIMS)
+    remedy = "Load an older checkpoint." if half else "Is this the right folder?"
+    if store.is_there(folder / "manager.json"):
+        remedy = (
+            "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
+        )
     finding = Finding(
         "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
         path=str(folder / CONFIG_FNAME),
-        remedy="Load an older checkpoint." if half else "Is this the right folder?",
+        remedy=remedy,
     )
     return CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
 

@@ -22,6 +22,7 @@ from dist_checkpointing import (
 from dist_checkpointing.errors import (
     CheckpointExistsError,
     CheckpointingException,
+    CheckpointNotFoundError,
     InvalidShardingError,
     RankFailedError,
     StateMismatchError,
@@ -156,3 +157,11 @@ def test_a_store_without_its_package(monkeypatch: pytest.MonkeyPatch, place: str
     with pytest.raises(UnsupportedFormatError, match="object stores need obstore") as raised:
         PLACES[place]("s3://bucket/run")
     assert "pip install 'dist_checkpointing[object]'" in str(raised.value)
+
+
+def test_a_run_in_place_of_a_checkpoint(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"step": 1})
+    for attempt in (load, lambda _, path: Checkpoint.open(path)):
+        with pytest.raises(CheckpointNotFoundError, match=r"CheckpointManager\(path\)\.load"):
+            attempt({}, tmp_path / "run")
