@@ -138,6 +138,11 @@ def test_what_is_not_whole(tmp_path: Path, dckpt: Run) -> None:
     }
     with FolderLock.acquire(root / "step-00000001"):
         assert listed(dckpt, root)["1"]["state"] == "being saved"
+        refused = dckpt("ls", f"{root}@1")
+        assert refused.code == 2
+        assert f"it is being saved now, by process {os.getpid()}" in refused.err
+        assert f"dckpt watch {root / 'step-00000001'}" in refused.err
+    assert "a save was begun here and never committed" in dckpt("ls", f"{root}@1").err
     assert listed(dckpt, root)["1"]["state"] == "unfinished"
 
 

@@ -94,6 +94,13 @@ def test_a_torn_commit_is_damage(samples: Samples, tmp_path: Path, dckpt: Run) -
     assert "no seal" not in finished.out
 
 
+def test_a_checkpoint_without_tensors(tmp_path: Path, dckpt: Run) -> None:
+    save({"step": 1}, tmp_path / "c")
+    finished = dckpt("verify", tmp_path / "c")
+    assert finished.code == 0
+    assert "no checksums were kept" not in finished.out
+
+
 def test_a_damaged_seal_is_not_said_to_be_missing(
     samples: Samples, tmp_path: Path, dckpt: Run
 ) -> None:

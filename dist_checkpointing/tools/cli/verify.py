@@ -145,12 +145,12 @@ def _seen(found: Examination) -> Iterator[str]:
         yield "no seal that can be read: files are not compared"
     else:
         yield "no seal (an older version or another program saved it): files are not compared"
-    if not found.num_bytes_compared:
+    if found.num_bytes and not found.num_bytes_compared:
         yield "no checksums were kept: what cannot be read is found, flipped bits are not"
-    elif found.num_bytes_compared == found.num_bytes:
-        yield "all of it has checksums"
-    else:
+    elif found.num_bytes_compared < found.num_bytes:
         yield f"{bytes_text(found.num_bytes_compared)} of it has checksums"
+    elif found.num_bytes:
+        yield "all of it has checksums"
     if found.num_objects:
         yield f"{counted(found.num_objects, 'cell')} of sharded objects, and the common state"
     else:

@@ -9,6 +9,7 @@ from typing import Final
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding
+from dist_checkpointing.filesystem.folder_lock import holder_of
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME
@@ -107,8 +108,12 @@ def _what_it_is(path: Location) -> tuple[str, str] | None:
     if isinstance(path, Path) and path.is_file():
         remedy = "dckpt ls, show, stats, diff and convert open safetensors and torch.save files."
         return "it is a file, not a folder", remedy
-    if not isinstance(path, Path) or not path.is_dir() or (path / ATTEMPT_NAME).exists():
+    if not isinstance(path, Path) or not path.is_dir():
         return None
+    if (path / ATTEMPT_NAME).exists():
+        holder = holder_of(path)
+        now = f"it is being saved now, by process {holder.pid} on {holder.host}" if holder else ""
+        return (now, f"dckpt watch {path} tells when it is done.") if now else None
     if is_run(path):
         number = len(step_folders(path))
         remedy = f"dckpt ls {path} lists them; name one, such as {path}@{LATEST}."
