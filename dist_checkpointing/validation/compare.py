@@ -160,11 +160,11 @@ def compare(
     """
     known_keys = stored.keys if stored_keys is None else stored_keys
     if isinstance(stored, StoredTensors):
-        # What has an address is not on the meta device.
+        # What has an address is not on the meta device, and contiguous.
         without = np.flatnonzero(columns.addresses < 0).tolist()
         others = [data for row in without if (data := columns.data[row]) is not None]
-        is_somewhere = not any(data.is_meta for data in others)
-        if is_somewhere and stored.are_alike(columns):
+        can_be_filled = not any(data.is_meta or _overlaps_itself(data) for data in others)
+        if can_be_filled and stored.are_alike(columns):
             return True
         stored = stored.of(columns.keys)
     findings: list[Finding] = []
@@ -187,6 +187,15 @@ def compare(
                     "the tensor to fill is on the meta device",
                     leaf.key,
                     remedy="Materialise it, or pass data=None.",
+                )
+            )
+        elif data is not None and _overlaps_itself(data):
+            findings.append(
+                Finding(
+                    "elements of the tensor to fill share memory, as after expand()",
+                    leaf.key,
+                    found=f"strides {tuple(data.stride())} of shape {tuple(data.shape)}",
+                    remedy="Give it memory of its own, such as clone(), or pass data=None.",
                 )
             )
     if missing:
@@ -212,6 +221,14 @@ def compare(
         )
         raise StateMismatchError(message, findings)
     return False
+
+
+def _overlaps_itself(data: torch.Tensor) -> bool:
+    """Whether several elements surely have the same place in memory."""
+    if data.layout is not torch.strided or data.is_contiguous():
+        return False
+    strides = [step for step, extent in zip(data.stride(), data.shape, strict=True) if extent > 1]
+    return 0 in strides or len({*strides}) < len(strides)
 
 
 def _other_shape(leaf: ShardedTensor, shape: Ints) -> list[Finding]:

@@ -165,3 +165,38 @@ def test_a_run_in_place_of_a_checkpoint(tmp_path: Path) -> None:
     for attempt in (load, lambda _, path: Checkpoint.open(path)):
         with pytest.raises(CheckpointNotFoundError, match=r"CheckpointManager\(path\)\.load"):
             attempt({}, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "overlapping",
+    [
+        torch.zeros(1, 4).expand(3, 4),
+        torch.zeros(3, 1).expand(3, 4),
+        torch.zeros(6).as_strided((3, 4), (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("strategy", [None, ("torch_dist", 1), ("zarr", 2)])
+def test_a_tensor_to_fill_that_overlaps_itself(
+    tmp_path: Path, overlapping: torch.Tensor, strategy: Any
+) -> None:
+    values = torch.arange(12.0).reshape(3, 4)
+    save({"w": ShardedTensor.from_rank_offsets("w", values)}, tmp_path / "c", strategy)
+    with pytest.raises(StateMismatchError, match="share memory"):
+        load({"w": ShardedTensor.from_rank_offsets("w", overlapping)}, tmp_path / "c")
+    assert not overlapping.any()
+
+
+@pytest.mark.parametrize(
+    "to_fill",
+    [
+        torch.zeros(4, 3).t(),
+        torch.zeros(3, 8)[:, ::2],
+        torch.zeros(6, 4)[::2],
+        torch.zeros(1, 3, 1, 4).transpose(1, 3).reshape(4, 3).t(),
+    ],
+)
+def test_strided_tensors_are_filled(tmp_path: Path, to_fill: torch.Tensor) -> None:
+    values = torch.arange(12.0).reshape(3, 4)
+    save({"w": ShardedTensor.from_rank_offsets("w", values)}, tmp_path / "c")
+    load({"w": ShardedTensor.from_rank_offsets("w", to_fill)}, tmp_path / "c")
+    assert torch.equal(to_fill, values)
