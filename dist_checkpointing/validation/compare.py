@@ -12,7 +12,7 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.format.dtypes import is_lossless
+from dist_checkpointing.format.dtypes import is_lossless, overlaps_itself
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.near_names import hint
@@ -163,7 +163,7 @@ def compare(
         # What has an address is not on the meta device, and contiguous.
         without = np.flatnonzero(columns.addresses < 0).tolist()
         others = [data for row in without if (data := columns.data[row]) is not None]
-        can_be_filled = not any(data.is_meta or _overlaps_itself(data) for data in others)
+        can_be_filled = not any(data.is_meta or overlaps_itself(data) for data in others)
         if can_be_filled and stored.are_alike(columns):
             return True
         stored = stored.of(columns.keys)
@@ -189,15 +189,8 @@ def compare(
                     remedy="Materialise it, or pass data=None.",
                 )
             )
-        elif data is not None and _overlaps_itself(data):
-            findings.append(
-                Finding(
-                    "elements of the tensor to fill share memory, as after expand()",
-                    leaf.key,
-                    found=f"strides {tuple(data.stride())} of shape {tuple(data.shape)}",
-                    remedy="Give it memory of its own, such as clone(), or pass data=None.",
-                )
-            )
+        elif data is not None and overlaps_itself(data):
+            findings.append(overlap_finding(leaf.key, data))
     if missing:
         findings += [
             Finding(
@@ -223,12 +216,14 @@ def compare(
     return False
 
 
-def _overlaps_itself(data: torch.Tensor) -> bool:
-    """Whether several elements surely have the same place in memory."""
-    if data.layout is not torch.strided or data.is_contiguous():
-        return False
-    strides = [step for step, extent in zip(data.stride(), data.shape, strict=True) if extent > 1]
-    return 0 in strides or len({*strides}) < len(strides)
+def overlap_finding(key: str, data: torch.Tensor) -> Finding:
+    """What is wrong with a tensor to fill for which ``overlaps_itself`` holds."""
+    return Finding(
+        "elements of the tensor to fill share memory, as after expand()",
+        key,
+        found=f"strides {tuple(data.stride())} of shape {tuple(data.shape)}",
+        remedy="Give it memory of its own, such as clone().",
+    )
 
 
 def _other_shape(leaf: ShardedTensor, shape: Ints) -> list[Finding]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 from dist_checkpointing import (
     Checkpoint,
@@ -28,7 +30,7 @@ from dist_checkpointing.errors import (
     StateMismatchError,
     UnsupportedFormatError,
 )
-from dist_checkpointing.interop import TorchState, shard_state_dict
+from dist_checkpointing.interop import DCPReader, DCPWriter, TorchState, shard_state_dict
 
 PLACES: dict[str, Callable[[Any], Any]] = {
     "save": lambda path: save({"step": 1}, path),
@@ -200,3 +202,13 @@ def test_strided_tensors_are_filled(tmp_path: Path, to_fill: torch.Tensor) -> No
     save({"w": ShardedTensor.from_rank_offsets("w", values)}, tmp_path / "c")
     load({"w": ShardedTensor.from_rank_offsets("w", to_fill)}, tmp_path / "c")
     assert torch.equal(to_fill, values)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_a_tensor_that_dcp_fills_overlaps_itself(tmp_path: Path) -> None:
+    values = torch.arange(12.0).reshape(3, 4)
+    dcp.save({"w": values}, storage_writer=DCPWriter(tmp_path / "c"))
+    overlapping = torch.zeros(1, 4).expand(3, 4)
+    with pytest.raises((CheckpointException, StateMismatchError), match="share memory"):
+        dcp.load({"w": overlapping}, storage_reader=DCPReader(tmp_path / "c"))
+    assert not overlapping.any()
