@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dist_checkpointing import (
     Checkpoint,
@@ -207,8 +208,8 @@ def test_strided_tensors_are_filled(tmp_path: Path, to_fill: torch.Tensor) -> No
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_a_tensor_that_dcp_fills_overlaps_itself(tmp_path: Path) -> None:
     values = torch.arange(12.0).reshape(3, 4)
-    dcp.save({"w": values}, storage_writer=DCPWriter(tmp_path / "c"))
+    dcp_save({"w": values}, storage_writer=DCPWriter(tmp_path / "c"))
     overlapping = torch.zeros(1, 4).expand(3, 4)
     with pytest.raises((CheckpointException, StateMismatchError), match="share memory"):
-        dcp.load({"w": overlapping}, storage_reader=DCPReader(tmp_path / "c"))
+        dcp_load({"w": overlapping}, storage_reader=DCPReader(tmp_path / "c"))
     assert not overlapping.any()
