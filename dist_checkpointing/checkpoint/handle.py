@@ -67,8 +67,10 @@ class Checkpoint(Mapping[str, TensorHandle]):
         folder: Location | None = None,
     ) -> None:
         self.path = path
-        self.folder = path if folder is None else folder
-        self._is_in_place = self.folder == path
+        # Absolute, so that a handle outlives a change of the working directory.
+        self._root = path.absolute()
+        self.folder = self._root if folder is None else folder.absolute()
+        self._is_in_place = self.folder == self._root
         self.trusted = trusted
         self._config = config
         self._save_number = save_number
@@ -110,7 +112,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
         if self._stamp is not None and self._stamp == _stamp(self.folder):
             return True
         return (
-            data_folder(self.path) == self.folder
+            data_folder(self._root) == self.folder
             and check_is_distributed_checkpoint(self.folder)
             and number_of_save(self.folder) == self._save_number
         )
@@ -259,7 +261,7 @@ class Checkpoint(Mapping[str, TensorHandle]):
     def __getitem__(self, key: str) -> TensorHandle:
         index = self.index
         if key not in index:
-            raise KeyError(f"{self.path} holds no tensor {key!r}{hint(key, index)}")
+            raise KeyError(f"{self.path} holds no tensor {key!r}{hint(str(key), index)}")
         return TensorHandle(self, index[key])
 
     def __contains__(self, key: object) -> bool:

@@ -14,13 +14,13 @@ def check_room(folder: Path, num_bytes: int) -> None:
     Quotas are not checked.
 
     Raises:
-        CheckpointingException: if the folder is write-protected, or its file system too full.
+        CheckpointingException: if it is write-protected or a file, or its file system too full.
     """
-    place = folder
-    while not place.exists():
-        place = place.parent
+    place = next(place for place in (folder, *folder.parents) if place.exists())
     findings = []
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not place.is_dir():
+        findings.append(Finding("a file is in the way", path=str(place)))
+    elif not os.access(place, os.W_OK | os.X_OK):
         problem = "this process may not write here"
         findings.append(Finding(problem, path=str(place), remedy="Change the permissions."))
     room = os.statvfs(place)

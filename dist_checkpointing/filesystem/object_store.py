@@ -230,15 +230,8 @@ class ObjectStore:
 def _client(url: str, options: ObjectStoreOptions, process: int) -> Client:
     """A client that the threads of a process share."""
     del process  # a fork has its own: sockets and threads of the parent's do not work in it
-    try:
-        from obstore.store import MemoryStore, from_url  # noqa: PLC0415 - an extra
-    except ImportError as error:
-        finding = Finding(
-            "obstore is not installed",
-            path=url,
-            remedy="pip install 'dist_checkpointing[object]'",
-        )
-        raise UnsupportedFormatError("object stores need obstore", [finding]) from error
+    from obstore.store import MemoryStore, from_url  # noqa: PLC0415 - an extra
+
     if url.startswith("memory://"):
         return MemoryStore()
     given = {
@@ -298,7 +291,7 @@ def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
     """The bucket of a URL, and the key within it.
 
     Raises:
-        UnsupportedFormatError: if no object store has such URLs.
+        UnsupportedFormatError: if no object store has such URLs, or obstore is not installed.
         CheckpointingException: if it names no bucket, or what no object can be called.
     """
     scheme, _, rest = url.partition(":")
@@ -316,6 +309,15 @@ def store_of(url: str, options: ObjectStoreOptions) -> tuple[ObjectStore, str]:
             "the URL names no bucket", expected=f"{scheme}://bucket/folder", found=url
         )
         raise CheckpointingException("not a path of a checkpoint", [finding])
+    try:
+        import obstore  # noqa: F401, PLC0415 - an extra
+    except ImportError as error:
+        finding = Finding(
+            "obstore is not installed",
+            path=url,
+            remedy="pip install 'dist_checkpointing[object]'",
+        )
+        raise UnsupportedFormatError("object stores need obstore", [finding]) from error
     if scheme == "az":  # az://account/container/folder
         container, _, key = key.partition("/")
         bucket = f"{bucket}/{container}"

@@ -27,11 +27,23 @@ def location(path: str | os.PathLike[str]) -> Location:
 
     Raises:
         UnsupportedFormatError: for a URL of a scheme that is not known.
-        CheckpointingException: for a URL that names no bucket.
+        CheckpointingException: for a URL that names no bucket, an empty path, and for what is
+            no path.
     """
     if isinstance(path, ObjectPath):
         return path
+    given: object = path
+    if not isinstance(given, str | os.PathLike):
+        finding = Finding(
+            "a path is a str or an os.PathLike",
+            found=f"{type(given).__module__}.{type(given).__qualname__}",
+            remedy="The state dict comes first: save(state, path), load(template, path).",
+        )
+        raise CheckpointingException("not a path of a checkpoint", [finding])
     text = os.fspath(path)
+    if not text:
+        finding = Finding("the path is empty", remedy="Name a folder; '.' is the current one.")
+        raise CheckpointingException("not a path of a checkpoint", [finding])
     return _without_dots(path) if _URL.match(text) is None else ObjectPath.of(text)
 
 

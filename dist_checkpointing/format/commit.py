@@ -111,11 +111,11 @@ def read_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingConfig:
         return _PLAIN_DCP
     if store.is_folder(folder):
         raise _not_committed(folder) from missing
-    problem = "it is a file, not a folder" if store.is_there(folder) else "no such folder"
+    message, problem = f"Checkpoint directory {folder} does not exist", "no such folder"
+    if store.is_there(folder):
+        message, problem = f"{folder} is not a distributed checkpoint", "it is not a folder"
     finding = Finding(problem, path=str(folder))
-    raise CheckpointNotFoundError(
-        f"Checkpoint directory {folder} does not exist", [finding]
-    ) from missing
+    raise CheckpointNotFoundError(message, [finding]) from missing
 
 
 def _parsed_config(path: Location) -> CheckpointingConfig:
@@ -138,10 +138,15 @@ def _parsed_config(path: Location) -> CheckpointingConfig:
 
 def _not_committed(folder: Location) -> CheckpointNotFoundError:
     half = store.is_there(folder / ATTEMPT_NAME) or store.is_there(folder / CLAIMS)
+    remedy = "Load an older checkpoint." if half else "Is this the right folder?"
+    if store.is_there(folder / "manager.json"):
+        remedy = (
+            "It is the folder of a run: CheckpointManager(path).load(template), or name a step."
+        )
     finding = Finding(
         "a save was begun here and never committed" if half else f"{CONFIG_FNAME} is missing",
         path=str(folder / CONFIG_FNAME),
-        remedy="Load an older checkpoint." if half else "Is this the right folder?",
+        remedy=remedy,
     )
     return CheckpointNotFoundError(f"{folder} is not a distributed checkpoint", [finding])
 
@@ -352,7 +357,11 @@ def _locked(folder: Path) -> tuple[FolderLock, list[Path]]:
     while True:
         above = takewhile(lambda path: not local.is_there(path), folder.parents)
         made = [folder, *above]
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            finding = Finding("a file is in the way", path=str(error.filename))
+            raise CheckpointExistsError(f"{folder} cannot be made", [finding]) from error
         try:
             return FolderLock.acquire(folder), made
         except FileNotFoundError:

@@ -177,3 +177,11 @@ def as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     """A CPU tensor of ``dtype`` over the memory of a numpy array with the same bits."""
     known = from_torch(dtype)
     return torch.from_numpy(array.view(known.bits)).view(dtype)
+
+
+def overlaps_itself(data: torch.Tensor) -> bool:
+    """Whether several elements surely have the same place in memory."""
+    if data.layout is not torch.strided or data.is_contiguous():
+        return False
+    strides = [step for step, extent in zip(data.stride(), data.shape, strict=True) if extent > 1]
+    return 0 in strides or len({*strides}) < len(strides)

@@ -113,11 +113,12 @@ class CheckpointManager:
     ) -> None:
         if on_error not in ("raise", "warn", "retry"):
             raise ValueError(f"on_error must be 'raise', 'warn' or 'retry', not {on_error!r}")
-        self.root: Any = location(root)
+        # Not relative to a working directory that may change between saves.
+        self.root: Any = location(root).absolute()
         self._strategy = sharded_strategy
         self._comm = chosen_comm(comm)
         self._files = run_files(
-            root, retention, on_deleted, fast, drain, self._comm, incremental=incremental
+            self.root, retention, on_deleted, fast, drain, self._comm, incremental=incremental
         )
         self._on_saved, self._on_error = on_saved, on_error
         self._trusted, self._is_incremental = trusted, incremental

@@ -145,9 +145,21 @@ def partition(state_dict: Mapping[Any, Any]) -> Partition:
         InvalidShardingError: if it is not a dict, or holds sharded leaves of an unknown kind.
     """
     if not isinstance(state_dict, dict):
-        finding = Finding("not a dict", expected="dict", found=type(state_dict).__name__)
+        finding = Finding(
+            "not a dict",
+            expected="dict",
+            found=type(state_dict).__name__,
+            remedy='Pass {"model": model.state_dict()}, or interop.TorchState(model, optimizer).',
+        )
         raise InvalidShardingError("sharded_state_dict must be a dict", [finding])
-    leaves, skeleton = take_apart(state_dict, only=containers_with(state_dict, _is_special))
+    try:
+        leaves, skeleton = take_apart(state_dict, only=containers_with(state_dict, _is_special))
+    except RecursionError:
+        finding = Finding(
+            "its dicts and lists are nested too deeply, or one of them holds itself",
+            remedy="Flatten them.",
+        )
+        raise InvalidShardingError("sharded_state_dict cannot be taken apart", [finding]) from None
     common, places = _sorted(leaves, skeleton)
     tensors, objects, local, factories = (
         AtPaths([leaves[place] for place in own], skeleton, own) for own in places

@@ -231,6 +231,7 @@ def load(
                 # A planner of a user may know other names.
                 planner_knows_keys=own_planner and made is None,
                 stored_keys=stored_keys,
+                common=common,
             )
         check_filled(parts, common, flag)
         filled = wanted

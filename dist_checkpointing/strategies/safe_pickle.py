@@ -128,10 +128,15 @@ def serialize(value: object, what: str) -> bytes:
     """``value`` as ``torch.save`` writes it.
 
     Raises:
-        InvalidShardingError: if a sharded leaf is inside an object, where it would be lost.
+        InvalidShardingError: if a sharded leaf is inside an object, where it would be lost, or the
+            value is nested too deeply.
     """
     buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=pickle_module(PlainPickler))
+    try:
+        torch.save(value, buffer, pickle_module=pickle_module(PlainPickler))
+    except RecursionError:
+        finding = Finding(f"{what} is nested too deeply", remedy="Flatten its dicts and lists.")
+        raise InvalidShardingError("the state dict cannot be pickled", [finding]) from None
     refused = _refused_globals(buffer)
     try:
         check_torch_file(buffer.getvalue())

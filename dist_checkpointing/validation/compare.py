@@ -12,7 +12,7 @@ import torch
 
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.errors import Finding, StateMismatchError
-from dist_checkpointing.format.dtypes import is_lossless
+from dist_checkpointing.format.dtypes import is_lossless, overlaps_itself
 from dist_checkpointing.format.geometry import Ints
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.format.near_names import hint
@@ -23,6 +23,7 @@ from dist_checkpointing.mapping.nesting import path_text
 from dist_checkpointing.mapping.partition import Partition
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
 from dist_checkpointing.validation.strictness import StrictHandling
+from dist_checkpointing.validation.unwrapped import is_there
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ def compare(
     *,
     planner_knows_keys: bool,
     stored_keys: Callable[[], Iterable[str]] | None = None,
+    common: object = None,
 ) -> bool:
     """Check every wanted tensor against what is stored.
 
@@ -148,6 +150,7 @@ def compare(
         cast: what to do about dtypes that differ.
         planner_knows_keys: a user's planner may find a key under another name, and says so if not.
         stored_keys: gives the keys of all stored tensors, if ``stored`` holds only some.
+        common: the common state of the checkpoint, where a tensor is that was saved unwrapped.
 
     Returns:
         Whether all are stored with just their global shapes and dtypes.
@@ -157,11 +160,11 @@ def compare(
     """
     known_keys = stored.keys if stored_keys is None else stored_keys
     if isinstance(stored, StoredTensors):
-        # What has an address is not on the meta device.
+        # What has an address is not on the meta device, and contiguous.
         without = np.flatnonzero(columns.addresses < 0).tolist()
         others = [data for row in without if (data := columns.data[row]) is not None]
-        is_somewhere = not any(data.is_meta for data in others)
-        if is_somewhere and stored.are_alike(columns):
+        can_be_filled = not any(data.is_meta or overlaps_itself(data) for data in others)
+        if can_be_filled and stored.are_alike(columns):
             return True
         stored = stored.of(columns.keys)
     findings: list[Finding] = []
@@ -186,9 +189,18 @@ def compare(
                     remedy="Materialise it, or pass data=None.",
                 )
             )
+        elif data is not None and overlaps_itself(data):
+            findings.append(overlap_finding(leaf.key, data))
     if missing:
         findings += [
             Finding(
+                f"it was saved without being wrapped, so it is in the common state at "
+                f"{path_text(missing[key])}",
+                key,
+                remedy="Load it by load({}, path); wrap the state dict when you save it again.",
+            )
+            if is_there(common, missing[key])
+            else Finding(
                 f"not in the checkpoint (asked for at {path_text(missing[key])}){near}",
                 key,
                 remedy="Remove it from the template, or pass strict=.",
@@ -202,6 +214,16 @@ def compare(
         )
         raise StateMismatchError(message, findings)
     return False
+
+
+def overlap_finding(key: str, data: torch.Tensor) -> Finding:
+    """What is wrong with a tensor to fill for which ``overlaps_itself`` holds."""
+    return Finding(
+        "elements of the tensor to fill share memory, as after expand()",
+        key,
+        found=f"strides {tuple(data.stride())} of shape {tuple(data.shape)}",
+        remedy="Give it memory of its own, such as clone().",
+    )
 
 
 def _other_shape(leaf: ShardedTensor, shape: Ints) -> list[Finding]:

@@ -211,11 +211,12 @@ def unfilled_tensors(parts: Partition, stored: Mapping[Any, Any]) -> list[Findin
             remedy=WRAP_REMEDY,
         )
         for path, value in wanted.items()
-        if not _is_there(result, path)
+        if not is_there(result, path)
     ]
 
 
-def _is_there(tree: Any, path: ValuePath) -> bool:
+def is_there(tree: Any, path: ValuePath) -> bool:
+    """Whether a nested state dict has a value at a path."""
     for step in path:
         if isinstance(step, DictKey):
             if not isinstance(tree, dict) or step.key not in tree:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from dist_checkpointing import __version__
+from dist_checkpointing import ShardedTensor, __version__, save
 from dist_checkpointing.checkpoint import Checkpoint
 from dist_checkpointing.errors import CorruptCheckpointError, Finding, RankFailedError
 from dist_checkpointing.tools.cli.app import EXIT_BAD_INPUT, EXIT_INTERRUPTED
@@ -85,11 +87,103 @@ def test_a_file_that_ends_early_is_named_and_not_just_aborted(
     assert (finished.code, finished.err) == (EXIT_BAD_INPUT, expected)
 
 
-@pytest.mark.parametrize("arguments", [["lss"], ["ls"], ["plan", GOLDEN, "--tp", "x"]])
-def test_errors_of_usage_are_those_of_typer(dckpt: Run, arguments: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lss"], "No such command 'lss'"),
+        (["ls"], "Missing argument "),
+        (["plan", GOLDEN, "--tp", "x"], "Invalid value for '--tp'"),
+        (["ls", GOLDEN, "--nosuch"], "No such option: --nosuch"),
+        (["convert", GOLDEN, "x", "--to"], "Option '--to' requires an argument"),
+    ],
+)
+def test_errors_of_usage_are_told_like_others(
+    dckpt: Run, arguments: list[Any], message: str
+) -> None:
     finished = dckpt(*arguments)
+    assert (finished.code, finished.out) == (EXIT_BAD_INPUT, "")
+    assert finished.err.startswith(f"error: {message}")
+    if arguments[-1] != "--to":
+        document = dckpt(*arguments, "--json")
+        assert document.code == EXIT_BAD_INPUT
+        error = json.loads(document.out)["error"]
+        assert (error["type"], error["findings"]) == ("UsageError", [])
+        assert error["message"].startswith(message)
+        assert document.err == finished.err
+
+
+def test_no_arguments_are_answered_by_the_help(dckpt: Run) -> None:
+    finished = dckpt()
     assert finished.code == EXIT_BAD_INPUT
     assert finished.err.startswith("Usage:")
+    assert "rm-prefix" in finished.err
+
+
+def run_with(encoding: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [sys.executable, "-m", "dist_checkpointing", *map(str, arguments)]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_keys_that_the_output_cannot_show_are_escaped(tmp_path: Path) -> None:
+    save({"t": ShardedTensor.from_rank_offsets("gr\xf6\xdfe", torch.ones(4))}, tmp_path / "\xfc")
+    listed = run_with("ascii", "ls", tmp_path / "\xfc")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert r"gr\xf6\xdfe" in listed.stdout
+    missing = run_with("ascii", "show", tmp_path / "\xfc", "nothing")
+    assert missing.returncode == EXIT_BAD_INPUT
+    assert r"\xfc holds nothing called 'nothing'" in missing.stderr
+    drawn = run_with("ascii", "show", tmp_path / "\xfc", "gr\xf6\xdfe", "--plot")
+    assert "###" in drawn.stdout
+    assert drawn.stdout.isascii()
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["ls", "--json"]])
+def test_a_full_disk_is_one_line(arguments: list[str]) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    finished = subprocess.run(
+        [sys.executable, "-m", "dist_checkpointing", *arguments, str(GOLDEN)],
+        stdout=full,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=60,
+    )
+    os.close(full)
+    assert (finished.returncode, finished.stderr) == (2, b"error: No space left on device\n")
+
+
+def test_a_closed_output_is_no_failure() -> None:
+    command = 'exec "$0" -m dist_checkpointing ls "$1" >&-'
+    finished = subprocess.run(
+        ["/bin/sh", "-c", command, sys.executable, str(GOLDEN)],
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=60,
+    )
+    assert (finished.returncode, finished.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "plan"])
+def test_an_empty_path_is_not_the_current_folder(dckpt: Run, command: str) -> None:
+    finished = dckpt(command, "")
+    assert finished.code == EXIT_BAD_INPUT
+    assert "the path is empty" in finished.err
+
+
+def test_what_is_neither_file_nor_folder_is_not_said_to_be_missing(
+    dckpt: Run, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("pipe", "loop"):
+        for command in (["verify"], ["ls"], ["watch"], ["convert", "--to", "zarr"]):
+            place = tmp_path / name
+            finished = dckpt(*command, place, *([tmp_path / "x"] if len(command) > 1 else []))
+            assert finished.code == EXIT_BAD_INPUT
+            assert "does not exist" not in finished.err
+            assert "not a folder" in finished.err or "nor a folder" in finished.err
 
 
 def test_ctrl_c_is_one_line() -> None:

@@ -96,6 +96,7 @@ def test_verify_against_a_list(tmp_path: Path, dckpt: Run) -> None:
     listed.write_text(json.dumps(fingerprint({"x": shard("x", FULL)}, comm=ALONE)))
     finished = dckpt("verify", same, "--against", listed)
     assert "'x': the file names this tensor, the checkpoint does not hold it" in finished.out
+    assert finished.out.endswith("\nnot what the file says\n")
     for text in ("{}", "[]", '{"w": 3}', "{"):
         listed.write_text(text)
         finished = dckpt("verify", same, "--against", listed)

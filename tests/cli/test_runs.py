@@ -138,6 +138,11 @@ def test_what_is_not_whole(tmp_path: Path, dckpt: Run) -> None:
     }
     with FolderLock.acquire(root / "step-00000001"):
         assert listed(dckpt, root)["1"]["state"] == "being saved"
+        refused = dckpt("ls", f"{root}@1")
+        assert refused.code == 2
+        assert f"it is being saved now, by process {os.getpid()}" in refused.err
+        assert f"dckpt watch {root / 'step-00000001'}" in refused.err
+    assert "a save was begun here and never committed" in dckpt("ls", f"{root}@1").err
     assert listed(dckpt, root)["1"]["state"] == "unfinished"
 
 
@@ -262,3 +267,30 @@ def test_a_release_of_megatron(tmp_path: Path, dckpt: Run) -> None:
         "release",
     )
     assert dckpt("show", f"{root}@latest", "step", "--json").json["value"] == 7
+
+
+def test_folders_of_one_number_are_all_listed(tmp_path: Path, dckpt: Run) -> None:
+    for name in ("bert-2", "gpt-2", "gpt-3"):
+        save(at_step(1), tmp_path / "models" / name)
+    assert [*listed(dckpt, tmp_path / "models")] == ["gpt-2", "2", "3"]
+    root = managed(tmp_path / "run", 2, 3)
+    save(at_step(1), root / "backup-2")
+    rows = listed(dckpt, root)
+    assert rows["2"]["path"] == str(root / "step-00000002")
+    assert rows["backup-2"]["path"] == str(root / "backup-2")
+    assert "backup-2" in dckpt("verify", f"{root}@backup-2").out
+
+
+def test_a_link_to_itself_beside_the_steps(tmp_path: Path, dckpt: Run) -> None:
+    root = managed(tmp_path / "run", 1)
+    (root / "step-7").symlink_to(root / "step-7")
+    assert [*listed(dckpt, root)] == ["1"]
+
+
+def test_a_step_of_the_current_folder(
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = managed(tmp_path / "run", 1, 2)
+    monkeypatch.chdir(root)
+    for name in (".@latest", "@latest", "../run@latest", "step-00000001/..@latest"):
+        assert dckpt("stats", name, "--json").json["path"].endswith("step-00000002"), name

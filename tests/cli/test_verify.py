@@ -89,3 +89,24 @@ def test_a_torn_commit_is_damage(samples: Samples, tmp_path: Path, dckpt: Run) -
     finished = dckpt("verify", folder)
     assert finished.code == 1
     assert "metadata.json" in finished.out
+    # Nothing was looked at.
+    assert "0 tensors" not in finished.out
+    assert "no seal" not in finished.out
+
+
+def test_a_checkpoint_without_tensors(tmp_path: Path, dckpt: Run) -> None:
+    save({"step": 1}, tmp_path / "c")
+    finished = dckpt("verify", tmp_path / "c")
+    assert finished.code == 0
+    assert "no checksums were kept" not in finished.out
+
+
+def test_a_damaged_seal_is_not_said_to_be_missing(
+    samples: Samples, tmp_path: Path, dckpt: Run
+) -> None:
+    folder = samples("zarr-2").copied(tmp_path / "c").folder
+    (folder / ".dckpt" / "seal.json").write_text("{")
+    finished = dckpt("verify", folder)
+    assert finished.code == 1
+    assert "no seal that can be read" in finished.out
+    assert "older version" not in finished.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -168,3 +169,34 @@ def test_where_nothing_is_saved(tmp_path: Path, dckpt: Run, name: str) -> None:
         return
     assert (finished.code, finished.out) == (2, "")
     assert ("does not exist" if name == "nothing" else "Orbax") in finished.err
+
+
+def test_a_save_as_json(tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "c"
+    let_go = holding_commits(monkeypatch)
+    thread = while_saving(lambda: save(at_step(1), folder), folder)
+    after(3, let_go, monkeypatch)
+    finished = dckpt("watch", folder, "--json")
+    thread.join()
+    found = json.loads(finished.out)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert (found["step"], found["state"], found["path"]) == ("c", "whole", str(folder))
+    assert found["num_bytes"] == size
+    assert found["seconds"] > 0
+
+
+def test_a_deleted_step_as_json(
+    tmp_path: Path, dckpt: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    lock = FolderLock.acquire(folder)
+
+    def delete() -> None:
+        lock.release()
+        shutil.rmtree(folder)
+
+    after(2, delete, monkeypatch)
+    finished = dckpt("watch", folder, "--json")
+    assert finished.code == 1
+    assert json.loads(finished.out)["state"] == "deleted"

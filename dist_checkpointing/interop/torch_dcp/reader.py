@@ -15,10 +15,16 @@ from torch.distributed.checkpoint import storage as dcp_storage
 from torch.futures import Future
 
 from dist_checkpointing.comm import SingleProcess
-from dist_checkpointing.errors import CorruptCheckpointError, Finding, UnsupportedFormatError
+from dist_checkpointing.errors import (
+    CorruptCheckpointError,
+    Finding,
+    StateMismatchError,
+    UnsupportedFormatError,
+)
 from dist_checkpointing.filesystem.paths import location
 from dist_checkpointing.format.commit import check_is_distributed_checkpoint
 from dist_checkpointing.format.data_folder import data_folder
+from dist_checkpointing.format.dtypes import overlaps_itself
 from dist_checkpointing.format.index import Index
 from dist_checkpointing.interop.torch_dcp.keys import DCP_KEYS_NAME, DCPKeys, KeyPath, dcp_names_in
 from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
@@ -34,6 +40,7 @@ from dist_checkpointing.strategies.selection import (
     handles_objects,
     open_checkpoint,
 )
+from dist_checkpointing.validation.compare import overlap_finding
 
 
 class DCPReader(dcp_storage.StorageReader):
@@ -218,6 +225,9 @@ class DCPReader(dcp_storage.StorageReader):
 
     def _wanted(self, item: dcp.ReadItem, tensor: torch.Tensor) -> ShardedTensor:
         name, shape = item.storage_index.fqn, tuple(item.lengths)
+        if overlaps_itself(tensor):
+            message = "a tensor cannot be filled"
+            raise StateMismatchError(message, [overlap_finding(name, tensor)])
         whole, start = self._index[name].global_shape, tuple(item.storage_offsets)
         return ShardedTensor(name, tensor, tensor.dtype, shape, whole, start, None)
 

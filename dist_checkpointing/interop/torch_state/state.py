@@ -107,8 +107,12 @@ class TorchState:
                     f"{name} must be a module, a dict, or have state_dict and load_state_dict; "
                     f"it is a {type(other).__name__}"
                 )
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a module; it is a {type(model).__name__}")
+        given_model: object = model
+        if not isinstance(given_model, nn.Module):
+            raise TypeError(
+                f"model must be a torch.nn.Module, not a {type(given_model).__name__}: "
+                "TorchState(model, optimizer)"
+            )
         several = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         if not all(hasattr(one, "param_groups") for one in several):
             found = ", ".join(type(one).__name__ for one in several)

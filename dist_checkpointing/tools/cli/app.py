@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, Final
+from contextlib import suppress
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -41,6 +43,9 @@ _ANSWERED: Final = (
 )
 """Errors that are printed as one line, without a traceback."""
 
+# typer 0.29 has its own copy of click, older ones import it.
+_UsageError: Final[Any] = typer.BadParameter.__base__
+
 
 class _Program(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
@@ -58,7 +63,7 @@ class _Program(TyperGroup):
             sys.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:
             # The reader of the output (head, less) has ended.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _write_no_more()
             sys.exit(0)
 
 
@@ -120,17 +125,62 @@ def options(
 def main() -> None:
     """Run ``dckpt`` with the arguments of the process."""
     debug = "--debug" in sys.argv
+    _prepare_output()
+    # Allowed anywhere, also after the command.
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     try:
-        # Allowed anywhere, also after the command.
-        app([argument for argument in sys.argv[1:] if argument != "--debug"])
+        sys.exit(app(arguments, standalone_mode=False) or 0)
+    except typer.Abort:
+        fail("interrupted")
+        sys.exit(EXIT_INTERRUPTED)
+    except _UsageError as error:
+        if not arguments:
+            error.show()  # the help
+            sys.exit(EXIT_BAD_INPUT)
+        document = {"type": "UsageError", "message": error.format_message(), "findings": []}
+        _fail(document, _usage_text(error))
     except _ANSWERED as error:
         if debug:
             raise
+        _fail(_as_json(error), _text(error))
+
+
+def _fail(document: dict[str, Any], text: str) -> NoReturn:
+    # The output itself may be what fails, such as on a full disk.
+    try:
         if "--json" in sys.argv:
             # Scripts read the standard output, people the line below.
-            print_json({"error": _as_json(error)})
-        fail(_text(error))
-        sys.exit(EXIT_BAD_INPUT)
+            print_json({"error": document})
+        sys.stdout.flush()
+    except OSError:
+        _write_no_more()
+    with suppress(OSError):
+        fail(text)
+    sys.exit(EXIT_BAD_INPUT)
+
+
+def _prepare_output() -> None:
+    """Let keys and paths of any characters be printed, and a closed output be no error."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            setattr(sys, name, os.fdopen(devnull, "w", encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _write_no_more() -> None:
+    """Drop what is still to be written, which would fail again at the end of the process."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _usage_text(error: Any) -> str:
+    """The text of an error of usage, and of what is right."""
+    message: str = error.format_message()
+    if error.ctx is None:
+        return message
+    return f"{message}\n{error.ctx.get_usage()}\nTry '{error.ctx.command_path} --help'."
 
 
 def _as_json(error: Exception) -> dict[str, Any]:
@@ -147,8 +197,8 @@ def _text(error: Exception) -> str:
     """The text of an error: one line, and a line for each finding if there are several."""
     if isinstance(error, CheckpointingException) and len(error.findings) == 1:
         return f"{error.message.rstrip('.:')}: {error.findings[0]}"
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"{error.strerror}: {error.filename}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
     if isinstance(error, MemoryError | RecursionError):
         return f"{type(error).__name__}: {error}"
     # The text of a KeyError is the repr of its message.

@@ -154,7 +154,7 @@ def _show(
     backend, version = opened.backend
     stored = sum(handle.num_bytes for handle in opened.values())
     size = f"{counted(len(opened), 'tensor')}, {bytes_text(stored)}"
-    say_wrapped(f"{opened.path} ({backend} {version}): {size}")
+    say_wrapped(f"{one_line(str(opened.path))} ({backend} {version}): {size}")
     topology = f"Load on {counted(found.num_ranks, 'rank')}"
     if cuts and found.num_ranks > 1:
         topology += f": {counted(tp, 'tensor-parallel rank')}"

@@ -7,11 +7,17 @@ from collections.abc import Iterator
 from dist_checkpointing.tools.inspect.values import Histogram
 
 BINS = 20
+_FULL = "█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
-def plot_lines(found: Histogram, width: int) -> Iterator[str]:
+def plot_lines(found: Histogram, width: int, encoding: str = "utf-8") -> Iterator[str]:
     """A line for each bin: its lower edge, a bar, and the number of its values."""
+    full, parts = _FULL, _EIGHTHS
+    try:
+        (full + parts).encode(encoding)
+    except UnicodeEncodeError:
+        full, parts = "#", "       #"
     is_whole = found.is_of_integers
     labels = [f"{edge + 0.5:.0f}" if is_whole else f"{edge:.4g}" for edge in found.edges]
     rows = [(f">= {labels[0]}", found.counts[0]), *zip(labels[1:-1], found.counts[1:], strict=True)]
@@ -27,7 +33,7 @@ def plot_lines(found: Histogram, width: int) -> Iterator[str]:
     room = max(8, width - label_width - count_width - 4)
     for label, count in rows:
         eighths = round(8 * room * count / most)
-        bar = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+        bar = full * (eighths // 8) + parts[eighths % 8].strip()
         if count and not bar:
-            bar = _EIGHTHS[1]
+            bar = parts[1].strip() or full
         yield f"{label:>{label_width}}  {bar:<{room}}  {count:>{count_width},}"

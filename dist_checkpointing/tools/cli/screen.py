@@ -213,7 +213,7 @@ def check_page(output: Path, *, force: bool) -> None:
 
 def write_page(output: Path, page: str) -> int:
     """Write a web page as a whole; returns its bytes."""
-    data = page.encode()
+    data = page.encode(errors="backslashreplace")
     local.write_atomic(output, data, local.Durability.PAGE_CACHE)
     return len(data)
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import pprint
+import sys
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -126,7 +127,8 @@ def _show_tensor(
             say(line)
     if histogram is not None:
         say(f"\n{painted(f'Histogram{title}', 'bold')}")
-        for line in plot_lines(histogram, terminal_width() or _PIPE_WIDTH):
+        width = terminal_width() or _PIPE_WIDTH
+        for line in plot_lines(histogram, width, sys.stdout.encoding or "ascii"):
             say(line)
     say(f"\n{painted(f'Values{title}', 'bold')}")
     say(_values_text(handle, slices))

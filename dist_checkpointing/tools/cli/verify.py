@@ -73,6 +73,7 @@ def verify(
             trusted=trusted,
             progress=bar.show,
         )
+    is_other = expected is not None and found.is_sound
     if expected is not None and against is not None and found.is_sound:
         opened = open_named(checkpoint, trusted=trusted)
         others = other_fingerprints(opened.fingerprints(stored=False), expected, against)
@@ -80,7 +81,7 @@ def verify(
     if as_json:
         print_json(_as_json(checkpoint, found))
     elif not (quiet and found.is_sound):
-        for line in _lines(checkpoint, found, expected):
+        for line in _lines(checkpoint, found, expected, is_other=is_other):
             say(line)
     if not found.is_sound:
         raise typer.Exit(EXIT_DAMAGED)
@@ -117,10 +118,11 @@ def other_fingerprints(
 
 
 def _lines(
-    checkpoint: Path, found: Examination, expected: Mapping[str, str] | None
+    checkpoint: Path, found: Examination, expected: Mapping[str, str] | None, *, is_other: bool
 ) -> Iterator[str]:
     yield painted(one_line(str(checkpoint)), "bold")
-    yield from _seen(found)
+    if found.num_tensors or not found.findings:
+        yield from _seen(found)
     if expected is not None and not found.findings:
         yield f"all fingerprints are those of the file: {counted(len(expected), 'tensor')}"
     for title, style, findings in (
@@ -131,8 +133,9 @@ def _lines(
         if findings:
             yield painted(f"\n{title}", style)
             yield from (f"  - {one_line(str(finding))}" for finding in findings)
-    verdict = painted("damaged", "red") if found.findings else painted("sound", "green")
-    yield f"\n{verdict}"
+    # Sums of values are compared only where nothing is damaged.
+    wrong = "not what the file says" if is_other else "damaged"
+    yield f"\n{painted(wrong, 'red') if found.findings else painted('sound', 'green')}"
 
 
 def _seen(found: Examination) -> Iterator[str]:
@@ -140,14 +143,16 @@ def _seen(found: Examination) -> Iterator[str]:
     yield f"{counted(found.num_tensors, 'tensor')} in {parts}"
     if found.is_sealed:
         yield "sealed: every file was compared with the record of the save"
+    elif found.findings:
+        yield "no seal that can be read: files are not compared"
     else:
         yield "no seal (an older version or another program saved it): files are not compared"
-    if not found.num_bytes_compared:
+    if found.num_bytes and not found.num_bytes_compared:
         yield "no checksums were kept: what cannot be read is found, flipped bits are not"
-    elif found.num_bytes_compared == found.num_bytes:
-        yield "all of it has checksums"
-    else:
+    elif found.num_bytes_compared < found.num_bytes:
         yield f"{bytes_text(found.num_bytes_compared)} of it has checksums"
+    elif found.num_bytes:
+        yield "all of it has checksums"
     if found.num_objects:
         yield f"{counted(found.num_objects, 'cell')} of sharded objects, and the common state"
     else:

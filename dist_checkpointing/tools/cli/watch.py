@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from dist_checkpointing.format.commit import is_committed, read_config
 from dist_checkpointing.tools.cli.screen import one_line, painted, progress_bar, say
 from dist_checkpointing.tools.inspect.opening import explaining
 from dist_checkpointing.tools.inspect.runs import (
+    RunStep,
     StepState,
     holder_at,
     is_run,
@@ -38,6 +40,10 @@ def watch(
             help="Folder or URL of a run, or of a checkpoint that is being saved.",
         ),
     ],
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON for each save that has ended.")
+    ] = False,
 ) -> None:
     """Follow a save that is going on: who saves, how many bytes so far, and how it ends.
 
@@ -53,42 +59,43 @@ def watch(
     place = located(path)
     try:
         if is_run(place) or (store.is_folder(place) and not store.names_in(place)):
-            _watch_run(place)
+            _watch_run(place, as_json=as_json)
         elif holder_at(place) is None or is_committed(place):
             with explaining(place):
                 read_config(place)  # raises if there is neither a checkpoint nor a save
-            _tell(place.name, place)
-        elif not _follow(place.name, place, None):
+            _tell(place.name, place, as_json=as_json)
+        elif not _follow(place.name, place, None, as_json=as_json):
             raise typer.Exit(_NOT_SAVED)
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
 
 
-def _watch_run(root: Location) -> None:
+def _watch_run(root: Location, *, as_json: bool) -> None:
     folders = step_folders(root)
     known = {name for name, folder in folders.items() if is_committed(folder)}
-    say_now(f"{one_line(str(root))}: waiting for saves; Ctrl-C ends")
+    if not as_json:
+        say_now(f"{one_line(str(root))}: waiting for saves; Ctrl-C ends")
     while True:
         for name, folder in step_folders(root).items():
             if name in known and isinstance(folder, ObjectPath):
                 continue  # it stays a checkpoint while it is overwritten
             if is_committed(folder):
                 if name not in known:  # saved between two looks
-                    _tell(name, folder)
+                    _tell(name, folder, as_json=as_json)
                 known.add(name)
             elif holder_at(folder) is not None:
                 before = [folder for other, folder in folders.items() if other in known]
                 size = look_at("", before[-1]).files.num_bytes if before else None
-                if _follow(name, folder, size):
+                if _follow(name, folder, size, as_json=as_json):
                     known.add(name)
         _pause()
         folders = step_folders(root)
 
 
-def _follow(name: str, folder: Location, expected_bytes: int | None) -> bool:
+def _follow(name: str, folder: Location, expected_bytes: int | None, *, as_json: bool) -> bool:
     """Show a save until it ends; returns whether it has committed a checkpoint."""
     holder = holder_at(folder)
-    if holder is not None:
+    if holder is not None and not as_json:
         about = "" if expected_bytes is None else f", about {bytes_text(expected_bytes)}"
         say_now(f"{one_line(name)}: being saved by process {holder.pid} on {holder.host}{about}")
     done = 0
@@ -100,11 +107,13 @@ def _follow(name: str, folder: Location, expected_bytes: int | None) -> bool:
             bar.advance(size - done)
             done = size
             _pause()
-    return _tell(name, folder)
+    return _tell(name, folder, as_json=as_json)
 
 
-def _tell(name: str, folder: Location) -> bool:
+def _tell(name: str, folder: Location, *, as_json: bool) -> bool:
     """Print how the save of a step has ended; returns whether it has committed a checkpoint."""
+    if as_json:
+        return _tell_as_json(name, folder)
     if not store.is_folder(folder):
         say_now(painted(f"{one_line(name)}: deleted", "yellow"))
         return False
@@ -113,11 +122,30 @@ def _tell(name: str, folder: Location) -> bool:
         say_now(painted(f"{one_line(name)}: {step.state.value}: its save has ended", "red"))
         return False
     text = f"{one_line(name)}: {step.state.value}, {bytes_text(step.files.num_bytes)}"
-    if step.begun_at is not None:
-        seconds = max(step.saved_at - step.begun_at, 1e-3)
+    if (seconds := _seconds_of(step)) is not None:
         text += f", saved in {seconds:.1f} s ({bytes_text(step.files.num_bytes / seconds)}/s)"
     say_now(painted(text, "red" if step.state is StepState.DAMAGED else "green"))
     return True
+
+
+def _tell_as_json(name: str, folder: Location) -> bool:
+    step = look_at(name, folder) if store.is_folder(folder) else None
+    document = {
+        "step": name,
+        "path": str(folder),
+        "state": "deleted" if step is None else step.state.value,
+        "num_bytes": None if step is None else step.files.num_bytes,
+        "seconds": None if step is None else _seconds_of(step),
+    }
+    say_now(json.dumps(document))
+    return step is not None and step.state.is_checkpoint
+
+
+def _seconds_of(step: RunStep) -> float | None:
+    """How long the save of a step took; None for what another program saved."""
+    if not step.state.is_checkpoint or step.begun_at is None:
+        return None
+    return max(step.saved_at - step.begun_at, 1e-3)
 
 
 def say_now(line: str) -> None:

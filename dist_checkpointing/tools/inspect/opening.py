@@ -9,6 +9,7 @@ from typing import Final
 
 from dist_checkpointing.checkpoint.handle import Checkpoint
 from dist_checkpointing.errors import CheckpointNotFoundError, Finding
+from dist_checkpointing.filesystem.folder_lock import holder_of
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.commit import is_committed
 from dist_checkpointing.format.leftovers import ATTEMPT_NAME
@@ -104,8 +105,20 @@ def explaining(path: Location) -> Iterator[None]:
 
 def _what_it_is(path: Location) -> tuple[str, str] | None:
     """What a path is instead of a checkpoint, and what to do."""
-    if isinstance(path, Path) and (not path.is_dir() or (path / ATTEMPT_NAME).exists()):
-        return None
+    if isinstance(path, Path):
+        if path.is_file():
+            remedy = (
+                "dckpt ls, show, stats, diff and convert open safetensors and torch.save files."
+            )
+            return "it is a file, not a folder", remedy
+        if not path.is_dir():
+            return None
+        if (path / ATTEMPT_NAME).exists():
+            holder = holder_of(path)
+            if holder is None:
+                return None
+            now = f"it is being saved now, by process {holder.pid} on {holder.host}"
+            return now, f"dckpt watch {path} tells when it is done."
     if is_run(path):
         number = len(step_folders(path))
         remedy = f"dckpt ls {path} lists them; name one, such as {path}@{LATEST}."
@@ -117,7 +130,11 @@ def _what_it_is(path: Location) -> tuple[str, str] | None:
         names = [inside.name for inside in folders_inside if holds(inside)]
         if names:
             return f"it holds {what}: {', '.join(names[:8])}", "Name one of them."
-    for what, patterns, remedy in _FOREIGN:
-        if any(any(path.glob(pattern)) for pattern in patterns):
-            return f"it is {what}", remedy.format(path=path)
-    return None
+    return next(
+        (
+            (f"it is {what}", remedy.format(path=path))
+            for what, patterns, remedy in _FOREIGN
+            if any(any(path.glob(pattern)) for pattern in patterns)
+        ),
+        None,
+    )

@@ -35,6 +35,7 @@ MANAGER_RECORD: Final = "manager.json"
 MEGATRON_POINTER: Final = "latest_checkpointed_iteration.txt"
 LATEST: Final = "latest"
 _NUMBERED: Final = re.compile(r"[A-Za-z_.-]*?(\d+)|release")
+_OF_A_RUN: Final = re.compile(r"step-\d{8,}|iter_\d{7,}")
 _MAX_POINTER_BYTES: Final = 1 << 10
 _THREADS: Final = 16
 Uses = Mapping[str, store.FileUse]
@@ -237,12 +238,13 @@ def holder_at(folder: Location) -> Holder | None:
 def step_folders(root: Location) -> dict[str, Location]:
     """The folders of the steps of a run by name, oldest first; none if it is no run."""
     folders, files = store.folders_and_files(root)
-    matches = {name: _NUMBERED.fullmatch(name) for name in folders}
-    found = {
-        name if match[1] is None else str(int(match[1])): root / name
-        for name, match in matches.items()
-        if match is not None
-    }
+    found: dict[str, Location] = {}
+    # The folders of a manager or of Megatron come first: "backup-3" must not hide their step 3.
+    for name in sorted(folders, key=lambda name: (_OF_A_RUN.fullmatch(name) is None, name)):
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            number = name if match[1] is None else str(int(match[1]))
+            found[name if number in found else number] = root / name
     is_checkpoint = {OWN_FOLDER, CONFIG_FNAME, DCP_METADATA_NAME} & {*folders, *files}
     if is_checkpoint and (is_committed(root) or _is_begun(root)):
         return {}
