@@ -92,6 +92,13 @@ class OptimizerTemplate:
         self._optimizers = optimizers
         self._values: Mapping[str, Any] = saved.get("state", {})
         self._groups = {name: group for group in saved["param_groups"] for name in group["params"]}
+        # A recipe gives parameters other names; their groups go by the old ones.
+        self._groups |= {
+            key.removeprefix("model."): self._groups[old]
+            for key, sources in stored.sources.items()
+            for old in (own.removeprefix("model.") for own in sources)
+            if old in self._groups
+        }
         self._names: dict[torch.Tensor, str] = {}
         self.tree: dict[str, dict[str, Any]] = {}
         tensors = self._tensors_by_name(stored)
