@@ -130,10 +130,10 @@ class Derivation:
 
     def stored_as(self, tensor: DerivedTensor) -> StoredTensor | None:
         """The stored tensor that it is, but for name and dtype."""
-        sources = tensor.sources
-        if len(sources) != 1:
+        source = tensor.pieces[0].key if len(tensor.pieces) == 1 else None
+        if source is None:
             return None
-        own = self.stored[sources[0]]
+        own = self.stored[source]
         whole = DerivedTensor.of_stored(own.key, own.global_shape, tensor.dtype)
         return own if tensor == whole else None
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from dist_checkpointing import Recipe, ShardedObject, ShardedTensor, load, save
 from dist_checkpointing.comm import Comm
 from dist_checkpointing.format.element_types import ELEMENT_TYPES, FLOATING
 from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.planning import derived
 from dist_checkpointing.planning.recipe import Derivation
 from dist_checkpointing.planning.recipe_rules import CastTo, Drop, Keep, Missing, Rename, Rule
 from dist_checkpointing.planning.recipe_shapes import (
@@ -430,6 +432,7 @@ LOADED_KINDS = ["whole", "rows", "rows", "flat", "prepended", "box", "box"]
     turned=st.booleans(),
     shares=st.booleans(),
     more=st.lists(st.sampled_from(["zeros", "template"]), max_size=2),
+    few=st.sampled_from([0, 32]),
 )
 def test_a_load_is_what_torch_makes(
     *,
@@ -442,6 +445,7 @@ def test_a_load_is_what_torch_makes(
     turned: bool,
     shares: bool,
     more: list[str],
+    few: int,
 ) -> None:
     rules: list[Rule] = [*case.rules]
     full = dict(case.full)
@@ -456,7 +460,11 @@ def test_a_load_is_what_torch_makes(
             full[key] = grown(full[key], axis, full[key].shape[axis] + number, source, value)
             rules.append(Resize(key, axis, fill=fill))  # type: ignore[arg-type]
     expected = {key: own.tensor() for key, own in full.items()}
-    with tempfile.TemporaryDirectory(prefix="recipes") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="recipes") as name,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(derived, "_FEW", few)  # above which pieces are found in columns
         folder = Path(name) / "ckpt"
         written(case, folder, backend, worlds[0], seed)
 
