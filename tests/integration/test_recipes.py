@@ -359,7 +359,7 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
         ('[{"rname": "a", "to": "b"}]', "did you mean 'rename'?"),
         ('[{"rename": "a", "into": "b"}]', "rename takes to, not 'into'; did you mean 'to'?"),
         ('[{"rename": "a"}]', "rename needs 'to'"),
-        ('[{"resize": "a", "sise": 3}]', "resize takes axis, size, fill, not 'sise'; did you mean"),
+        ('[{"resize": "a", "siz": 3}]', "resize takes axis, size, fill, not 'siz'; did you mean"),
         ('[{"rename": "a", "to": "b", "drop": "c"}]', "one object is one rule, not 'rename' and"),
         ('[{"rename": "a", "to": "b", "rename": "c", "to": "d"}]', "'rename' is there 2 times"),
         ('[{"split": "a", "into": "b"}]', "into must be a list, not 'b'"),
