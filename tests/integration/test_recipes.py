@@ -14,6 +14,7 @@ import torch
 
 from dist_checkpointing import (
     CheckpointingException,
+    CorruptCheckpointError,
     Recipe,
     ShardedObject,
     StateMismatchError,
@@ -283,6 +284,39 @@ def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
     assert [group["lr"] for group in its_optimizer.param_groups] == [0.1, 0.2]
 
 
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_torch_state_with_more_rows(tmp_path: Path, *, has_stepped: bool) -> None:
+    def made(rows: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Embedding(rows, 2)
+        return model, torch.optim.Adam(model.parameters())
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.tensor([1, 5])).sum().backward()
+        optimizer.step()
+
+    model, optimizer = made(6)
+    step(model, optimizer)
+    save(TorchState(model, optimizer), tmp_path / "c")
+    padded, its_optimizer = made(8)
+    if has_stepped:
+        step(padded, its_optimizer)
+    state = TorchState(padded, its_optimizer)
+    moments = Resize(r"optimizer\.state\.weight\.exp_avg(_sq)?")
+    load(state, tmp_path / "c", recipe=Recipe(Resize("model.weight"), moments))
+    for own, other in (
+        (model.weight, padded.weight),
+        *(
+            (optimizer.state[model.weight][name], its_optimizer.state[padded.weight][name])
+            for name in ("exp_avg", "exp_avg_sq")
+        ),
+    ):
+        assert torch.equal(torch.cat([own, torch.zeros(2, 2)]), other)
+    step(padded, its_optimizer)
+    # A rule that forgets the moments is told so, and not by the next step.
+    with pytest.raises(StateMismatchError, match=r"exp_avg': global shape differs"):
+        load(TorchState(*made(8)), tmp_path / "c", recipe=Recipe(Resize("model.weight")))
+
+
 def test_nothing_is_touched_before_all_ranks_agree(ckpt: Path) -> None:
     given_data = torch.full((8, 2), 3.0)
     template = wholes({"emb": given_data})
@@ -371,7 +405,7 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
         ('[{"drop": 3}]', "the patterns must be a list, not 3"),
         ('[{"keep": []}]', "it keeps nothing"),
         ('[{"use": "gpt2"}]', "'gpt2' is not one of llama_to_megatron"),
-        ('[{"use": "lama_to_megatron"}]', "did you mean 'llama_to_megatron'?"),
+        ('[{"use": "lama_to_megatron"}]', "did you mean 'llama_to_megatron' or"),
         ('[{"use": ["llama_to_megatron"]}]', "['llama_to_megatron'] is not one of"),
         ('[{"use": "llama_to_megatron"}]', "llama_to_megatron needs 'num_query_groups'"),
         ('[{"use": "llama_to_megatron", "groups": 2}]', "not 'groups'; did you mean"),
@@ -434,6 +468,53 @@ def test_restored_values_are_verified(ckpt: Path) -> None:
     template = blanks({"wte": torch.empty(5, 2), "all.a": torch.empty(3, 2, 3)})
     found = load(template, ckpt, recipe=recipe, verify="restored")
     assert torch.equal(found["wte"], numbered(5, 2))
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        (Transpose("w"), (8, 8)),
+        (Concat(["w", "v"], into="w"), (16, 8)),
+        (Resize("w", size=16), (16, 8)),
+        (Resize("w", size=4), (4, 8)),
+        (CastTo("w", "float64"), (8, 8)),
+    ],
+)
+def test_damage_is_found_through_a_rule(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: str, rule: Rule, shape: Any
+) -> None:
+    tensors = {"w": numbered(8, 8, start=1), "v": numbered(8, 8, start=1000)}
+    save(wholes(tensors), tmp_path / "c", backend, fingerprints=True)
+    values = tensors["w"].numpy().tobytes()
+    (file,) = [f for f in (tmp_path / "c").rglob("*") if f.is_file() and values in f.read_bytes()]
+    content = bytearray(file.read_bytes())
+    content[content.find(values) + len(values) - 2] ^= 1  # in the last row
+    file.write_bytes(content)
+    dtype = torch.float64 if isinstance(rule, CastTo) else torch.float32
+    template, recipe = blanks({"w": torch.empty(shape, dtype=dtype)}), Recipe(rule)
+    with pytest.raises(CorruptCheckpointError, match="'w': checksum differs"):
+        load(template, tmp_path / "c", recipe=recipe, verify=True)
+    with pytest.raises(CorruptCheckpointError, match="not what was saved"):
+        convert(tmp_path / "c", tmp_path / "out", recipe=recipe)
+    if shape == (4, 8) or dtype == torch.float64:
+        load(template, tmp_path / "c", recipe=recipe, verify="restored")
+        assert "1 tensors are not compared with what was saved" in caplog.text
+    else:
+        with pytest.raises(CorruptCheckpointError, match="'w': what lies in memory is not"):
+            load(template, tmp_path / "c", recipe=recipe, verify="restored")
+
+
+def test_one_stored_tensor_in_two_places(tmp_path: Path) -> None:
+    """A bfloat16 weight and its float32 master, or tied embeddings."""
+    weight = numbered(4, 3).bfloat16()
+    save(wholes({"w": weight}), tmp_path / "c")
+    leaves = {"model": weight.T.clone(), "master": torch.empty(3, 4)}
+    template = {name: shard("x", torch.empty_like(own)) for name, own in leaves.items()}
+    recipe = Recipe(Rename("w", to="x"), Transpose("x"))
+    found = load(template, tmp_path / "c", recipe=recipe, cast="widen")
+    assert torch.equal(found["model"], weight.T)
+    assert torch.equal(found["master"], weight.T.float())
 
 
 def test_deriving_does_not_grow_with_what_no_rule_matches() -> None:

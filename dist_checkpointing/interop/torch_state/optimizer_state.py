@@ -92,6 +92,7 @@ class OptimizerTemplate:
         self._optimizers = optimizers
         self._values: Mapping[str, Any] = saved.get("state", {})
         self._groups = {name: group for group in saved["param_groups"] for name in group["params"]}
+        self._has_recipe = bool(stored.sources)
         # A recipe gives parameters other names; their groups go by the old ones.
         self._groups |= {
             key.removeprefix("model."): self._groups[old]
@@ -143,7 +144,10 @@ class OptimizerTemplate:
                 continue
             if entry == "step" and not (group.get("fused") or group.get("capturable")):
                 own[entry] = torch.empty(shape, dtype=dtype)
-            elif shape == tuple(parameter.shape):
+            elif shape == tuple(parameter.shape) or (
+                # A rule that resizes takes the extents of the template.
+                self._has_recipe and len(shape) == parameter.ndim and max(shape, default=0) > 1
+            ):
                 own[entry] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             elif "." in entry or (isinstance(parameter, DTensor) and shape):
                 finding = Finding(
