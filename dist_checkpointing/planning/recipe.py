@@ -178,11 +178,12 @@ class Derivation:
     @property
     def changed(self) -> list[str]:
         """Keys of the tensors that are not as they are stored."""
+        stored = self.stored
         return [
             key
             for key, tensor in self.tensors.items()
-            if (own := self.stored_as(tensor)) is None
-            or (own.key, own.dtype) != (key, tensor.dtype)
+            if key not in stored
+            or tensor != DerivedTensor.of_stored(key, stored[key].global_shape, stored[key].dtype)
         ]
 
     def origin(self, key: str) -> str:
@@ -285,7 +286,9 @@ def derive(
         findings = list(change.findings)
         for key, tensor in change.made:
             other = rest.setdefault(key, tensor)
-            if other is not tensor or not key:
+            if not key:
+                findings.append(Finding("it would have no name", ", ".join(tensor.sources)))
+            elif other is not tensor:
                 both = " and ".join(", ".join(own.sources[:3]) for own in (other, tensor))
                 problem = "several tensors would have this name"
                 remedy = "Drop or rename one of them before."
@@ -322,6 +325,8 @@ def _renamed(
     found: dict[str, str] = {}
     for key, stored in names.items():
         new = changed.get(key, key)
+        if new == "":
+            findings.append(Finding("it would have no name", stored))
         if new is not None and found.setdefault(new, stored) != stored:
             findings.append(
                 Finding(

@@ -171,7 +171,7 @@ def test_query_key_and_value_of_each_rank(
         (lambda: megatron_to_llama(32, 0), "num_query_groups must be a positive number"),
         (lambda: megatron_to_llama(32, 5), "must be a multiple of num_query_groups, not 32 of 5"),
         (lambda: megatron_to_mixtral(4, 2, layers="x"), "layers must be"),  # type: ignore[arg-type]
-        (lambda: mixtral_to_megatron(2, transformer_impl="te"), "transformer_impl must be"),  # type: ignore[arg-type]
+        (lambda: mixtral_to_megatron(2, transformer_impl="inference"), "transformer_impl must be"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
 def test_numbers_that_cannot_be_are_refused(make: Callable[[], Recipe], said: str) -> None:

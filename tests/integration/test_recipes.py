@@ -187,6 +187,8 @@ def test_a_parameter_that_wants_gradients_is_filled(ckpt: Path) -> None:
         ([Rename("{x}", to="{y}")], r"names what is not matched"),
         ([Rename("layers.0.rng", to="{y}")], r"names what is not matched"),
         ([Rename("emb", to="layers.0.a")], "found made of layers.0.a and emb"),
+        ([Rename("(x?)emb", to=r"\1")], "'emb': it would have no name"),
+        ([Rename(r"layers\.0\.rng(x?)", to=r"\1")], "'layers.0.rng': it would have no name"),
         ([Rename("layers.0.rng", to="emb")], "'emb': a tensor and a sharded object would have"),
         ([Rename("emb", to="layers.0.rng")], "'layers.0.rng': a tensor and a sharded object"),
     ],
@@ -286,11 +288,11 @@ def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_torch_state_with_more_rows(tmp_path: Path, *, has_stepped: bool) -> None:
-    def made(rows: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def made(rows: int) -> tuple[torch.nn.Embedding, torch.optim.Optimizer]:
         model = torch.nn.Embedding(rows, 2)
         return model, torch.optim.Adam(model.parameters())
 
-    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def step(model: torch.nn.Embedding, optimizer: torch.optim.Optimizer) -> None:
         model(torch.tensor([1, 5])).sum().backward()
         optimizer.step()
 
@@ -393,7 +395,10 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
         ('[{"rname": "a", "to": "b"}]', "did you mean 'rename'?"),
         ('[{"rename": "a", "into": "b"}]', "rename takes to, not 'into'; did you mean 'to'?"),
         ('[{"rename": "a"}]', "rename needs 'to'"),
-        ('[{"resize": "a", "siz": 3}]', "resize takes axis, size, fill, not 'siz'; did you mean"),
+        (
+            '[{"resize": "a", "sizes": 3}]',
+            "resize takes axis, size, fill, not 'sizes'; did you mean",
+        ),
         ('[{"rename": "a", "to": "b", "drop": "c"}]', "one object is one rule, not 'rename' and"),
         ('[{"rename": "a", "to": "b", "rename": "c", "to": "d"}]', "'rename' is there 2 times"),
         ('[{"split": "a", "into": "b"}]', "into must be a list, not 'b'"),
@@ -515,6 +520,12 @@ def test_one_stored_tensor_in_two_places(tmp_path: Path) -> None:
     found = load(template, tmp_path / "c", recipe=recipe, cast="widen")
     assert torch.equal(found["model"], weight.T)
     assert torch.equal(found["master"], weight.T.float())
+
+
+def test_a_tensor_without_elements_is_as_stored(tmp_path: Path) -> None:
+    save(wholes({"none": torch.zeros(0, 3), "cast": torch.zeros(0)}), tmp_path / "c")
+    made = preview_recipe(Recipe(CastTo("cast", "float64")), tmp_path / "c")
+    assert made.changed == ["cast"]
 
 
 def test_deriving_does_not_grow_with_what_no_rule_matches() -> None:
