@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dist_checkpointing import (
+    Checkpoint,
     CheckpointingException,
     CorruptCheckpointError,
     Recipe,
@@ -24,6 +25,7 @@ from dist_checkpointing import (
     save,
 )
 from dist_checkpointing.interop import TorchState
+from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.planning.recipe_rules import CastTo, Drop, Keep, Missing, Rename, Rule
 from dist_checkpointing.planning.recipe_shapes import (
@@ -42,6 +44,8 @@ from dist_checkpointing.strategies.tensorstore import (
     TensorStoreSaveShardedStrategy,
 )
 from dist_checkpointing.tools.convert import convert
+from dist_checkpointing.tools.forecast.forecast import forecast_of
+from dist_checkpointing.tools.forecast.templates import RankWants
 from states import BACKEND, blanks, shard, wholes
 
 UNSYNCED = TensorStoreSaveShardedStrategy(options=StorageOptions(durability=Durability.PAGE_CACHE))
@@ -255,6 +259,36 @@ def test_an_object_of_the_template_is_kept_and_counted(ckpt: Path) -> None:
     with pytest.raises(StateMismatchError, match=r"'new.rng': not in .*fill='template'") as caught:
         load(template, ckpt, recipe=Recipe(Missing("new.{x}")))
     assert "matches nothing" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [Rename("emb", to="wte"), Missing("new"), Missing("new.rng", fill="template")],
+        [Rename("emb", to="wte"), Missing("new"), Rename("layers.0.rng", to="new.rng")],
+        [Rename("emb", to="wte"), Missing("new"), Missing("new.rng")],
+        [Rename("emb", to="wte"), Missing("new.rng", fill="template")],
+        [Missing("new{x*}", fill="template")],
+        [Rename("emb", to="wte"), CastTo("wte", "float16"), Missing("new{x*}", fill="template")],
+        [Rename("emb", to="wte"), Resize("wte", size=3), Missing("new{x*}", fill="template")],
+        [Rename("emb", to="wte"), Transpose("wte"), Missing("new{x*}", fill="error")],
+    ],
+)
+def test_a_plan_finds_what_a_load_finds(ckpt: Path, rules: list[Rule]) -> None:
+    template: dict[str, Any] = blanks({"wte": torch.empty(5, 2), "new": torch.empty(3)})
+    template["rng"] = ShardedObject("new.rng", {"seed": 5}, (1,), (0,))
+    parts, recipe, seen = partition(template), Recipe(*rules), list[int]()
+    made = preview_recipe(recipe, ckpt, template)
+    wants = RankWants((0,), dict(parts.tensors), tuple(parts.objects.values()))
+    plan = forecast_of(Checkpoint.open(ckpt), [wants], made)
+    found: set[str | None] = set()
+    try:
+        load(template, ckpt, recipe=recipe, progress=lambda now: seen.append(now.bytes_total))
+    except StateMismatchError as error:
+        found = {finding.key for finding in error.findings} - {None}
+    else:
+        assert plan.read_bytes == seen[-1]
+    assert {(finding.key or "").removesuffix("/shard_0_1") for finding in plan.findings} == found
 
 
 def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
