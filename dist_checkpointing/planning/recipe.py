@@ -191,15 +191,14 @@ class Derivation:
         tensor = self.tensors[key]
         fills = [piece.fill for piece in tensor.pieces if piece.key is None]
         sources = dict.fromkeys(map(_of_layers, tensor.sources)) if len(tensor.sources) > 1 else {}
-        text = ", ".join([*(sources or tensor.sources), *dict.fromkeys(fills)]) or "nothing"
-        rounded = self.rounded_from(key)
-        return f"{text}; rounded from {', '.join(rounded)}" if rounded else text
+        return ", ".join([*(sources or tensor.sources), *dict.fromkeys(fills)]) or "nothing"
 
     def as_json(self) -> dict[str, Any]:
         """The same as ``str()``, for JSON."""
         return {
             "rules": [{"rule": str(rule), "matched": count} for rule, count in self.counts],
             "tensors": {key: self.origin(key) for key in self.changed},
+            "rounded": {key: dtypes for key in self.changed if (dtypes := self.rounded_from(key))},
             "left_out": self.left_out,
             "cut": {key: count for key, (count, _) in self.cut.items()},
             "objects": {new: old for new, old in self.objects.items() if new != old},
@@ -214,8 +213,9 @@ class Derivation:
         changed, left = self.changed, self.left_out
         texts = []
         for key in changed:
-            own = self.tensors[key]
-            texts.append(f"{key}  {own.dtype.name}{list(own.shape)} <- {self.origin(key)}")
+            own, rounded = self.tensors[key], ", ".join(self.rounded_from(key))
+            text = f"{key}  {own.dtype.name}{list(own.shape)} <- {self.origin(key)}"
+            texts.append(f"{text}; rounded from {rounded}" if rounded else text)
         texts += [f"left out: {key}" for key in left]
         texts += [
             f"left out: {n} of {size} elements of {key}" for key, (n, size) in self.cut.items()

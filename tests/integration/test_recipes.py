@@ -241,7 +241,11 @@ def test_the_dry_run_says_what_is_lost(ckpt: Path) -> None:
         "object rng <- layers.0.rng",
         "7 tensors: 7 by rules, 0 as stored; 0 stored ones left out; 0 of 4 rules match nothing",
     ]
-    assert made.as_json()["cut"]["emb"] == 2
+    told = made.as_json()
+    assert told["cut"]["emb"] == 2
+    assert told["tensors"]["layers.0.b"] == "layers.0.b"
+    assert told["rounded"]["layers.0.b"] == ["float32"]
+    assert "emb" not in told["rounded"]
     dropped = preview_recipe(Recipe(Drop("layers.0.rng")), ckpt)
     assert "left out: object layers.0.rng" in str(dropped)
     assert dropped.as_json()["objects_left_out"] == ["layers.0.rng"]
