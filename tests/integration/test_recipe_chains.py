@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dist_checkpointing import Recipe, ShardedObject, ShardedTensor, load, save
@@ -39,10 +39,12 @@ from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrate
 from dist_checkpointing.strategies.selection import open_checkpoint
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.convert import convert, open_source
+from dist_checkpointing.tools.convert.safetensors_files import DTYPE_NAMES
 from states import BACKENDS
 from tiers import examples
 
 DTYPES = [row.name for row in ELEMENT_TYPES if row.name not in ("uint16", "uint32", "uint64")]
+IN_SAFETENSORS = {*DTYPE_NAMES.values()}
 KEPT = 8.0
 """What a template holds; every dtype has it, and bool makes True of it."""
 ZEROS, TEMPLATE = 0, -1
@@ -534,6 +536,8 @@ def assert_says(made: Derivation, stored: dict[str, torch.Tensor], full: State) 
 def test_a_conversion_is_what_torch_makes(
     case: Case, backend: Any, world: int, seed: int, to: str
 ) -> None:
+    # The format has no name for some dtypes, which is refused before anything is written.
+    assume(to != "safetensors" or {own.dtype for own in case.full.values()} <= IN_SAFETENSORS)
     with tempfile.TemporaryDirectory(prefix="recipes") as name:
         folder, out = Path(name) / "ckpt", Path(name) / "out"
         written(case, folder, backend, world, seed)
