@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -14,15 +14,17 @@ from dist_checkpointing.mapping.base import CommonStateDict, ShardedStateDict, S
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """What a checkpoint holds, before a tensor of it is read.
+    """What a checkpoint holds, or what a recipe makes of it, before a tensor of it is read.
 
     Attributes:
         tensors: Global shape and dtype of every stored tensor, by key.
         common: Common state of the checkpoint.
+        sources: Keys of the stored tensors that a recipe makes each tensor of; empty without one.
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     common: CommonStateDict
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @runtime_checkable

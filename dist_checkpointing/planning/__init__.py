@@ -10,7 +10,12 @@ from dist_checkpointing.planning.items import (
     WriteItem,
     WriteItemType,
 )
-from dist_checkpointing.planning.llama_recipes import llama_to_megatron, megatron_to_llama
+from dist_checkpointing.planning.llama_recipes import (
+    llama_to_megatron,
+    megatron_to_llama,
+    megatron_to_mixtral,
+    mixtral_to_megatron,
+)
 from dist_checkpointing.planning.metadata import Metadata
 from dist_checkpointing.planning.planners import Destinations, LoadPlanner, SavePlanner
 from dist_checkpointing.planning.read_items import LoadItemType, ReadItem
@@ -61,5 +66,7 @@ __all__ = [
     "distribute_shards_to_ranks",
     "llama_to_megatron",
     "megatron_to_llama",
+    "megatron_to_mixtral",
+    "mixtral_to_megatron",
     "plan_load",
 ]

@@ -5,14 +5,20 @@ Cutting, joining and turning tensors only changes which box of which stored tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dist_checkpointing.format.element_types import DType
 from dist_checkpointing.format.geometry import Box, Ints
+
+_FEW = 32
+"""Of more pieces than these, those that meet a box are found in columns."""
 
 Fill = Literal["zeros", "template"]
 """What fills elements that nothing stored fills: zeros, or what the template holds there."""
@@ -66,7 +72,7 @@ class Piece:
         return values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DerivedTensor:
     """A global tensor made of pieces, which cover each element once.
 
@@ -154,10 +160,24 @@ class DerivedTensor:
 
     def parts(self, box: Box) -> Iterator[Piece]:
         """The pieces that fill a box, each as far as it lies in the box."""
-        for piece in self.pieces:
+        pieces: Iterable[Piece] = self.pieces
+        if len(self.pieces) > _FEW:
+            starts, stops = self._bounds
+            meets = ((starts < np.array(box.stop)) & (stops > np.array(box.offset))).all(axis=1)
+            pieces = [self.pieces[row] for row in np.flatnonzero(meets).tolist()]
+        for piece in pieces:
             common = piece.box.intersect(box)
             if common is not None:
                 yield piece.part(common)
+
+    @cached_property
+    def _bounds(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Where each piece starts and stops: a row a piece."""
+        rows = (len(self.pieces), len(self.shape))
+        return (
+            np.array([piece.box.offset for piece in self.pieces], np.int64).reshape(rows),
+            np.array([piece.box.stop for piece in self.pieces], np.int64).reshape(rows),
+        )
 
     @property
     def sources(self) -> tuple[str, ...]:

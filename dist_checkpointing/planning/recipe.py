@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dist_checkpointing.errors import CheckpointingException, Finding, StateMismatchError
+from dist_checkpointing.errors import Finding, StateMismatchError
+from dist_checkpointing.format.dtypes import is_lossless
 from dist_checkpointing.format.index import Index, StoredTensor
 from dist_checkpointing.planning.derived import DerivedTensor
+from dist_checkpointing.planning.recipe_file import rules_of_file
 from dist_checkpointing.planning.recipe_rules import (
-    CastTo,
-    Drop,
-    Keep,
     Misfit,
     Missing,
     NameRule,
-    Rename,
     Rule,
     Tensors,
     Wanted,
 )
-from dist_checkpointing.planning.recipe_shapes import (
-    Concat,
-    Resize,
-    Split,
-    Stack,
-    Transpose,
-    Unstack,
-)
-
-_KINDS = (Rename, Drop, Keep, CastTo, Missing, Resize, Split, Concat, Transpose, Stack, Unstack)
-RULES: Mapping[str, type[Rule]] = {kind.name: kind for kind in _KINDS}
-"""The rules by the names that they have in files."""
-
 
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.,])")
 
@@ -59,7 +43,7 @@ class Recipe:
         rules: The rules.
 
     Example:
-        >>> from dist_checkpointing.planning.recipe import Recipe, Rename, Resize
+        >>> from dist_checkpointing.planning import Recipe, Rename, Resize
         >>> vocabulary = ShardedTensor.from_rank_offsets("embed.weight", torch.ones(3, 2))
         >>> save({"embed": vocabulary}, "ckpt")
         >>> recipe = Recipe(Rename("embed.weight", to="wte"), Resize("wte", axis=0))
@@ -80,7 +64,7 @@ class Recipe:
     def read(cls, path: str | PathLike[str]) -> Recipe:
         """The recipe in a file: a list of rules, in JSON or (``.yaml``, ``.yml``) YAML.
 
-        A rule is an object whose first name is that of the rule: ``{"rename": "a", "to": "b"}``.
+        A rule is an object with the name of the rule in it: ``{"rename": "a", "to": "b"}``.
         ``{"use": "llama_to_megatron", "num_query_groups": 8}`` stands for the rules of a
         ready-made recipe.
 
@@ -93,63 +77,21 @@ class Recipe:
             >>> Recipe.read("recipe.json")
             Recipe(drop 'lm_head.{x}')
         """
-        place = Path(path)
-        try:
-            text = place.read_text()
-            rows = _yaml(place)(text) if place.suffix in (".yaml", ".yml") else json.loads(text)
-        except (OSError, ValueError) as error:
-            raise _unreadable(place, str(error)) from error
-        if not isinstance(rows, list):
-            raise _unreadable(place, "it must be a list of rules")
-        rules = []
-        for number, row in enumerate(rows, 1):
-            try:
-                rules.append(_rule(row))
-            except (CheckpointingException, TypeError, ValueError) as error:
-                raise _unreadable(place, f"rule {number}: {error}") from error
-        return cls(*rules)
+        return cls(*rules_of_file(Path(path)))
 
     def __repr__(self) -> str:
         return f"Recipe({', '.join(map(str, self.rules))})"
 
 
-def _unreadable(place: Path, problem: str, remedy: str | None = None) -> CheckpointingException:
-    finding = Finding(problem, path=str(place), remedy=remedy)
-    return CheckpointingException("the recipe cannot be read", [finding])
+def require_recipe(value: object) -> None:
+    """Refuse what is no recipe.
 
-
-def _yaml(place: Path) -> Callable[[str], Any]:
-    try:
-        yaml = import_module("yaml")
-    except ModuleNotFoundError as error:
-        remedy = "pip install 'dist_checkpointing[yaml]', or write it as JSON."
-        raise _unreadable(place, "the package PyYAML is missing", remedy) from error
-
-    def parse(text: str) -> Any:
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
-
-    return parse
-
-
-def _rule(row: object) -> Rule | Recipe:
-    if not isinstance(row, dict) or not row:
-        raise ValueError(f"a rule is an object such as {{'rename': 'a', 'to': 'b'}}, not {row!r}")
-    (name, first), *others = row.items()
-    if name == "use":
-        # Not at the top: ready-made recipes are made of what is here.
-        from dist_checkpointing.planning.llama_recipes import READY_MADE  # noqa: PLC0415
-
-        if first not in READY_MADE:
-            raise ValueError(f"{first!r} is not one of {', '.join(READY_MADE)}")
-        return READY_MADE[first](**dict(others))
-    if name not in RULES:
-        raise ValueError(f"{name!r} is not one of {', '.join((*RULES, 'use'))}")
-    make: Any = RULES[name]
-    rule: Rule = make(first, **dict(others))
-    return rule
+    Raises:
+        TypeError: saying how to make one.
+    """
+    if not isinstance(value, Recipe):
+        how = "Recipe(rule, ...), or Recipe.read(path) for a file"
+        raise TypeError(f"recipe must be a Recipe, not {value!r}; make one by {how}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,12 +101,16 @@ class Derivation:
     Attributes:
         tensors: Tensors by key.
         objects: Stored keys of the sharded objects, by their new keys.
+        kept_objects: Keys of the sharded objects that stay as they are in the template.
+        objects_left_out: Stored keys of the sharded objects that the rules leave out.
         counts: The rules, each with the number of tensors and objects that it matches.
         stored: Index of the checkpoint.
     """
 
     tensors: Tensors
     objects: Mapping[str, str]
+    kept_objects: frozenset[str]
+    objects_left_out: Sequence[str]
     counts: Sequence[tuple[Rule, int]]
     stored: Index
 
@@ -184,23 +130,44 @@ class Derivation:
 
     def stored_as(self, tensor: DerivedTensor) -> StoredTensor | None:
         """The stored tensor that it is, but for name and dtype."""
-        sources = tensor.sources
-        if len(sources) != 1:
+        source = tensor.pieces[0].key if len(tensor.pieces) == 1 else None
+        if source is None:
             return None
-        own = self.stored[sources[0]]
+        own = self.stored[source]
         whole = DerivedTensor.of_stored(own.key, own.global_shape, tensor.dtype)
         return own if tensor == whole else None
 
-    def fill_of(self, key: str) -> str:
-        """What fills a tensor or object that is missing; ``"error"`` for nothing."""
-        rule = _filling(self.counts, key)
-        return "error" if rule is None else rule.fill
+    @cached_property
+    def _num_used(self) -> Counter[str]:
+        """Number of elements of each stored tensor that fill something."""
+        found = Counter[str]()
+        for tensor in self.tensors.values():
+            for piece in tensor.pieces:
+                if piece.key is not None:
+                    found[piece.key] += piece.box.num_elements
+        return found
 
     @property
     def left_out(self) -> list[str]:
         """Keys of the stored tensors that fill nothing."""
-        used = {key for tensor in self.tensors.values() for key in tensor.sources}
+        used = self._num_used
         return [key for key in self.stored if key not in used and self.stored[key].num_bytes]
+
+    @property
+    def cut(self) -> dict[str, tuple[int, int]]:
+        """Stored tensors that are used in part: elements left out, and all elements, by key."""
+        sizes = {key: math.prod(self.stored[key].global_shape) for key in self._num_used}
+        return {
+            key: (sizes[key] - used, sizes[key])
+            for key, used in self._num_used.items()
+            if used < sizes[key]
+        }
+
+    def rounded_from(self, key: str) -> list[str]:
+        """The stored dtypes that its dtype cannot hold in every value."""
+        tensor = self.tensors[key]
+        dtypes = {self.stored[own].dtype for own in tensor.sources}
+        return sorted(d.name for d in dtypes if not is_lossless(d.torch, tensor.dtype.torch))
 
     @property
     def idle(self) -> list[str]:
@@ -211,11 +178,12 @@ class Derivation:
     @property
     def changed(self) -> list[str]:
         """Keys of the tensors that are not as they are stored."""
+        stored = self.stored
         return [
             key
             for key, tensor in self.tensors.items()
-            if (own := self.stored_as(tensor)) is None
-            or (own.key, own.dtype) != (key, tensor.dtype)
+            if key not in stored
+            or tensor != DerivedTensor.of_stored(key, stored[key].global_shape, stored[key].dtype)
         ]
 
     def origin(self, key: str) -> str:
@@ -230,7 +198,11 @@ class Derivation:
         return {
             "rules": [{"rule": str(rule), "matched": count} for rule, count in self.counts],
             "tensors": {key: self.origin(key) for key in self.changed},
+            "rounded": {key: dtypes for key in self.changed if (dtypes := self.rounded_from(key))},
             "left_out": self.left_out,
+            "cut": {key: count for key, (count, _) in self.cut.items()},
+            "objects": {new: old for new, old in self.objects.items() if new != old},
+            "objects_left_out": [*self.objects_left_out],
         }
 
     def __str__(self) -> str:
@@ -241,9 +213,17 @@ class Derivation:
         changed, left = self.changed, self.left_out
         texts = []
         for key in changed:
-            own = self.tensors[key]
-            texts.append(f"{key}  {own.dtype.name}{list(own.shape)} <- {self.origin(key)}")
-        lines += _together([*texts, *(f"left out: {key}" for key in left)])
+            own, rounded = self.tensors[key], ", ".join(self.rounded_from(key))
+            text = f"{key}  {own.dtype.name}{list(own.shape)} <- {self.origin(key)}"
+            texts.append(f"{text}; rounded from {rounded}" if rounded else text)
+        texts += [f"left out: {key}" for key in left]
+        texts += [
+            f"left out: {n} of {size} elements of {key}" for key, (n, size) in self.cut.items()
+        ]
+        texts += [f"object {new} <- {old}" for new, old in self.objects.items() if new != old]
+        texts += [f"object {key} <- template" for key in sorted(self.kept_objects)]
+        texts += [f"left out: object {key}" for key in self.objects_left_out]
+        lines += _together(texts)
         lines.append(
             f"{len(self.tensors)} tensors: {len(changed)} by rules, "
             f"{len(self.tensors) - len(changed)} as stored; {len(left)} stored ones left out; "
@@ -268,7 +248,11 @@ def _together(texts: Iterable[str]) -> Iterator[str]:
 
 
 def derive(
-    recipe: Recipe, index: Index, objects: Iterable[str] = (), wanted: Wanted | None = None
+    recipe: Recipe,
+    index: Index,
+    objects: Iterable[str] = (),
+    wanted: Wanted | None = None,
+    wanted_objects: Iterable[str] = (),
 ) -> Derivation:
     """Apply a recipe to what is stored. A pure function: nothing is read.
 
@@ -277,16 +261,20 @@ def derive(
         index: what is stored.
         objects: keys of the sharded objects that are stored.
         wanted: global shapes and dtypes of the tensors of a template, if there is one.
+        wanted_objects: keys of the sharded objects of the template.
 
     Raises:
+        TypeError: if ``recipe`` is no Recipe.
         StateMismatchError: naming the first rule that does not fit, and every tensor on which it
             fails.
     """
+    require_recipe(recipe)
     tensors: dict[str, DerivedTensor] = {
         key: DerivedTensor.of_stored(key, index[key].global_shape, index[key].dtype)
         for key in index
     }
     names = {key: key for key in objects}
+    stored_objects = [*names]
     counts = []
     for number, rule in enumerate(recipe.rules, 1):
         change = rule.change(tensors, wanted)
@@ -297,19 +285,32 @@ def derive(
             rest = {key: tensor for key, tensor in tensors.items() if key not in taken}
         findings = list(change.findings)
         for key, tensor in change.made:
-            if rest.setdefault(key, tensor) is not tensor or not key:
-                findings.append(Finding("several tensors would have this name", key))
+            other = rest.setdefault(key, tensor)
+            if not key:
+                findings.append(Finding("it would have no name", ", ".join(tensor.sources)))
+            elif other is not tensor:
+                both = " and ".join(", ".join(own.sources[:3]) for own in (other, tensor))
+                problem = "several tensors would have this name"
+                remedy = "Drop or rename one of them before."
+                findings.append(Finding(problem, key, found=f"made of {both}", remedy=remedy))
         if isinstance(rule, NameRule) and not findings:
             names, matched = _renamed(rule, names, findings)
             count += matched
+        findings += [
+            Finding("a tensor and a sharded object would have this name", key)
+            for key in names
+            if key in rest and not (key in tensors and names[key] == key)
+        ]
         if findings:
             message = f"rule {number} of the recipe does not fit: {rule}"
             raise StateMismatchError(message, findings)
         tensors = rest
         counts.append((rule, count))
+    kept: frozenset[str] = frozenset()
     if wanted is not None:
-        counts = _fill_missing(counts, tensors, wanted)
-    return Derivation(tensors, names, counts, index)
+        counts, kept = _fill_missing(counts, tensors, wanted, {*wanted_objects} - names.keys())
+    left = sorted({*stored_objects} - {*names.values()})
+    return Derivation(tensors, names, kept, left, counts, index)
 
 
 def _renamed(
@@ -324,26 +325,34 @@ def _renamed(
     found: dict[str, str] = {}
     for key, stored in names.items():
         new = changed.get(key, key)
+        if new == "":
+            findings.append(Finding("it would have no name", stored))
         if new is not None and found.setdefault(new, stored) != stored:
-            findings.append(Finding("several objects would have this name", new))
+            findings.append(
+                Finding(
+                    "several objects would have this name", new, found=f"{found[new]}, {stored}"
+                )
+            )
     return found, len(matched)
 
 
 def _fill_missing(
-    counts: Sequence[tuple[Rule, int]], tensors: dict[str, DerivedTensor], wanted: Wanted
-) -> list[tuple[Rule, int]]:
-    """Add the tensors that are missing; the counts of the rules that say how."""
-    filled: dict[int, int] = {}
-    for key in [key for key in wanted if key not in tensors]:
-        rule = _filling(counts, key)
-        if rule is not None:
-            filled[id(rule)] = filled.get(id(rule), 0) + 1
-            if rule.fill != "error":
-                tensors[key] = DerivedTensor.filled(*wanted[key], rule.fill)
-    return [(rule, count + filled.get(id(rule), 0)) for rule, count in counts]
-
-
-def _filling(counts: Sequence[tuple[Rule, int]], key: str) -> Missing | None:
-    """The first rule that says what a missing key gets."""
-    found = (rule for rule, _ in counts if isinstance(rule, Missing) and rule.applies_to(key))
-    return next(found, None)
+    counts: Sequence[tuple[Rule, int]],
+    tensors: dict[str, DerivedTensor],
+    wanted: Wanted,
+    objects: Iterable[str],
+) -> tuple[list[tuple[Rule, int]], frozenset[str]]:
+    """Add the tensors that are missing; counts of the rules that say how, and objects to keep."""
+    filled = Counter[int]()
+    kept = set()
+    for key in [*(key for key in wanted if key not in tensors), *objects]:
+        found = (rule for rule, _ in counts if isinstance(rule, Missing) and rule.applies_to(key))
+        rule = next(found, None)
+        if rule is None:
+            continue
+        filled[id(rule)] += 1
+        if key in wanted and rule.fill != "error":
+            tensors[key] = DerivedTensor.filled(*wanted[key], rule.fill)
+        elif rule.fill == "template":
+            kept.add(key)
+    return [(rule, count + filled[id(rule)]) for rule, count in counts], frozenset(kept)

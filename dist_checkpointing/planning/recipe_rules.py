@@ -80,6 +80,14 @@ class Rule(ABC):
             if not (isinstance(value, str) and value):
                 raise self.invalid(f"a pattern or a name must be a text, not {value!r}")
 
+    def require_list(self, what: str, values: object) -> None:
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise self.invalid(f"{what} must be a list, not {values!r}")
+
+    def require_axis(self, axis: object) -> None:
+        if type(axis) is not int:
+            raise self.invalid(f"axis must be a whole number, not {axis!r}")
+
     def compiled(self, text: str) -> re.Pattern[str]:
         self.require_texts(text)
         is_exact = not _SPECIAL.intersection(_PLACEHOLDER.sub("", text))
@@ -213,6 +221,8 @@ class Drop(NameRule):
     patterns: str | Sequence[str]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.patterns, str):
+            self.require_list("the patterns", self.patterns)
         for pattern in _texts(self.patterns):
             self.compiled(pattern)
 
@@ -232,6 +242,11 @@ class Keep(Drop):
     """
 
     name: ClassVar[str] = "keep"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.patterns:
+            raise self.invalid("it keeps nothing")
 
     def new_names(self, keys: Iterable[str]) -> tuple[list[str], dict[str, str | None]]:
         every = list(keys)

@@ -42,6 +42,7 @@ class Resize(EachRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_axis(self.axis)
         if self.fill not in get_args(Fill):
             raise self.invalid("fill must be 'zeros' or 'template'")
         if self.size is not None and not _is_count(self.size, 0):
@@ -86,8 +87,11 @@ class Split(EachRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.require_axis(self.axis)
+        self.require_list("into", self.into)
         sizes = _sizes(self)
-        if isinstance(self.into, str) or not self.into or len(sizes) != len(self.into):
+        self.require_list("sizes", sizes)
+        if not self.into or len(sizes) != len(self.into):
             raise self.invalid("into must be a list of names, and sizes as many numbers")
         self.require_texts(*self.into)
         if not all(_is_count(size, 1) for size in (*sizes, self.groups)):
@@ -132,7 +136,9 @@ class Concat(Rule):
     groups: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.patterns, str) or len(self.patterns) < 2:
+        self.require_axis(self.axis)
+        self.require_list("the patterns", self.patterns)
+        if len(self.patterns) < 2:
             raise self.invalid("it needs a list of two patterns or more")
         if not _is_count(self.groups, 1):
             raise self.invalid("groups must be a positive number")
@@ -197,8 +203,10 @@ class Transpose(EachRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.axes is not None and not all(_is_count(axis, 0) for axis in self.axes):
-            raise self.invalid("axes must be a list of axes, counted from 0")
+        if self.axes is not None:
+            self.require_list("axes", self.axes)
+            if not all(_is_count(axis, 0) for axis in self.axes):
+                raise self.invalid("axes must be a list of axes, counted from 0")
 
     def made(self, own: Matched) -> Made:
         every = range(len(own.tensor.shape))

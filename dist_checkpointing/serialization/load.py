@@ -31,7 +31,7 @@ from dist_checkpointing.mapping import (
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.partition import Partition, partition
 from dist_checkpointing.mapping.tensor_columns import TensorColumns
-from dist_checkpointing.planning.recipe import Recipe
+from dist_checkpointing.planning.recipe import Recipe, require_recipe
 from dist_checkpointing.planning.wanted import WantedLeaves
 from dist_checkpointing.serialization.load_checks import (
     check_access,
@@ -46,7 +46,12 @@ from dist_checkpointing.serialization.load_reads import (
     split_objects,
     stored_shapes,
 )
-from dist_checkpointing.serialization.load_recipe import RecipeLoad, apply_recipe, object_keys
+from dist_checkpointing.serialization.load_recipe import (
+    RecipeLoad,
+    apply_recipe,
+    made_state,
+    object_keys,
+)
 from dist_checkpointing.serialization.load_verification import Verification
 from dist_checkpointing.storage.progress import Meter, ProgressOption
 from dist_checkpointing.storage.protocol import StorageReader
@@ -186,6 +191,7 @@ def load(
         StrategyNotFoundError: the backend is unknown here.
         RankFailedError: anything else that failed, on the ranks it names.
         ValueError: for a ``strict``, ``cast`` or ``verify`` that does not exist.
+        TypeError: for a ``recipe`` that is no Recipe.
 
     Example:
         >>> whole = ShardedTensor.from_rank_offsets("w", torch.arange(4.0))
@@ -197,10 +203,11 @@ def load(
     comm = chosen_comm(comm)
     meter = Meter("load", comm.rank, progress)
     flag = parse_strict_flag(strict)
-    _require_known(cast, verify)
+    _require_known(cast, verify, recipe)
     template, restored = _template_of(
-        sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy, comm, trusted=trusted
-    )
+        sharded_state_dict, checkpoint_dir, sharded_strategy, common_strategy, recipe, comm,
+        trusted=trusted,
+    )  # fmt: skip
     with meter.phase("planning"), comm.agreed("opening the checkpoint"), paused_collector():
         folder = data_folder(checkpoint_dir)
         save_number = number_of_save(folder)
@@ -230,7 +237,7 @@ def load(
                 cast,
                 # A planner of a user may know other names.
                 planner_knows_keys=own_planner and made is None,
-                stored_keys=stored_keys,
+                stored_keys=stored_keys if made is None else None,
                 common=common,
             )
         check_filled(parts, common, flag)
@@ -281,6 +288,7 @@ def _template_of(
     checkpoint_dir: str | PathLike[str],
     sharded_strategy: Selection[LoadShardedStrategy],
     common_strategy: Selection[LoadCommonStrategy],
+    recipe: Recipe | None,
     comm: Comm,
     *,
     trusted: bool,
@@ -292,7 +300,7 @@ def _template_of(
         folder = data_folder(checkpoint_dir)
         found = _trusting(open_checkpoint(folder, sharded_strategy, common_strategy), trusted)
         common = found.common.load_common(folder)
-    stored = StoredState(stored_shapes(found, folder, comm), common)
+    stored = made_state(recipe, StoredState(stored_shapes(found, folder, comm), common))
     template, restore = state.template_for(stored, comm)
 
     def restored(loaded: StateDict) -> StateDict:
@@ -302,7 +310,9 @@ def _template_of(
     return template, restored
 
 
-def _require_known(cast: str, verify: object) -> None:
+def _require_known(cast: str, verify: object, recipe: Recipe | None) -> None:
+    if recipe is not None:
+        require_recipe(recipe)
     if cast not in ("error", "widen", "any"):
         raise ValueError(f"cast must be 'error', 'widen' or 'any', not {cast!r}")
     if verify not in (True, False, "restored"):
@@ -333,11 +343,7 @@ def _compare_keys(
     """Keys that only the checkpoint, and that only the template has, if anybody wants to know."""
     if not StrictHandling.requires_explicit_ckpt_mismatch_check(flag):
         return set(), set()
-    known = (
-        made.keys(parts)
-        if made is not None
-        else {*stored_keys(), *object_keys(found, folder, comm)}
-    )
+    known = made.keys if made is not None else {*stored_keys(), *object_keys(found, folder, comm)}
     return handle_strictly(parts, known, flag, comm)
 
 

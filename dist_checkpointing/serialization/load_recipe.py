@@ -17,8 +17,15 @@ from dist_checkpointing.filesystem.paths import local_folder
 from dist_checkpointing.format import dtypes
 from dist_checkpointing.format.gc_pause import paused_collector
 from dist_checkpointing.format.geometry import Box, Ints, boxes_of_part
-from dist_checkpointing.format.index import Index
-from dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedStateDict, ShardedTensor
+from dist_checkpointing.format.index import Index, StoredTensor
+from dist_checkpointing.format.near_names import near_names
+from dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    StoredState,
+)
 from dist_checkpointing.mapping.base import shallow_copy
 from dist_checkpointing.mapping.nesting import Path as TreePath
 from dist_checkpointing.mapping.nesting import Position
@@ -30,6 +37,10 @@ from dist_checkpointing.strategies.selection import (
     LoadStrategies,
     handles_objects,
     open_checkpoint,
+)
+
+_REMEDY_OF_OBJECTS = (
+    "Remove it from the template, or keep the template's by the rule missing with fill='template'."
 )
 
 
@@ -51,7 +62,7 @@ def preview_recipe(
         StateMismatchError: naming the rule that does not fit.
 
     Example:
-        >>> from dist_checkpointing.planning.recipe import Recipe, Rename
+        >>> from dist_checkpointing.planning import Recipe, Rename
         >>> save({"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}, "ckpt")
         >>> print(preview_recipe(Recipe(Rename("w", to="weight")), "ckpt"))
         rule 1: rename 'w', to='weight': 1 matched
@@ -60,9 +71,9 @@ def preview_recipe(
     """
     folder = local_folder(checkpoint_dir)
     found = open_checkpoint(folder)
-    wanted = None if template is None else shapes_of(partition(template).tensors.values())
     index = _planned(found).make_reader(folder).read_metadata()
-    return derive(recipe, index, _objects(found, folder), wanted)
+    parts = None if template is None else partition(template)
+    return _derived(recipe, index, _objects(found, folder), parts)
 
 
 def object_keys(found: LoadStrategies, folder: Location, comm: Comm) -> set[str]:
@@ -83,6 +94,15 @@ def _planned(found: LoadStrategies) -> PlannedLoadStrategy:
     raise UnsupportedFormatError("this checkpoint cannot be loaded by a recipe", [finding])
 
 
+def _derived(
+    recipe: Recipe, index: Index, objects: Iterable[str], parts: Partition | None
+) -> Derivation:
+    if parts is None:
+        return derive(recipe, index, objects)
+    wanted_objects = [leaf.key for leaf in parts.objects.values()]
+    return derive(recipe, index, objects, shapes_of(parts.tensors.values()), wanted_objects)
+
+
 def shapes_of(leaves: Iterable[ShardedTensor]) -> dict[str, tuple[Ints, dtypes.DType]]:
     """Global shape and dtype of what a template wants, by key."""
     return {
@@ -92,6 +112,22 @@ def shapes_of(leaves: Iterable[ShardedTensor]) -> dict[str, tuple[Ints, dtypes.D
         )
         for leaf in leaves
     }
+
+
+def made_state(recipe: Recipe | None, stored: StoredState) -> StoredState:
+    """What a recipe makes of what is stored, for an object that makes its template of that."""
+    if recipe is None:
+        return stored
+    index = Index.of(
+        StoredTensor.undivided(key, dtypes.from_torch(dtype, key=key), shape)
+        for key, (shape, dtype) in stored.tensors.items()
+    )
+    made = derive(recipe, index).tensors
+    return replace(
+        stored,
+        tensors={key: (own.shape, own.dtype.torch) for key, own in made.items()},
+        sources={key: own.sources for key, own in made.items()},
+    )
 
 
 def apply_recipe(
@@ -109,16 +145,14 @@ def apply_recipe(
     with comm.agreed("applying the recipe"), paused_collector():
         _planned(found)
         assert index is not None
-        made = derive(recipe, index, objects, shapes_of(parts.tensors.values()))
+        made = _derived(recipe, index, objects, parts)
         to_read = {
             path: replace(leaf, key=made.objects[leaf.key])
             for path, leaf in parts.objects.items()
             if leaf.key in made.objects
         }
         kept = {
-            path: leaf.data
-            for path, leaf in parts.objects.items()
-            if path not in to_read and made.fill_of(leaf.key) == "template"
+            path: leaf.data for path, leaf in parts.objects.items() if leaf.key in made.kept_objects
         }
     return RecipeLoad(made, to_read, kept)
 
@@ -137,13 +171,10 @@ class RecipeLoad:
     objects: Mapping[TreePath, ShardedObject]
     kept: Mapping[TreePath, Any]
 
-    def keys(self, parts: Partition) -> set[str]:
+    @property
+    def keys(self) -> set[str]:
         """Keys of all that there is for the template."""
-        return {
-            *self.made.tensors,
-            *self.made.objects,
-            *(parts.objects[path].key for path in self.kept),
-        }
+        return {*self.made.tensors, *self.made.objects, *self.made.kept_objects}
 
     @property
     def shapes(self) -> dict[str, tuple[Ints, torch.dtype]]:
@@ -158,7 +189,7 @@ class RecipeLoad:
     ) -> Iterator[None]:
         """Let the body compare the template; say more if it does not fit."""
         findings = [
-            Finding("not in the checkpoint", leaf.key, remedy="Remove it from the template.")
+            Finding("not in the checkpoint", leaf.key, remedy=_REMEDY_OF_OBJECTS)
             for path, leaf in objects.items()
             if path not in self.objects and path not in self.kept
         ]
@@ -174,10 +205,24 @@ class RecipeLoad:
         try:
             yield
         except StateMismatchError as error:
-            findings = [*error.findings, *findings]
+            findings = [*map(self._explained, error.findings), *findings]
         if findings:
             findings += [Finding(f"{text} matches nothing") for text in self.made.idle]
             raise StateMismatchError(message, findings)
+
+    def _explained(self, finding: Finding) -> Finding:
+        """With what the recipe makes of what is stored under nearly that name."""
+        key, stored = finding.key, self.made.stored
+        if key is None or key in self.made.tensors:
+            return finding
+        remedy = "Remove it from the template, or say with a rule (missing) what fills it."
+        near = [key] if key in stored else near_names(key, stored, 1)
+        for own in near:
+            made = [new for new, tensor in self.made.tensors.items() if own in tensor.sources]
+            if made != [own]:
+                texts = ", ".join(map(repr, made[:3])) + (", ..." if len(made) > 3 else "")
+                remedy = f"Stored is {own!r}, of which the recipe makes {texts or 'nothing'}."
+        return replace(finding, remedy=remedy)
 
     def to_read(
         self, wanted: WantedLeaves, objects: Mapping[TreePath, ShardedObject], comm: Comm

@@ -243,6 +243,12 @@ def test_a_recipe_makes_other_tensors(source: Path, tmp_path: Path) -> None:
     )
     assert [row["matched"] for row in told["recipe"]["rules"]] == [6, 1, 0]
     assert told["recipe"]["tensors"] == {"layers": "layer.*.w"}
+    lossy = [{"cast": "layer.{i}.w", "dtype": "bfloat16"}, {"resize": "norm", "size": 1}]
+    recipe.write_text(json.dumps([*lossy, {"drop": "layer.5.w"}]))
+    output = run(source, tmp_path / "lossy", "--to", "zarr", "--recipe", recipe)
+    assert "recipe: values rounded in 5 tensors, see --dry-run" in output
+    assert "recipe: 1 tensor of the source used in part, see --dry-run" in output
+    assert "recipe: 1 tensor of the source not used, see --dry-run" in output
 
 
 def test_a_recipe_that_does_not_fit_names_its_rule(source: Path, tmp_path: Path) -> None:

@@ -427,10 +427,11 @@ def test_a_template_gives_a_recipe_its_extents(
 ) -> None:
     folder = saved(tmp_path / "c", ("tensorstore", 1), 256)
     (tmp_path / "wants.py").write_text(
-        "import torch\nfrom dist_checkpointing import ShardedTensor\n"
+        "import torch\nfrom dist_checkpointing import ShardedObject, ShardedTensor\n"
         "def wants(rank, world):\n"
         "    part = torch.empty(300 // world, 256)\n"
         "    return {'w': ShardedTensor.from_rank_offsets('w', part, (0, rank, world)),\n"
+        "        'o': ShardedObject('x.extra', None, (world,), (rank,)),\n"
         "        'x': ShardedTensor.from_rank_offsets('x', torch.empty(3), replica_id=rank)}\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -439,8 +440,10 @@ def test_a_template_gives_a_recipe_its_extents(
     recipe.write_text(json.dumps(rules))
     arguments = (folder, "--template", "wants:wants", "--ranks", 2, "--recipe", recipe)
     plan = planned(*arguments, exit_code=1)
-    assert [finding["key"] for finding in plan["findings"]] == ["x"]
-    recipe.write_text(json.dumps([*rules, {"missing": "x"}]))
+    assert plan["findings"][0]["key"] == "x"
+    assert len(plan["findings"]) == 3
+    kept = {"missing": "x.extra", "fill": "template"}
+    recipe.write_text(json.dumps([*rules, kept, {"missing": "x"}]))
     plan = planned(*arguments)
     assert plan["findings"] == []
     assert plan["read_bytes"] == 256 * 256 * 4

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dist_checkpointing import Checkpoint, ShardedObject, load, load_plain_tensors, save
+from dist_checkpointing import Checkpoint, Recipe, ShardedObject, load, load_plain_tensors, save
 from dist_checkpointing.comm import Comm
-from dist_checkpointing.planning.llama_recipes import llama_to_megatron, megatron_to_llama
+from dist_checkpointing.planning.llama_recipes import (
+    llama_to_megatron,
+    megatron_to_llama,
+    megatron_to_mixtral,
+    mixtral_to_megatron,
+)
 from dist_checkpointing.testing import run_ranks
 from dist_checkpointing.tools.convert import convert
 from states import blanks, rows, shard, wholes
 from tiny_llama import (
+    CHOSEN,
+    EXPERTS,
     FFN,
     GROUPS,
     HEADS,
@@ -47,28 +56,127 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_megatron_computes_the_same(model: Path, tmp_path: Path) -> None:
-    recipe = llama_to_megatron(GROUPS, vocab_size=PADDED)
-    convert(model, tmp_path / "megatron", recipe=recipe)
+Kind = Literal["llama", "qwen2", "mixtral", "mixtral-local"]
+KINDS = pytest.mark.parametrize("kind", get_args(Kind))
+
+
+def weights_of(kind: Kind) -> dict[str, torch.Tensor]:
+    return hf_weights(has_biases=kind != "llama", has_experts=kind.startswith("mixtral"))
+
+
+def there(kind: Kind, *, layers: Literal["stacked", "apart"] = "stacked") -> Recipe:
+    if not kind.startswith("mixtral"):
+        return llama_to_megatron(GROUPS, layers=layers, vocab_size=PADDED)
+    impl: Any = {"mixtral": "transformer_engine", "mixtral-local": "local"}[kind]
+    return mixtral_to_megatron(GROUPS, layers=layers, vocab_size=PADDED, transformer_impl=impl)
+
+
+def back(kind: Kind, *, layers: Literal["stacked", "apart"] = "stacked") -> Recipe:
+    make = megatron_to_mixtral if kind.startswith("mixtral") else megatron_to_llama
+    return make(HEADS, GROUPS, layers=layers, vocab_size=VOCABULARY)
+
+
+@KINDS
+def test_megatron_computes_the_same(kind: Kind, tmp_path: Path) -> None:
+    save_file(weights_of(kind), tmp_path / "hf.safetensors")
+    convert(tmp_path / "hf.safetensors", tmp_path / "megatron", recipe=there(kind))
     weights: Any = load_plain_tensors(tmp_path / "megatron")
+    assert not [key for key in weights if key.startswith("model.")]
     assert weights["embedding.word_embeddings.weight"].shape == (PADDED, HIDDEN)
     assert weights["output_layer.weight"][VOCABULARY:].eq(0).all()
     logits = megatron_logits(weights)[..., :VOCABULARY]
-    torch.testing.assert_close(logits, hf_logits(hf_weights()), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(logits, hf_logits(weights_of(kind)), rtol=1e-10, atol=1e-10)
 
 
+@KINDS
 @pytest.mark.parametrize("layers", ["stacked", "apart"])
 @pytest.mark.parametrize("to", ["tensorstore", "zarr:1", "torch_dist", "safetensors", "torch"])
 def test_there_and_back_is_the_same_bits(
-    model: Path, tmp_path: Path, layers: Literal["stacked", "apart"], to: str
+    kind: Kind, tmp_path: Path, layers: Literal["stacked", "apart"], to: str
 ) -> None:
-    there = llama_to_megatron(GROUPS, layers=layers, vocab_size=PADDED)
-    back = megatron_to_llama(HEADS, GROUPS, layers=layers, vocab_size=VOCABULARY)
-    convert(model, tmp_path / "megatron", to, recipe=there)
-    convert(tmp_path / "megatron", tmp_path / "hf", "safetensors", recipe=back)
+    (tmp_path / "model").mkdir()
+    save_file(weights_of(kind), tmp_path / "model" / "model.safetensors")
+    convert(tmp_path / "model", tmp_path / "megatron", to, recipe=there(kind, layers=layers))
+    recipe = back(kind, layers=layers)
+    convert(tmp_path / "megatron", tmp_path / "hf", "safetensors", recipe=recipe)
     found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert found.keys() == hf_weights().keys()
-    assert all(torch.equal(found[key], own) for key, own in hf_weights().items())
+    assert found.keys() == weights_of(kind).keys()
+    assert all(torch.equal(found[key], own) for key, own in weights_of(kind).items())
+
+
+@pytest.mark.parametrize("experts", ["grouped", "sequential"])
+def test_experts_of_a_state_dict(tmp_path: Path, experts: str) -> None:
+    """As ``torch.save(gpt.state_dict())`` writes them, with one tensor an expert."""
+    hf = weights_of("mixtral")
+    save_file(hf, tmp_path / "hf.safetensors")
+    recipe = there("mixtral", layers="apart")
+    convert(tmp_path / "hf.safetensors", tmp_path / "m", recipe=recipe)
+    state = {k: own for k, own in load_plain_tensors(tmp_path / "m").items() if "experts" not in k}
+    for layer, expert in itertools.product(range(LAYERS), range(EXPERTS)):
+        own = f"model.layers.{layer}.block_sparse_moe.experts.{expert}"
+        place = f"decoder.layers.{layer}.mlp.experts"
+        fc1 = torch.cat([hf[f"{own}.w1.weight"], hf[f"{own}.w3.weight"]])
+        for name, value in (("linear_fc1", fc1), ("linear_fc2", hf[f"{own}.w2.weight"])):
+            grouped, apart = f"{name}.weight{expert}", f"local_experts.{expert}.{name}.weight"
+            state[f"{place}.{grouped if experts == 'grouped' else apart}"] = value
+    torch.save(state, tmp_path / "state.pt")
+    recipe = back("mixtral", layers="apart")
+    convert(tmp_path / "state.pt", tmp_path / "hf", "safetensors", recipe=recipe)
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == hf.keys()
+    assert all(torch.equal(found[key], own) for key, own in hf.items())
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize(("heads", "groups"), [(8, 8), (16, 8), (24, 8)])
+def test_query_key_and_value_of_each_rank(
+    tmp_path: Path, tp_size: int, heads: int, groups: int
+) -> None:
+    """The rows of a rank are those of its groups: their queries, their key, their value."""
+    parts = {
+        name: torch.randn(count * 4, 6)
+        for name, count in zip("qkv", (heads, groups, groups), strict=True)
+    }
+    place = "model.layers.{}.self_attn.{}_proj.{}"
+    state = {place.format(0, name, "weight"): own for name, own in parts.items()}
+    state |= {place.format(0, name, "bias"): own[:, 0].clone() for name, own in parts.items()}
+    save(wholes(state), tmp_path / "hf")
+    recipe = llama_to_megatron(groups, layers="apart")
+    ours = "decoder.layers.0.self_attention.linear_qkv"
+
+    def load_rank(comm: Comm) -> None:
+        rows_of = []
+        for group in range(groups // tp_size * comm.rank, groups // tp_size * (comm.rank + 1)):
+            for name, count in zip("qkv", (heads // groups, 1, 1), strict=True):
+                rows_of.append(parts[name][4 * count * group : 4 * count * (group + 1)])
+        own = torch.cat(rows_of)
+        cut = (0, comm.rank, tp_size)
+        template = {
+            "w": shard(f"{ours}.weight", torch.empty_like(own), cut),
+            "b": shard(f"{ours}.bias", torch.empty(len(own)), cut),
+        }
+        found: Any = load(template, tmp_path / "hf", comm=comm, recipe=recipe)
+        assert torch.equal(found["w"], own)
+        assert torch.equal(found["b"], own[:, 0])
+
+    run_ranks(tp_size, load_rank)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: llama_to_megatron(0), "num_query_groups must be a positive number, not 0"),
+        (lambda: llama_to_megatron("8"), "num_query_groups must be a positive number"),  # type: ignore[arg-type]
+        (lambda: llama_to_megatron(2, layers="stack"), "layers must be 'stacked' or 'apart'"),  # type: ignore[arg-type]
+        (lambda: megatron_to_llama(32, 0), "num_query_groups must be a positive number"),
+        (lambda: megatron_to_llama(32, 5), "must be a multiple of num_query_groups, not 32 of 5"),
+        (lambda: megatron_to_mixtral(4, 2, layers="x"), "layers must be"),  # type: ignore[arg-type]
+        (lambda: mixtral_to_megatron(2, transformer_impl="inference"), "transformer_impl must be"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_are_refused(make: Callable[[], Recipe], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
 
 
 def test_tensor_parallel_ranks_load_their_parts(model: Path, tmp_path: Path) -> None:
@@ -121,8 +229,6 @@ def test_a_training_with_megatron_loads_into_hugging_face(model: Path, tmp_path:
 
 
 def test_a_file_names_the_recipe(tmp_path: Path) -> None:
-    from dist_checkpointing import Recipe
-
     path = tmp_path / "r.json"
     use = {"use": "megatron_to_llama", "num_attention_heads": 4, "num_query_groups": 2}
     path.write_text(json.dumps([use, {"drop": "lm_head.weight"}]))
@@ -168,21 +274,26 @@ def test_names_that_lead_elsewhere_are_not_written(tmp_path: Path, name: str) ->
     assert found == {"hf/config.json", "hf/model.safetensors"}
 
 
-def test_transformers_loads_what_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral"])
+def test_transformers_loads_what_comes_back(tmp_path: Path, kind: Kind) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
+    name = {"llama": "Llama", "qwen2": "Qwen2", "mixtral": "Mixtral"}[kind]
+    weights = hf_weights(has_biases=kind == "qwen2", has_experts=kind == "mixtral")
+    experts = {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "rope_theta": 1e4}
+    config = getattr(transformers, f"{name}Config")(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=FFN, rms_norm_eps=1e-6,
         num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=GROUPS,
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, **(experts if kind == "mixtral" else {}),
     )  # fmt: skip
-    llama = transformers.LlamaForCausalLM(config).eval()
-    llama.load_state_dict(hf_weights())
-    llama.save_pretrained(tmp_path / "hf", max_shard_size="5KB")
-    expected = llama(IDS).logits
-    torch.testing.assert_close(expected.double(), hf_logits(hf_weights()), rtol=1e-3, atol=1e-3)
-    there = llama_to_megatron(GROUPS, vocab_size=PADDED)
-    back = megatron_to_llama(HEADS, GROUPS, vocab_size=VOCABULARY)
-    convert(tmp_path / "hf", tmp_path / "megatron", recipe=there)
-    convert(tmp_path / "megatron", tmp_path / "back", "safetensors", recipe=back)
+    (tmp_path / "from").mkdir()
+    config.save_pretrained(tmp_path / "from")
+    save_file(weights, tmp_path / "from" / "model.safetensors", {"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "from").eval()
+    model.save_pretrained(tmp_path / "hf", max_shard_size="5KB")
+    expected = model(IDS).logits
+    torch.testing.assert_close(expected.double(), hf_logits(weights), rtol=1e-3, atol=1e-3)
+    convert(tmp_path / "hf", tmp_path / "megatron", recipe=there(kind))
+    assert not [key for key in Checkpoint.open(tmp_path / "megatron") if key.startswith("model.")]
+    convert(tmp_path / "megatron", tmp_path / "back", "safetensors", recipe=back(kind))
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     assert torch.equal(found(IDS).logits, expected)

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dist_checkpointing import (
+    Checkpoint,
     CheckpointingException,
+    CorruptCheckpointError,
     Recipe,
     ShardedObject,
-    ShardedTensor,
     StateMismatchError,
     UnsupportedFormatError,
     load,
     load_plain_tensors,
     save,
 )
-from dist_checkpointing.comm import Comm
-from dist_checkpointing.format.geometry import Box
+from dist_checkpointing.interop import TorchState
+from dist_checkpointing.mapping.partition import partition
 from dist_checkpointing.planning.recipe import derive
 from dist_checkpointing.planning.recipe_rules import CastTo, Drop, Keep, Missing, Rename, Rule
 from dist_checkpointing.planning.recipe_shapes import (
@@ -42,15 +39,14 @@ from dist_checkpointing.planning.recipe_shapes import (
 from dist_checkpointing.serialization.load_recipe import preview_recipe
 from dist_checkpointing.storage import Durability, StorageOptions
 from dist_checkpointing.strategies.base import LoadShardedStrategy
-from dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from dist_checkpointing.strategies.tensorstore import (
     TensorStoreLoadShardedStrategy,
     TensorStoreSaveShardedStrategy,
 )
-from dist_checkpointing.testing import run_ranks
-from dist_checkpointing.tools.convert import convert, open_source
-from states import BACKEND, blanks, flat, shard, wholes
-from tiers import examples
+from dist_checkpointing.tools.convert import convert
+from dist_checkpointing.tools.forecast.forecast import forecast_of
+from dist_checkpointing.tools.forecast.templates import RankWants
+from states import BACKEND, blanks, shard, wholes
 
 UNSYNCED = TensorStoreSaveShardedStrategy(options=StorageOptions(durability=Durability.PAGE_CACHE))
 Tensors = dict[str, torch.Tensor]
@@ -65,223 +61,6 @@ def interleaved(parts: Sequence[torch.Tensor], axis: int, groups: int) -> torch.
     """The first group of all, then the second of all, and so on."""
     cut = [part.tensor_split(groups, axis) for part in parts]
     return torch.cat([own[group] for group in range(groups) for own in cut], axis)
-
-
-# Random rules, each with what it makes of the full tensors.
-
-
-def renamed(draw: st.DrawFn, full: Tensors, new: str) -> Step | None:
-    key = draw(st.sampled_from(sorted(full)))
-    rest = {k: v for k, v in full.items() if k != key}
-    return Rename(key, to=new), {**rest, new: full[key]}
-
-
-def transposed(draw: st.DrawFn, full: Tensors, _: str) -> Step | None:
-    key = draw(st.sampled_from(sorted(full)))
-    order = draw(st.permutations(range(full[key].ndim)))
-    return Transpose(key, order), {**full, key: full[key].permute(order)}
-
-
-def resized(draw: st.DrawFn, full: Tensors, _: str) -> Step | None:
-    key = draw(st.sampled_from(sorted(full)))
-    old = full[key]
-    if not old.ndim:
-        return None
-    axis, size = draw(st.integers(0, old.ndim - 1)), draw(st.integers(1, 6))
-    made = torch.zeros((*old.shape[:axis], size, *old.shape[axis + 1 :]), dtype=old.dtype)
-    kept = min(size, old.shape[axis])
-    made.narrow(axis, 0, kept).copy_(old.narrow(axis, 0, kept))
-    return Resize(key, axis - draw(st.sampled_from([0, old.ndim])), size), {**full, key: made}
-
-
-def split(draw: st.DrawFn, full: Tensors, new: str) -> Step | None:
-    key = draw(st.sampled_from(sorted(full)))
-    old = full[key]
-    fits = [
-        (axis, groups, sizes)
-        for axis, extent in enumerate(old.shape)
-        for groups in (1, 2, 3)
-        for sizes in ((1, 1), (2, 1), (1, 2, 1))
-        if extent and extent % (groups * sum(sizes)) == 0
-    ]
-    if not fits:
-        return None
-    axis, groups, sizes = draw(st.sampled_from(fits))
-    unit = old.shape[axis] // (groups * sum(sizes))
-    rows = torch.split(old, [unit * size for size in sizes] * groups, axis)
-    names = [f"{new}.{place}" for place in range(len(sizes))]
-    rest = {k: v for k, v in full.items() if k != key}
-    made = {n: torch.cat(rows[place :: len(sizes)], axis) for place, n in enumerate(names)}
-    return Split(key, names, axis, sizes, groups), {**rest, **made}
-
-
-def joined(draw: st.DrawFn, full: Tensors, new: str) -> Step | None:
-    for first, second in draw(st.permutations(list(itertools.permutations(full, 2)))):
-        a, b = full[first], full[second]
-        for axis in range(a.ndim):
-            alike = a.ndim == b.ndim and all(
-                x == y for place, (x, y) in enumerate(zip(a.shape, b.shape, strict=True))
-                if place != axis
-            )  # fmt: skip
-            groups = [n for n in (1, 2, 3) if alike and not (a.shape[axis] % n + b.shape[axis] % n)]
-            if groups:
-                count = draw(st.sampled_from(groups))
-                rest = {k: v for k, v in full.items() if k not in (first, second)}
-                made = interleaved([a, b], axis, count)
-                return Concat([first, second], new, axis, count), {**rest, new: made}
-    return None
-
-
-def stacked(draw: st.DrawFn, full: Tensors, new: str) -> Step | None:
-    # Only what an unstack has made has numbers in its names.
-    stems = sorted({key.rpartition(".layer.")[0] for key in full if ".layer." in key})
-    if not stems:
-        return None
-    stem = draw(st.sampled_from(stems))
-    own = [key for key in full if key.startswith(f"{stem}.layer.")]
-    layers = [full.get(f"{stem}.layer.{number}") for number in range(len(own))]
-    if any(layer is None or layer.shape != layers[0].shape for layer in layers):  # type: ignore[union-attr]
-        return None
-    rest = {k: v for k, v in full.items() if k not in own}
-    made = torch.stack(layers)  # type: ignore[arg-type]
-    return Stack(f"{stem}.layer.{{i}}", into=new), {**rest, new: made}
-
-
-def unstacked(draw: st.DrawFn, full: Tensors, new: str) -> Step | None:
-    keys = sorted(key for key, own in full.items() if own.ndim and own.shape[0])
-    if not keys:
-        return None
-    key = draw(st.sampled_from(keys))
-    rest = {k: v for k, v in full.items() if k != key}
-    rows = {f"{new}.layer.{number}": row for number, row in enumerate(full[key])}
-    return Unstack(key, into=f"{new}.layer.{{i}}"), {**rest, **rows}
-
-
-STEPS: list[Callable[[st.DrawFn, Tensors, str], Step | None]] = [
-    renamed, transposed, resized, split, joined, stacked, stacked, unstacked, unstacked
-]  # fmt: skip
-
-
-@st.composite
-def chains(draw: st.DrawFn) -> tuple[Tensors, list[Rule], Tensors]:
-    """Stored tensors, rules, and what these make of them."""
-    shapes = st.lists(st.integers(0, 4) | st.sampled_from([4, 6, 8]), max_size=3)
-    stored: Tensors = {}
-    for number in range(draw(st.integers(1, 3))):
-        stored[f"t{number}"] = numbered(*draw(shapes), start=1000 * number + 1)
-    if draw(st.booleans()):  # two that can be joined
-        stored["twin"] = -stored["t0"]
-    full, rules = dict(stored), list[Rule]()
-    for number in range(draw(st.integers(1, 7))):
-        step = draw(st.sampled_from(STEPS))(draw, full, f"new{number}")
-        if step is not None:
-            rules.append(step[0])
-            full = step[1]
-    return stored, rules, full
-
-
-def cut(full: torch.Tensor, comm: Comm, axis: int) -> tuple[slice, ...]:
-    """The uneven part of a rank; the first one has an empty part if there is little."""
-    if not full.ndim:
-        return ()
-    axis %= full.ndim
-    ends = [full.shape[axis] * rank**2 // comm.world_size**2 for rank in range(comm.world_size)]
-    own = slice(ends[comm.rank], (*ends, full.shape[axis])[comm.rank + 1])
-    return tuple(own if place == axis else slice(None) for place in range(full.ndim))
-
-
-def part(key: str, full: torch.Tensor, box: tuple[slice, ...], data: Any, rank: int) -> Any:
-    bounds = [own.indices(extent)[:2] for own, extent in zip(box, full.shape, strict=True)]
-    offset, shape = tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)
-    replica = 0 if box else rank
-    return ShardedTensor(key, data, full.dtype, shape, tuple(full.shape), offset, None, replica)
-
-
-@examples(80)
-@given(
-    verify=st.booleans(),
-    chain=chains(),
-    grids=st.tuples(*[st.integers(0, 2)] * 2),
-    worlds=st.tuples(*[st.integers(1, 3)] * 2),
-    memory=st.sampled_from(["none", "plain", "transposed", "flat"]),
-    shares=st.booleans(),
-)
-def test_any_chain_on_any_grids(
-    *, verify: bool, chain: Any, grids: Any, worlds: Any, memory: str, shares: bool
-) -> None:
-    stored, rules, full = chain
-
-    with tempfile.TemporaryDirectory(prefix="recipes") as name:
-        folder = Path(name) / "ckpt"
-
-        def save_rank(comm: Comm) -> None:
-            state = {}
-            for key, own in stored.items():
-                box = cut(own, comm, grids[0])
-                state[key] = part(key, own, box, own[box].clone(), comm.rank)
-            save(state, folder, UNSYNCED, comm=comm)
-
-        def load_rank(comm: Comm) -> None:
-            template, expected = {}, {}
-            for key, own in full.items():
-                box = cut(own, comm, grids[1])
-                expected[key] = own[box]
-                data = None if memory == "none" else torch.full_like(own[box].contiguous(), -7)
-                if memory == "transposed" and data is not None:
-                    data = data.mT.contiguous().mT if data.ndim > 1 else data
-                template[key] = part(key, own, box, data, comm.rank)
-                if memory == "flat" and own.ndim:
-                    start, stop = sorted((comm.rank, own.numel() // (comm.rank + 1)))
-                    stop = min(stop, own.numel())
-                    start = min(start, stop)
-                    expected[key] = own.reshape(-1)[start:stop]
-                    template[key] = flat(key, torch.full_like(own, -7), start, stop)
-            strategy = None
-            if shares:
-                strategy = FullyParallelLoadStrategyWrapper(
-                    TensorStoreLoadShardedStrategy(), comm, min_shared_bytes=0
-                )
-            found: Any = load(
-                template, folder, strategy, comm=comm, recipe=Recipe(*rules), verify=verify,
-                strict="raise_all" if memory != "flat" else "assume_ok_unexpected",
-            )  # fmt: skip
-            for key, own in expected.items():
-                assert torch.equal(found[key], own), (key, rules)
-                given_data = template[key].data
-                assert given_data is None or found[key] is given_data
-
-        run_ranks(worlds[0], save_rank)
-        run_ranks(worlds[1], load_rank)
-
-
-@examples(40)
-@given(
-    chain=chains(),
-    world=st.integers(1, 3),
-    axis=st.integers(0, 2),
-    to=st.sampled_from(["tensorstore", "zarr", "zarr:1", "torch_dist", "safetensors", "torch"]),
-)
-def test_a_conversion_makes_the_same(chain: Any, world: int, axis: int, to: str) -> None:
-    stored, rules, full = chain
-    with tempfile.TemporaryDirectory(prefix="recipes") as name:
-        folder, out = Path(name) / "ckpt", Path(name) / "out"
-
-        def save_rank(comm: Comm) -> None:
-            state = {}
-            for key, own in stored.items():
-                box = cut(own, comm, axis)
-                state[key] = part(key, own, box, own[box].clone(), comm.rank)
-            save(state, folder, UNSYNCED, comm=comm)
-
-        run_ranks(world, save_rank)
-        done = convert(folder, out, to, recipe=Recipe(*rules))
-        is_empty = not any(own.numel() for own in stored.values())
-        assert (done.not_verified is None) != is_empty
-        source = open_source(out)
-        found = source.read([(key, Box.whole(source.index[key].global_shape)) for key in full])
-        assert sorted(source.index) == sorted(full)
-        for key, own in zip(full, found, strict=True):
-            assert torch.equal(own, full[key]), (key, rules)
 
 
 def test_groups_and_squares(tmp_path: Path) -> None:
@@ -411,6 +190,11 @@ def test_a_parameter_that_wants_gradients_is_filled(ckpt: Path) -> None:
         ([Rename("(emb)", to=r"\2")], r"names what is not matched"),
         ([Rename("{x}", to="{y}")], r"names what is not matched"),
         ([Rename("layers.0.rng", to="{y}")], r"names what is not matched"),
+        ([Rename("emb", to="layers.0.a")], "found made of layers.0.a and emb"),
+        ([Rename("(x?)emb", to=r"\1")], "'emb': it would have no name"),
+        ([Rename(r"layers\.0\.rng(x?)", to=r"\1")], "'layers.0.rng': it would have no name"),
+        ([Rename("layers.0.rng", to="emb")], "'emb': a tensor and a sharded object would have"),
+        ([Rename("emb", to="layers.0.rng")], "'layers.0.rng': a tensor and a sharded object"),
     ],
 )
 def test_errors_name_the_rule(ckpt: Path, rules: list[Rule], said: str) -> None:
@@ -425,6 +209,152 @@ def test_a_template_that_does_not_fit_is_told_of_idle_rules(ckpt: Path) -> None:
         load(blanks({"wte": torch.empty(5, 2)}), ckpt, recipe=Recipe(Rename("enb", to="wte")))
     assert "'wte': not in the checkpoint" in str(caught.value)
     assert "rule 1 (rename 'enb', to='wte') matches nothing" in str(caught.value)
+
+
+def test_what_is_not_there_is_explained(ckpt: Path) -> None:
+    recipe = Recipe(Rename("layers.{i}.{x}", to="blocks.{i}.{x}"), Drop("emb"))
+    template = {name: torch.empty(2, 3) for name in ("block.1.a", "layers.1.a", "emb", "new")}
+    with pytest.raises(StateMismatchError) as caught:
+        load(blanks(template), ckpt, recipe=recipe)
+    said = {finding.key: str(finding) for finding in caught.value.findings}
+    assert "did you mean 'blocks.1.a'" in said["block.1.a"]
+    explained = "Stored is 'layers.1.a', of which the recipe makes 'blocks.1.a'."
+    assert said["layers.1.a"].endswith(explained)
+    assert said["emb"].endswith("Stored is 'emb', of which the recipe makes nothing.")
+    assert said["new"].endswith("or say with a rule (missing) what fills it.")
+
+
+def test_the_dry_run_says_what_is_lost(ckpt: Path) -> None:
+    recipe = Recipe(
+        CastTo("layers.{x*}", "float16"),
+        Resize("emb", size=4),
+        Resize("layers.{i}.a", axis=1, size=2),
+        Rename("layers.{i}.rng", to="rng"),
+    )
+    made = preview_recipe(recipe, ckpt)
+    assert str(made).splitlines()[4:] == [
+        "layers.*.b  float16[2, 3] <- layers.*.b; rounded from float32  (3)",
+        "emb  float32[4, 2] <- emb",
+        "layers.*.a  float16[2, 2] <- layers.*.a; rounded from float32  (3)",
+        "left out: 2 of 10 elements of emb",
+        "left out: 2 of 6 elements of layers.*.a  (3)",
+        "object rng <- layers.0.rng",
+        "7 tensors: 7 by rules, 0 as stored; 0 stored ones left out; 0 of 4 rules match nothing",
+    ]
+    told = made.as_json()
+    assert told["cut"]["emb"] == 2
+    assert told["tensors"]["layers.0.b"] == "layers.0.b"
+    assert told["rounded"]["layers.0.b"] == ["float32"]
+    assert "emb" not in told["rounded"]
+    dropped = preview_recipe(Recipe(Drop("layers.0.rng")), ckpt)
+    assert "left out: object layers.0.rng" in str(dropped)
+    assert dropped.as_json()["objects_left_out"] == ["layers.0.rng"]
+    # Upcasting loses nothing.
+    assert "rounded" not in str(preview_recipe(Recipe(CastTo("emb", "float64")), ckpt))
+
+
+def test_an_object_of_the_template_is_kept_and_counted(ckpt: Path) -> None:
+    recipe = Recipe(Missing("new.{x}", fill="template"))
+    template: dict[str, Any] = {"o": ShardedObject("new.rng", {"seed": 5}, (1,), (0,))}
+    made = preview_recipe(recipe, ckpt, template)
+    assert "rule 1: missing 'new.{x}', fill='template': 1 matched" in str(made)
+    assert "object new.rng <- template" in str(made)
+    assert load(template, ckpt, recipe=recipe, strict="raise_unexpected")["o"] == {"seed": 5}
+    with pytest.raises(StateMismatchError, match=r"'new.rng': not in .*fill='template'") as caught:
+        load(template, ckpt, recipe=Recipe(Missing("new.{x}")))
+    assert "matches nothing" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [Rename("emb", to="wte"), Missing("new"), Missing("new.rng", fill="template")],
+        [Rename("emb", to="wte"), Missing("new"), Rename("layers.0.rng", to="new.rng")],
+        [Rename("emb", to="wte"), Missing("new"), Missing("new.rng")],
+        [Rename("emb", to="wte"), Missing("new.rng", fill="template")],
+        [Missing("new{x*}", fill="template")],
+        [Rename("emb", to="wte"), CastTo("wte", "float16"), Missing("new{x*}", fill="template")],
+        [Rename("emb", to="wte"), Resize("wte", size=3), Missing("new{x*}", fill="template")],
+        [Rename("emb", to="wte"), Transpose("wte"), Missing("new{x*}", fill="error")],
+    ],
+)
+def test_a_plan_finds_what_a_load_finds(ckpt: Path, rules: list[Rule]) -> None:
+    template: dict[str, Any] = blanks({"wte": torch.empty(5, 2), "new": torch.empty(3)})
+    template["rng"] = ShardedObject("new.rng", {"seed": 5}, (1,), (0,))
+    parts, recipe, seen = partition(template), Recipe(*rules), list[int]()
+    made = preview_recipe(recipe, ckpt, template)
+    wants = RankWants((0,), dict(parts.tensors), tuple(parts.objects.values()))
+    plan = forecast_of(Checkpoint.open(ckpt), [wants], made)
+    found: set[str | None] = set()
+    try:
+        load(template, ckpt, recipe=recipe, progress=lambda now: seen.append(now.bytes_total))
+    except StateMismatchError as error:
+        found = {finding.key for finding in error.findings} - {None}
+    else:
+        assert plan.read_bytes == seen[-1]
+    assert {(finding.key or "").removesuffix("/shard_0_1") for finding in plan.findings} == found
+
+
+def test_a_torch_state_under_other_names(tmp_path: Path) -> None:
+    """Names, moments and hyperparameters of every parameter, in every group."""
+
+    def made(*names: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2) for name in names})
+        groups = [{"params": list(own.parameters())} for own in model.values()]
+        return model, torch.optim.AdamW(groups, lr=0.5)
+
+    model, optimizer = made("a", "b")
+    for rate, group in zip((0.1, 0.2), optimizer.param_groups, strict=True):
+        group["lr"] = rate
+    for number, parameter in enumerate(model.parameters(), 1):
+        parameter.grad = torch.full_like(parameter, float(number))
+    optimizer.step()
+    save(TorchState(model, optimizer, step=3), tmp_path / "c")
+    # Both change places, and one gets another name on the way.
+    recipe = Recipe(
+        Rename(r"(model|optimizer\.state)\.a\.{x*}", to=r"\1.other.{x}"),
+        Rename(r"(model|optimizer\.state)\.b\.{x*}", to=r"\1.a.{x}"),
+    )
+    other, its_optimizer = made("other", "a")
+    load(TorchState(other, its_optimizer), tmp_path / "c", recipe=recipe)
+    for old, new in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(old, new)
+        for name, value in optimizer.state[old].items():
+            assert torch.equal(its_optimizer.state[new][name], value)
+    assert [group["lr"] for group in its_optimizer.param_groups] == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_torch_state_with_more_rows(tmp_path: Path, *, has_stepped: bool) -> None:
+    def made(rows: int) -> tuple[torch.nn.Embedding, torch.optim.Optimizer]:
+        model = torch.nn.Embedding(rows, 2)
+        return model, torch.optim.Adam(model.parameters())
+
+    def step(model: torch.nn.Embedding, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.tensor([1, 5])).sum().backward()
+        optimizer.step()
+
+    model, optimizer = made(6)
+    step(model, optimizer)
+    save(TorchState(model, optimizer), tmp_path / "c")
+    padded, its_optimizer = made(8)
+    if has_stepped:
+        step(padded, its_optimizer)
+    state = TorchState(padded, its_optimizer)
+    moments = Resize(r"optimizer\.state\.weight\.exp_avg(_sq)?")
+    load(state, tmp_path / "c", recipe=Recipe(Resize("model.weight"), moments))
+    for own, other in (
+        (model.weight, padded.weight),
+        *(
+            (optimizer.state[model.weight][name], its_optimizer.state[padded.weight][name])
+            for name in ("exp_avg", "exp_avg_sq")
+        ),
+    ):
+        assert torch.equal(torch.cat([own, torch.zeros(2, 2)]), other)
+    step(padded, its_optimizer)
+    # A rule that forgets the moments is told so, and not by the next step.
+    with pytest.raises(StateMismatchError, match=r"exp_avg': global shape differs"):
+        load(TorchState(*made(8)), tmp_path / "c", recipe=Recipe(Resize("model.weight")))
 
 
 def test_nothing_is_touched_before_all_ranks_agree(ckpt: Path) -> None:
@@ -488,7 +418,7 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
         "rule 4: resize 'emb', size=6: 1 matched",
         "all.a  float32[3, 2, 3] <- layers.*.a",
         "all.b  float32[3, 2, 3] <- layers.*.b",
-        "emb  bfloat16[6, 2] <- emb, zeros",
+        "emb  bfloat16[6, 2] <- emb, zeros; rounded from float32",
         "3 tensors: 3 by rules, 0 as stored; 0 stored ones left out; 0 of 4 rules match nothing",
     ]
 
@@ -500,9 +430,28 @@ def test_files_say_the_same(ckpt: Path, tmp_path: Path) -> None:
         ("[", "Expecting value"),
         ('[{"drop": "a"}, "b"]', "rule 2: a rule is an object"),
         ('[{"rname": "a", "to": "b"}]', "rule 1: 'rname' is not one of rename, drop"),
-        ('[{"rename": "a", "into": "b"}]', "unexpected keyword argument 'into'"),
-        ('[{"split": "a", "into": "b"}]', "into must be a list of names"),
+        ('[{"rname": "a", "to": "b"}]', "did you mean 'rename'?"),
+        ('[{"rename": "a", "into": "b"}]', "rename takes to, not 'into'; did you mean 'to'?"),
+        ('[{"rename": "a"}]', "rename needs 'to'"),
+        (
+            '[{"resize": "a", "sizes": 3}]',
+            "resize takes axis, size, fill, not 'sizes'; did you mean",
+        ),
+        ('[{"rename": "a", "to": "b", "drop": "c"}]', "one object is one rule, not 'rename' and"),
+        ('[{"rename": "a", "to": "b", "rename": "c", "to": "d"}]', "'rename' is there 2 times"),
+        ('[{"split": "a", "into": "b"}]', "into must be a list, not 'b'"),
+        ('[{"split": "a", "into": ["b"], "sizes": 1}]', "sizes must be a list, not 1"),
+        ('[{"split": "a", "into": {"b": 1}}]', "into must be a list, not {'b': 1}"),
+        ('[{"transpose": "a", "axes": 1}]', "axes must be a list, not 1"),
+        ('[{"resize": "a", "axis": "0"}]', "axis must be a whole number, not '0'"),
+        ('[{"concat": ["a", "b"], "into": "c", "axis": null}]', "axis must be a whole number"),
+        ('[{"drop": 3}]', "the patterns must be a list, not 3"),
+        ('[{"keep": []}]', "it keeps nothing"),
         ('[{"use": "gpt2"}]', "'gpt2' is not one of llama_to_megatron"),
+        ('[{"use": "lama_to_megatron"}]', "did you mean 'llama_to_megatron' or"),
+        ('[{"use": ["llama_to_megatron"]}]', "['llama_to_megatron'] is not one of"),
+        ('[{"use": "llama_to_megatron"}]', "llama_to_megatron needs 'num_query_groups'"),
+        ('[{"use": "llama_to_megatron", "groups": 2}]', "not 'groups'; did you mean"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -511,6 +460,28 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, said: st
         Recipe.read(tmp_path / "r.json")
     assert said in str(caught.value)
     assert str(tmp_path / "r.json") in str(caught.value)
+
+
+def test_the_order_of_names_in_a_rule_is_free(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text('[{"axis": 1, "into": "c", "concat": ["a", "b"]}]')
+    assert Recipe.read(tmp_path / "r.json").rules == (Concat(["a", "b"], "c", 1),)
+
+
+def test_two_rules_in_one_of_yaml_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "r.yaml").write_text("- rename: a\n  to: b\n  rename: c\n  to: d\n")
+    with pytest.raises(CheckpointingException, match="'rename' is there 2 times in one rule"):
+        Recipe.read(tmp_path / "r.yaml")
+
+
+@pytest.mark.parametrize("given_recipe", [[Drop("a")], Drop("a"), "rules.json"])
+def test_what_is_no_recipe_is_refused(ckpt: Path, tmp_path: Path, given_recipe: Any) -> None:
+    with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
+        load({}, ckpt, recipe=given_recipe)
+    with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
+        convert(ckpt, tmp_path / "out", recipe=given_recipe)
+    with pytest.raises(TypeError, match="recipe must be a Recipe, not"):
+        preview_recipe(given_recipe, ckpt)
 
 
 def test_a_strategy_without_plans_is_refused(ckpt: Path) -> None:
@@ -540,6 +511,59 @@ def test_restored_values_are_verified(ckpt: Path) -> None:
     template = blanks({"wte": torch.empty(5, 2), "all.a": torch.empty(3, 2, 3)})
     found = load(template, ckpt, recipe=recipe, verify="restored")
     assert torch.equal(found["wte"], numbered(5, 2))
+
+
+@pytest.mark.parametrize("backend", ["tensorstore", "zarr"])
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        (Transpose("w"), (8, 8)),
+        (Concat(["w", "v"], into="w"), (16, 8)),
+        (Resize("w", size=16), (16, 8)),
+        (Resize("w", size=4), (4, 8)),
+        (CastTo("w", "float64"), (8, 8)),
+    ],
+)
+def test_damage_is_found_through_a_rule(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, backend: str, rule: Rule, shape: Any
+) -> None:
+    tensors = {"w": numbered(8, 8, start=1), "v": numbered(8, 8, start=1000)}
+    save(wholes(tensors), tmp_path / "c", backend, fingerprints=True)
+    values = tensors["w"].numpy().tobytes()
+    (file,) = [f for f in (tmp_path / "c").rglob("*") if f.is_file() and values in f.read_bytes()]
+    content = bytearray(file.read_bytes())
+    content[content.find(values) + len(values) - 2] ^= 1  # in the last row
+    file.write_bytes(content)
+    dtype = torch.float64 if isinstance(rule, CastTo) else torch.float32
+    template, recipe = blanks({"w": torch.empty(shape, dtype=dtype)}), Recipe(rule)
+    with pytest.raises(CorruptCheckpointError, match="'w': checksum differs"):
+        load(template, tmp_path / "c", recipe=recipe, verify=True)
+    with pytest.raises(CorruptCheckpointError, match="not what was saved"):
+        convert(tmp_path / "c", tmp_path / "out", recipe=recipe)
+    if shape == (4, 8) or dtype == torch.float64:
+        load(template, tmp_path / "c", recipe=recipe, verify="restored")
+        assert "1 tensors are not compared with what was saved" in caplog.text
+    else:
+        with pytest.raises(CorruptCheckpointError, match="'w': what lies in memory is not"):
+            load(template, tmp_path / "c", recipe=recipe, verify="restored")
+
+
+def test_one_stored_tensor_in_two_places(tmp_path: Path) -> None:
+    """A bfloat16 weight and its float32 master, or tied embeddings."""
+    weight = numbered(4, 3).bfloat16()
+    save(wholes({"w": weight}), tmp_path / "c")
+    leaves = {"model": weight.T.clone(), "master": torch.empty(3, 4)}
+    template = {name: shard("x", torch.empty_like(own)) for name, own in leaves.items()}
+    recipe = Recipe(Rename("w", to="x"), Transpose("x"))
+    found = load(template, tmp_path / "c", recipe=recipe, cast="widen")
+    assert torch.equal(found["model"], weight.T)
+    assert torch.equal(found["master"], weight.T.float())
+
+
+def test_a_tensor_without_elements_is_as_stored(tmp_path: Path) -> None:
+    save(wholes({"none": torch.zeros(0, 3), "cast": torch.zeros(0)}), tmp_path / "c")
+    made = preview_recipe(Recipe(CastTo("cast", "float64")), tmp_path / "c")
+    assert made.changed == ["cast"]
 
 
 def test_deriving_does_not_grow_with_what_no_rule_matches() -> None:

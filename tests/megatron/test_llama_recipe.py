@@ -1,4 +1,4 @@
-"""Megatron's own GPT computes what a Llama of Hugging Face does whose weights a recipe loaded."""
+"""Megatron's own GPT computes what a model of Hugging Face does whose weights a recipe loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_checkpointing import load, save
-from dist_checkpointing.planning import megatron_to_llama
+from dist_checkpointing.planning import megatron_to_llama, megatron_to_mixtral
 from megatron_rank import TP_SIZES, WORLD_SIZE
 from real_ranks import run_script
 from states import blanks, wholes
@@ -27,17 +27,22 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("megatron", FOLDERS, ids=lambda folder: folder.name)
-def test_megatron_computes_the_same_and_gives_it_back(megatron: Path, tmp_path: Path) -> None:
-    save(wholes(hf_weights()), tmp_path / "hf")
-    arguments = (megatron.absolute(), tmp_path)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral"])
+def test_megatron_computes_the_same_and_gives_it_back(
+    megatron: Path, kind: str, tmp_path: Path
+) -> None:
+    weights = hf_weights(has_biases=kind != "llama", has_experts=kind == "mixtral")
+    save(wholes(weights), tmp_path / "hf")
+    arguments = (megatron.absolute(), tmp_path, kind)
     reports = run_script(
         WORLD_SIZE, SCRIPT, *arguments, reports=tmp_path / "reports", timeout_seconds=280
     )
-    largest = float(hf_logits(hf_weights()).abs().max())
+    largest = float(hf_logits(weights).abs().max())
     for report in reports:
         assert all(report[str(tp_size)] < 1e-5 * largest for tp_size in TP_SIZES), report
     for tp_size in TP_SIZES:
-        recipe = megatron_to_llama(HEADS, GROUPS)
+        make = megatron_to_mixtral if kind == "mixtral" else megatron_to_llama
+        recipe = make(HEADS, GROUPS)
         folder = tmp_path / f"megatron-{tp_size}"
-        found: Any = load(blanks(hf_weights()), folder, recipe=recipe)
-        assert all(torch.equal(found[key], own) for key, own in hf_weights().items())
+        found: Any = load(blanks(weights), folder, recipe=recipe)
+        assert all(torch.equal(found[key], own) for key, own in weights.items())

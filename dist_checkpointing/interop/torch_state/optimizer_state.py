@@ -118,6 +118,14 @@ class OptimizerTemplate:
         self._group_of = {
             name: number for number, group in enumerate(self._groups) for name in group["params"]
         }
+        self._has_recipe = bool(stored.sources)
+        # A recipe gives parameters other names; their groups go by the old ones.
+        self._group_of |= {
+            key.removeprefix("model."): self._group_of[old]
+            for key, sources in stored.sources.items()
+            for old in (own.removeprefix("model.") for own in sources)
+            if old in self._group_of
+        }
         self._names: dict[torch.Tensor, str] = {}
         self.tree: dict[str, dict[str, Any]] = {}
         tensors = self._tensors_by_name(stored)
@@ -166,7 +174,10 @@ class OptimizerTemplate:
                 return there
             if entry == "step" and not (group.get("fused") or group.get("capturable")):
                 return torch.empty(shape, dtype=dtype)
-            if shape == tuple(parameter.shape):
+            if shape == tuple(parameter.shape) or (
+                # A rule that resizes takes the extents of the template.
+                self._has_recipe and len(shape) == parameter.ndim and max(shape, default=0) > 1
+            ):
                 return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             if (isinstance(parameter, DTensor) and shape) or (not nests and "." in entry):
                 finding = Finding(

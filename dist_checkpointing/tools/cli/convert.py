@@ -21,6 +21,7 @@ from dist_checkpointing.tools.inspect.opening import explaining
 from dist_checkpointing.tools.inspect.runs import located
 
 if TYPE_CHECKING:
+    from dist_checkpointing.planning.recipe import Derivation
     from dist_checkpointing.tools.convert import Conversion
 
 Texts = list[str]
@@ -182,9 +183,8 @@ def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
     if dry_run:
         _show_tensors(done)
     say(f"{_summary(done, dry_run=dry_run)}: {one_line(str(destination))}")
-    if done.made is not None and done.made.idle and not dry_run:
-        idle = counted(len(done.made.idle), "rule")
-        say(f"  recipe: {idle} of {len(done.made.counts)} matched nothing, see --dry-run")
+    if done.made is not None and not dry_run:
+        _show_recipe(done.made)
     if plan.num_left:
         say(f"  left: {counted(plan.num_left, 'key')} that include and exclude do not take")
     if plan.num_renamed:
@@ -205,6 +205,20 @@ def _show(done: Conversion, destination: Path, *, dry_run: bool) -> None:
         say(f"  not verified: {done.not_verified}")
     for what in done.left_out:
         say(f"  left out, {done.target} cannot hold it: {one_line(what)}")
+
+
+def _show_recipe(made: Derivation) -> None:
+    """What is lost by the rules, or does nothing; a dry run shows it by key."""
+    idle, of_source = counted(len(made.idle), "rule"), "of the source"
+    rounded = sum(bool(made.rounded_from(key)) for key in made.tensors)
+    for count, text in (
+        (len(made.idle), f"{idle} of {len(made.counts)} matched nothing"),
+        (rounded, f"values rounded in {counted(rounded, 'tensor')}"),
+        (len(made.cut), f"{counted(len(made.cut), 'tensor')} {of_source} used in part"),
+        (len(made.left_out), f"{counted(len(made.left_out), 'tensor')} {of_source} not used"),
+    ):
+        if count:
+            say(f"  recipe: {text}, see --dry-run")
 
 
 def _show_tensors(done: Conversion) -> None:

@@ -132,7 +132,8 @@ def plan(
         wants = of_function(template, ranks)
         if rows is not None:
             leaves = [leaf for want in wants for leaf in want.tensors.values()]
-            made = derive(rows, opened.index, opened.objects, shapes_of(leaves))
+            cells = {leaf.key for want in wants for leaf in want.objects}
+            made = derive(rows, opened.index, opened.objects, shapes_of(leaves), cells)
     found = forecast_of(opened, wants, made)
     if as_json:
         answer = _as_json(opened, found, cuts)

@@ -155,7 +155,8 @@ def forecast_of(
     )
     lost = _missing_files(result.files, reader)
     if any(want.objects for want in wants):
-        lost += unknown_objects(wants, checkpoint.objects if made is None else made.objects)
+        objects = checkpoint.objects if made is None else {*made.objects, *made.kept_objects}
+        lost += unknown_objects(wants, objects)
     return replace(result, findings=(*result.findings, *lost))
 
 

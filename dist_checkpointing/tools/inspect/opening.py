@@ -105,26 +105,22 @@ def explaining(path: Location) -> Iterator[None]:
 
 def _what_it_is(path: Location) -> tuple[str, str] | None:
     """What a path is instead of a checkpoint, and what to do."""
-    if isinstance(path, Path):
-        if path.is_file():
-            remedy = (
-                "dckpt ls, show, stats, diff and convert open safetensors and torch.save files."
-            )
-            return "it is a file, not a folder", remedy
-        if not path.is_dir():
-            return None
-        if (path / ATTEMPT_NAME).exists():
-            holder = holder_of(path)
-            if holder is None:
-                return None
-            now = f"it is being saved now, by process {holder.pid} on {holder.host}"
-            return now, f"dckpt watch {path} tells when it is done."
+    if isinstance(path, Path) and not path.is_dir():
+        remedy = "dckpt ls, show, stats, diff and convert open files of safetensors and torch.save."
+        return ("it is a file, not a folder", remedy) if path.is_file() else None
+    if isinstance(path, Path) and (path / ATTEMPT_NAME).exists():
+        holder = holder_of(path)
+        now = f"it is being saved now, by process {holder.pid} on {holder.host}" if holder else ""
+        return (now, f"dckpt watch {path} tells when it is done.") if now else None
     if is_run(path):
         number = len(step_folders(path))
         remedy = f"dckpt ls {path} lists them; name one, such as {path}@{LATEST}."
         return f"it is a run with {number} step{'s' * (number != 1)}", remedy if number else ""
-    if not isinstance(path, Path):
-        return None
+    return _foreign(path) if isinstance(path, Path) else None
+
+
+def _foreign(path: Path) -> tuple[str, str] | None:
+    """What a folder holds instead of a checkpoint of this library, and what to do."""
     folders_inside = sorted(inside for inside in path.iterdir() if inside.is_dir())
     for what, holds in (("checkpoints", is_committed), ("runs", is_run)):
         names = [inside.name for inside in folders_inside if holds(inside)]
