@@ -281,7 +281,7 @@ def test_another_optimizer_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_arguments_of_a_wrong_kind(tmp_path: Path) -> None:
     model: Any = nn.Linear(1, 1)
-    with pytest.raises(TypeError, match="model must be a module; it is a OrderedDict"):
+    with pytest.raises(TypeError, match="Module, not a OrderedDict"):
         TorchState(model.state_dict())
     wrong: Any
     for wrong, name in ((None, "NoneType"), (model, "Linear"), ([model], "Linear")):

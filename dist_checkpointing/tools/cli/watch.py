@@ -60,7 +60,7 @@ def watch(
     try:
         if is_run(place) or (store.is_folder(place) and not store.names_in(place)):
             _watch_run(place, as_json=as_json)
-        elif holder_at(place) is None or is_committed(place):
+        elif not store.is_folder(place) or holder_at(place) is None or is_committed(place):
             with explaining(place):
                 read_config(place)  # raises if there is neither a checkpoint nor a save
             _tell(place.name, place, as_json=as_json)
