@@ -22,7 +22,6 @@ from pathlib import Path
 
 from dist_checkpointing.errors import (
     CheckpointExistsError,
-    CheckpointingException,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Finding,
@@ -40,7 +39,6 @@ from dist_checkpointing.format.leftovers import (
     DCP_METADATA_NAME,
     attempt_of,
     clear,
-    is_spent,
     leftovers,
     note_attempt,
     refuse_foreign,
@@ -236,7 +234,7 @@ class Attempt:
             attempt._above = [path.parent for path in made]
             if not is_new:
                 # The old checkpoint ends here, before anything of it is damaged.
-                _end_commit(folder)
+                end_commit(folder)
                 clear(folder, left)
             note_attempt(
                 folder, attempt.id, names, local.Durability.PAGE_CACHE if is_new else durability
@@ -287,7 +285,7 @@ class Attempt:
             return  # committed, or let go: what is here is no longer this attempt's to judge
         try:
             if self._may_be_committed or is_committed(self._folder):
-                _end_commit(self._folder)
+                end_commit(self._folder)
         except OSError as error:
             logger.warning(
                 "%s cannot be taken back (%s): what was saved stays, and may be a checkpoint",
@@ -368,7 +366,7 @@ def _locked(folder: Path) -> tuple[FolderLock, list[Path]]:
             continue  # another process removed a checkpoint there, and the folder with it
 
 
-def _end_commit(folder: Path) -> None:
+def end_commit(folder: Path) -> None:
     """Make sure that no commit is there, and that none comes back with a power cut.
 
     Raises:
@@ -376,47 +374,3 @@ def _end_commit(folder: Path) -> None:
     """
     (folder / CONFIG_FNAME).unlink(missing_ok=True)
     local.fsync_folder(folder)
-
-
-def remove_checkpoint(folder: Location) -> None:
-    """Delete what the last save into a folder created, and the folder if that leaves it empty.
-
-    The commit goes first: a crash in between leaves an uncommitted save.
-
-    Raises:
-        CheckpointExistsError: if a save is writing there.
-        CheckpointingException: if no save of this library noted what it created there.
-        OSError: if the file system fails; what is left is an uncommitted save.
-    """
-    if isinstance(folder, ObjectPath):
-        from dist_checkpointing.format.store_commit import remove_from_store  # noqa: PLC0415
-
-        remove_from_store(folder)
-        return
-    with FolderLock.acquire(folder):
-        names = leftovers(folder)
-        if attempt_of(folder) is None and not is_spent(folder):
-            finding = Finding("nothing says what is ours", path=str(folder / ATTEMPT_NAME))
-            raise CheckpointingException(f"{folder} is not deleted", [finding])
-        _end_commit(folder)
-        clear(folder, names)
-        local.remove(folder / ATTEMPT_NAME, folder)
-    try:
-        folder.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or is_spent(folder):
-            raise
-        logger.warning("%s is not empty: it holds files that no save of ours made", folder)
-
-
-def is_leftover(folder: Location) -> bool:
-    """Whether what is in a folder is of a save of ours that has not committed, or was removed.
-
-    Raises:
-        OSError: if that cannot be found out.
-    """
-    if is_committed(folder):
-        return False
-    if isinstance(folder, ObjectPath):
-        return bool(store.names_in(folder / CLAIMS))
-    return attempt_of(folder) is not None or is_spent(folder)

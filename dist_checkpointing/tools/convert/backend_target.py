@@ -13,7 +13,7 @@ from dist_checkpointing.comm import SingleProcess
 from dist_checkpointing.errors import CheckpointingException, Finding
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.format.byte_sizes import in_batches
-from dist_checkpointing.format.commit import remove_checkpoint
+from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
 from dist_checkpointing.format.geometry import Box, Ints
 from dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from dist_checkpointing.planning import DefaultSavePlanner, SavePlan, WriteItem

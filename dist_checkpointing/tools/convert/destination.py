@@ -15,7 +15,8 @@ from dist_checkpointing.filesystem.folder_lock import LOCK_NAME, FolderLock
 from dist_checkpointing.filesystem.object_path import Location
 from dist_checkpointing.filesystem.own_files import OWN_FOLDER
 from dist_checkpointing.filesystem.store_claims import CLAIMS
-from dist_checkpointing.format.commit import check_is_distributed_checkpoint, remove_checkpoint
+from dist_checkpointing.format.checkpoint_removal import remove_checkpoint
+from dist_checkpointing.format.commit import check_is_distributed_checkpoint
 from dist_checkpointing.format.data_folder import DATA
 from dist_checkpointing.format.leftovers import attempt_of, leftovers
 
